@@ -1,0 +1,39 @@
+"""Every exception that Penstock raises on purpose, in one tree. Layer 0.
+
+A `UserError` is the user's mistake: the command line prints its one line and exits with 2.
+A `RunError` is a fault at run time: one line, exit 1, and the journal is intact.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of all; catch this to catch everything that is ours."""
+
+
+class UserError(PenstockError, ValueError):
+    """The input is wrong. The message says what, what was given, and what is allowed."""
+
+
+class RunError(PenstockError, RuntimeError):
+    """The run cannot go on. Nothing that was journalled is lost."""
+
+
+class EngineError(RunError):
+    """An inference engine refused, failed or died; the message names the request or the engine."""
+
+
+class WorkerDied(RunError):
+    """A worker process or actor ended while something waited for it."""
+
+
+class TooManyFailures(RunError):
+    """The share of failing groups went past its limit (law 7)."""
+
+
+class DigestMismatch(RunError):
+    """Weights are not the ones their digest names; they are refused, never trained past."""
+
+
+class StopRequested(PenstockError):
+    """The user asked the run to stop (Ctrl-C); work ends cleanly with a checkpoint."""

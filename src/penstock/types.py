@@ -1,0 +1,288 @@
+"""The records that move through Penstock, and the one table of legal status moves.
+
+    Prompt -> Rollout -> Group -> Batch -> StepReport
+
+Layer 0: standard library and numpy only. Records hold data and check themselves; they do
+no input or output and know nothing of engines, trainers or the journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+
+class Status(StrEnum):
+    """Where a rollout (or a whole group) stands."""
+
+    INIT = "init"  # drawn, waiting or being generated
+    COMPLETED = "completed"  # finished and scored; may be trained
+    ABORTED = "aborted"  # stopped half-way; may go on from its partial tokens or start again
+    EXPIRED = "expired"  # older than the staleness bound; must be generated again
+    FAILED = "failed"  # an engine, reward or tool raised; the reason is in `error`
+    FILTERED = "filtered"  # complete but refused by a validity rule
+    ARCHIVED = "archived"  # trained or dropped: the end of its life
+
+
+LEGAL_MOVES: dict[Status, frozenset[Status]] = {
+    Status.INIT: frozenset(
+        {Status.COMPLETED, Status.ABORTED, Status.FAILED, Status.FILTERED, Status.ARCHIVED}
+    ),
+    Status.COMPLETED: frozenset(
+        {Status.EXPIRED, Status.FILTERED, Status.FAILED, Status.ABORTED, Status.ARCHIVED}
+    ),
+    Status.ABORTED: frozenset(
+        {Status.INIT, Status.COMPLETED, Status.EXPIRED, Status.FAILED, Status.ARCHIVED}
+    ),
+    Status.EXPIRED: frozenset({Status.INIT, Status.ARCHIVED}),
+    Status.FAILED: frozenset({Status.INIT, Status.ARCHIVED}),
+    Status.FILTERED: frozenset({Status.ARCHIVED}),
+    Status.ARCHIVED: frozenset(),
+}
+
+
+def move(current: Status, target: Status) -> Status:
+    """Return `target` if the table allows the step from `current`; staying put is always allowed."""
+    if current is not target and target not in LEGAL_MOVES[current]:
+        allowed = ", ".join(sorted(LEGAL_MOVES[current])) or "none, it is final"
+        raise ValueError(f"illegal status move: got {current} -> {target}, allowed: {allowed}")
+    return target
+
+
+@dataclass(slots=True, frozen=True)
+class VersionSegment:
+    """`length` consecutive response tokens that were sampled under one policy version."""
+
+    version: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.version < 0:
+            raise ValueError(
+                f"version segment: got version={self.version} length={self.length}, "
+                "allowed: version >= 0, length >= 1"
+            )
+
+
+def extend_segments(
+    segments: Sequence[VersionSegment], version: int, length: int
+) -> tuple[VersionSegment, ...]:
+    """Append `length` tokens of `version`, merging with a last run of the same version."""
+    if length == 0:
+        return tuple(segments)
+    if segments and segments[-1].version == version:
+        last = VersionSegment(version, segments[-1].length + length)
+        return (*segments[:-1], last)
+    return (*segments, VersionSegment(version, length))
+
+
+def expand_segments(segments: Iterable[VersionSegment]) -> list[int]:
+    """The per-token view of version segments, for logs and tests."""
+    return [segment.version for segment in segments for _ in range(segment.length)]
+
+
+@dataclass(slots=True, frozen=True)
+class Score:
+    """What a reward says of one rollout."""
+
+    value: float  # the reward that is trained on
+    parts: dict[str, float] = field(default_factory=dict)  # named terms, before weighting
+    format_ok: bool | None = None  # the response has the asked form; None: not judged
+    answer_ok: bool | None = None  # the answer is right; None: not judged
+    note: str = ""  # why, in words, for a person who looks at samples
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """One dataset item. `messages` is its chat form; `token_ids` is what the engine gets."""
+
+    prompt_id: str  # unique in its dataset: "name:line"
+    messages: tuple[dict[str, Any], ...]
+    token_ids: np.ndarray  # int32 [prompt length]
+    gt_answer: str | None = None
+    test_cases: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # every other field of the dataset line
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", np.asarray(self.token_ids, dtype=np.int32))
+        if self.token_ids.ndim != 1 or not len(self.token_ids):
+            raise ValueError(
+                f"prompt {self.prompt_id}: got token_ids of shape {self.token_ids.shape}, "
+                "allowed: one dimension, at least one token"
+            )
+
+
+def _no_ids() -> np.ndarray:
+    return np.zeros(0, dtype=np.int32)
+
+
+def _no_logprobs() -> np.ndarray:
+    return np.zeros(0, dtype=np.float32)
+
+
+def _no_mask() -> np.ndarray:
+    return np.zeros(0, dtype=np.bool_)
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollout:
+    """One sampled response. Per-token arrays all have the length of `response_ids`."""
+
+    rollout_id: str  # "group_id.index", unique for the life of the run
+    prompt_ids: np.ndarray  # int32 [prompt length]
+    seed: int  # of this rollout's own random stream, whoever shares its batch
+    response_ids: np.ndarray = field(default_factory=_no_ids)  # int32
+    logprobs: np.ndarray = field(default_factory=_no_logprobs)  # float32, sampling distribution
+    loss_mask: np.ndarray = field(default_factory=_no_mask)  # True: sampled by the policy, trained
+    segments: tuple[VersionSegment, ...] = ()  # versions of the response tokens, run-length
+    temperature: float = 1.0
+    status: Status = Status.INIT
+    finish_reason: str = ""  # stop | length | tool_calls | abort | error
+    text: str = ""  # the response decoded, for rewards and people
+    score: Score | None = None
+    error: str = ""  # why it failed
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise unless every per-token field speaks of the same tokens."""
+        length = len(self.response_ids)
+        lengths = {
+            "logprobs": len(self.logprobs),
+            "loss_mask": len(self.loss_mask),
+            "segments": sum(segment.length for segment in self.segments),
+        }
+        wrong = {name: got for name, got in lengths.items() if got != length}
+        if wrong:
+            raise ValueError(
+                f"rollout {self.rollout_id}: got lengths {wrong}, allowed: {length} "
+                "(that of response_ids)"
+            )
+
+    def append(
+        self, token_ids: np.ndarray, logprobs: np.ndarray, segments: Sequence[VersionSegment]
+    ) -> None:
+        """Add tokens the policy sampled. `segments` speak of the new tokens only."""
+        self.response_ids = np.concatenate([self.response_ids, token_ids]).astype(np.int32)
+        self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32)
+        self.loss_mask = np.concatenate([self.loss_mask, np.ones(len(token_ids), dtype=np.bool_)])
+        for segment in segments:
+            self.segments = extend_segments(self.segments, segment.version, segment.length)
+        self.check()
+
+    def move_to(self, status: Status) -> None:
+        self.status = move(self.status, status)
+
+    def restart(self) -> None:
+        """Forget the response: the rollout is to be generated from its prompt again."""
+        self.move_to(Status.INIT)
+        self.response_ids, self.logprobs, self.loss_mask = _no_ids(), _no_logprobs(), _no_mask()
+        self.segments, self.finish_reason, self.text = (), "", ""
+        self.score, self.error = None, ""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the oldest token; None while nothing was sampled."""
+        return min((segment.version for segment in self.segments), default=None)
+
+    @property
+    def reward(self) -> float:
+        if self.score is None:
+            raise ValueError(f"rollout {self.rollout_id} has no score; its status is {self.status}")
+        return self.score.value
+
+
+_GROUP_STATUS_ORDER = (
+    Status.FAILED,
+    Status.ABORTED,
+    Status.EXPIRED,
+    Status.FILTERED,
+    Status.ARCHIVED,
+    Status.INIT,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The rollouts of one prompt: what is scheduled, buffered, expired, journalled and trained."""
+
+    group_id: str  # "task:cursor", unique for the life of the run
+    task: str
+    cursor: int  # how many prompts this task had drawn before this one
+    prompt: Prompt
+    rollouts: list[Rollout]
+    tries: int = 0  # times it was handed to an agent loop
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.rollouts:
+            raise ValueError(f"group {self.group_id}: got 0 rollouts, allowed: at least 1")
+
+    @property
+    def status(self) -> Status:
+        """COMPLETED if all are, else the first present of failed, aborted, expired, filtered."""
+        present = {rollout.status for rollout in self.rollouts}
+        if present == {Status.COMPLETED}:
+            return Status.COMPLETED
+        return next(status for status in _GROUP_STATUS_ORDER if status in present)
+
+    def move_to(self, status: Status) -> None:
+        for rollout in self.rollouts:
+            rollout.move_to(status)
+
+    @property
+    def oldest_version(self) -> int | None:
+        versions = [r.oldest_version for r in self.rollouts if r.oldest_version is not None]
+        return min(versions, default=None)
+
+    def staleness(self, train_step: int) -> int:
+        """Updates between the oldest token and the step that would train it; 0 is on-policy."""
+        oldest = self.oldest_version
+        return 0 if oldest is None else staleness(train_step, oldest)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(len(rollout.response_ids) for rollout in self.rollouts)
+
+
+def staleness(train_step: int, policy_version: int) -> int:
+    """Step s trains on-policy data when it was sampled under version s - 1."""
+    return train_step - policy_version - 1
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Batch:
+    """The groups of one update, in their order."""
+
+    step: int  # counts from 1
+    groups: tuple[Group, ...]
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class StepReport:
+    """What one update did."""
+
+    step: int
+    policy_version: int  # updates done, this one included
+    digest: str  # of the weights after the update
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class WeightHandle:
+    """The identity of published weights, and where an engine on the other side fetches them."""
+
+    version: int
+    digest: str
+    kind: str  # the weight sync that published it: in_process | shared_memory | ...
+    location: Any = None  # what that sync needs to fetch; small enough to send as a message
