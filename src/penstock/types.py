@@ -146,6 +146,8 @@ class Rollout:
     score: Score | None = None
     error: str = ""  # why it failed
     extra: dict[str, Any] = field(default_factory=dict)
+    issued_version: int = 0  # policy version when it was last handed to an agent loop
+    prompt: Prompt | None = field(default=None, repr=False)  # the group's own, shared by reference
 
     def __post_init__(self) -> None:
         self.check()
@@ -223,6 +225,8 @@ class Group:
     def __post_init__(self) -> None:
         if not self.rollouts:
             raise ValueError(f"group {self.group_id}: got 0 rollouts, allowed: at least 1")
+        for rollout in self.rollouts:
+            rollout.prompt = self.prompt
 
     @property
     def status(self) -> Status:
