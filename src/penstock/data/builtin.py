@@ -1,0 +1,75 @@
+"""Built-in generated tasks: problems with known answers, made here, no download. Layer 1.
+
+A task gives plain dataset records (the same shape as a JSONL line) in a fixed order that looks random,
+so that the first N problems of a task are a fair sample of it. `NAME` is the training part and
+`NAME:heldout` the part that is never trained on. Nothing here tokenises or shuffles by seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from penstock.errors import UserError
+
+Record = dict[str, Any]
+
+HELDOUT_SHARE = 0.1
+SPLITS = ("train", "heldout")
+
+
+def is_heldout(a: int, b: int) -> bool:
+    """Whether a sum is kept for evaluation. a+b and b+a always fall on the same side."""
+    return _pair_hash(min(a, b), max(a, b)) < HELDOUT_SHARE
+
+
+def addition(split: str, *, low: int = 10, high: int = 99, size: int = 0) -> list[Record]:
+    """Every sum a+b with low <= a, b <= high on one side of the split; `size` 0: all of them."""
+    if not 0 <= low <= high <= 9999:
+        raise UserError(f"addition: got low={low} high={high}, allowed: 0 <= low <= high <= 9999")
+    if (high - low + 1) ** 2 > 1_000_000:
+        raise UserError(f"addition: got low={low} high={high}, allowed: at most 1000 numbers apart")
+    if size < 0:
+        raise UserError(f"addition: got size={size}, allowed: 0 (all) or more")
+    numbers = range(low, high + 1)
+    wanted = split == "heldout"
+    pairs = [(a, b) for a in numbers for b in numbers if is_heldout(a, b) is wanted]
+    pairs.sort(key=lambda pair: _pair_hash(pair[0], pair[1], salt="order"))
+    return [_addition_record(a, b) for a, b in pairs[: size or None]]
+
+
+def _addition_record(a: int, b: int) -> Record:
+    return {"messages": [{"role": "user", "content": f"{a}+{b}"}], "gt_answer": str(a + b)}
+
+
+def _pair_hash(a: int, b: int, salt: str = "split") -> float:
+    """A number in [0, 1) that depends on the pair alone, the same on every machine."""
+    digest = hashlib.blake2b(f"{salt}:{a}+{b}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+TASKS: dict[str, Callable[..., list[Record]]] = {"addition": addition}
+
+
+def is_builtin(name: str) -> bool:
+    """Whether `name` (without its split) is a built-in task."""
+    return name.partition(":")[0] in TASKS
+
+
+def load(name: str, options: dict[str, Any]) -> list[Record]:
+    """The records of `NAME` or `NAME:SPLIT` with the task's own options."""
+    task, _, split = name.partition(":")
+    split = split or "train"
+    if split not in SPLITS:
+        allowed = ", ".join([task] + [f"{task}:{s}" for s in SPLITS])
+        raise UserError(f"data: got {name!r}, allowed: {allowed}")
+    known = list(inspect.signature(TASKS[task]).parameters)[1:]
+    for key, value in options.items():
+        if key not in known:
+            allowed = ", ".join(known)
+            raise UserError(f"data_options of {name}: got {key!r}, allowed: {allowed}")
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UserError(f"data_options.{key} of {name}: got {value!r}, allowed: a whole number")
+    return TASKS[task](split, **options)

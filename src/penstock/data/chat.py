@@ -1,0 +1,127 @@
+"""Chat templates and tokenizers: the one place where text becomes token ids and back. Layer 1.
+
+Prompts are encoded once, with the generation prompt; what the engine samples is never tokenised
+again. A tokenizer without a chat template gets its messages joined plainly, one per line. This module
+does not cut prompts and does not know about datasets. transformers is imported when first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import UserError
+
+Message = Mapping[str, Any]
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or hub name; `demo` is that of the policy that ships."""
+    if str(path) == "demo":
+        from penstock.demo import policy_path
+
+        path = policy_path()
+    _check_folder(path)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"tokenizer: got {str(path)!r}, allowed: a folder or hub name of a transformers "
+            f"tokenizer ({reason})"
+        ) from error
+
+
+def _check_folder(path: str | Path) -> None:
+    """Refuse early what cannot be a tokenizer, before transformers is imported."""
+    folder = Path(path)
+    looks_like_path = isinstance(path, Path) or str(path).startswith((".", "/", "~"))
+    if folder.is_dir():
+        known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        if not any((folder / name).is_file() for name in (*known, "vocab.txt")):
+            raise UserError(
+                f"tokenizer: got the folder {str(path)!r} without a tokenizer, "
+                f"allowed: a folder with one of {', '.join(known)}"
+            )
+    elif folder.is_file() or looks_like_path:
+        raise UserError(
+            f"tokenizer: got {str(path)!r}, allowed: a folder that exists, or a hub name"
+        )
+
+
+class ChatTemplate:
+    """Messages to prompt ids and response ids to text, for one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id)
+        self._dropped = frozenset(token for token in ends if token is not None)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids that end a response; empty if the tokenizer names none."""
+        eos = self.tokenizer.eos_token_id
+        return () if eos is None else (int(eos),)
+
+    @property
+    def pad_id(self) -> int:
+        """The padding id; that of end of sequence, or 0, where the tokenizer has none."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad) if pad is not None else (self.eos_ids or (0,))[0]
+
+    def encode(self, messages: Sequence[Message], system_prompt: str = "") -> np.ndarray:
+        """Prompt ids, int32, ending where the assistant is to answer."""
+        return self.encode_many([messages], system_prompt)[0]
+
+    def encode_many(
+        self, conversations: Iterable[Sequence[Message]], system_prompt: str = ""
+    ) -> list[np.ndarray]:
+        """`encode` of many conversations with one call of the tokenizer: several times faster."""
+        texts = [self.render(messages, system_prompt) for messages in conversations]
+        if not texts:
+            return []
+        encoded = self.tokenizer(texts, add_special_tokens=not self.has_template)
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+
+    def render(self, messages: Sequence[Message], system_prompt: str = "") -> str:
+        """The prompt as text, with the system prompt put first where the messages have none."""
+        conversation = [dict(message) for message in messages]
+        if system_prompt and not any(m.get("role") == "system" for m in conversation):
+            conversation.insert(0, {"role": "system", "content": system_prompt})
+        if not self.has_template:
+            return "\n".join(str(message["content"]) for message in conversation) + "\n"
+        return self._apply_template(conversation)
+
+    def _apply_template(self, conversation: list[dict[str, Any]]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            roles = ", ".join(str(message.get("role")) for message in conversation)
+            raise UserError(
+                f"chat template: refused messages with roles {roles}: {error}"
+            ) from error
+        return str(text)
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """Plain text as ids, int32, with nothing added (tool results, text streams)."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Response text as rewards see it: begin, end and padding tokens are dropped, every other
+        special token (think and answer tags among them) stays visible."""
+        kept = [int(token) for token in ids if int(token) not in self._dropped]
+        text = self.tokenizer.decode(
+            kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)

@@ -1,0 +1,106 @@
+"""Problems from the optional reasoning-gym package: `reasoning_gym:NAME`. Layer 1.
+
+Problems are generated from a seed, without a download. `reasoning_gym:NAME:heldout` gives problems whose
+question falls on the held-out side of a fixed split, whatever the seed, so that a training set
+and an evaluation set of one generator never share a question. The package is imported when first needed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import json
+from typing import Any
+
+from penstock.errors import UserError
+from penstock.types import Prompt
+
+Record = dict[str, Any]
+
+PREFIX = "reasoning_gym:"
+DEFAULT_SIZE = 1000
+HELDOUT_SHARE = 0.1
+MAX_TRIES_PER_PROBLEM = 40
+
+
+def load(name: str, options: dict[str, Any], seed: int) -> list[Record]:
+    """`size` records of one generator; options: size, seed, and the generator's own settings."""
+    generator, split = _parse(name)
+    size = options.get("size", DEFAULT_SIZE)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UserError(f"data_options.size of {name}: got {size!r}, allowed: 1 or more")
+    problems = _create(name, generator, {"seed": seed, **options}, size * MAX_TRIES_PER_PROBLEM)
+    records: list[Record] = []
+    for index in range(size * MAX_TRIES_PER_PROBLEM):
+        item = problems[index]
+        if _is_heldout(item["question"]) is (split == "heldout"):
+            records.append(_record(generator, item))
+            if len(records) == size:
+                break
+    return records
+
+
+def validate(name: str, options: dict[str, Any]) -> None:
+    """Raise a UserError unless the package, the generator and its options are there."""
+    generator, _ = _parse(name)
+    _create(name, generator, {"seed": 0, **options}, 1)
+
+
+def score_answer(answer: str, prompt: Prompt) -> float:
+    """The generator's own verdict in [0, 1]: for problems with more than one right answer."""
+    generator = prompt.extra["reasoning_gym"]
+    package = _import_package(generator)
+    entry = {"question": prompt.messages[-1]["content"], "answer": prompt.gt_answer}
+    entry["metadata"] = prompt.extra["metadata"]
+    return float(package.get_score_answer_fn(generator)(answer, entry))
+
+
+def _parse(name: str) -> tuple[str, str]:
+    generator, _, split = name.removeprefix(PREFIX).partition(":")
+    if split not in ("", "train", "heldout"):
+        raise UserError(f"data: got {name!r}, allowed: {PREFIX}{generator} with :train or :heldout")
+    return generator, split or "train"
+
+
+def _create(name: str, generator: str, options: dict[str, Any], size: int) -> Any:
+    package = _import_package(name)
+    from reasoning_gym.factory import DATASETS
+
+    if generator not in DATASETS:
+        near = difflib.get_close_matches(generator, DATASETS, n=1)
+        hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
+        raise UserError(f"data: got {name!r}, allowed: a reasoning-gym dataset{hint}")
+    try:
+        return package.create_dataset(generator, **{**options, "size": size})
+    except (TypeError, AssertionError, ValueError) as error:
+        raise UserError(
+            f"data_options of {name}: got {options}, allowed: settings of that generator ({error})"
+        ) from error
+
+
+def _import_package(name: str) -> Any:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UserError(
+            f"data: got {name!r}, but the package reasoning-gym is not installed; "
+            "allowed: after `pip install penstock[reasoning-gym]`"
+        )
+    import reasoning_gym
+
+    return reasoning_gym
+
+
+def _is_heldout(question: str) -> bool:
+    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64 < HELDOUT_SHARE
+
+
+def _record(generator: str, item: dict[str, Any]) -> Record:
+    """A dataset line; the metadata is made plain JSON, so that it can be journalled."""
+    metadata = json.loads(json.dumps(item["metadata"], default=str))
+    return {
+        "messages": [{"role": "user", "content": item["question"]}],
+        "gt_answer": item["answer"],
+        "metadata": metadata,
+        "reasoning_gym": generator,
+    }
