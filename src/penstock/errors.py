@@ -23,6 +23,14 @@ class EngineError(RunError):
     """An inference engine refused, failed or died; the message names the request or the engine."""
 
 
+class RewardError(RunError):
+    """A reward could not be computed (a dead server, broken test cases): a failure, not a zero."""
+
+
+class SandboxError(RewardError):
+    """Untrusted code was not run: the isolation is too weak here, or the sandbox itself failed."""
+
+
 class WorkerDied(RunError):
     """A worker process or actor ended while something waited for it."""
 

@@ -1,0 +1,52 @@
+"""Rewards: what a rollout is worth. Layer 1.
+
+`REWARDS` names those that ship; a config may also say `module:function` or `path/to/file.py:function`.
+`build_reward` makes the weighted sum that an agent loop calls, `check` only validates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock import plugins
+from penstock.config import RewardConfig
+from penstock.reward.protocol import Reward
+from penstock.reward.verifiable import Part, VerifiableReward, make_part
+
+REWARDS: dict[str, str] = {
+    "think_answer_tags": "penstock.reward.math_answer:ThinkAnswerTags",
+    "boxed": "penstock.reward.math_answer:Boxed",
+    "code": "penstock.reward.code:CodeReward",
+    "reward_model": "penstock.reward.reward_model:RewardModel",
+    "soft_overlong": "penstock.reward.length:SoftOverlong",
+    "length": "penstock.reward.length:LengthShaping",
+}
+
+
+def build_reward(rewards: Sequence[RewardConfig], *, max_tokens: int) -> VerifiableReward:
+    """The weighted sum of `rewards`. Workers start at their first use; `close()` ends them."""
+    names: list[str] = []
+    parts: list[Part] = []
+    for config in rewards:
+        target = plugins.load("reward", config.type, REWARDS)
+        name = _unique(config.type, names)
+        names.append(name)
+        parts.append(make_part(name, target, config, max_tokens))
+    return VerifiableReward(parts)
+
+
+def check(rewards: Sequence[RewardConfig]) -> None:
+    """Raise a UserError unless every name and option is valid. Starts nothing."""
+    build_reward(rewards, max_tokens=1)
+
+
+def _unique(type_name: str, taken: list[str]) -> str:
+    base = type_name.rpartition(":")[2] or type_name
+    name, count = base, 1
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    return name
+
+
+__all__ = ["REWARDS", "Reward", "VerifiableReward", "build_reward", "check"]

@@ -1,0 +1,87 @@
+"""Rewards for the length of a response: soft overlong punishment and length shaping. Layer 1.
+
+Both give their lowest value to a truncated response, so that running into the limit never pays. They
+count response tokens and do not look at the text.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from penstock.config import Section
+from penstock.types import Prompt, Rollout, Score
+
+
+class SoftOverlongOptions(Section):
+    scale: float = Field(1.0, ge=0)
+    """What a truncated response loses; use that of a right answer."""
+    buffer_tokens: int = Field(0, ge=0)
+    """Length of the slope before the limit; 0: the smaller of 1024 and a quarter of max_tokens."""
+    max_tokens: int = Field(0, ge=0)
+    """The limit; 0: that of the sampling."""
+
+
+class SoftOverlong:
+    """0 up to `limit - buffer` tokens, then down in a straight line to -scale at the limit."""
+
+    Options = SoftOverlongOptions
+    lowest_when_truncated = True
+
+    def __init__(self, options: SoftOverlongOptions, *, max_tokens: int) -> None:
+        self._scale = options.scale
+        self._limit = options.max_tokens or max_tokens
+        buffer = options.buffer_tokens or min(1024, self._limit // 4)
+        self._buffer = min(max(1, buffer), self._limit)
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        length = len(rollout.response_ids)
+        over = length - (self._limit - self._buffer)
+        share = min(1.0, max(0.0, over / self._buffer))
+        if rollout.finish_reason == "length":
+            share = 1.0
+        note = f"{length} of {self._limit} tokens" if share else ""
+        return Score(value=-self._scale * share if share else 0.0, note=note)
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class LengthOptions(Section):
+    target_tokens: int = Field(0, ge=0)
+    """Length that earns the most."""
+    span_tokens: int = Field(0, ge=0)
+    """Distance from the target at which nothing is earned; 0: max_tokens."""
+    scale: float = Field(1.0, ge=0)
+    """What the target length earns."""
+    shape: Literal["below", "around"] = "below"
+    """below: anything up to the target earns the most; around: shorter ones earn less, too."""
+
+    @model_validator(mode="after")
+    def _around_needs_a_target(self) -> Self:
+        if self.shape == "around" and not self.target_tokens:
+            raise ValueError("option target_tokens: got 0, allowed: above 0 with shape = around")
+        return self
+
+
+class LengthShaping:
+    """From `scale` at the target in a straight line to 0 at `span_tokens` away from it."""
+
+    Options = LengthOptions
+    lowest_when_truncated = True
+
+    def __init__(self, options: LengthOptions, *, max_tokens: int) -> None:
+        self._settings = options
+        self._span = options.span_tokens or max_tokens
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        if rollout.finish_reason == "length":
+            return Score(value=0.0, note="truncated")
+        distance = len(rollout.response_ids) - self._settings.target_tokens
+        if self._settings.shape == "below":
+            distance = max(0, distance)
+        return Score(value=self._settings.scale * max(0.0, 1.0 - abs(distance) / self._span))
+
+    async def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,128 @@
+"""think_answer_tags and boxed: a response is right when its answer equals the prompt's. Layer 1.
+
+Equality is decided in line where text and numbers tell; the rest goes to worker processes with a
+time-out (`math_pool.py`), started at the first such pair. A truncated response is never right.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from penstock.config import Section
+from penstock.errors import RewardError
+from penstock.reward.equality import decide
+from penstock.reward.extraction import Extract, boxed_answer, tagged_answer
+from penstock.reward.math_pool import MathPool
+from penstock.types import Prompt, Rollout, Score
+
+
+class AnswerOptions(Section):
+    """Settings that both kinds of math rewards share."""
+
+    right: float = 1.0
+    """Value of a right answer."""
+    wrong: float = 0.0
+    """Value of a wrong or missing answer."""
+    format: Literal["gate", "add", "ignore"] = "gate"
+    """gate: a right answer in the wrong form is wrong; add: form earns format_value; ignore."""
+    format_value: float = Field(0.1, ge=0)
+    """What the right form adds with format = add."""
+    equality: Literal["symbolic", "numeric", "exact"] = "symbolic"
+    """symbolic: algebra decides; numeric: equal numbers or equal text; exact: equal text."""
+    workers: int = Field(2, ge=1)
+    """Most processes for symbolic comparisons; they start when one is needed."""
+    timeout_s: float = Field(5.0, gt=0)
+    """Longest symbolic comparison; past it the answer is wrong."""
+
+    @model_validator(mode="after")
+    def _right_is_better(self) -> Self:
+        if self.right < self.wrong:
+            raise ValueError(
+                f"option right: got {self.right}, allowed: at least wrong = {self.wrong}"
+            )
+        return self
+
+
+class TagOptions(AnswerOptions):
+    think_tag: str = "think"
+    """Name of the tag around the reasoning; empty: none is asked for."""
+    answer_tag: str = Field("answer", min_length=1)
+    """Name of the tag around the answer."""
+    opened_in_prompt: bool = False
+    """The prompt ends with the opening think tag, so the response starts after it."""
+
+
+class BoxedOptions(AnswerOptions):
+    pass
+
+
+class MathAnswer:
+    """Consumes finished rollouts; its subclass says where the answer is."""
+
+    lowest_when_truncated = True
+
+    def __init__(self, options: AnswerOptions, *, max_tokens: int) -> None:
+        self._settings = options
+        self._pool = MathPool(options.workers, options.timeout_s)
+
+    def extract(self, text: str) -> Extract:
+        raise NotImplementedError
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        """Judge the form and the answer."""
+        if prompt.gt_answer is None:
+            raise RewardError(f"prompt {prompt.prompt_id} has no gt_answer to compare with")
+        if rollout.finish_reason == "length":
+            return self._score(False, False, "truncated")
+        found = self.extract(rollout.text)
+        if found.answer is None:
+            return self._score(found.format_ok, False, found.note or "no answer")
+        right, note = await self._equal(prompt.gt_answer, found.answer)
+        return self._score(found.format_ok, right, "; ".join(filter(None, (found.note, note))))
+
+    async def _equal(self, gold: str, answer: str) -> tuple[bool, str]:
+        if self._settings.equality == "exact":
+            return gold.strip() == answer.strip(), ""
+        verdict = decide(gold, answer)
+        if verdict is None and self._settings.equality == "symbolic":
+            comparison = await self._pool.compare(gold, answer)
+            return comparison.equal, comparison.note
+        return bool(verdict), ""
+
+    def _score(self, format_ok: bool, answer_ok: bool, note: str) -> Score:
+        settings = self._settings
+        earned = answer_ok and (format_ok or settings.format != "gate")
+        value = settings.right if earned else settings.wrong
+        if settings.format == "add" and format_ok:
+            value += settings.format_value
+        return Score(value=value, format_ok=format_ok, answer_ok=answer_ok, note=note)
+
+    async def close(self) -> None:
+        """End the comparison workers, if any were started."""
+        await self._pool.close()
+
+
+class ThinkAnswerTags(MathAnswer):
+    """<think>...</think> <answer>...</answer>: each tag once, in order, nothing after the last."""
+
+    Options = TagOptions
+
+    def __init__(self, options: TagOptions, *, max_tokens: int) -> None:
+        super().__init__(options, max_tokens=max_tokens)
+        self._think_tag, self._answer_tag = options.think_tag, options.answer_tag
+        opened = options.opened_in_prompt and options.think_tag
+        self._opening = f"<{options.think_tag}>" if opened else ""
+
+    def extract(self, text: str) -> Extract:
+        return tagged_answer(self._opening + text, self._think_tag, self._answer_tag)
+
+
+class Boxed(MathAnswer):
+    """The last brace-matched \\boxed{...}."""
+
+    Options = BoxedOptions
+
+    def extract(self, text: str) -> Extract:
+        return boxed_answer(text)

@@ -1,0 +1,193 @@
+"""The weighted sum of named rewards: what an agent loop calls. Layer 1.
+
+Parts are scored together; the sum keeps every part's own value and note. A fault in a part becomes
+a `RewardError` with the rollout's id and the part's name, so that it counts as a failure and never as
+a zero. It holds no policy of retries: that is the producer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config import RewardConfig, Section
+from penstock.errors import RewardError, UserError
+from penstock.reward.options import check_option_names, read_options
+from penstock.reward.protocol import Reward
+from penstock.reward.user import UserFunction
+from penstock.types import Prompt, Rollout, Score
+
+GroupScorer = Callable[[Sequence[Rollout], Sequence[Prompt]], Awaitable[list[Score]]]
+
+
+@dataclass(slots=True, frozen=True)
+class Part:
+    """One term of the sum."""
+
+    name: str
+    weight: float
+    reward: Reward
+
+    @property
+    def score_group(self) -> GroupScorer | None:
+        """How the part judges a whole group at once; None: it judges rollouts one by one."""
+        return getattr(self.reward, "score_group", None)
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether it cannot judge a rollout without the others of its group."""
+        return bool(getattr(self.reward, "needs_group", False))
+
+
+def make_part(name: str, target: Any, config: RewardConfig, max_tokens: int) -> Part:
+    """Build one part from what its name stands for: a built-in, the user's class or function."""
+    if isinstance(target, type):
+        reward = _build_class(name, target, config, max_tokens)
+    elif callable(target):
+        reward = UserFunction(name, target, config.options)
+    else:
+        raise UserError(
+            f"reward: got {config.type!r}, which is a {type(target).__name__}, "
+            "allowed: a function or a class with score()"
+        )
+    if config.weight < 0 and getattr(reward, "lowest_when_truncated", False):
+        raise UserError(f"reward {name}: weight got {config.weight}, allowed: 0 or more")
+    return Part(name, config.weight, reward)
+
+
+def _build_class(name: str, target: type, config: RewardConfig, max_tokens: int) -> Reward:
+    model = getattr(target, "Options", None)
+    if isinstance(model, type) and issubclass(model, Section):
+        return target(read_options(name, model, config.options), max_tokens=max_tokens)
+    if not inspect.iscoroutinefunction(getattr(target, "score", None)):
+        raise UserError(
+            f"reward: got {config.type!r}, allowed: a class with `async def score(rollout, prompt)`"
+        )
+    parameters = inspect.signature(target).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        check_option_names(name, config.options, [parameter.name for parameter in parameters])
+    return target(**config.options)
+
+
+class VerifiableReward:
+    """Consumes finished rollouts, produces the weighted sum of its parts."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        if not parts:
+            raise UserError("rewards: got none, allowed: at least one")
+        self.parts = tuple(parts)
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether some part judges whole groups only: then call `score_group`, not `score`."""
+        return any(part.needs_group for part in self.parts)
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        """Judge one rollout as soon as it is finished."""
+        if self.needs_group:
+            names = ", ".join(part.name for part in self.parts if part.needs_group)
+            raise RewardError(
+                f"rollout {rollout.rollout_id}: reward {names} judges whole groups; "
+                "call score_group with all rollouts of the group"
+            )
+        if len(self.parts) == 1:
+            return self._sum([await _score_part(self.parts[0], rollout, prompt)])
+        return self._sum(await _gather([_score_part(part, rollout, prompt) for part in self.parts]))
+
+    async def score_group(
+        self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
+    ) -> list[Score]:
+        """Judge the finished rollouts of one group; parts that can do it see them all at once."""
+        if len(rollouts) != len(prompts):
+            raise ValueError(
+                f"score_group: got {len(rollouts)} rollouts and {len(prompts)} prompts, "
+                "allowed: as many of each"
+            )
+        columns = await _gather([_score_column(part, rollouts, prompts) for part in self.parts])
+        return [self._sum([column[row] for column in columns]) for row in range(len(rollouts))]
+
+    def _sum(self, scores: Sequence[Score]) -> Score:
+        value, parts, notes = 0.0, dict[str, float](), list[str]()
+        for part, score in zip(self.parts, scores, strict=True):
+            value += part.weight * score.value
+            parts[part.name] = score.value
+            parts.update({f"{part.name}.{name}": term for name, term in score.parts.items()})
+            if score.note:
+                notes.append(score.note if len(scores) == 1 else f"{part.name}: {score.note}")
+        return Score(
+            value=value,
+            parts=parts,
+            format_ok=_all_of([score.format_ok for score in scores]),
+            answer_ok=_all_of([score.answer_ok for score in scores]),
+            note="; ".join(notes),
+        )
+
+    async def close(self) -> None:
+        """End every part's workers, whatever happens in the others."""
+        outcomes = await asyncio.gather(
+            *(part.reward.close() for part in self.parts), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+
+def _all_of(judged: Sequence[bool | None]) -> bool | None:
+    known = [one for one in judged if one is not None]
+    return all(known) if known else None
+
+
+async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    """All results, or the first exception after every one has ended: nothing runs on unseen."""
+    outcomes = await asyncio.gather(*awaitables, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return list(outcomes)
+
+
+async def _score_part(part: Part, rollout: Rollout, prompt: Prompt) -> Score:
+    try:
+        score = await part.reward.score(rollout, prompt)
+    except Exception as error:  # one rollout's edge: a fault is named and isolated
+        raise _named(error, part.name, rollout.rollout_id) from error
+    return _checked(score, part.name, rollout.rollout_id)
+
+
+async def _score_column(
+    part: Part, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
+) -> list[Score]:
+    if part.score_group is None:
+        pairs = zip(rollouts, prompts, strict=True)
+        return await _gather([_score_part(part, rollout, prompt) for rollout, prompt in pairs])
+    ids = ", ".join(rollout.rollout_id for rollout in rollouts)
+    try:
+        scores = await part.score_group(rollouts, prompts)
+    except Exception as error:  # one group's edge: a fault is named and isolated
+        raise _named(error, part.name, ids) from error
+    if len(scores) != len(rollouts):
+        raise RewardError(
+            f"rollout {ids}: reward {part.name}: got {len(scores)} scores, allowed: {len(rollouts)}"
+        )
+    return [
+        _checked(score, part.name, rollout.rollout_id)
+        for score, rollout in zip(scores, rollouts, strict=True)
+    ]
+
+
+def _named(error: Exception, part: str, rollout_id: str) -> RewardError:
+    said = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+    kind = type(error) if isinstance(error, RewardError) else RewardError
+    return kind(f"rollout {rollout_id}: reward {part}: {said}")
+
+
+def _checked(score: Score, part: str, rollout_id: str) -> Score:
+    if not math.isfinite(score.value):
+        raise RewardError(
+            f"rollout {rollout_id}: reward {part}: got the value {score.value}, allowed: a finite number"
+        )
+    return score
