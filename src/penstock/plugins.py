@@ -53,7 +53,8 @@ def _import_file(path: Path) -> Any:
         raise ImportError(f"no such file: {path}")
     name = f"penstock_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"not a Python file: {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -1,0 +1,41 @@
+# Everything a newcomer or CI needs. Each target sets itself up from nothing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+
+.PHONY: demo test check format clean help
+
+help:  ## show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+# torch first and pinned: an open range may pull gigabytes of GPU packages that a CPU never uses
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) scripts/check_python.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## install and train the small policy on this machine's CPU (about two minutes)
+	$(BIN)/penstock train
+
+check: $(DEV_STAMP)  ## format, lint and types
+	$(BIN)/ruff format --check src tests benchmarks scripts
+	$(BIN)/ruff check src tests benchmarks scripts
+	$(BIN)/mypy
+
+test: check  ## everything that CI runs
+	$(BIN)/python -m pytest -n 2 --dist loadscope --durations=15
+
+format: $(DEV_STAMP)  ## rewrite to the project's format
+	$(BIN)/ruff format src tests benchmarks scripts
+	$(BIN)/ruff check --fix src tests benchmarks scripts
+
+clean:  ## remove environments and caches
+	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,41 @@
+"""Everything in this process: the trainer on a thread, the engine on its own. Layer 5.
+
+For debuggers, notebooks and tests. Python threads share one interpreter lock, so generation and
+training overlap less than with `local`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import cast
+
+from penstock.config import Config
+from penstock.engine import ENGINES
+from penstock.launch.services import InThread, TrainerPart, TrainerService, Workers
+from penstock.plugins import load
+
+
+async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
+    """Build trainer and engine here. `log_folder` is not needed: errors rise in this process."""
+    from penstock.sync.in_process import InProcessSync
+
+    sync = InProcessSync()
+    service = await asyncio.to_thread(TrainerService, config, total_steps, sync)
+    trainer = InThread(service)
+    engine_class = load("engine.name", config.engine.name, ENGINES)
+    engine = engine_class.from_config(config, fetch=sync.fetch, index=0)
+    await engine.start()
+
+    async def close() -> None:
+        service.request_stop()
+        await engine.close()
+        await trainer.close()
+        sync.close()
+
+    return Workers(
+        engine=engine,
+        trainer=cast(TrainerPart, trainer),
+        close=close,
+        description="inline: engine and trainer are threads of this process",
+    )

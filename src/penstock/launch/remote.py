@@ -1,0 +1,177 @@
+"""A part that lives in a worker process, called as if it were here. Layer 5.
+
+`Remote` starts `python -m penstock.launch.worker` with one end of a socket pair and turns every
+attribute into an async method. Nothing polls: replies and the worker's end both arrive on the
+socket. When the worker dies, every waiting call raises WorkerDied with the last line of its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import RunError, WorkerDied
+
+FRAME = struct.Struct("!Q")
+_STREAM_LIMIT = 1 << 20
+_CLOSE_TIMEOUT_S = 1.0
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Any:
+    """One pickled message; raises IncompleteReadError at the end of the stream."""
+    (length,) = FRAME.unpack(await reader.readexactly(FRAME.size))
+    return pickle.loads(await reader.readexactly(length))
+
+
+def write_frame(writer: asyncio.StreamWriter, message: Any) -> None:
+    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    writer.write(FRAME.pack(len(payload)))
+    writer.write(payload)
+
+
+class Remote:
+    """Consumes method calls, produces their results from the object in the worker process."""
+
+    def __init__(self, name: str, process: subprocess.Popen, log_path: Path) -> None:
+        self._name = name
+        self._process = process
+        self._log_path = log_path
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._ids = itertools.count()
+        self._closed = False
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._receiving: asyncio.Task[None]
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        factory: str,
+        *args: Any,
+        log_path: Path,
+        threads: int,
+        timeout_s: float,
+        **kwargs: Any,
+    ) -> Remote:
+        """Start a worker that builds `factory(*args, **kwargs)` ("module:callable") and serves it."""
+        ours, theirs = socket.socketpair()
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.launch.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_worker_environment(threads),
+                start_new_session=True,  # Ctrl-C is the driver's to handle
+            )
+        remote = cls(name, process, log_path)
+        remote._reader, remote._writer = await asyncio.open_connection(
+            sock=ours, limit=_STREAM_LIMIT
+        )
+        write_frame(remote._writer, (sys.path, name, factory, args, kwargs))
+        remote._receiving = asyncio.create_task(remote._receive(), name=f"receive from {name}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await remote._call("__start__")
+        except TimeoutError:
+            await remote.close()
+            raise RunError(
+                f"{name}: not ready after {timeout_s:g} s; its log is {log_path}"
+            ) from None
+        except BaseException:
+            await remote.close()
+            raise
+        return remote
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await self._call(method, *args, **kwargs)
+
+        return call
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._closed:
+            raise WorkerDied(f"{self._name}: the worker has ended{self._last_words()}")
+        call_id = next(self._ids)
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = future
+        try:
+            write_frame(self._writer, (call_id, method, args, kwargs))
+            await self._writer.drain()
+            return await future
+        except ConnectionError:
+            raise WorkerDied(f"{self._name}: the worker has ended{self._last_words()}") from None
+        finally:
+            self._waiting.pop(call_id, None)
+
+    async def _receive(self) -> None:
+        """Consumes replies, wakes their callers; at the worker's end fails every waiting call."""
+        try:
+            while True:
+                call_id, result, error = await read_frame(self._reader)
+                future = self._waiting.get(call_id)
+                if future is None or future.done():
+                    continue  # the caller was cancelled
+                if error is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(error)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._closed = True
+            died = WorkerDied(f"{self._name}: the worker ended unexpectedly{self._last_words()}")
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(died)
+
+    def _last_words(self) -> str:
+        lines = [
+            line
+            for line in self._log_path.read_text(errors="replace").splitlines()[-20:]
+            if line.strip()
+        ]
+        last = f": {lines[-1].strip()[:300]}" if lines else ""
+        return f"{last} (log: {self._log_path})"
+
+    async def close(self) -> None:
+        """Close the socket (the worker leaves by itself), then make sure that it is gone."""
+        self._closed = True
+        self._writer.close()
+        self._receiving.cancel()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await asyncio.to_thread(self._process.wait, _CLOSE_TIMEOUT_S)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+
+def _worker_environment(threads: int) -> dict[str, str]:
+    count = str(threads)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,123 @@
+"""What runs inside a worker: a plain part joined to its weight sync. Layer 5.
+
+The same classes serve a worker process, this process and a Ray actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.config import Config
+from penstock.engine import ENGINES
+from penstock.engine.protocol import InferenceEngine
+from penstock.plugins import load
+from penstock.sync.protocol import WeightSync
+from penstock.types import Batch, StepReport, WeightHandle
+
+
+class TrainerPart(Protocol):
+    """The consumer as the loop sees it: every method awaited, wherever it runs."""
+
+    async def train(self, batch: Batch) -> StepReport:
+        """One update."""
+
+    async def publish(self) -> WeightHandle:
+        """Copy the current weights out for the engines."""
+
+    async def save(self, folder: str) -> tuple[int, str]:
+        """Write the whole training state; returns the step and the weights' digest."""
+
+    async def load(self, folder: str) -> tuple[int, str]:
+        """Restore it."""
+
+    async def identity(self) -> tuple[int, str]:
+        """The policy version and the digest of its weights."""
+
+    async def request_stop(self) -> None:
+        """Make a running `train` give up before it changes the weights."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Workers:
+    """What a launcher hands to the loop."""
+
+    engine: InferenceEngine
+    trainer: TrainerPart
+    close: Callable[[], Awaitable[None]]
+    description: str  # who sits where, in one line
+
+
+class TrainerService:
+    """A Consumer and the publishing side of a weight sync."""
+
+    def __init__(self, config: Config, total_steps: int, sync: WeightSync) -> None:
+        from penstock.train.consumer import Consumer
+
+        self._consumer = Consumer.from_config(config, total_steps=total_steps)
+        self._sync = sync
+
+    def train(self, batch: Batch) -> StepReport:
+        return self._consumer.train(batch)
+
+    def publish(self) -> WeightHandle:
+        consumer = self._consumer
+        return self._sync.publish(consumer.policy_version, consumer.digest(), consumer.weights())
+
+    def save(self, folder: str) -> tuple[int, str]:
+        self._consumer.save(Path(folder))
+        return self.identity()
+
+    def load(self, folder: str) -> tuple[int, str]:
+        self._consumer.load(Path(folder))
+        return self.identity()
+
+    def identity(self) -> tuple[int, str]:
+        return self._consumer.policy_version, self._consumer.digest()
+
+    def request_stop(self) -> None:
+        self._consumer.request_stop()
+
+
+def shared_memory_trainer(config: Config, total_steps: int, folder: str) -> TrainerService:
+    """The trainer of a worker process on this machine."""
+    from penstock.sync.shared_memory import SharedMemorySync
+
+    return TrainerService(config, total_steps, SharedMemorySync(folder))
+
+
+def shared_memory_engine(config: Config, folder: str, index: int) -> InferenceEngine:
+    """An engine of a worker process on this machine."""
+    from penstock.sync.shared_memory import SharedMemorySync
+
+    engine_class = load("engine.name", config.engine.name, ENGINES)
+    return engine_class.from_config(config, fetch=SharedMemorySync(folder).fetch, index=index)
+
+
+class InThread:
+    """A blocking part behind async methods, its calls one after another on a thread of its own."""
+
+    def __init__(self, part: Any, *, immediate: tuple[str, ...] = ("request_stop",)) -> None:
+        self._part = part
+        self._immediate = immediate
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=type(part).__name__)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        function = getattr(self._part, method)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            if method in self._immediate:
+                return function(*args, **kwargs)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+        return call
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown)

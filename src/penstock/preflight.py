@@ -1,0 +1,93 @@
+"""Checks that cost nothing, made before anything heavy is imported. Layer 6.
+
+Names exist, options are known, data files are well-formed, the model folder is one. Every failure
+is a UserError of one line. What needs the model or the tokenizer is checked when they are loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from penstock import algo, reward
+from penstock.agent import AGENTS
+from penstock.algo import settings
+from penstock.config import Config, TaskConfig
+from penstock.data import validate_source
+from penstock.engine import ENGINES
+from penstock.errors import UserError
+from penstock.launch import LAUNCHERS
+from penstock.plugins import check_name
+from penstock.sync import WEIGHT_SYNCS
+from penstock.track import TRACKERS
+
+_OPTIONAL = {"vllm": ("vllm", "vllm"), "wandb": ("wandb", "wandb")}
+
+
+def check(config: Config) -> None:
+    """Raise a UserError for the first thing in the config that cannot work here."""
+    check_name("engine.name", config.engine.name, ENGINES)
+    check_name("launch.kind", config.launch.kind, LAUNCHERS)
+    check_name("algorithm.name", config.algorithm.name, algo.ALGORITHMS)
+    check_name("sync.kind", config.sync.kind, {"auto": "", **WEIGHT_SYNCS})
+    for tracker in config.track.trackers:
+        check_name("track.trackers", tracker, TRACKERS)
+    for name in (config.engine.name, *config.track.trackers):
+        _check_installed(name)
+    settings.check(config)
+    check_model(config.model.path, "model.path")
+    for path, key in (
+        (config.model.tokenizer, "model.tokenizer"),
+        (config.train.reference, "train.reference"),
+    ):
+        if path:
+            check_model(path, key)
+    _check_total(config)
+    check_tasks("tasks", config.tasks.items())
+    check_tasks("eval.tasks", config.eval.tasks.items())
+
+
+def check_tasks(key: str, tasks: Iterable[tuple[str, TaskConfig]]) -> None:
+    """Rewards, agent loops and data of some tasks."""
+    for name, task in tasks:
+        where = f"{key}.{name}"
+        check_name(f"{where}.agent", task.agent, AGENTS)
+        _at(where, lambda task=task: reward.check(task.rewards))
+        _at(where, lambda name=name, task=task: validate_source(name, task))
+
+
+def _at(where: str, act: Callable[[], None]) -> None:
+    try:
+        act()
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def check_model(path: str, key: str) -> None:
+    """A model folder must hold a config; a bare name is left to the hub's cache."""
+    folder = Path(path)
+    if path == "demo":
+        return
+    if folder.exists():
+        if not (folder / "config.json").is_file() and key != "model.tokenizer":
+            raise UserError(f"{key}: got {path!r}, allowed: a model folder (one with config.json)")
+    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise UserError(
+            f"{key}: got {path!r}, allowed: a folder that exists, or a hub name owner/name"
+        )
+
+
+def _check_installed(name: str) -> None:
+    if name in _OPTIONAL:
+        module, extra = _OPTIONAL[name]
+        if importlib.util.find_spec(module) is None:
+            raise UserError(
+                f"{name}: not installed; install it with: pip install 'penstock[{extra}]'"
+            )
+
+
+def _check_total(config: Config) -> None:
+    if config.train.steps is None and config.train.episodes is None:
+        raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")

@@ -1,0 +1,124 @@
+"""The loop, on one screen. Layer 6.
+
+    producer --groups--> replay buffer --batch--> trainer --digest--> journal
+       ^                 (journalled first)          |
+       +------- engine <----- weights (version, digest)
+
+One loop for sync and async: with `max_staleness = 0` the producer waits for each update, with more
+it runs ahead. A batch is journalled before the trainer sees it, a step before its weights are
+published; so a run that is killed anywhere goes on from its journal (`resume.py`). No process, no
+tensor and no log format is known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+from penstock.evaluate import append_summary, evaluate
+from penstock.job import Job
+from penstock.types import StepReport, WeightHandle
+
+
+class Loop:
+    """Consumes batches until `total_steps` are done; everything it needs is in the Job."""
+
+    def __init__(self, job: Job, *, first_step: int = 0) -> None:
+        self._job = job
+        self.step = first_step  # updates done
+        self._tasks: asyncio.TaskGroup
+        self._updating: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[None] | None = None
+        self._tokens_before = 0
+        self._waited_before = 0.0
+        self._last_checkpoint = (first_step, time.monotonic())
+
+    async def run(self) -> None:
+        """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
+        job = self._job
+        async with asyncio.TaskGroup() as self._tasks:
+            producing = self._tasks.create_task(job.producer.run(), name="produce")
+            if self.step == 0 and job.config.eval.at_start:
+                self._start_evaluation()
+            while self.step < job.total_steps:
+                await self._one_step(self.step + 1)
+            await self._settle()
+            producing.cancel()
+        job.activity = "done"
+
+    async def _one_step(self, step: int) -> None:
+        job, started = self._job, time.monotonic()
+        job.activity = f"waiting for the groups of step {step}"
+        batch = await job.producer.take_batch(step)
+        waited = time.monotonic() - started
+        job.activity = f"training step {step}"
+        report = await job.trainer.train(batch)
+        report = await self._with_times(report, started, waited)
+        await job.journal.commit_step(report)
+        self.step = step
+        if step % job.config.sync.every_steps == 0 or step == job.total_steps:
+            await self._publish()
+        job.tracker.log_step(step, report.metrics)
+        job.rollout_log.write(batch)
+        if self._due(job.config.eval.every_steps) or step == job.total_steps:
+            self._start_evaluation()
+        if self._checkpoint_due():
+            job.activity = f"writing the checkpoint of step {step}"
+            await job.checkpoints.save(job.trainer.save)
+            self._last_checkpoint = (step, time.monotonic())
+
+    async def _publish(self) -> None:
+        """Hand the weights over; the engines load them while the next step trains."""
+        await self._settle()
+        handle = await self._job.trainer.publish()
+        self._job.journal.record_published(handle.version, handle.digest)
+        self._updating = self._tasks.create_task(self._update_engine(handle), name="update weights")
+
+    async def _update_engine(self, handle: WeightHandle) -> None:
+        digest = await self._job.engine.update_weights(handle.version, handle)
+        self._job.journal.record_confirmed("engine", handle.version, digest)
+        self._job.producer.weights_updated(handle.version)
+
+    def _start_evaluation(self) -> None:
+        self._evaluating = self._tasks.create_task(self._evaluate(self.step), name="evaluate")
+
+    async def _evaluate(self, step: int) -> None:
+        """Runs beside training; the next weights wait for it, so it is pinned to one version."""
+        if self._updating is not None:
+            await self._updating
+        version = (await self._job.engine.stats()).policy_version
+        folder = self._job.folder.evaluations
+        for task in self._job.eval_tasks:
+            result = await evaluate(
+                self._job.engine, task, step=step, version=version, folder=folder
+            )
+            append_summary(folder, result)
+            self._job.tracker.log_eval(step, result.metrics())
+
+    async def _settle(self) -> None:
+        """Wait for an update and an evaluation that are under way."""
+        for task in (self._updating, self._evaluating):
+            if task is not None:
+                await task
+
+    async def _with_times(self, report: StepReport, started: float, waited: float) -> StepReport:
+        tokens = (await self._job.engine.stats()).tokens_generated
+        producer_waited = self._job.producer.snapshot().producer_wait_s
+        times = {
+            "policy_version": float(report.policy_version),
+            "tokens/generated": float(tokens - self._tokens_before),
+            "time/step_s": time.monotonic() - started,
+            "time/consumer_wait_s": waited,
+            "time/producer_wait_s": producer_waited - self._waited_before,
+        }
+        self._tokens_before, self._waited_before = tokens, producer_waited
+        return replace(report, metrics={**report.metrics, **times})
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _checkpoint_due(self) -> bool:
+        minutes = self._job.config.checkpoint.every_minutes
+        late = minutes > 0 and time.monotonic() - self._last_checkpoint[1] >= 60 * minutes
+        return late or self._due(self._job.config.checkpoint.every_steps)

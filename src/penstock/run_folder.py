@@ -1,0 +1,96 @@
+"""The folder of one run: how it is named, made, found and refused. Layer 4.
+
+runs/NAME/  config.toml  journal.db  metrics.jsonl  rollouts.jsonl  eval/  checkpoints/  logs/
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import Config
+from penstock.config_source import load_config, to_toml
+from penstock.errors import UserError
+
+CONFIG, JOURNAL, METRICS = "config.toml", "journal.db", "metrics.jsonl"
+
+
+@dataclass(slots=True, frozen=True)
+class RunFolder:
+    """Paths inside one run folder."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def journal(self) -> Path:
+        return self.path / JOURNAL
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "eval"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def config(self) -> Config:
+        return load_config(self.path / CONFIG).config
+
+
+def create(config: Config) -> RunFolder:
+    """Make the folder of a new run. One that never trained a step is taken over, others refused."""
+    parent = Path(config.run.dir)
+    if parent.exists() and not parent.is_dir():
+        raise UserError(f"run.dir: got {str(parent)!r}, allowed: a folder")
+    path = parent / config.run.name if config.run.name else _unused(parent, _automatic_name(config))
+    if path.exists():
+        if not path.is_dir() or has_progress(path):
+            raise UserError(
+                f"run.name: {path} exists already; allowed: another run.name, "
+                f"or go on with: penstock resume {path}"
+            )
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+    (path / CONFIG).write_text(to_toml(config), encoding="utf-8")
+    return RunFolder(path)
+
+
+def find(path: str | Path) -> RunFolder:
+    """An existing run by its folder, or by its name below `runs/`."""
+    for candidate in (Path(path), Path("runs") / path):
+        if (candidate / CONFIG).is_file():
+            return RunFolder(candidate)
+    raise UserError(f"run: got {str(path)!r}, allowed: a run folder (one that holds {CONFIG})")
+
+
+def has_progress(path: Path) -> bool:
+    """Whether a run in this folder did anything that would be lost."""
+    metrics = path / METRICS
+    checkpoints = path / "checkpoints"
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(checkpoints.glob("step-*"))
+
+
+def _automatic_name(config: Config) -> str:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return f"{'-'.join(config.tasks)}-{config.algorithm.name.split(':')[-1]}-{stamp}"
+
+
+def _unused(parent: Path, name: str) -> Path:
+    path, number = parent / name, 2
+    while path.exists():
+        path, number = parent / f"{name}-{number}", number + 1
+    return path

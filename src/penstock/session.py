@@ -1,0 +1,140 @@
+"""One command's worth of work: a new run, a resumed run, one evaluation. Layer 8.
+
+Owns the event loop, the signals and the closing summary; the work itself is in `run.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from penstock import run_folder
+from penstock.config import Config
+from penstock.config_source import load_config
+from penstock.errors import PenstockError, RunError, StopRequested, UserError
+from penstock.evaluate import EvalResult, evaluate
+from penstock.job import Job, open_job, open_evaluation
+from penstock.recover import allowed_changes, begin, recover
+from penstock.report import write_report
+from penstock.run import Loop
+from penstock.run_folder import RunFolder
+from penstock.summary import print_evaluations, print_summary
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def train_new(config: Config) -> None:
+    """Make the run folder and train to the end."""
+    folder = run_folder.create(config)
+    try:
+        asyncio.run(_train(config, folder, resumed=False))
+    except UserError:
+        if not run_folder.has_progress(folder.path):
+            run_folder.remove(folder)
+        raise
+
+
+def resume_run(folder: RunFolder, overrides: Sequence[str]) -> None:
+    """Go on with a run, with the changes that are allowed between its parts."""
+    before = folder.config()
+    config = load_config(folder.path / run_folder.CONFIG, overrides).config
+    for line in allowed_changes(before, config):
+        Console(stderr=True).print(f"changed: {line}", highlight=False)
+    asyncio.run(_train(config, folder, resumed=True))
+
+
+async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
+    started = time.monotonic()
+    console = Console(stderr=True)
+    for warning in config.warnings():
+        console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
+    console.print(f"run folder: [bold]{folder.path}[/bold]", highlight=False, soft_wrap=True)
+    async with open_job(config, folder) as job:
+        first_step = await recover(job) if resumed else await begin(job)
+        loop = Loop(job, first_step=first_step)
+        stopped = await _until_stopped(loop.run())
+        await job.trainer.request_stop()
+        await job.checkpoints.save(job.trainer.save)
+    write_report([folder])
+    if stopped:
+        raise StopRequested(
+            f"stopped after step {loop.step} of {job.total_steps}, checkpoint written; "
+            f"go on with: penstock resume {folder.path}"
+        )
+    print_summary(Console(), folder, seconds=time.monotonic() - started)
+
+
+async def _until_stopped(work: Coroutine[Any, Any, None]) -> bool:
+    """Run to the end or to the first Ctrl-C; True where it was stopped."""
+    task = asyncio.create_task(work, name="train")
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return True
+    except BaseExceptionGroup as group:
+        raise _first_cause(group) from group
+    finally:
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+    return False
+
+
+def _first_cause(group: BaseExceptionGroup) -> BaseException:
+    """The error a person should see: ours before others, the first before the rest."""
+    leaves = list(_leaves(group))
+    ours = [leaf for leaf in leaves if isinstance(leaf, PenstockError)]
+    return (ours or leaves)[0]
+
+
+def _leaves(group: BaseExceptionGroup) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    return found
+
+
+def evaluate_once(path: str | None, overrides: Sequence[str], out: Path | None) -> None:
+    """Evaluate a config's model, or the newest checkpoint of a run."""
+    config = _evaluation_config(path, overrides)
+    if not config.eval.tasks:
+        raise UserError("eval.tasks: got none, allowed: at least one [eval.tasks.NAME]")
+    from penstock import preflight
+
+    preflight.check_for_evaluation(config)
+    results = asyncio.run(_evaluate(config, out))
+    print_evaluations(Console(), results)
+    if any(result.failures for result in results):
+        failed = sum(result.failures for result in results)
+        raise RunError(f"{failed} of {sum(r.samples for r in results)} samples failed")
+
+
+async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
+    with tempfile.TemporaryDirectory() as scratch:
+        async with open_evaluation(config, Path(scratch)) as (engine, tasks):
+            folder = out or Path(scratch)
+            return [
+                await evaluate(engine, task, step=0, version=0, folder=folder) for task in tasks
+            ]
+
+
+def _evaluation_config(path: str | None, overrides: Sequence[str]) -> Config:
+    if path is None or not Path(path).is_dir():
+        return load_config(path, overrides).config
+    folder = run_folder.find(path)
+    from penstock.checkpoint import CheckpointStore
+
+    newest = CheckpointStore(folder.checkpoints, keep=1).newest()
+    if newest is None:
+        raise UserError(f"run {path}: got no valid checkpoint, allowed: a run that wrote one")
+    model = [f"model.path={newest.path / 'model'}"]
+    return load_config(folder.path / run_folder.CONFIG, [*model, *overrides]).config

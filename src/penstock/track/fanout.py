@@ -1,0 +1,49 @@
+"""One tracker in front of several; a faulty one is put aside with a note, the run goes on. Layer 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.plugins import load
+from penstock.track import TRACKERS
+from penstock.track.jsonl import JsonlTracker
+from penstock.track.protocol import RunInfo, Tracker
+
+
+class Fanout:
+    """Consumes figures once, hands them to every tracker that still works."""
+
+    def __init__(self, trackers: dict[str, Tracker]) -> None:
+        self._trackers = trackers
+
+    @classmethod
+    def from_info(cls, info: RunInfo) -> Fanout:
+        """metrics.jsonl and the trackers that the config names; one that cannot start is noted."""
+        fanout = cls({"jsonl": JsonlTracker(info.folder / "metrics.jsonl")})
+        for name in info.config.track.trackers:
+            make = load("track.trackers", name, TRACKERS)
+            try:
+                fanout._trackers[name] = make(info)
+            except Exception as error:  # tracker fan-out: never fatal
+                fanout.note(f"tracker {name} could not start: {type(error).__name__}: {error}")
+        return fanout
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        self._each(lambda tracker: tracker.log_step(step, metrics))
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
+        self._each(lambda tracker: tracker.log_eval(step, metrics))
+
+    def note(self, text: str) -> None:
+        self._each(lambda tracker: tracker.note(text))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # tracker fan-out: never fatal
+                del self._trackers[name]
+                self.note(f"tracker {name} failed and is off: {type(error).__name__}: {error}")

@@ -1,0 +1,128 @@
+"""A part in a worker process: calls, errors, stops, and its death are all answered."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import RunError, UserError, WorkerDied
+from penstock.launch.remote import Remote
+
+
+class Echo:
+    """What the worker serves in these tests."""
+
+    def __init__(self, greeting: str) -> None:
+        if greeting == "refuse":
+            raise UserError("greeting: got 'refuse', allowed: anything else")
+        self._greeting = greeting
+        self._stopped = threading.Event()
+
+    def greet(self, name: str) -> str:
+        return f"{self._greeting} {name}"
+
+    async def greet_async(self, name: str) -> str:
+        return f"{self._greeting} {name}"
+
+    def fail(self) -> None:
+        raise KeyError("missing")
+
+    def fail_strangely(self) -> None:
+        class Local(Exception):
+            pass
+
+        raise Local("cannot be pickled")
+
+    def wait_for_stop(self) -> str:
+        self._stopped.wait()
+        return "stopped"
+
+    def request_stop(self) -> None:
+        self._stopped.set()
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def with_echo(tmp_path: Path, act: Any, greeting: str = "hello") -> Any:
+    async def run() -> Any:
+        remote = await Remote.start(
+            "echo",
+            f"{__file__}:Echo",
+            greeting,
+            log_path=tmp_path / "echo.log",
+            threads=1,
+            timeout_s=60,
+        )
+        try:
+            return await act(remote)
+        finally:
+            await remote.close()
+
+    return asyncio.run(run())
+
+
+def test_calls_are_answered_in_any_order(tmp_path: Path) -> None:
+    async def act(remote: Remote) -> list[str]:
+        return await asyncio.gather(remote.greet("a"), remote.greet_async(name="b"))
+
+    assert with_echo(tmp_path, act) == ["hello a", "hello b"]
+
+
+def test_an_error_there_is_an_error_here_and_the_worker_lives_on(tmp_path: Path) -> None:
+    async def act(remote: Remote) -> str:
+        with pytest.raises(KeyError, match="missing"):
+            await remote.fail()
+        with pytest.raises(RunError, match="Local: cannot be pickled"):
+            await remote.fail_strangely()
+        return await remote.greet("still")
+
+    assert with_echo(tmp_path, act) == "hello still"
+
+
+def test_a_stop_reaches_a_busy_worker(tmp_path: Path) -> None:
+    async def act(remote: Remote) -> str:
+        waiting = asyncio.create_task(remote.wait_for_stop())
+        await remote.request_stop()
+        return await waiting
+
+    assert with_echo(tmp_path, act) == "stopped"
+
+
+def test_death_fails_every_waiting_and_every_later_call(tmp_path: Path) -> None:
+    async def act(remote: Remote) -> None:
+        waiting = asyncio.create_task(remote.wait_for_stop())
+        await remote.greet_async("is up")
+        os.kill(remote.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="echo"):
+            await waiting
+        with pytest.raises(WorkerDied, match="has ended"):
+            await remote.greet("anyone")
+
+    with_echo(tmp_path, act)
+
+
+def test_a_part_that_cannot_be_built_says_why(tmp_path: Path) -> None:
+    async def never(remote: Remote) -> None:
+        raise AssertionError("it must not start")
+
+    with pytest.raises(UserError, match="allowed: anything else"):
+        with_echo(tmp_path, never, greeting="refuse")
+
+
+def test_closing_leaves_no_process(tmp_path: Path) -> None:
+    async def act(remote: Remote) -> int:
+        return remote.pid
+
+    pid = with_echo(tmp_path, act)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -1,0 +1,103 @@
+"""The config tree: overrides, origins, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from penstock.config import Config
+from penstock.config_source import describe, load_config, to_toml, valid_keys, validate
+from penstock.errors import UserError
+
+PROMISED_KEYS = """seed run.dir run.name model.path train.steps train.episodes train.lr
+train.groups_per_step sampling.num_generations sampling.temperature algorithm.name engine.name
+produce.max_staleness sync.every_steps eval.every_steps checkpoint.every_steps launch.kind""".split()
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_keys_that_scripts_rely_on_exist() -> None:
+    assert set(PROMISED_KEYS) <= set(valid_keys())
+
+
+def test_every_field_has_a_line_of_doc() -> None:
+    undocumented = [key for key, _, _, doc in describe(Config(), {}) if not doc]
+    assert undocumented == []
+
+
+def test_overrides_win_over_the_file_and_origins_say_so(tmp_path: Path) -> None:
+    path = write(tmp_path, "[train]\nlr = 1e-5\nsteps = 3\n")
+    loaded = load_config(path, ["train.lr=0.5", "model.path=some/model"])
+    assert (loaded.config.train.lr, loaded.config.train.steps) == (0.5, 3)
+    origins = {key: origin for key, _, origin, _ in describe(loaded.config, loaded.origins)}
+    assert origins["train.lr"] == "command line"
+    assert origins["train.steps"] == f"file {path}"
+    assert origins["train.weight_decay"] == "default"
+
+
+def test_the_resolved_tree_survives_toml() -> None:
+    config = load_config(None, ["tasks.train.system_prompt='a \"b\" \\ c'", "seed=4"]).config
+    assert validate(tomllib.loads(to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trian.lr=1"], ["unknown key 'trian", "train"]),
+        (["train.learning_rate=1"], ["unknown key 'train.learning_rate'"]),
+        (["train.group_per_step=1"], ["did you mean train.groups_per_step?"]),
+        (["train.lr=fast"], ["train.lr: got 'fast'", "number"]),
+        (["train.lr=-1"], ["train.lr: got -1", "greater than 0"]),
+        (["train.steps=2", "train.episodes=1"], ["train.steps and train.episodes: got both"]),
+        (
+            ["train.groups_per_step=6", "train.mini_batches=4"],
+            ["train.mini_batches: got 4", "divisor"],
+        ),
+        (["sampling.min_tokens=9", "sampling.max_tokens=8"], ["min_tokens got 9"]),
+        (["sampling.temperature=0"], ["temperature got 0"]),
+        (["produce.strategy=later"], ["produce.strategy: got 'later'", "'async' or 'sync'"]),
+        (["tasks.train.sampling.top_k=-1"], ["top_k"]),
+        (["tasks.train.sampling.topk=1"], ["topk"]),
+        (["launch.num_consumers=2"], ["launch.num_consumers"]),
+        (["novalue"], ["override: got 'novalue'"]),
+        (["train.lr.deep=1"], ["train.lr"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_key_value_and_what_is_allowed(
+    overrides: list[str], words: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(None, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("text", ["[train\n", "= 3"])
+def test_broken_toml_and_missing_file_are_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_config(write(tmp_path, text))
+    with pytest.raises(UserError, match=r"nowhere\.toml"):
+        load_config(tmp_path / "nowhere.toml")
+
+
+def test_partial_rollouts_that_can_do_nothing_are_warned_of() -> None:
+    useless = ["produce.max_staleness=0", "produce.enable_partial_rollout=true"]
+    assert any("no effect" in line for line in load_config(None, useless).config.warnings())
+    useful = ["produce.max_staleness=1", "produce.enable_partial_rollout=true"]
+    assert load_config(None, useful).config.warnings() == []
+
+
+SHIPPED = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
+def test_every_shipped_config_loads(path: Path) -> None:
+    load_config(path)

@@ -1,0 +1,120 @@
+"""Evaluation is one exact pass: every problem once per sample, failures counted, figures right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
+from penstock.evaluate import EvalTask, append_summary, evaluate, interval, mean_pass_at, wilson
+from penstock.types import Prompt, Rollout, Score, VersionSegment
+
+
+class ScriptedEngine:
+    """Answers with the problem's number; every third request fails."""
+
+    def __init__(self, failing: bool) -> None:
+        self.asked: list[GenerationRequest] = []
+        self._failing = failing
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        self.asked += requests
+        return [self._answer(i, request) for i, request in enumerate(requests)]
+
+    def _answer(self, index: int, request: GenerationRequest) -> Generation:
+        failed = self._failing and index % 3 == 2
+        count = 0 if failed else 1
+        return Generation(
+            request_id=request.request_id,
+            token_ids=request.prompt_ids[:count],
+            logprobs=np.zeros(count, dtype=np.float32),
+            segments=(VersionSegment(0, 1),) if count else (),
+            finish_reason="error" if failed else "stop",
+            error="engine died" if failed else "",
+        )
+
+
+class EvenIsRight:
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        right = int(rollout.text) % 2 == 0
+        return Score(float(right), format_ok=True, answer_ok=right)
+
+    async def close(self) -> None: ...
+
+
+def task(problems: int, generations: int) -> EvalTask:
+    prompts = [
+        Prompt(f"p:{i}", ({"role": "user", "content": str(i)},), np.array([i]), gt_answer=str(i))
+        for i in range(problems)
+    ]
+    return EvalTask(
+        name="even",
+        problems=prompts,
+        reward=EvenIsRight(),
+        sampling=SamplingParams(temperature=0.0, max_tokens=4),
+        num_generations=generations,
+        decode=lambda ids: str(int(ids[0])) if len(ids) else "",
+        seed=7,
+    )
+
+
+def run(engine: ScriptedEngine, spec: EvalTask, folder: Path):  # noqa: ANN201
+    return asyncio.run(evaluate(engine, spec, step=3, version=2, folder=folder))  # type: ignore[arg-type]
+
+
+def test_every_problem_is_asked_exactly_once_per_sample_and_the_same_way_again(
+    tmp_path: Path,
+) -> None:
+    engine = ScriptedEngine(failing=False)
+    result = run(engine, task(5, 2), tmp_path)
+    first = [(request.request_id, request.seed) for request in engine.asked]
+    assert len(set(first)) == 10
+    run(engine, task(5, 2), tmp_path)
+    assert [(request.request_id, request.seed) for request in engine.asked[10:]] == first
+    assert (result.accuracy, result.problems, result.samples) == (0.6, 5, 10)
+    assert result.pass_at == {1: pytest.approx(0.6), 2: pytest.approx(0.6)}
+
+
+def test_a_failed_request_is_a_wrong_answer_and_is_counted(tmp_path: Path) -> None:
+    result = run(ScriptedEngine(failing=True), task(6, 1), tmp_path)
+    # problems 2 and 5 fail; of 0, 1, 3, 4 the even ones are right
+    assert (result.failures, result.accuracy) == (2, pytest.approx(2 / 6))
+    lines = [json.loads(t) for t in (tmp_path / "even-step-3.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in lines] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    assert lines[2]["error"] == "engine died"
+    assert {
+        "prompt",
+        "prediction",
+        "gold",
+        "parsed",
+        "format_valid",
+        "ans_valid",
+        "response_length",
+    } <= set(lines[0])
+
+
+def test_pass_at_k_by_hand() -> None:
+    # of 4 samples 1 right: pass@2 = 1 - C(3,2)/C(4,2) = 1 - 3/6; of 4 none: 0
+    right = np.array([[True, False, False, False], [False] * 4])
+    assert mean_pass_at(right, 2) == pytest.approx(0.25)
+    assert mean_pass_at(right, 4) == pytest.approx(0.5)
+
+
+def test_intervals_hold_the_estimate_and_stay_in_range() -> None:
+    low, high = wilson(0.5, 100)
+    assert (round(low, 4), round(high, 4)) == (0.4038, 0.5962)
+    assert wilson(1.0, 10)[1] == pytest.approx(1.0)
+    low, high = interval(np.array([0.0, 1.0]))
+    assert 0.0 <= low < 0.5 < high <= 1.0
+
+
+def test_summaries_are_appended(tmp_path: Path) -> None:
+    result = run(ScriptedEngine(failing=False), task(2, 1), tmp_path)
+    append_summary(tmp_path, result)
+    append_summary(tmp_path, result)
+    lines = (tmp_path / "summary.jsonl").read_text().splitlines()
+    assert [json.loads(line)["accuracy"] for line in lines] == [0.5, 0.5]

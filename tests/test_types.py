@@ -1,0 +1,108 @@
+"""Records check themselves; status moves only along the table; staleness is by the oldest token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.types import (
+    LEGAL_MOVES,
+    Group,
+    Prompt,
+    Rollout,
+    Status,
+    VersionSegment,
+    expand_segments,
+    extend_segments,
+    move,
+    staleness,
+)
+
+
+def make_rollout(index: int = 0, **fields: object) -> Rollout:
+    return Rollout(rollout_id=f"t:0.{index}", prompt_ids=np.array([1, 2]), seed=index, **fields)  # type: ignore[arg-type]
+
+
+def make_group(*statuses: Status) -> Group:
+    rollouts = [make_rollout(i, status=s) for i, s in enumerate(statuses)]
+    prompt = Prompt("p:0", ({"role": "user", "content": "?"},), np.array([1, 2]))
+    return Group(group_id="t:0", task="t", cursor=0, prompt=prompt, rollouts=rollouts)
+
+
+def test_every_status_has_a_row_and_archived_is_final() -> None:
+    assert set(LEGAL_MOVES) == set(Status)
+    assert LEGAL_MOVES[Status.ARCHIVED] == frozenset()
+
+
+@given(st.sampled_from(Status), st.sampled_from(Status))
+def test_a_move_is_made_exactly_when_the_table_has_it(current: Status, target: Status) -> None:
+    if target in LEGAL_MOVES[current] or current is target:
+        assert move(current, target) is target
+    else:
+        with pytest.raises(ValueError, match="illegal status move"):
+            move(current, target)
+
+
+def test_a_partial_continued_under_new_weights_keeps_both_versions() -> None:
+    segments = extend_segments((VersionSegment(1, 1),), version=3, length=2)
+    assert expand_segments(segments) == [1, 3, 3]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=8))
+def test_segments_are_the_run_length_form_of_the_versions(runs: list[tuple[int, int]]) -> None:
+    segments: tuple[VersionSegment, ...] = ()
+    expected: list[int] = []
+    for version, length in runs:
+        segments = extend_segments(segments, version, length)
+        expected += [version] * length
+    assert expand_segments(segments) == expected
+    assert all(a.version != b.version for a, b in zip(segments, segments[1:], strict=False))
+
+
+def test_per_token_fields_must_have_one_length() -> None:
+    with pytest.raises(ValueError, match="logprobs"):
+        make_rollout(response_ids=np.array([5]), loss_mask=np.array([True]))
+
+
+def test_append_extends_every_per_token_field() -> None:
+    rollout = make_rollout()
+    rollout.append(np.array([5, 6]), np.array([-0.5, -0.25]), (VersionSegment(2, 2),))
+    rollout.append(np.array([7]), np.array([-1.0]), (VersionSegment(4, 1),))
+    assert rollout.response_ids.tolist() == [5, 6, 7]
+    assert rollout.loss_mask.tolist() == [True] * 3
+    assert rollout.oldest_version == 2
+
+
+def test_restart_forgets_the_response() -> None:
+    rollout = make_rollout()
+    rollout.append(np.array([5]), np.array([-0.5]), (VersionSegment(2, 1),))
+    rollout.move_to(Status.ABORTED)
+    rollout.restart()
+    assert (len(rollout.response_ids), rollout.segments, rollout.status) == (0, (), Status.INIT)
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ((Status.COMPLETED, Status.COMPLETED), Status.COMPLETED),
+        ((Status.COMPLETED, Status.ABORTED), Status.ABORTED),
+        ((Status.ABORTED, Status.FAILED), Status.FAILED),
+        ((Status.EXPIRED, Status.ABORTED), Status.ABORTED),
+        ((Status.FILTERED, Status.EXPIRED), Status.EXPIRED),
+        ((Status.INIT, Status.COMPLETED), Status.INIT),
+    ],
+)
+def test_group_status_is_the_first_present(members: tuple[Status, ...], expected: Status) -> None:
+    assert make_group(*members).status is expected
+
+
+def test_staleness_counts_from_the_oldest_token_of_any_member() -> None:
+    assert staleness(train_step=1, policy_version=0) == 0
+    group = make_group(Status.COMPLETED, Status.COMPLETED)
+    group.rollouts[0].append(np.array([5]), np.array([0.0]), (VersionSegment(4, 1),))
+    group.rollouts[1].append(
+        np.array([5, 6]), np.array([0.0, 0.0]), (VersionSegment(2, 1), VersionSegment(4, 1))
+    )
+    assert group.staleness(train_step=5) == 2

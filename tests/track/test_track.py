@@ -1,0 +1,130 @@
+"""Figures reach their files; a faulty tracker is put aside and the others go on."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from penstock.config import Config
+from penstock.errors import UserError
+from penstock.track.console import ConsoleTracker
+from penstock.track.fanout import Fanout
+from penstock.track.jsonl import JsonlTracker, drop_steps_after
+from penstock.track.protocol import RunInfo
+from penstock.track.rollout_log import RolloutLog
+from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
+
+
+def info(tmp_path: Path, *trackers: str) -> RunInfo:
+    config = Config.model_validate({"track": {"trackers": list(trackers)}})
+    return RunInfo(
+        config=config,
+        folder=tmp_path,
+        name="run",
+        total_steps=10,
+        first_step=0,
+        live=lambda: "trainer waits for groups",
+    )
+
+
+class Recorder:
+    """A tracker of the tests' own, named in a config by its path."""
+
+    seen: list[tuple[int, dict[str, float]]] = []
+
+    def __init__(self, run: RunInfo) -> None:
+        type(self).seen = []
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        self.seen.append((step, metrics))
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Faulty(Recorder):
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        raise OSError("no network")
+
+
+def test_a_faulty_tracker_does_not_stop_the_others(tmp_path: Path) -> None:
+    fanout = Fanout.from_info(info(tmp_path, f"{__file__}:Faulty", f"{__file__}:Recorder"))
+    fanout.log_step(1, {"a": 1.0})
+    fanout.log_step(2, {"a": 2.0})
+    fanout.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
+    assert "faulty" not in fanout._trackers
+
+
+def test_an_unknown_tracker_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="allowed: console, tensorboard, wandb"):
+        Fanout.from_info(info(tmp_path, "mlflow"))
+
+
+def test_a_number_that_json_has_no_form_for_becomes_null(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    tracker.log_step(1, {"kl": float("nan")})
+    tracker.close()
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "kl": None}
+
+
+def test_lines_of_lost_steps_and_a_torn_line_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    drop_steps_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path) -> None:
+    out = io.StringIO()
+    tracker = ConsoleTracker(info(tmp_path), Console(file=out, width=200))
+    tracker.log_eval(0, {"eval/heldout/accuracy": 0.25})
+    tracker.log_step(10, {"reward/mean": 0.5, "tokens/generated": 100.0, "time/step_s": 0.5})
+    tracker.close()
+    text = out.getvalue()
+    assert "step 10/10" in text
+    assert "reward 0.500" in text
+    assert "tokens/s 200" in text
+    assert "heldout accuracy 0.250" in text
+    assert "\x1b" not in text
+
+
+def test_on_a_terminal_the_panel_says_who_waits(tmp_path: Path) -> None:
+    out = io.StringIO()
+    tracker = ConsoleTracker(info(tmp_path), Console(file=out, width=120, force_terminal=True))
+    tracker.log_step(1, {"reward/mean": 0.5})
+    tracker.close()
+    assert "trainer waits for groups" in out.getvalue()
+
+
+def test_tensorboard_writes_event_files(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    fanout = Fanout.from_info(info(tmp_path, "tensorboard"))
+    fanout.log_step(1, {"reward/mean": 0.5})
+    fanout.close()
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_the_rollout_log_carries_reward_and_versions(tmp_path: Path) -> None:
+    rollout = Rollout(rollout_id="t:0.0", prompt_ids=np.array([1]), seed=0)
+    rollout.append(
+        np.array([5, 6]), np.array([0.0, 0.0]), (VersionSegment(1, 1), VersionSegment(2, 1))
+    )
+    rollout.score = Score(1.0, {"answer": 1.0})
+    rollout.move_to(Status.COMPLETED)
+    prompt = Prompt("p:0", ({"role": "user", "content": "?"},), np.array([1]), gt_answer="4")
+    group = Group(group_id="t:0", task="t", cursor=0, prompt=prompt, rollouts=[rollout])
+    log = RolloutLog(tmp_path / "rollouts.jsonl", every_steps=2, num_groups=1)
+    log.write(Batch(step=1, groups=(group,)))
+    log.write(Batch(step=2, groups=(group,)))
+    (line,) = [json.loads(text) for text in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert (line["step"], line["reward"], line["versions"]) == (2, 1.0, [1, 2])
