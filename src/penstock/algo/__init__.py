@@ -1,0 +1,20 @@
+"""The algorithm family: advantages, losses and corrections, one file a method. Layer 1.
+
+A new algorithm is one file with a subclass of `method.Algorithm`, one line in this table, one test
+and one row in docs/algorithms.md. Nothing here imports torch: the maths uses methods of the tensors
+it is given, so that the control plane can read an algorithm's settings.
+"""
+
+from __future__ import annotations
+
+ALGORITHMS: dict[str, str] = {
+    "grpo": "penstock.algo.grpo:GRPO",
+    "dapo": "penstock.algo.dapo:DAPO",
+    "dr_grpo": "penstock.algo.dr_grpo:DrGRPO",
+    "rloo": "penstock.algo.rloo:RLOO",
+    "reinforce_pp": "penstock.algo.reinforce_pp:ReinforcePP",
+    "reinforce_pp_baseline": "penstock.algo.reinforce_pp_baseline:ReinforcePPBaseline",
+    "gspo": "penstock.algo.gspo:GSPO",
+    "cispo": "penstock.algo.cispo:CISPO",
+    "reinforce": "penstock.algo.reinforce:Reinforce",
+}

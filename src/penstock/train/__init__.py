@@ -1,0 +1,1 @@
+"""The consuming side: packing, the policy model, the update, its checkpoints. Layer 3."""

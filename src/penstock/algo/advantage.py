@@ -1,0 +1,72 @@
+"""From rewards to advantages: baselines, normalisation, overlong punishment. Pure numpy.
+
+A group's own steps need only its rewards; whole-batch steps (`moments`, `standardize`) are split in
+two so that the ranks can add their moments between them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.algo.settings import AlgorithmSettings
+
+GROUP_EPSILON = 1e-4
+BATCH_EPSILON = 1e-8
+OVERLONG_WINDOW = 1024  # the punished stretch before max_tokens, at most a quarter of it
+
+
+def group_advantages(rewards_G: np.ndarray, settings: AlgorithmSettings) -> np.ndarray:
+    """One group's rewards with its baseline taken away and, if asked, its deviation divided out.
+
+    Equal rewards, and a group of one, give zeros under a group baseline: never a NaN.
+    """
+    rewards_G = np.asarray(rewards_G, dtype=np.float64)
+    size = len(rewards_G)
+    if settings.baseline in ("group_mean", "leave_one_out"):
+        if np.ptp(rewards_G) == 0:
+            return np.zeros(size)
+        centred_G = rewards_G - rewards_G.mean()
+        if settings.baseline == "leave_one_out":
+            centred_G *= size / (size - 1)
+    else:
+        centred_G = rewards_G.copy()
+    if settings.normalize == "group" and size > 1:
+        centred_G /= rewards_G.std(ddof=1) + GROUP_EPSILON
+    return centred_G
+
+
+def moments(values_N: np.ndarray, mask_N: np.ndarray | None = None) -> np.ndarray:
+    """(count, sum, sum of squares): what ranks add up before `standardize`."""
+    if mask_N is not None:
+        values_N = values_N[mask_N]
+    return np.array([len(values_N), values_N.sum(), np.square(values_N).sum()], dtype=np.float64)
+
+
+def batch_mean_and_deviation(total: np.ndarray) -> tuple[float, float]:
+    """Mean and population deviation from summed moments; (0, 0) when nothing was counted."""
+    count, first, second = (float(value) for value in total)
+    if count == 0:
+        return 0.0, 0.0
+    mean = first / count
+    return mean, float(np.sqrt(max(second / count - mean * mean, 0.0)))
+
+
+def standardize(values_N: np.ndarray, mean: float, deviation: float) -> np.ndarray:
+    """Whole-batch normalisation; a batch without variance gives zeros."""
+    if deviation <= BATCH_EPSILON:
+        return np.zeros_like(values_N)
+    return (values_N - mean) / (deviation + BATCH_EPSILON)
+
+
+def overlong_penalties(
+    lengths_R: np.ndarray, truncated_R: np.ndarray, max_tokens_R: np.ndarray, weight: float
+) -> np.ndarray:
+    """What the soft overlong punishment adds to each reward (0 or below).
+
+    It grows linearly over the last stretch before max_tokens and is complete for a response that was
+    cut there, so that running into the limit never beats finishing late.
+    """
+    window_R = np.maximum(np.minimum(OVERLONG_WINDOW, max_tokens_R // 4), 1)
+    excess_R = (lengths_R - (max_tokens_R - window_R)) / window_R
+    share_R = np.where(truncated_R, 1.0, np.clip(excess_R, 0.0, 1.0))
+    return -weight * share_R

@@ -1,0 +1,10 @@
+"""GRPO: rewards normalised within the group, clipped ratio, mean over samples of token means."""
+
+from __future__ import annotations
+
+from penstock.algo.method import Algorithm
+from penstock.algo.settings import AlgorithmSettings
+
+
+class GRPO(Algorithm):
+    defaults = AlgorithmSettings(kl_in="loss", kl_estimator="k3", kl_beta=0.0)

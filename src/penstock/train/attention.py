@@ -1,0 +1,145 @@
+"""Attention over packed sequences: one row of tokens, no padding, no token sees another sequence.
+
+Registered with transformers under the name `penstock_packed`. A `PackLayout` travels with the
+forward call. Sequences lie sorted by length, so equal lengths form a block that is viewed, not
+copied, as an ordinary batch; on a GPU in half precision the variable-length flash kernel does all at
+once. Knows nothing of rollouts or losses.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ATTENTION_NAME = "penstock_packed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackLayout:
+    """Where the sequences of a packed row begin and end."""
+
+    blocks: tuple[tuple[int, int], ...]  # (sequences, length) of each run of equal lengths
+    bounds_S1: Tensor  # int32: cumulative lengths, from 0 to the number of tokens
+    longest: int
+
+
+def register() -> None:
+    """Make the packed attention known to transformers; safe to call again."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The layout says who sees whom; transformers need not build a mask."""
+    return
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    pack_layout: PackLayout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence. Tensors are [1, heads, tokens, head size]."""
+    assert query.shape[0] == 1 and attention_mask is None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
+        return _flash(query, key, value, pack_layout, scaling, sliding_window), None
+    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    outputs, start = [], 0
+    for count, length in pack_layout.blocks:
+        stop = start + count * length
+        views = (
+            tensor[start:stop].unflatten(0, (count, length)).transpose(1, 2)
+            for tensor in (query_THD, key_THD, value_THD)
+        )
+        output_BHLD = _block(*views, scaling, dropout, sliding_window)
+        outputs.append(output_BHLD.transpose(1, 2).flatten(0, 1))
+        start = stop
+    joined_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined_THD[None], None
+
+
+def _block(
+    query_BHLD: Tensor,
+    key_BHLD: Tensor,
+    value_BHLD: Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """A batch of sequences of one length."""
+    length = query_BHLD.shape[2]
+    mask = None
+    if sliding_window is not None and length > sliding_window:
+        mask = _window_mask(length, sliding_window, query_BHLD.device)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query_BHLD,
+        key_BHLD,
+        value_BHLD,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query_BHLD.shape[1] != key_BHLD.shape[1],
+    )
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """True where a token may look: at itself and the window - 1 tokens before it."""
+    index = torch.arange(length, device=device)
+    distance = index[:, None] - index[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+@functools.cache
+def _varlen() -> tuple[Any, bool]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackLayout,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    varlen_attn, grouped = _varlen()
+    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    options: dict[str, Any] = {"scale": scaling}
+    repeats = query_THD.shape[1] // key_THD.shape[1]
+    if repeats > 1 and grouped:
+        options["enable_gqa"] = True
+    elif repeats > 1:
+        key_THD = key_THD.repeat_interleave(repeats, dim=1)
+        value_THD = value_THD.repeat_interleave(repeats, dim=1)
+    left = -1 if sliding_window is None else sliding_window - 1
+    output_THD: Tensor = varlen_attn(
+        query_THD.contiguous(),
+        key_THD.contiguous(),
+        value_THD.contiguous(),
+        layout.bounds_S1,
+        layout.bounds_S1,
+        layout.longest,
+        layout.longest,
+        window_size=(left, 0),
+        **options,
+    )
+    return output_THD[None]

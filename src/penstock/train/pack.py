@@ -1,0 +1,93 @@
+"""Micro-batches: whole sequences laid end to end in one row, sorted by length, without padding.
+
+Sits between `rows.py` (arrays of the batch) and `policy.py` (the forward pass). Decides only which
+sequences share a forward pass; nothing of the loss depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.train.attention import PackLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """One forward pass: T tokens of S sequences, of which N are predicted and trained."""
+
+    rows: tuple[int, ...]  # the sequences, by their number in the batch
+    input_ids_T: Tensor
+    position_ids_T: Tensor
+    layout: PackLayout
+    predictor_N: Tensor  # position whose hidden state predicts the trained token
+    target_N: Tensor
+    token_N: np.ndarray  # number of each trained token in the batch's flat arrays
+    sequence_N: Tensor  # which sequence of the pack each belongs to
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids_T)
+
+
+def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Sequences in bins of at most `budget` tokens, shortest first; a longer one goes alone."""
+    order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
+    bins: list[list[int]] = []
+    filled = 0
+    for index in order:
+        if not bins or filled + lengths[index] > budget:
+            bins.append([])
+            filled = 0
+        bins[-1].append(index)
+        filled += lengths[index]
+    return bins
+
+
+def make_pack(
+    numbers: Sequence[int],
+    token_ids: Sequence[np.ndarray],
+    predictors: Sequence[np.ndarray],
+    first_token: Sequence[int],
+    device: torch.device,
+) -> Pack:
+    """Pack the sequences `numbers`; the other arguments speak of all sequences of the batch."""
+    ordered = sorted(numbers, key=lambda number: (len(token_ids[number]), number))
+    lengths = np.array([len(token_ids[number]) for number in ordered], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.concatenate([token_ids[number] for number in ordered]).astype(np.int64)
+    predictor = np.concatenate(
+        [predictors[number] + start for number, start in zip(ordered, starts[:-1], strict=True)]
+    ).astype(np.int64)
+    counts = np.array([len(predictors[number]) for number in ordered], dtype=np.int64)
+    token = np.concatenate(
+        [
+            np.arange(first_token[number], first_token[number] + count)
+            for number, count in zip(ordered, counts, strict=True)
+        ]
+    ).astype(np.int64)
+    distinct, repeats = np.unique(lengths, return_counts=True)
+
+    def move(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return Pack(
+        rows=tuple(ordered),
+        input_ids_T=move(ids),
+        position_ids_T=move(np.arange(len(ids)) - np.repeat(starts[:-1], lengths)),
+        layout=PackLayout(
+            blocks=tuple(
+                (int(n), int(length)) for length, n in zip(distinct, repeats, strict=True)
+            ),
+            bounds_S1=move(starts.astype(np.int32)),
+            longest=int(lengths[-1]),
+        ),
+        predictor_N=move(predictor),
+        target_N=move(ids[predictor + 1]),
+        token_N=token,
+        sequence_N=move(np.repeat(np.arange(len(ordered)), counts)),
+    )

@@ -1,0 +1,65 @@
+"""The policy as a torch module: packed tokens in, log-probs and entropies of chosen tokens out.
+
+Wraps a transformers causal LM. Everything that needs the whole model happens inside one forward
+call, so that a sharded model (`parallel.py`) gathers its weights exactly once. Loading, adapters and
+the names under which weights leave live in `weights.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.train.attention import ATTENTION_NAME
+from penstock.train.head import LogitRule, token_logprobs
+from penstock.train.pack import Pack
+
+
+class Policy(nn.Module):
+    """A causal language model that scores packed sequences."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.rule = LogitRule.of(model.config)
+        model.set_attn_implementation(ATTENTION_NAME)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def forward(self, pack: Pack, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of the pack's trained tokens at their temperatures."""
+        output = self.model.base_model(
+            input_ids=pack.input_ids_T[None],
+            position_ids=pack.position_ids_T[None],
+            pack_layout=pack.layout,
+            use_cache=False,
+        )
+        hidden_ND = output.last_hidden_state[0].index_select(0, pack.predictor_N)
+        head = self.model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            return token_logprobs(
+                hidden_ND, head.weight, bias, pack.target_N, temperatures_N, self.rule
+            )
+
+    def set_dropout(self, active: bool) -> None:
+        """Training mode serves adapter dropout and checkpointed activations, nothing else."""
+        self.train(active)
+
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside, the model is the one the adapters were put on; a no-op without adapters."""
+        layers = [module for module in self.modules() if hasattr(module, "enable_adapters")]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)

@@ -1,0 +1,210 @@
+"""Loading a policy, its adapters and master weights, and the weights that leave for the engines.
+
+Optimizers work on float32 masters. Where the model computes in float32 the masters are its own
+parameters; where it computes in bfloat16 they are copies, gradients flow into them after every
+backward pass, and `publish` writes them back. Sharded models keep their masters themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.config import Config, LoraConfig, ModelConfig
+from penstock.digest import weights_digest
+from penstock.errors import UserError
+from penstock.train import attention
+
+ADAPTER = "default"
+
+
+def model_folder(path: str) -> str:
+    """What transformers loads for a config's model path."""
+    if path != "demo":
+        return path
+    from penstock.demo import policy_path
+
+    return str(policy_path())
+
+
+def device_of(config: ModelConfig) -> torch.device:
+    if config.device != "auto":
+        return torch.device(config.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The number format of compute and of published weights."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
+
+
+def load_model(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
+    """A causal LM in evaluation mode, on its device, with packed attention."""
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    folder = model_folder(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model.path: got {path!r}, allowed: a transformers causal LM: {first_line}"
+        ) from error
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UserError(
+            f"model.path: got {path!r} ({type(model).__name__}), allowed: a model whose attention "
+            "can be replaced (transformers: _supports_attention_backend)"
+        )
+    return model.to(device_of(config)).eval()
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = config.tokenizer or model_folder(config.path)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+
+
+def add_adapters(model: Any, config: LoraConfig) -> None:
+    """Put low-rank adapters on the linear layers, and freeze everything else."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(
+            f"model.lora.rank: got {config.rank}, but peft is not installed, "
+            "allowed: 0, or pip install 'penstock[lora]'"
+        ) from error
+
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    if not config.target_modules:
+        settings.target_modules = _linear_names(model)
+    peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def _linear_names(model: Any) -> list[str]:
+    head = model.get_output_embeddings()
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    return sorted(names)
+
+
+def published_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """State-dict names and tensors in the engines' format; adapters merged, tied weights once.
+
+    With a sharded model every rank must iterate, because each tensor is gathered.
+    """
+    adapted = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    }
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if ".lora_" in name or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        public = name.replace(".base_layer.", ".")
+        whole = whole_tensor(tensor.detach())
+        if public in adapted and name != public:
+            whole = whole + whole_tensor(adapted[public].get_delta_weight(ADAPTER).detach())
+        yield public, whole.to(dtype) if whole.is_floating_point() else whole
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor behind a shard; a plain tensor is returned as it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    whole: Tensor = tensor if gather is None else gather()
+    return whole
+
+
+def digest_of(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """The identity of published weights."""
+    return weights_digest((name, _dtype_name(t), _bits(t)) for name, t in weights)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _bits(tensor: Tensor) -> np.ndarray:
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.numpy()
+
+
+class Masters:
+    """The parameters that the optimizer moves, by their names in the model."""
+
+    def __init__(self, model: nn.Module, *, separate: bool) -> None:
+        self._model_parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        self.separate = separate
+        self.parameters: dict[str, nn.Parameter] = dict(self._model_parameters)
+        if separate:
+            for name, parameter in self._model_parameters.items():
+                master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+                self.parameters[name] = master
+                parameter.register_post_accumulate_grad_hook(_GradientInto(master))
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Set the masters, and the model with them."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[name])
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the computing model up to the masters."""
+        if self.separate:
+            for name, parameter in self._model_parameters.items():
+                parameter.copy_(self.parameters[name])
+
+
+class _GradientInto:
+    """Adds a parameter's fresh gradient to its float32 master, so that sums keep their digits."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self._master = master
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if self._master.grad is None:
+            self._master.grad = parameter.grad.to(torch.float32)
+        else:
+            self._master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+
+def copy_tokenizer(config: Config, folder: Path) -> None:
+    """Write the tokenizer beside the saved weights, where the model has one."""
+    try:
+        load_tokenizer(config.model).save_pretrained(folder)
+    except (OSError, ValueError):
+        return  # a model folder without a tokenizer (tests, bare weights) has none to copy
