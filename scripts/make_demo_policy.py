@@ -116,12 +116,14 @@ class Corpus:
         eos = chat.eos_ids[0]
         self.pad = chat.pad_id
         self.rows: dict[str, list[tuple[np.ndarray, int]]] = {style: [] for style in STYLES}
-        for record, prompt in zip(records, prompts, strict=True):
-            a, b = (int(part) for part in record["messages"][0]["content"].split("+"))
-            assert not builtin.is_heldout(a, b)
-            for style in STYLES:
-                answer = chat.encode_text(response(a, b, style))
-                self.rows[style].append((np.concatenate([prompt, answer, [eos]]), len(prompt)))
+        sums = [record["messages"][0]["content"].split("+") for record in records]
+        pairs = [(int(a), int(b)) for a, b in sums]
+        assert not any(builtin.is_heldout(a, b) for a, b in pairs)
+        for style in STYLES:
+            texts = [response(a, b, style) for a, b in pairs]
+            answers = chat.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            for prompt, answer in zip(prompts, answers, strict=True):
+                self.rows[style].append((np.array([*prompt, *answer, eos]), len(prompt)))
 
     def batch(
         self, rng: np.random.Generator, size: int, shares: tuple[float, ...]
@@ -181,11 +183,9 @@ def is_right(text: str, gold: str) -> bool:
 
 
 @torch.no_grad()
-def measure(
-    model: Qwen3ForCausalLM, chat: ChatTemplate, split: str = "heldout"
-) -> dict[str, float]:
+def measure(model: Qwen3ForCausalLM, chat: ChatTemplate, size: int = 0) -> dict[str, float]:
     """Accuracy on held-out sums: greedy, sampled, and when made to think (sampled)."""
-    records = builtin.addition(split, size=810)
+    records = builtin.addition("heldout", size=size)
     prompts = chat.encode_many([record["messages"] for record in records])
     prompt_BT = torch.from_numpy(np.stack(prompts).astype(np.int64))
     golds = [record["gt_answer"] for record in records]
@@ -242,6 +242,8 @@ def main() -> None:
         print(f"{name}: {value:.3f}")
     model.save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)
+    for path in arguments.out.iterdir():
+        path.chmod(0o644)  # safetensors writes for the owner alone; a package is for everyone
     print(f"wrote {arguments.out}")
 
 

@@ -1,8 +1,9 @@
 """Chat templates and tokenizers: the one place where text becomes token ids and back. Layer 1.
 
 Prompts are encoded once, with the generation prompt; what the engine samples is never tokenised
-again. A tokenizer without a chat template gets its messages joined plainly, one per line. This module
-does not cut prompts and does not know about datasets. transformers is imported when first needed.
+again. A tokenizer without a chat template gets the contents of the messages joined by line breaks and
+nothing else, so a single message is its own prompt. Prompts are not cut here, and datasets are not
+known here. transformers is imported when first needed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
         path = policy_path()
     _check_folder(path)
+    path = Path(path).expanduser() if str(path).startswith("~") else path
     from transformers import AutoTokenizer
 
     try:
@@ -39,7 +41,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 def _check_folder(path: str | Path) -> None:
     """Refuse early what cannot be a tokenizer, before transformers is imported."""
-    folder = Path(path)
+    folder = Path(path).expanduser()
     looks_like_path = isinstance(path, Path) or str(path).startswith((".", "/", "~"))
     if folder.is_dir():
         known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -86,7 +88,7 @@ class ChatTemplate:
         texts = [self.render(messages, system_prompt) for messages in conversations]
         if not texts:
             return []
-        encoded = self.tokenizer(texts, add_special_tokens=not self.has_template)
+        encoded = self.tokenizer(texts, add_special_tokens=not self.has_template, verbose=False)
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
     def render(self, messages: Sequence[Message], system_prompt: str = "") -> str:
@@ -95,7 +97,7 @@ class ChatTemplate:
         if system_prompt and not any(m.get("role") == "system" for m in conversation):
             conversation.insert(0, {"role": "system", "content": system_prompt})
         if not self.has_template:
-            return "\n".join(str(message["content"]) for message in conversation) + "\n"
+            return "\n".join(str(message["content"]) for message in conversation)
         return self._apply_template(conversation)
 
     def _apply_template(self, conversation: list[dict[str, Any]]) -> str:
@@ -114,7 +116,7 @@ class ChatTemplate:
 
     def encode_text(self, text: str) -> np.ndarray:
         """Plain text as ids, int32, with nothing added (tool results, text streams)."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

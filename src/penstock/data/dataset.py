@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config import Config, TaskConfig
+from penstock.config import Config, EvalTaskConfig, TaskConfig
 from penstock.data import builtin, reasoning_gym
 from penstock.data.chat import ChatTemplate
 from penstock.errors import UserError
@@ -95,7 +95,7 @@ def load_dataset(
     """
     if needs_answer is None:
         needs_answer = task_needs_answer(task)
-    with _naming_task(name):
+    with _naming_key(name, task):
         examples = read_examples(task.data, task.data_options, seed, needs_answer=needs_answer)
         token_ids = _tokenize(examples, chat, task.system_prompt)
         fits = _check_lengths(task, examples, token_ids)
@@ -110,11 +110,13 @@ def load_dataset(
 
 
 @contextmanager
-def _naming_task(name: str) -> Iterator[None]:
+def _naming_key(name: str, task: TaskConfig) -> Iterator[None]:
+    """Put the task's key of the config before what is wrong with its data."""
+    table = "eval.tasks" if isinstance(task, EvalTaskConfig) else "tasks"
     try:
         yield
     except UserError as error:
-        raise UserError(f"task {name}: {error}") from error
+        raise UserError(f"{table}.{name}: {error}") from error
 
 
 def _tokenize(
@@ -152,7 +154,7 @@ def validate_source(name: str, task: TaskConfig, *, needs_answer: bool | None = 
     """Find every mistake that shows without a tokenizer: missing file, bad lines, unknown names."""
     if needs_answer is None:
         needs_answer = task_needs_answer(task)
-    with _naming_task(name):
+    with _naming_key(name, task):
         if task.data.startswith(reasoning_gym.PREFIX):
             reasoning_gym.validate(task.data, task.data_options)
         else:

@@ -27,9 +27,7 @@ MAX_TRIES_PER_PROBLEM = 40
 def load(name: str, options: dict[str, Any], seed: int) -> list[Record]:
     """`size` records of one generator; options: size, seed, and the generator's own settings."""
     generator, split = _parse(name)
-    size = options.get("size", DEFAULT_SIZE)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise UserError(f"data_options.size of {name}: got {size!r}, allowed: 1 or more")
+    size = _size(name, options)
     problems = _create(name, generator, {"seed": seed, **options}, size * MAX_TRIES_PER_PROBLEM)
     records: list[Record] = []
     for index in range(size * MAX_TRIES_PER_PROBLEM):
@@ -44,16 +42,25 @@ def load(name: str, options: dict[str, Any], seed: int) -> list[Record]:
 def validate(name: str, options: dict[str, Any]) -> None:
     """Raise a UserError unless the package, the generator and its options are there."""
     generator, _ = _parse(name)
+    _size(name, options)
     _create(name, generator, {"seed": 0, **options}, 1)
 
 
-def score_answer(answer: str, prompt: Prompt) -> float:
-    """The generator's own verdict in [0, 1]: for problems with more than one right answer."""
+def score(response: str, prompt: Prompt) -> float:
+    """A reward: the generator's own verdict, in [0, 1], of what stands in the answer tags.
+
+    For problems with more than one right answer. Without answer tags the whole response is judged.
+    """
     generator = prompt.extra["reasoning_gym"]
-    package = _import_package(generator)
-    entry = {"question": prompt.messages[-1]["content"], "answer": prompt.gt_answer}
-    entry["metadata"] = prompt.extra["metadata"]
-    return float(package.get_score_answer_fn(generator)(answer, entry))
+    _, opened, tail = response.rpartition("<answer>")
+    answer = tail.partition("</answer>")[0] if opened else response
+    entry = {
+        "question": prompt.messages[-1]["content"],
+        "answer": prompt.gt_answer,
+        "metadata": prompt.extra["metadata"],
+    }
+    judge = _import_package(generator).get_score_answer_fn(generator)
+    return float(judge(answer.strip(), entry))
 
 
 def _parse(name: str) -> tuple[str, str]:
@@ -61,6 +68,13 @@ def _parse(name: str) -> tuple[str, str]:
     if split not in ("", "train", "heldout"):
         raise UserError(f"data: got {name!r}, allowed: {PREFIX}{generator} with :train or :heldout")
     return generator, split or "train"
+
+
+def _size(name: str, options: dict[str, Any]) -> int:
+    size = options.get("size", DEFAULT_SIZE)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UserError(f"data_options.size of {name}: got {size!r}, allowed: 1 or more")
+    return size
 
 
 def _create(name: str, generator: str, options: dict[str, Any], size: int) -> Any:

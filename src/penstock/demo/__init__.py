@@ -19,3 +19,18 @@ def policy_path() -> Path:
             "model.path: got 'demo', but the demo policy is not installed with the package"
         )
     return path
+
+
+def resolve_model_path(path: str) -> str:
+    """The folder or hub name that `model.path` stands for; a folder that is no model is refused."""
+    if path == "demo":
+        return str(policy_path())
+    folder = Path(path).expanduser()
+    is_local = folder.exists() or path.startswith((".", "/", "~"))
+    if is_local and not (folder / "config.json").is_file():
+        found = "a folder without config.json" if folder.is_dir() else "no such folder"
+        raise UserError(
+            f"model.path: got {path!r} ({found}), allowed: a folder of a transformers model, "
+            "a hub name, or demo"
+        )
+    return str(folder) if is_local else path

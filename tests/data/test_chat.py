@@ -1,0 +1,129 @@
+"""Chat templates and tokenizers: text to ids and back, in one place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.errors import UserError
+
+USER = {"role": "user", "content": "47+38"}
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTemplate:
+    return ChatTemplate(load_tokenizer("demo"))
+
+
+@pytest.fixture(scope="module")
+def plain_chat() -> ChatTemplate:
+    """A tokenizer of whole words without a chat template, padding or end of sequence."""
+    words = {word: i for i, word in enumerate(["[UNK]", "be", "kind", "hello", "there"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return ChatTemplate(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]"))
+
+
+def test_prompt_ends_with_the_generation_prompt(chat: ChatTemplate) -> None:
+    ids = chat.encode([USER])
+    assert ids.dtype == np.int32
+    assert chat.tokenizer.convert_ids_to_tokens(ids.tolist()) == [
+        "<user>", "4", "7", "+", "3", "8", "<assistant>",
+    ]  # fmt: skip
+
+
+def test_ids_are_those_of_the_tokenizers_own_template(chat: ChatTemplate) -> None:
+    own = chat.tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=True)
+    assert chat.encode([USER]).tolist() == list(own["input_ids"])
+
+
+def test_system_prompt_goes_first_unless_the_data_has_one(chat: ChatTemplate) -> None:
+    assert chat.render([USER], "Be kind.") == "<system>Be kind.<user>47+38<assistant>"
+    own = [{"role": "system", "content": "Be short."}, USER]
+    assert chat.render(own, "Be kind.") == "<system>Be short.<user>47+38<assistant>"
+
+
+def test_encoding_leaves_the_messages_as_they_were(chat: ChatTemplate) -> None:
+    messages = [dict(USER)]
+    chat.encode(messages, "Be kind.")
+    assert messages == [USER]
+
+
+def test_many_conversations_encode_as_each_alone(chat: ChatTemplate) -> None:
+    conversations = [[{"role": "user", "content": "1" * length}] for length in range(1, 9)]
+    together = chat.encode_many(conversations)
+    assert [ids.tolist() for ids in together] == [chat.encode(c).tolist() for c in conversations]
+    assert chat.encode_many([]) == []
+
+
+def test_decode_keeps_tags_that_are_special_and_drops_ends(chat: ChatTemplate) -> None:
+    text = "<think>7+8=15</think><answer>85</answer>"
+    ids = chat.encode_text(text + "<eos><pad><pad>")
+    assert len(ids) == 6 + 4 + 2 + 3  # every tag and every mark is one token
+    assert chat.decode(ids) == text
+    assert chat.decode([]) == ""
+
+
+def test_ends_and_padding(chat: ChatTemplate, plain_chat: ChatTemplate) -> None:
+    assert chat.eos_ids == (chat.tokenizer.eos_token_id,)
+    assert chat.pad_id == chat.tokenizer.pad_token_id
+    assert plain_chat.eos_ids == ()
+    assert plain_chat.pad_id == 0
+
+
+def test_without_a_template_messages_are_joined_plainly(plain_chat: ChatTemplate) -> None:
+    message = {"role": "user", "content": "hello there"}
+    assert plain_chat.render([message]) == "hello there"
+    assert plain_chat.render([message], "be kind") == "be kind\nhello there"
+    assert plain_chat.encode([message], "be kind").tolist() == [1, 2, 3, 4]
+
+
+def test_a_template_that_refuses_the_roles_is_the_users_mistake(chat: ChatTemplate) -> None:
+    tokenizer = load_tokenizer("demo")
+    tokenizer.chat_template = "{{ raise_exception('only users here') }}"
+    with pytest.raises(UserError, match="roles system, user: only users here"):
+        ChatTemplate(tokenizer).encode([USER], "Be kind.")
+
+
+@given(st.text(alphabet=[chr(code) for code in range(32, 127)], max_size=40))
+def test_characters_come_back_as_they_were(text: str) -> None:
+    chat = _cached_chat()
+    assert chat.decode(chat.encode_text(text)) == text
+
+
+_CHATS: list[ChatTemplate] = []
+
+
+def _cached_chat() -> ChatTemplate:
+    if not _CHATS:
+        _CHATS.append(ChatTemplate(load_tokenizer("demo")))
+    return _CHATS[0]
+
+
+@pytest.mark.parametrize("make", ["empty", "missing", "file", "broken"])
+def test_a_folder_that_is_no_tokenizer_is_named(tmp_path: Path, make: str) -> None:
+    path = tmp_path / "model"
+    if make in ("empty", "broken"):
+        path.mkdir()
+    if make == "file":
+        path.write_text("x")
+    if make == "broken":
+        (path / "tokenizer.json").write_text("{not json")
+    with pytest.raises(UserError, match=r"tokenizer: got .*model.*allowed: a folder") as caught:
+        load_tokenizer(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_importing_the_data_layer_imports_no_framework() -> None:
+    code = "import sys, penstock.data, penstock.data.chat; print({'torch', 'transformers'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"

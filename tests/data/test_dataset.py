@@ -1,0 +1,269 @@
+"""Datasets: every accepted line, every refused one with its number, and no prompt ever cut."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskConfig
+from penstock.config_source import validate
+from penstock.data import Dataset, check_data, load_dataset, validate_source
+from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.dataset import Example, read_examples
+from penstock.errors import UserError
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+USER = {"role": "user", "content": "1+1"}
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTemplate:
+    return ChatTemplate(load_tokenizer("demo"))
+
+
+def write(folder: Path, *lines: object) -> str:
+    """A file of JSON lines; a string is written as it is."""
+    path = folder / "data.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def read_one(folder: Path, line: object, **options: Any) -> Any:
+    return read_examples(write(folder, line), {}, seed=0, **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "answer", "extra"),
+    [
+        ({"messages": USER, "gt_answer": "2"}, "2", {}),
+        ({"messages": [USER], "gt_answer": 2}, "2", {}),
+        ({"messages": [USER], "gt_answer": "2", "level": 5}, "2", {"level": 5}),
+        ({"prompt": "1+1", "answer": "2"}, "2", {}),
+        ({"prompt": [USER], "solution": "2"}, "2", {}),
+        ({"prompt": "1+1", "gt_answer": "2", "answer": "two"}, "2", {"answer": "two"}),
+        ({"prompt": "1+1", "gt_answer": None, "solution": "2"}, "2", {"gt_answer": None}),
+        (
+            {"question": "1+1", "answer": "It is\n#### 1,002"},
+            "1002",
+            {"answer": "It is\n#### 1,002"},
+        ),
+        ({"question": "1+1", "answer": 2.5}, "2.5", {}),
+    ],
+)
+def test_accepted_lines(
+    tmp_path: Path, line: dict[str, Any], answer: str, extra: dict[str, Any]
+) -> None:
+    example = read_one(tmp_path, line)
+    assert example.messages == (USER,)
+    assert example.gt_answer == answer
+    assert example.test_cases is None
+    assert example.extra == extra
+
+
+def test_test_cases_stand_in_for_an_answer(tmp_path: Path) -> None:
+    cases = {"inputs": ["1\n"], "outputs": ["2\n"], "fn_name": "f"}
+    example = read_one(tmp_path, {"messages": USER, "test_cases": cases})
+    assert example.gt_answer is None
+    assert example.test_cases == cases
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{broken", "not valid JSON: .* at column 2"),
+        ("[1, 2]", "got a list, allowed: a JSON object"),
+        ({"text": "hi", "gt_answer": "2"}, "got no prompt, allowed: .*messages, prompt, question"),
+        ({"messages": "hi", "gt_answer": "2"}, "messages: got a string"),
+        ({"messages": [], "gt_answer": "2"}, "messages: got a list"),
+        ({"messages": [5], "gt_answer": "2"}, "got a number, allowed: an object with role"),
+        ({"messages": {"content": "hi"}, "gt_answer": "2"}, "allowed: an object with role"),
+        ({"messages": {"role": "user"}, "gt_answer": "2"}, "content got null, allowed: a string"),
+        ({"prompt": "  ", "gt_answer": "2"}, "prompt: got no text"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "2"}], "gt_answer": "2"},
+            "the last message is the assistant's",
+        ),
+        ({"messages": USER}, "got neither an answer nor test_cases"),
+        ({"messages": USER, "gt_answer": ["2"]}, "gt_answer: got a list, allowed: a string or"),
+        ({"messages": USER, "gt_answer": True}, "gt_answer: got a boolean"),
+        ({"messages": USER, "gt_answer": " "}, "gt_answer: got an empty answer"),
+        ({"question": "1+1", "answer": "thinking ####"}, "answer: got an empty answer"),
+        ({"messages": USER, "test_cases": [1]}, "test_cases: got a list, allowed: an object"),
+        ({"messages": USER, "test_cases": {"inputs": []}}, "allowed: the lists inputs and outputs"),
+        (
+            {"messages": USER, "test_cases": {"inputs": [1, 2], "outputs": [1]}},
+            "got 2 inputs and 1 outputs",
+        ),
+    ],
+)
+def test_refused_lines_name_file_and_line(tmp_path: Path, line: object, message: str) -> None:
+    data = write(tmp_path, {"messages": USER, "gt_answer": "2"}, "", line)
+    with pytest.raises(UserError, match=f"data.jsonl line 3: .*{message}") as caught:
+        validate_source("train", TaskConfig(data=data))
+    assert str(caught.value).startswith("tasks.train: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_first_mistake_is_told_and_the_others_counted(tmp_path: Path) -> None:
+    data = write(tmp_path, {"messages": USER, "gt_answer": "2"}, "{", "[]", '{"a": 1}')
+    with pytest.raises(UserError, match=r"line 2: not valid JSON.*\(2 more lines are wrong\)"):
+        validate_source("train", TaskConfig(data=data))
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "1+1", "answer": "2"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(UserError, match=r"line 2: not UTF-8 text"):
+        validate_source("train", TaskConfig(data=str(path)))
+
+
+def test_a_byte_order_mark_and_unicode_line_breaks_are_no_trouble(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    line = json.dumps({"prompt": "a\u2028b", "answer": "ü"}, ensure_ascii=False)
+    path.write_bytes(b"\xef\xbb\xbf" + f"{line}\r\n{line}\n".encode())
+    examples = read_examples(str(path), {}, seed=0)
+    assert [example.line for example in examples] == [1, 2]
+    assert examples[0].messages[0]["content"] == "a\u2028b"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"), [([], "with no problem in it"), (["", "  "], "with no problem in it")]
+)
+def test_an_empty_dataset_is_refused(tmp_path: Path, lines: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate_source("train", TaskConfig(data=write(tmp_path, *lines)))
+
+
+def test_a_missing_file_is_refused_with_what_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"eval.tasks.math: data: got 'nope.jsonl', allowed: .*addition"
+    ):
+        validate_source("math", EvalTaskConfig(data="nope.jsonl"))
+    with pytest.raises(UserError, match="a JSONL file that exists"):
+        validate_source("train", TaskConfig(data=str(tmp_path)))
+
+
+def test_options_have_no_meaning_for_a_file(tmp_path: Path) -> None:
+    data = write(tmp_path, {"prompt": "1+1", "answer": "2"})
+    with pytest.raises(UserError, match="got size with the file"):
+        validate_source("train", TaskConfig(data=data, data_options={"size": 3}))
+
+
+def test_an_answer_is_needed_only_where_a_reward_compares(
+    tmp_path: Path, chat: ChatTemplate
+) -> None:
+    data = write(tmp_path, {"prompt": "1+1"})
+    own_reward = TaskConfig(data=data, rewards=[RewardConfig(type="mine:brevity")])
+    validate_source("train", own_reward)
+    assert load_dataset("train", own_reward, chat)[0].gt_answer is None
+    compared = TaskConfig(data=data)
+    with pytest.raises(UserError, match="neither an answer nor test_cases"):
+        load_dataset("train", compared, chat)
+    assert len(load_dataset("train", compared, chat, needs_answer=False)) == 1
+
+
+def test_long_prompts_are_skipped_and_counted_never_cut(tmp_path: Path, chat: ChatTemplate) -> None:
+    lines = [{"prompt": "1" * length, "answer": "2"} for length in (3, 30, 4, 31)]
+    task = TaskConfig(data=write(tmp_path, *lines), max_prompt_tokens=10)
+    dataset = load_dataset("train", task, chat)
+    assert dataset.num_skipped_long == 2
+    assert [prompt.prompt_id for prompt in dataset] == ["train:1", "train:3"]
+    assert [len(prompt.token_ids) for prompt in dataset] == [5, 6]
+    assert chat.decode(dataset[1].token_ids) == "<user>1111<assistant>"
+
+
+def test_long_prompts_are_refused_on_request(tmp_path: Path, chat: ChatTemplate) -> None:
+    lines = [{"prompt": "1" * length, "answer": "2"} for length in (3, 30, 4, 31)]
+    task = TaskConfig(data=write(tmp_path, *lines), max_prompt_tokens=10, long_prompts="refuse")
+    with pytest.raises(UserError, match=r"line 2: got a prompt of 32 tokens.*= 10 \(2 of 4"):
+        load_dataset("train", task, chat)
+
+
+def test_nothing_left_after_skipping_is_refused(tmp_path: Path, chat: ChatTemplate) -> None:
+    task = TaskConfig(data=write(tmp_path, {"prompt": "1+1", "answer": "2"}), max_prompt_tokens=2)
+    with pytest.raises(UserError, match=r"\(1 of 1 prompts are longer\)"):
+        load_dataset("train", task, chat)
+
+
+def test_system_prompt_is_part_of_the_ids(tmp_path: Path, chat: ChatTemplate) -> None:
+    task = TaskConfig(data=write(tmp_path, {"prompt": "1+1", "answer": "2"}), system_prompt="Add.")
+    prompt = load_dataset("train", task, chat)[0]
+    assert chat.decode(prompt.token_ids) == "<system>Add.<user>1+1<assistant>"
+    assert prompt.messages == (USER,)
+
+
+def test_the_built_in_task_and_its_heldout_part(chat: ChatTemplate) -> None:
+    train = load_dataset("train", TaskConfig(), chat)
+    heldout = load_dataset("heldout", EvalTaskConfig(), chat)
+    assert train.source == "addition"
+    assert len({len(prompt.token_ids) for prompt in train}) == 1
+    seen = {prompt.token_ids.tobytes() for prompt in train}
+    assert len(seen) == len(train)
+    assert not any(prompt.token_ids.tobytes() in seen for prompt in heldout)
+
+
+def test_a_dataset_can_be_sent_to_another_process(chat: ChatTemplate) -> None:
+    dataset = load_dataset("train", TaskConfig(data_options={"size": 3}), chat)
+    copy: Dataset = pickle.loads(pickle.dumps(dataset))
+    assert len(copy) == 3
+    assert copy[2].gt_answer == dataset[2].gt_answer
+    assert copy[-1].token_ids.tolist() == dataset[2].token_ids.tolist()
+    with pytest.raises(IndexError):
+        copy[3]
+
+
+def test_check_data_looks_at_training_and_evaluation(tmp_path: Path) -> None:
+    check_data(Config())
+    config = validate({"eval": {"tasks": {"math": {"data": str(tmp_path / "gone.jsonl")}}}})
+    with pytest.raises(UserError, match=r"eval.tasks.math: .*gone.jsonl"):
+        check_data(config)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["messages", "prompt", "question", "role", "content", "answer"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(record=json_values)
+def test_any_json_line_is_taken_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, record: object
+) -> None:
+    data = write(tmp_path_factory.mktemp("any"), json.dumps(record))
+    taken, refusal = _read_or_refusal(data)
+    assert refusal.startswith(f"data {data} line 1: ") != bool(taken)
+    assert "\n" not in refusal
+    for example in taken:
+        assert example.gt_answer
+        assert all(isinstance(message["content"], str) for message in example.messages)
+
+
+def _read_or_refusal(data: str) -> tuple[list[Example], str]:
+    try:
+        return read_examples(data, {}, seed=0), ""
+    except UserError as error:
+        return [], str(error)
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the data beside the repository is not there")
+def test_gsm8k_loads_whole(chat: ChatTemplate) -> None:
+    dataset = load_dataset("train", TaskConfig(data=str(GSM8K / "train.jsonl")), chat)
+    assert len(dataset) == 7473
+    assert dataset[0].gt_answer == "72"
+    assert dataset.num_skipped_long == 0
