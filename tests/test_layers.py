@@ -42,6 +42,7 @@ LAYERS = {
     "recover": 7,
     "audit": 7,
     "report": 7,
+    "rollouts": 7,
     "summary": 7,
     "score": 7,
     "generate": 7,
@@ -61,6 +62,7 @@ SAME_LAYER = {
     ("data", "demo"),
     ("engine", "demo"),
     ("summary", "report"),
+    ("report", "rollouts"),
 }
 
 

@@ -1,0 +1,31 @@
+"""`penstock report`: one or more runs as one HTML file that needs nothing else. Layer 7.
+
+`data.py` reads a run folder into a plain record, `figures.py` takes its key figures, `page.py` puts the
+records into a page. The drawing is done by the reader's browser with the scripts in `assets/`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.errors import UserError
+from penstock.report.data import read_run
+from penstock.report.page import render
+from penstock.run_folder import RunFolder
+
+__all__ = ["write_report"]
+
+
+def write_report(folders: list[RunFolder], out: Path | None = None) -> Path:
+    """Write the report of these runs, by default into the first one's folder, and give its path."""
+    if not folders:
+        raise UserError("report: got no run, allowed: one run folder or more")
+    path = out or folders[0].path / "report.html"
+    if path.is_dir():
+        raise UserError(f"report: got the folder {path}, allowed: the name of an HTML file")
+    page = render([read_run(folder) for folder in folders])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(path)
+    return path
