@@ -179,6 +179,8 @@ class AlgorithmConfig(Section):
     """Lower bound of the objective for negative advantages; None: off."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
     """How token losses become one number; None: the algorithm's own."""
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] | None = None
+    """What is taken from a reward to make an advantage; None: the algorithm's own."""
     normalize: Literal["group", "batch", "none"] | None = None
     """What the advantage is divided by the standard deviation of; None: the algorithm's own."""
     kl_in: Literal["loss", "reward", "none"] | None = None
@@ -221,8 +223,8 @@ class TrainConfig(Section):
     """Optimizer steps per batch; must divide groups_per_step."""
     num_epochs: int = Field(1, ge=1)
     """Passes over one batch."""
-    micro_batch_tokens: int = Field(16384, ge=1)
-    """Most tokens in one forward pass; a longer sequence goes alone. Never changes the gradient."""
+    micro_batch_tokens: int = Field(0, ge=0)
+    """Most tokens in one forward pass; a longer sequence goes alone; 0: 2048 on a CPU, 16384 on a GPU."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

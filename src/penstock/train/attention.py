@@ -56,20 +56,19 @@ def packed_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence. Tensors are [1, heads, tokens, head size]."""
-    assert query.shape[0] == 1 and attention_mask is None
+    assert query.shape[0] == 1
+    assert attention_mask is None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
         return _flash(query, key, value, pack_layout, scaling, sliding_window), None
-    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    outputs, start = [], 0
-    for count, length in pack_layout.blocks:
-        stop = start + count * length
-        views = (
-            tensor[start:stop].unflatten(0, (count, length)).transpose(1, 2)
-            for tensor in (query_THD, key_THD, value_THD)
+    sizes = [count * length for count, length in pack_layout.blocks]
+    parts = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
+    outputs = []
+    for (count, length), *block in zip(pack_layout.blocks, *parts, strict=True):
+        query_BHLD, key_BHLD, value_BHLD = (
+            tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in block
         )
-        output_BHLD = _block(*views, scaling, dropout, sliding_window)
+        output_BHLD = _block(query_BHLD, key_BHLD, value_BHLD, scaling, dropout, sliding_window)
         outputs.append(output_BHLD.transpose(1, 2).flatten(0, 1))
-        start = stop
     joined_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined_THD[None], None
 

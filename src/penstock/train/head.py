@@ -36,13 +36,16 @@ class LogitRule:
         return cls(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 
+PLAIN_LOGITS = LogitRule()
+
+
 def token_logprobs(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
     targets_N: Tensor,
     temperatures_N: Tensor,
-    rule: LogitRule = LogitRule(),
+    rule: LogitRule = PLAIN_LOGITS,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of each distribution), both at the tokens' temperatures."""

@@ -52,7 +52,7 @@ def make_pack(
     numbers: Sequence[int],
     token_ids: Sequence[np.ndarray],
     predictors: Sequence[np.ndarray],
-    first_token: Sequence[int],
+    first_token: Sequence[int] | np.ndarray,
     device: torch.device,
 ) -> Pack:
     """Pack the sequences `numbers`; the other arguments speak of all sequences of the batch."""

@@ -71,9 +71,8 @@ def rows_of(groups: Sequence[Group], step: int, settings: AlgorithmSettings) -> 
         truncated_R=truncated_R,
         behaviour_N=_joined([r.logprobs[i] for r, i in zip(rollouts, chosen, strict=True)]),
         temperature_N=np.repeat(temperatures_R, counts_R),
-        staleness_N=_joined(
-            [staleness(step, v[i]) for v, i in zip(versions, chosen, strict=True)]
-        ).astype(np.int64),
+        staleness_N=staleness(step, 0)
+        - _joined([v[i] for v, i in zip(versions, chosen, strict=True)]).astype(np.int64),
         row_N=np.repeat(np.arange(len(rollouts)), counts_R),
     )
 

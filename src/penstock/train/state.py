@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.errors import RunError
-from penstock.train.weights import copy_tokenizer, published_weights
+from penstock.train.weights import copy_tokenizer, published_weights, quiet_transformers
 
 if TYPE_CHECKING:
     from penstock.train.consumer import Consumer
@@ -26,16 +26,15 @@ def save(consumer: Consumer, folder: Path) -> None:
     """Write `folder`/model and `folder`/consumer.pt."""
     folder = Path(folder)
     save_model(consumer, folder / "model")
-    names = list(consumer.masters.parameters)
-    moments = consumer.optimizer.state_dict()
-    by_index = [name for name in _parameter_names(consumer)]
+    names = _parameter_names(consumer)
+    moments = consumer.optimizer.state_dict()["state"]
     content = {
         "format": FORMAT,
         "step": consumer.step,
         "policy_version": consumer.policy_version,
         "bad_updates_in_a_row": consumer.bad_updates_in_a_row,
         "masters": {name: consumer.masters.parameters[name].detach() for name in names},
-        "moments": {by_index[index]: value for index, value in moments["state"].items()},
+        "moments": {names[index]: value for index, value in moments.items()},
         "rng": torch.get_rng_state(),
     }
     if consumer.policy.device.type == "cuda":
@@ -72,9 +71,9 @@ def save_model(consumer: Consumer, folder: Path) -> None:
     """A folder that transformers' `from_pretrained` loads."""
     model: Any = consumer.policy.model
     folder.mkdir(parents=True, exist_ok=True)
-    exact = torch.promote_types(consumer.engine_dtype, consumer.engine_dtype)
-    weights = dict(published_weights(model, exact))
-    model.save_pretrained(folder, state_dict=weights)
+    weights = dict(published_weights(model, consumer.engine_dtype))
+    with quiet_transformers():
+        model.save_pretrained(folder, state_dict=weights)
     copy_tokenizer(consumer.config, folder)
 
 

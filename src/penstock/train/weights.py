@@ -7,6 +7,7 @@ backward pass, and `publish` writes them back. Sharded models keep their masters
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,10 @@ def load_model(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
     attention.register()
     folder = model_folder(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=config.trust_remote_code
-        )
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
@@ -86,15 +88,12 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
             "allowed: 0, or pip install 'penstock[lora]'"
         ) from error
 
-    settings = peft.LoraConfig(
+    settings: Any = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a float scales as well
         lora_dropout=config.dropout,
-        target_modules=config.target_modules or "all-linear",
-        task_type="CAUSAL_LM",
+        target_modules=config.target_modules or _linear_names(model),
     )
-    if not config.target_modules:
-        settings.target_modules = _linear_names(model)
     peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
@@ -172,19 +171,19 @@ class Masters:
                 self.parameters[name] = master
                 parameter.register_post_accumulate_grad_hook(_GradientInto(master))
 
-    @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Set the masters, and the model with them."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(tensors[name])
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors[name])
         self.publish()
 
-    @torch.no_grad()
     def publish(self) -> None:
         """Bring the computing model up to the masters."""
         if self.separate:
-            for name, parameter in self._model_parameters.items():
-                parameter.copy_(self.parameters[name])
+            with torch.no_grad():
+                for name, parameter in self._model_parameters.items():
+                    parameter.copy_(self.parameters[name])
 
 
 class _GradientInto:
@@ -203,8 +202,22 @@ class _GradientInto:
 
 
 def copy_tokenizer(config: Config, folder: Path) -> None:
-    """Write the tokenizer beside the saved weights, where the model has one."""
+    """Write the tokenizer beside the saved weights; bare weights in a folder have none."""
+    source = Path(config.model.tokenizer or model_folder(config.model.path))
+    if source.is_dir() and not (source / "tokenizer_config.json").is_file():
+        return
+    load_tokenizer(config.model).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars inside: loading and saving are the run's business to report."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        load_tokenizer(config.model).save_pretrained(folder)
-    except (OSError, ValueError):
-        return  # a model folder without a tokenizer (tests, bare weights) has none to copy
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
