@@ -80,6 +80,12 @@ def test_mistakes_are_named_before_the_run(
         validate_source("train", TaskConfig(data=name, data_options=options))
 
 
+def test_a_generator_without_enough_questions_is_named() -> None:
+    options = {"size": 2, "min_n": 1, "max_n": 3}  # three questions, none on the held-out side
+    with pytest.raises(UserError, match=r"data_options.size .*got 2, allowed: at most 0"):
+        reasoning_gym.load("reasoning_gym:count_bits:heldout", options, seed=0)
+
+
 @pytest.mark.parametrize("size", [0, -1, "many", True])
 def test_a_size_that_is_none_is_refused(size: object) -> None:
     task = TaskConfig(data="reasoning_gym:leg_counting", data_options={"size": size})

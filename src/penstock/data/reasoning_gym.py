@@ -35,8 +35,11 @@ def load(name: str, options: dict[str, Any], seed: int) -> list[Record]:
         if _is_heldout(item["question"]) is (split == "heldout"):
             records.append(_record(generator, item))
             if len(records) == size:
-                break
-    return records
+                return records
+    raise UserError(
+        f"data_options.size of {name}: got {size}, allowed: at most {len(records)}, "
+        f"since so few of {size * MAX_TRIES_PER_PROBLEM} problems are {split} ones"
+    )
 
 
 def validate(name: str, options: dict[str, Any]) -> None:
