@@ -132,7 +132,9 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden_ND[part] = slope_CV @ weight_VD
             if ctx.needs_input_grad[1]:
                 grad_weight_VD = _add_product(grad_weight_VD, slope_CV, rows_CD)
-        if grad_weight_VD is not None:
+        if ctx.needs_input_grad[1]:
+            if grad_weight_VD is None:  # no tokens: sharded ranks still reduce a gradient
+                grad_weight_VD = torch.zeros_like(weight_VD)
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight_VD, grad_bias_V, None, None, None, None
 

@@ -48,6 +48,23 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
+def empty_pack(device: torch.device) -> Pack:
+    """A forward pass over one token that trains nothing: keeps ranks in step."""
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    bounds_S1 = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    return Pack(
+        rows=(),
+        input_ids_T=one,
+        position_ids_T=one,
+        layout=PackLayout(blocks=((1, 1),), bounds_S1=bounds_S1, longest=1),
+        predictor_N=nothing,
+        target_N=nothing,
+        token_N=np.zeros(0, dtype=np.int64),
+        sequence_N=nothing,
+    )
+
+
 def make_pack(
     numbers: Sequence[int],
     token_ids: Sequence[np.ndarray],

@@ -48,9 +48,11 @@ class Policy(nn.Module):
                 hidden_ND, head.weight, bias, pack.target_N, temperatures_N, self.rule
             )
 
-    def set_dropout(self, active: bool) -> None:
-        """Training mode serves adapter dropout and checkpointed activations, nothing else."""
-        self.train(active)
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's blocks: the largest list of modules in the model."""
+        lists: list[Any] = [m for m in self.modules() if isinstance(m, nn.ModuleList)]
+        return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())))
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:

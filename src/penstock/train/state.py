@@ -1,9 +1,10 @@
 """What a consumer writes to a checkpoint folder and reads back. Exact: training goes on bitwise.
 
     model/           transformers safetensors of the policy (adapters merged) and its tokenizer
-    consumer.pt      masters where model/ cannot hold them, optimizer moments by name, RNG, counters
+    consumer.pt      counters, random state; one rank: masters and optimizer moments by name
+    sharded/         several ranks: masters and moments, each rank its part
 
-Atomic renames and manifests are the checkpoint's business, not ours.
+Either form loads at any number of ranks. Atomic renames and manifests are the checkpoint's business.
 """
 
 from __future__ import annotations
@@ -12,76 +13,116 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.train.weights import copy_tokenizer, published_weights, quiet_transformers
+from penstock.train.weights import copy_tokenizer, quiet_transformers
 
 if TYPE_CHECKING:
     from penstock.train.consumer import Consumer
 
 FORMAT = 1
+Tensors = dict[str, Tensor]
 
 
 def save(consumer: Consumer, folder: Path) -> None:
-    """Write `folder`/model and `folder`/consumer.pt."""
-    folder = Path(folder)
-    save_model(consumer, folder / "model")
-    names = _parameter_names(consumer)
-    moments = consumer.optimizer.state_dict()["state"]
-    content = {
+    """Write the whole state; with several ranks every rank must call it on a shared folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_model(consumer, folder / "model")
+    content: dict[str, Any] = {
         "format": FORMAT,
         "step": consumer.step,
         "policy_version": consumer.policy_version,
         "bad_updates_in_a_row": consumer.bad_updates_in_a_row,
-        "masters": {name: consumer.masters.parameters[name].detach() for name in names},
-        "moments": {names[index]: value for index, value in moments.items()},
+        "ptx_cursor": consumer.texts.cursor if consumer.texts is not None else 0,
         "rng": torch.get_rng_state(),
     }
     if consumer.policy.device.type == "cuda":
         content["cuda_rng"] = torch.cuda.get_rng_state(consumer.policy.device)
-    torch.save(content, folder / "consumer.pt")
+    if consumer.ranks.world == 1:
+        content["tensors"] = _tensors(consumer)
+    else:
+        from torch.distributed import checkpoint
+
+        checkpoint.save(_tensors(consumer), checkpoint_id=folder / "sharded")
+    if consumer.ranks.is_first:
+        torch.save(content, folder / "consumer.pt")
+    consumer.ranks.barrier()
 
 
 def load(consumer: Consumer, folder: Path) -> None:
     """Restore what `save` wrote into a consumer made from the same config."""
-    content = torch.load(Path(folder) / "consumer.pt", map_location="cpu", weights_only=True)
-    missing = set(consumer.masters.parameters) ^ set(content["masters"])
-    if content["format"] != FORMAT or missing:
-        raise RunError(
-            f"checkpoint {folder}: its parameters are not those of the model: {sorted(missing)[:3]}"
-        )
-    consumer.masters.load(content["masters"])
-    groups = consumer.optimizer.state_dict()["param_groups"]
-    by_name = content["moments"]
-    indexed = {
-        index: by_name[name]
-        for index, name in enumerate(_parameter_names(consumer))
-        if name in by_name
-    }
-    consumer.optimizer.load_state_dict({"state": indexed, "param_groups": groups})
+    content = torch.load(folder / "consumer.pt", map_location="cpu", weights_only=True)
+    if content["format"] != FORMAT:
+        raise RunError(f"checkpoint {folder}: got format {content['format']}, allowed: {FORMAT}")
+    _make_moments(consumer)
+    own = _tensors(consumer)
+    if "tensors" in content:
+        _copy_into(own, content["tensors"], folder)
+    else:
+        from torch.distributed import checkpoint
+
+        checkpoint.load(own, checkpoint_id=folder / "sharded", no_dist=consumer.ranks.world == 1)
+    consumer.masters.publish()
     consumer.step = content["step"]
     consumer.policy_version = content["policy_version"]
     consumer.bad_updates_in_a_row = content["bad_updates_in_a_row"]
+    if consumer.texts is not None:
+        consumer.texts.cursor = content["ptx_cursor"]
     torch.set_rng_state(content["rng"])
     if "cuda_rng" in content and consumer.policy.device.type == "cuda":
         torch.cuda.set_rng_state(content["cuda_rng"], consumer.policy.device)
 
 
-def save_model(consumer: Consumer, folder: Path) -> None:
+def _tensors(consumer: Consumer) -> Tensors:
+    """The live masters and optimizer moments by name; shards where the model is sharded."""
+    tensors: Tensors = {}
+    for name, parameter in consumer.masters.parameters.items():
+        tensors[f"master/{name}"] = parameter.detach()
+        for key, value in consumer.optimizer.state.get(parameter, {}).items():
+            tensors[f"{key}/{name}"] = value
+    return tensors
+
+
+def _make_moments(consumer: Consumer) -> None:
+    """Give a fresh optimizer the moments that its first step would make, as targets to load into."""
+    for parameter in consumer.masters.parameters.values():
+        if not consumer.optimizer.state.get(parameter):
+            consumer.optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter.detach()),
+                "exp_avg_sq": torch.zeros_like(parameter.detach()),
+            }
+
+
+def _copy_into(own: Tensors, saved: Tensors, folder: Path) -> None:
+    if not saved.keys() <= own.keys() or any(
+        name.startswith("master/") and name not in saved for name in own
+    ):
+        differing = sorted(saved.keys() ^ own.keys())
+        raise RunError(f"checkpoint {folder}: its weights are not the model's: {differing[:3]}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            whole = saved.get(name)
+            if whole is None:  # saved before the first update: moments are zero
+                tensor.zero_()
+            elif hasattr(tensor, "device_mesh"):
+                from torch.distributed.tensor import distribute_tensor
+
+                tensor.copy_(
+                    distribute_tensor(
+                        whole.to(tensor.device), tensor.device_mesh, tensor.placements
+                    )
+                )
+            else:
+                tensor.copy_(whole)
+
+
+def _save_model(consumer: Consumer, folder: Path) -> None:
     """A folder that transformers' `from_pretrained` loads."""
-    model: Any = consumer.policy.model
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = dict(published_weights(model, consumer.engine_dtype))
-    with quiet_transformers():
-        model.save_pretrained(folder, state_dict=weights)
-    copy_tokenizer(consumer.config, folder)
-
-
-def _parameter_names(consumer: Consumer) -> list[str]:
-    """Names of the parameters in the optimizer's own order."""
-    names = {id(parameter): name for name, parameter in consumer.masters.parameters.items()}
-    return [
-        names[id(parameter)]
-        for group in consumer.optimizer.param_groups
-        for parameter in group["params"]
-    ]
+    weights = {name: tensor.cpu() for name, tensor in consumer.weights()}
+    if consumer.ranks.is_first:
+        model: Any = consumer.policy.model
+        with quiet_transformers():
+            model.save_pretrained(folder, state_dict=weights)
+        copy_tokenizer(consumer.config, folder)

@@ -12,25 +12,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from penstock.config import Config, LoraConfig, ModelConfig
+from penstock.data.chat import load_tokenizer
+from penstock.demo import resolve_model_path
 from penstock.digest import weights_digest
+from penstock.engine.weights import weight_bits
 from penstock.errors import UserError
 from penstock.train import attention
 
 ADAPTER = "default"
-
-
-def model_folder(path: str) -> str:
-    """What transformers loads for a config's model path."""
-    if path != "demo":
-        return path
-    from penstock.demo import policy_path
-
-    return str(policy_path())
 
 
 def device_of(config: ModelConfig) -> torch.device:
@@ -52,7 +45,7 @@ def load_model(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    folder = model_folder(path)
+    folder = resolve_model_path(path)
     try:
         with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(
@@ -69,13 +62,6 @@ def load_model(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
             "can be replaced (transformers: _supports_attention_backend)"
         )
     return model.to(device_of(config)).eval()
-
-
-def load_tokenizer(config: ModelConfig) -> Any:
-    from transformers import AutoTokenizer
-
-    folder = config.tokenizer or model_folder(config.path)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
 
 
 def add_adapters(model: Any, config: LoraConfig) -> None:
@@ -110,25 +96,22 @@ def _linear_names(model: Any) -> list[str]:
 
 
 def published_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """State-dict names and tensors in the engines' format; adapters merged, tied weights once.
+    """Parameter names and tensors in the engines' format; adapters merged, tied weights once.
 
     With a sharded model every rank must iterate, because each tensor is gathered.
     """
     adapted = {
-        f"{name}.weight": module
+        f"{name}.base_layer.weight": module
         for name, module in model.named_modules()
         if hasattr(module, "lora_A") and hasattr(module, "base_layer")
     }
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if ".lora_" in name or id(tensor) in seen:
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        if ".lora_" in name:
             continue
-        seen.add(id(tensor))
-        public = name.replace(".base_layer.", ".")
-        whole = whole_tensor(tensor.detach())
-        if public in adapted and name != public:
-            whole = whole + whole_tensor(adapted[public].get_delta_weight(ADAPTER).detach())
-        yield public, whole.to(dtype) if whole.is_floating_point() else whole
+        whole = whole_tensor(parameter.detach())
+        if name in adapted:
+            whole = whole + whole_tensor(adapted[name].get_delta_weight(ADAPTER).detach())
+        yield name.replace(".base_layer.", "."), whole.to(dtype)
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -140,18 +123,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 def digest_of(weights: Iterable[tuple[str, Tensor]]) -> str:
     """The identity of published weights."""
-    return weights_digest((name, _dtype_name(t), _bits(t)) for name, t in weights)
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _bits(tensor: Tensor) -> np.ndarray:
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    return tensor.numpy()
+    return weights_digest((name, *weight_bits(tensor)) for name, tensor in weights)
 
 
 class Masters:
@@ -170,13 +142,6 @@ class Masters:
                 master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
                 self.parameters[name] = master
                 parameter.register_post_accumulate_grad_hook(_GradientInto(master))
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Set the masters, and the model with them."""
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(tensors[name])
-        self.publish()
 
     def publish(self) -> None:
         """Bring the computing model up to the masters."""
@@ -203,10 +168,11 @@ class _GradientInto:
 
 def copy_tokenizer(config: Config, folder: Path) -> None:
     """Write the tokenizer beside the saved weights; bare weights in a folder have none."""
-    source = Path(config.model.tokenizer or model_folder(config.model.path))
-    if source.is_dir() and not (source / "tokenizer_config.json").is_file():
+    source = config.model.tokenizer or resolve_model_path(config.model.path)
+    if Path(source).is_dir() and not (Path(source) / "tokenizer_config.json").is_file():
         return
-    load_tokenizer(config.model).save_pretrained(folder)
+    tokenizer = load_tokenizer(source, trust_remote_code=config.model.trust_remote_code)
+    tokenizer.save_pretrained(folder)
 
 
 @contextlib.contextmanager

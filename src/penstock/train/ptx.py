@@ -1,0 +1,90 @@
+"""The text stream of the auxiliary language-modelling loss. Layer 3.
+
+A JSONL file is read in order, round and round; an absolute cursor says where, so a resumed run goes
+on with the next text. A `text` line is learned whole; of a `messages` line only the last message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.config import Config, PtxConfig
+from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.errors import UserError
+from penstock.train.parallel import Ranks, rank_share
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text, and the positions whose next token is learned."""
+
+    token_ids: np.ndarray
+    predictors: np.ndarray
+
+
+class TextStream:
+    """Texts in file order, without end."""
+
+    def __init__(self, texts: Sequence[Text]) -> None:
+        self._texts = texts
+        self.cursor = 0  # texts taken since the start of the run
+
+    @classmethod
+    def from_config(cls, config: Config) -> TextStream | None:
+        """The configured stream; None where the coefficient is 0."""
+        if config.train.ptx.coefficient == 0:
+            return None
+        tokenizer = load_tokenizer(
+            config.model.tokenizer or config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        return cls(read_texts(config.train.ptx, ChatTemplate(tokenizer)))
+
+    def peek(self, offset: int, count: int, ranks: Ranks) -> list[Text]:
+        """This rank's share of the `count` texts that begin `offset` after the cursor."""
+        first = self.cursor + offset
+        numbers = [number % len(self._texts) for number in range(first, first + count)]
+        return [self._texts[number] for number in rank_share(numbers, ranks)]
+
+
+def read_texts(config: PtxConfig, template: ChatTemplate) -> list[Text]:
+    """Every line of the file as token ids, cut at max_tokens."""
+    path = Path(config.data)
+    if not path.is_file():
+        raise UserError(f"train.ptx.data: got {config.data!r}, allowed: a JSONL file that exists")
+    texts = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                text = _encode(json.loads(line), template, f"{config.data}:{number}")
+                cut = text.token_ids[: config.max_tokens]
+                predictors = text.predictors[text.predictors < len(cut) - 1]
+                if len(predictors):
+                    texts.append(Text(cut, predictors))
+    if not texts:
+        raise UserError(f"train.ptx.data: got {config.data!r} without a text of two tokens or more")
+    return texts
+
+
+def _encode(record: dict[str, Any], template: ChatTemplate, where: str) -> Text:
+    end = np.array(template.eos_ids[:1], dtype=np.int32)
+    if isinstance(record.get("text"), str):
+        start = np.zeros(0, dtype=np.int32)
+        learned = template.encode_text(record["text"])
+    elif isinstance(record.get("messages"), list) and len(record["messages"]) > 1:
+        start = template.encode(record["messages"][:-1])
+        learned = template.encode_text(str(record["messages"][-1]["content"]))
+    else:
+        raise UserError(
+            f"train.ptx.data: {where} got fields {sorted(record)}, allowed: `text`, "
+            "or `messages` with at least two entries"
+        )
+    token_ids = np.concatenate([start, learned, end])
+    first = max(len(start) - 1, 0)
+    return Text(token_ids, np.arange(first, len(token_ids) - 1))
