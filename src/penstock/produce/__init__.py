@@ -1,0 +1,54 @@
+"""Producing: strategies, the pending set, progress, and the producer that joins them. Layer 3."""
+
+from __future__ import annotations
+
+from penstock.produce.context import (
+    IsValidSample,
+    ProduceBatchStatus,
+    ProduceContext,
+    ShouldContinue,
+)
+from penstock.produce.failures import FailurePolicy
+from penstock.produce.lane import ProduceTask
+from penstock.produce.pending import InFlight, PendingSet
+from penstock.produce.producer import Producer
+from penstock.produce.progress import ProduceProgress
+from penstock.produce.shares import TaskShares
+from penstock.produce.snapshot import ProducerSnapshot, TaskSnapshot, Wait
+from penstock.produce.strategy import (
+    AsyncProduceStrategy,
+    AsyncProduceStrategyConfig,
+    ProduceStrategy,
+    SyncProduceStrategy,
+    SyncProduceStrategyConfig,
+    accept_all,
+    calculate_stale_threshold,
+    strategy_config,
+    until_batch_is_full,
+)
+
+__all__ = [
+    "AsyncProduceStrategy",
+    "AsyncProduceStrategyConfig",
+    "FailurePolicy",
+    "InFlight",
+    "IsValidSample",
+    "PendingSet",
+    "ProduceBatchStatus",
+    "ProduceContext",
+    "ProduceProgress",
+    "ProduceStrategy",
+    "ProduceTask",
+    "Producer",
+    "ProducerSnapshot",
+    "ShouldContinue",
+    "SyncProduceStrategy",
+    "SyncProduceStrategyConfig",
+    "TaskShares",
+    "TaskSnapshot",
+    "Wait",
+    "accept_all",
+    "calculate_stale_threshold",
+    "strategy_config",
+    "until_batch_is_full",
+]

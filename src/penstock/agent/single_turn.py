@@ -1,0 +1,146 @@
+"""One prompt, one response: the plain agent loop. Layer 2.
+
+Asks the engine for what is not finished, then the reward for what has no score yet. A fault of one
+rollout stays in that rollout. It does not retry: the failure policy of the producing side does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from penstock.config import SamplingConfig
+from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
+from penstock.reward.protocol import Reward
+from penstock.types import Rollout, Status
+
+_FINISHED = frozenset({"stop", "length", "tool_calls"})
+
+
+def annealed_temperature(sampling: SamplingConfig, policy_version: int) -> float:
+    """Linear from `temperature` to `anneal.end` over `anneal.steps` updates, then constant."""
+    anneal = sampling.anneal
+    if anneal.end is None:
+        return sampling.temperature
+    done = 1.0 if anneal.steps == 0 else min(1.0, policy_version / anneal.steps)
+    return sampling.temperature + (anneal.end - sampling.temperature) * done
+
+
+class SingleTurn:
+    """Consumes rollouts to make, produces them generated and scored."""
+
+    def __init__(
+        self,
+        *,
+        engine: InferenceEngine,
+        reward: Reward,
+        sampling: SamplingConfig,
+        decode: Callable[[Sequence[int]], str],
+        temperature: Callable[[int], float] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._reward = reward
+        self._sampling = sampling
+        self._decode = decode
+        self._temperature = temperature or (lambda version: annealed_temperature(sampling, version))
+        self._running: set[str] = set()
+        self._requests = 0
+        self._pauses = 0
+
+    async def generate_group(
+        self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
+    ) -> list[Rollout]:
+        """Generate and score what is not finished; each ends COMPLETED, ABORTED or FAILED."""
+        todo = [rollout for rollout in rollouts if rollout.status is not Status.COMPLETED]
+        for rollout in todo:
+            self._prepare(rollout, enable_partial_rollout)
+        await self._generate([r for r in todo if r.finish_reason not in _FINISHED])
+        finished = [r for r in todo if r.finish_reason in _FINISHED]
+        await asyncio.gather(*(self._score(rollout) for rollout in finished))
+        return rollouts
+
+    async def pause(self) -> None:
+        """Abort this loop's own requests; others that share the engine go on."""
+        self._pauses += 1
+        running = list(self._running)
+        await asyncio.gather(*(self._engine.abort(request_id) for request_id in running))
+
+    def _prepare(self, rollout: Rollout, keep_partial: bool) -> None:
+        if rollout.status is Status.ABORTED and not keep_partial:
+            rollout.restart()
+        rollout.move_to(Status.INIT)
+        rollout.error = ""
+        if rollout.finish_reason not in _FINISHED:
+            rollout.finish_reason = ""
+        if not len(rollout.response_ids):  # a partial goes on at the temperature it began with
+            rollout.temperature = self._temperature(rollout.issued_version)
+
+    async def _generate(self, rollouts: list[Rollout]) -> None:
+        if not rollouts:
+            return
+        pauses = self._pauses
+        requests = [self._request(rollout) for rollout in rollouts]
+        self._running.update(request.request_id for request in requests)
+        try:
+            generations = await self._ask_engine(requests)
+        finally:
+            self._running.difference_update(request.request_id for request in requests)
+        for rollout, generation in zip(rollouts, generations, strict=True):
+            if isinstance(generation, BaseException):
+                _fail(rollout, f"engine: {type(generation).__name__}: {generation}")
+            else:
+                self._take(rollout, generation, paused=self._pauses != pauses)
+
+    async def _ask_engine(
+        self, requests: list[GenerationRequest]
+    ) -> Sequence[Generation | BaseException]:
+        """All at once, so that they share a prefill; one by one where that raises, to see who did."""
+        try:
+            return await self._engine.generate_many(requests)
+        except Exception as error:
+            if len(requests) == 1:
+                return [error]
+            asked = (self._engine.generate(request) for request in requests)
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    def _request(self, rollout: Rollout) -> GenerationRequest:
+        sampling = self._sampling
+        self._requests += 1
+        return GenerationRequest(
+            request_id=f"{rollout.rollout_id}/{self._requests}",
+            prompt_ids=rollout.prompt_ids,
+            sampling=SamplingParams(
+                temperature=rollout.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_tokens=sampling.min_tokens,
+                max_tokens=sampling.max_tokens,
+                stop=tuple(sampling.stop),
+            ),
+            seed=rollout.seed,
+            response_ids=rollout.response_ids,
+        )
+
+    def _take(self, rollout: Rollout, generation: Generation, *, paused: bool) -> None:
+        rollout.append(generation.token_ids, generation.logprobs, generation.segments)
+        rollout.finish_reason = generation.finish_reason
+        rollout.text = self._decode(rollout.response_ids.tolist())
+        if generation.finish_reason == "abort":
+            rollout.move_to(Status.ABORTED)
+        elif generation.finish_reason not in _FINISHED:
+            _fail(rollout, f"engine: {generation.error or generation.finish_reason}")
+
+    async def _score(self, rollout: Rollout) -> None:
+        if rollout.score is None:
+            assert rollout.prompt is not None, "a group gives its prompt to its rollouts"
+            try:
+                rollout.score = await self._reward.score(rollout, rollout.prompt)
+            except Exception as error:
+                _fail(rollout, f"reward: {type(error).__name__}: {error}")
+                return
+        rollout.move_to(Status.COMPLETED)
+
+
+def _fail(rollout: Rollout, reason: str) -> None:
+    rollout.error = reason
+    rollout.move_to(Status.FAILED)

@@ -1,0 +1,162 @@
+"""Draws groups to generate: first what must be tried again, then fresh prompts. Layer 1.
+
+The position in the data is one absolute cursor. Epoch e is a permutation that depends only on the
+seed, the task and e, so any cursor can be drawn again at any time (`group_at`), ids never repeat in
+the life of a run, and there is no iterator to save. Generates nothing and keeps no groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.errors import RunError, UserError
+from penstock.types import Group, Prompt, Rollout, Status
+
+
+class PromptSource(Protocol):
+    """Any dataset: a length and items."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Prompt: ...
+
+
+class GroupSource(Protocol):
+    """The part of a replay buffer that a sampler needs."""
+
+    def take_now(self, task_name: str, group_status: Status) -> Group | None: ...
+
+
+class PromptsExhausted(RunError):
+    """The task may draw no further fresh prompt."""
+
+
+def stable_hash(*parts: object) -> int:
+    """63 bits that depend on nothing but the parts: equal on every machine and in every process."""
+    text = "\x1f".join(str(part) for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def rollout_seed(run_seed: int, group_id: str, index: int, tries: int) -> int:
+    """The seed of one rollout's random stream: a function of its identity alone."""
+    return stable_hash(run_seed, group_id, index, tries)
+
+
+class Sampler:
+    """Consumes prompts of one task, produces groups of `prompt_repeat_k` rollouts."""
+
+    def __init__(
+        self,
+        dataset: PromptSource,
+        *,
+        task_name: str,
+        prompt_repeat_k: int,
+        seed: int,
+        replay_buffer: GroupSource | None = None,
+        num_shards: int = 1,
+        shard: int = 0,
+        max_prompts: int | None = None,
+    ) -> None:
+        if prompt_repeat_k < 1:
+            raise UserError(f"prompt_repeat_k: got {prompt_repeat_k}, allowed: at least 1")
+        if not 0 <= shard < num_shards:
+            raise UserError(f"shard: got {shard} of {num_shards}, allowed: 0 to num_shards - 1")
+        self.task_name = task_name
+        self.prompt_repeat_k = prompt_repeat_k
+        self.seed = seed
+        self.cursor = shard  # of the next fresh prompt, absolute over all epochs and shards
+        self._dataset = dataset
+        self._replay_buffer = replay_buffer
+        self._num_shards = num_shards
+        self._shard = shard
+        self._max_prompts = max_prompts
+        self._permutations: dict[int, np.ndarray] = {}
+
+    async def sample(
+        self, task_name: str, group_status: Status | Sequence[Status] | None = None
+    ) -> Group:
+        """A group of the first status that the buffer has, else a fresh one."""
+        return self.sample_now(task_name, group_status)
+
+    def sample_now(
+        self, task_name: str, group_status: Status | Sequence[Status] | None = None
+    ) -> Group:
+        """`sample` without a turn of the event loop."""
+        if task_name != self.task_name:
+            raise UserError(f"sampler: got task {task_name!r}, allowed: {self.task_name!r}")
+        statuses = (group_status,) if isinstance(group_status, Status) else (group_status or ())
+        if self._replay_buffer is not None:
+            for status in statuses:
+                group = self._replay_buffer.take_now(task_name, status)
+                if group is not None:
+                    return group
+        return self._draw()
+
+    def _draw(self) -> Group:
+        if self._max_prompts is not None and self.cursor >= self._max_prompts:
+            raise PromptsExhausted(
+                f"task {self.task_name}: all {self._max_prompts} prompts that it may draw are drawn"
+            )
+        group = self.group_at(self.cursor)
+        self.cursor += self._num_shards
+        return group
+
+    def group_at(self, cursor: int) -> Group:
+        """The group of that cursor as it was first drawn; moves nothing."""
+        size = len(self._dataset)
+        if not size:
+            raise UserError(
+                f"task {self.task_name}: got an empty dataset, allowed: 1 prompt or more"
+            )
+        epoch, position = divmod(cursor, size)
+        prompt = self._dataset[int(self._permutation(epoch, size)[position])]
+        group_id = f"{self.task_name}:{cursor}"
+        rollouts = [
+            Rollout(
+                rollout_id=f"{group_id}.{index}",
+                prompt_ids=prompt.token_ids,
+                seed=rollout_seed(self.seed, group_id, index, 0),
+            )
+            for index in range(self.prompt_repeat_k)
+        ]
+        return Group(
+            group_id=group_id, task=self.task_name, cursor=cursor, prompt=prompt, rollouts=rollouts
+        )
+
+    def _permutation(self, epoch: int, size: int) -> np.ndarray:
+        if epoch not in self._permutations:
+            generator = np.random.default_rng(
+                stable_hash(self.seed, self.task_name, "epoch", epoch)
+            )
+            kept = {e: p for e, p in self._permutations.items() if abs(e - epoch) <= 1}
+            self._permutations = {**kept, epoch: generator.permutation(size)}
+        return self._permutations[epoch]
+
+    def start_from(self, cursor: int) -> None:
+        """Draw next the first cursor of this shard that is not below `cursor`."""
+        self.cursor = cursor + (self._shard - cursor) % self._num_shards
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "task_name": self.task_name,
+            "cursor": self.cursor,
+            "seed": self.seed,
+            "num_shards": self._num_shards,
+            "shard": self._shard,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, own in (
+            ("task_name", self.task_name),
+            ("seed", self.seed),
+            ("num_shards", self._num_shards),
+            ("shard", self._shard),
+        ):
+            if state[name] != own:
+                raise UserError(f"sampler state: got {name}={state[name]!r}, allowed: {own!r}")
+        self.cursor = state["cursor"]

@@ -1,0 +1,7 @@
+"""The journal: a write-ahead log of every group's life and every step, in one SQLite file. Layer 1."""
+
+from __future__ import annotations
+
+from penstock.journal.journal import InFlightRecord, Journal, Unfinished
+
+__all__ = ["InFlightRecord", "Journal", "Unfinished"]

@@ -1,0 +1,193 @@
+"""Groups as compact bytes: the journal's own format, versioned. Layer 1.
+
+A rollout is a fixed header, its arrays as raw little-endian bytes (int32 ids, float32 log-probs, a bit
+per mask entry unless all are set), its version segments, and a small JSON tail for the rest. The
+prompt is stored once per group, never per rollout.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import RunError
+from penstock.types import Group, Prompt, Rollout, Score, Status, VersionSegment
+
+CODEC_VERSION = 1
+
+_HEADER = struct.Struct("<BBHIIQdq")  # codec, flags, segments, tokens, tail bytes, seed, T, issued
+_GROUP = struct.Struct("<BHI")  # codec, rollouts, bytes of the JSON head
+_ALL_TRAINED = 1
+_STATUSES = {status.value: status for status in Status}
+
+
+def encode_rollout(rollout: Rollout, *, with_text: bool = True) -> bytes:
+    """All of a rollout but its prompt; the text may be kept elsewhere."""
+    tail = _to_json(_tail(rollout, with_text))
+    all_trained = bool(rollout.loss_mask.all())
+    header = _HEADER.pack(
+        CODEC_VERSION,
+        _ALL_TRAINED if all_trained else 0,
+        len(rollout.segments),
+        len(rollout.response_ids),
+        len(tail),
+        rollout.seed,
+        rollout.temperature,
+        rollout.issued_version,
+    )
+    segments = b"".join(struct.pack("<II", s.version, s.length) for s in rollout.segments)
+    mask = b"" if all_trained else np.packbits(rollout.loss_mask).tobytes()
+    ids = np.asarray(rollout.response_ids, dtype="<i4").tobytes()
+    logprobs = np.asarray(rollout.logprobs, dtype="<f4").tobytes()
+    return b"".join((header, ids, logprobs, mask, segments, tail))
+
+
+def decode_rollout(
+    data: bytes, rollout_id: str, prompt: Prompt, *, text: str | None = None
+) -> Rollout:
+    """The inverse; `text` where it was kept elsewhere."""
+    codec, flags, num_segments, tokens, tail_bytes, seed, temperature, issued = _HEADER.unpack_from(
+        data
+    )
+    _check_codec(codec)
+    at = _HEADER.size
+    ids = np.frombuffer(data, "<i4", tokens, at).astype(np.int32)
+    logprobs = np.frombuffer(data, "<f4", tokens, at + 4 * tokens).astype(np.float32)
+    at += 8 * tokens
+    if flags & _ALL_TRAINED:
+        mask = np.ones(tokens, dtype=np.bool_)
+    else:
+        packed = np.frombuffer(data, np.uint8, (tokens + 7) // 8, at)
+        mask = np.unpackbits(packed, count=tokens).astype(np.bool_)
+        at += len(packed)
+    pairs = struct.unpack_from(f"<{2 * num_segments}I", data, at)
+    at += 8 * num_segments
+    tail = json.loads(data[at : at + tail_bytes])
+    score = tail.get("score")
+    return Rollout(
+        rollout_id=rollout_id,
+        prompt_ids=prompt.token_ids,
+        seed=seed,
+        response_ids=ids,
+        logprobs=logprobs,
+        loss_mask=mask,
+        segments=tuple(map(VersionSegment, pairs[::2], pairs[1::2])),
+        temperature=temperature,
+        status=_STATUSES[tail["status"]],
+        finish_reason=tail.get("finish", ""),
+        text=tail.get("text", "") if text is None else text,
+        score=None if score is None else Score(*score),
+        error=tail.get("error", ""),
+        extra=tail.get("extra", {}),
+        issued_version=issued,
+        prompt=prompt,
+    )
+
+
+def _tail(rollout: Rollout, with_text: bool) -> dict[str, Any]:
+    tail: dict[str, Any] = {"status": rollout.status.value}
+    if rollout.finish_reason:
+        tail["finish"] = rollout.finish_reason
+    if with_text and rollout.text:
+        tail["text"] = rollout.text
+    if rollout.error:
+        tail["error"] = rollout.error
+    if rollout.extra:
+        tail["extra"] = rollout.extra
+    score = rollout.score
+    if score is not None:
+        tail["score"] = (score.value, score.parts, score.format_ok, score.answer_ok, score.note)
+    return tail
+
+
+def encode_prompt(prompt: Prompt) -> bytes:
+    head: dict[str, Any] = {"prompt_id": prompt.prompt_id, "messages": prompt.messages}
+    if prompt.gt_answer is not None:
+        head["gt_answer"] = prompt.gt_answer
+    if prompt.test_cases is not None:
+        head["test_cases"] = prompt.test_cases
+    if prompt.extra:
+        head["extra"] = prompt.extra
+    text = _to_json(head)
+    ids = np.asarray(prompt.token_ids, dtype="<i4").tobytes()
+    return b"".join((_GROUP.pack(CODEC_VERSION, 0, len(text)), text, ids))
+
+
+def decode_prompt(data: bytes) -> Prompt:
+    codec, _, size = _GROUP.unpack_from(data)
+    _check_codec(codec)
+    at = _GROUP.size
+    head = json.loads(data[at : at + size])
+    return Prompt(
+        prompt_id=head["prompt_id"],
+        messages=tuple(head["messages"]),
+        token_ids=np.frombuffer(data, "<i4", -1, at + size).astype(np.int32),
+        gt_answer=head.get("gt_answer"),
+        test_cases=head.get("test_cases"),
+        extra=head.get("extra", {}),
+    )
+
+
+def encode_group(group: Group) -> bytes:
+    """A whole group in one piece."""
+    parts = [encode_prompt(group.prompt), *map(encode_rollout, group.rollouts)]
+    head = _to_json(
+        {
+            "group_id": group.group_id,
+            "task": group.task,
+            "cursor": group.cursor,
+            "tries": group.tries,
+            "error": group.error,
+            "ids": [rollout.rollout_id for rollout in group.rollouts],
+            "sizes": [len(part) for part in parts],
+        }
+    )
+    return b"".join((_GROUP.pack(CODEC_VERSION, len(group.rollouts), len(head)), head, *parts))
+
+
+def decode_group(data: bytes) -> Group:
+    codec, _, size = _GROUP.unpack_from(data)
+    _check_codec(codec)
+    at = _GROUP.size + size
+    head = json.loads(data[_GROUP.size : at])
+    parts = []
+    for length in head["sizes"]:
+        parts.append(data[at : at + length])
+        at += length
+    prompt = decode_prompt(parts[0])
+    return Group(
+        group_id=head["group_id"],
+        task=head["task"],
+        cursor=head["cursor"],
+        prompt=prompt,
+        rollouts=[
+            decode_rollout(part, rollout_id, prompt)
+            for part, rollout_id in zip(parts[1:], head["ids"], strict=True)
+        ],
+        tries=head["tries"],
+        error=head["error"],
+    )
+
+
+def _check_codec(codec: int) -> None:
+    if codec != CODEC_VERSION:
+        raise RunError(f"journal payload: got format {codec}, allowed: {CODEC_VERSION}")
+
+
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=lambda v: _plain(v))
+
+
+def _to_json(value: Any) -> bytes:
+    return _encoder.encode(value).encode("utf-8", "surrogatepass")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise RunError(
+        f"journal: got a {type(value).__name__} in a record's extra fields, "
+        "allowed: what JSON can hold, and numpy arrays"
+    )

@@ -1,0 +1,300 @@
+"""What the run writes into its journal, and what recovery reads out of it. Layer 1.
+
+A group is durable (`await landed`) before it can be taken, a batch (`await begin_step`) before the
+trainer sees it, a step (`await commit_step`) before its weights are published. Everything else is
+queued and written in order. Queries see all that was submitted before them.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import RunError
+from penstock.journal import records
+from penstock.journal.codec import decode_prompt, decode_rollout
+from penstock.journal.schema import open_database
+from penstock.journal.writer import Writer
+from penstock.types import Batch, Group, Prompt, Status, StepReport
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class InFlightRecord:
+    """A group that was being generated when the journal ended."""
+
+    group_id: str
+    task: str
+    cursor: int
+    tries: int  # as they were when it was issued
+    group: Group | None  # with what an earlier try left; None: nothing was generated yet
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Unfinished:
+    """Everything that was drawn and is neither taken nor dropped."""
+
+    buffered: list[Group]
+    in_flight: list[InFlightRecord]
+
+
+class Journal:
+    """Consumes records of the run, produces durability, and answers queries about them."""
+
+    def __init__(self, path: Path, *, readonly: bool = False, threaded: bool = True) -> None:
+        self.path = path
+        self._writer: Writer | None = None
+        if not readonly:
+            self._writer = Writer(open_database(path), path, threaded=threaded)
+        self._reader = open_database(path, readonly=True)
+        self._known_prompts: set[tuple[str, str]] = set()
+
+    @classmethod
+    def open(cls, path: str | Path, *, readonly: bool = False, threaded: bool = True) -> Journal:
+        """The journal in that file, made if it is new; `readonly` for a look at a live run."""
+        return cls(Path(path), readonly=readonly, threaded=threaded)
+
+    # -- the life of a group ---------------------------------------------------------------------
+
+    def drawn(self, group: Group) -> None:
+        key = (group.task, group.prompt.prompt_id)
+        new_prompt = key not in self._known_prompts
+        self._known_prompts.add(key)
+        self._submit(
+            records.Drawn(
+                time.time(), group.group_id, group.task, group.cursor, group.prompt, new_prompt
+            )
+        )
+
+    async def landed(self, group: Group) -> None:
+        """The group came back and goes to the buffer; durable when this returns."""
+        self._submit(records.Landed(time.time(), group, "buffered"))
+        await self.flush()
+
+    def retried(self, group: Group, reason: str) -> None:
+        """The group is issued again; `tries` and what it kept are those it is issued with."""
+        self._move(group, "retried", "in_flight", Status.INIT, reason)
+
+    def expired(self, group: Group) -> None:
+        """A buffered group got too old; it waits in the buffer to be generated again."""
+        self._move(group, "expired", "buffered", Status.EXPIRED, "older than the staleness bound")
+
+    async def filtered(self, group: Group) -> None:
+        """A finished group was refused; its payload is kept for a look."""
+        self._submit(records.Landed(time.time(), group, "dropped", "filtered"))
+        await self.flush()
+
+    async def failed(self, group: Group) -> None:
+        """An attempt failed; the group is still in flight, what its members finished is kept."""
+        self._submit(records.Landed(time.time(), group, "in_flight"))
+        await self.flush()
+
+    def dropped(self, group: Group, reason: str, *, detail: str = "") -> None:
+        """The end without training. `reason` is a word to count by, `detail` says more."""
+        self._move(group, "dropped", "dropped", Status.ARCHIVED, detail or reason, reason)
+
+    def _move(
+        self,
+        group: Group,
+        kind: str,
+        place: str,
+        status: Status,
+        reason: str,
+        drop_reason: str | None = None,
+    ) -> None:
+        self._submit(
+            records.Moved(
+                time.time(),
+                group.group_id,
+                kind,
+                place,
+                status.value,
+                group.tries,
+                reason,
+                drop_reason,
+            )
+        )
+
+    # -- steps and weights -----------------------------------------------------------------------
+
+    async def begin_step(self, step: int, groups: Sequence[Group]) -> None:
+        """The batch of a step, in order; durable when this returns."""
+        self._submit(records.StepBegun(time.time(), step, [group.group_id for group in groups]))
+        await self.flush()
+
+    async def commit_step(self, report: StepReport) -> None:
+        """What the step did; durable when this returns."""
+        self._submit(records.StepCommitted(time.time(), report))
+        await self.flush()
+
+    def record_published(self, version: int, digest: str) -> None:
+        self._submit(records.WeightsSeen(time.time(), "published", None, version, digest))
+
+    def record_confirmed(self, engine: str, version: int, digest: str) -> None:
+        self._submit(records.WeightsSeen(time.time(), "confirmed", engine, version, digest))
+
+    async def flush(self) -> None:
+        """Until all that was submitted so far is durable."""
+        await self._writing().durable()
+
+    def close(self) -> None:
+        """Write what is queued and close; raises the error that stopped the writer, if one did."""
+        self._reader.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _submit(self, record: records.Record) -> None:
+        self._writing().submit(record)
+
+    def _writing(self) -> Writer:
+        if self._writer is None:
+            raise RunError(f"journal {self.path}: it was opened to be read only")
+        return self._writer
+
+    # -- queries ---------------------------------------------------------------------------------
+
+    def query(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
+        """Rows of any SELECT over the public views."""
+        if self._writer is not None:
+            self._writer.wait_durable()
+        return self._select(sql, parameters)
+
+    def _select(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
+        try:
+            return self._reader.execute(sql, parameters).fetchall()
+        except sqlite3.Error as error:
+            raise RunError(f"journal {self.path}: cannot read: {error}") from error
+
+    def last_committed_step(self) -> int:
+        """0 before the first."""
+        return self.query("SELECT MAX(step) FROM steps WHERE committed")[0][0] or 0
+
+    def pending_step(self) -> int | None:
+        """The step whose batch is journalled but whose update is not."""
+        return self.query("SELECT MIN(step) FROM steps WHERE NOT committed")[0][0]
+
+    def steps(self) -> list[StepReport]:
+        """Reports of the committed steps, in order."""
+        rows = self.query(
+            "SELECT step, policy_version, digest, metrics FROM steps WHERE committed ORDER BY step"
+        )
+        return [
+            StepReport(
+                step=step, policy_version=version, digest=digest, metrics=json.loads(metrics)
+            )
+            for step, version, digest, metrics in rows
+        ]
+
+    def batch(self, step: int) -> Batch:
+        """The groups of a begun step in their order, with all their tokens."""
+        if not self.query("SELECT 1 FROM steps WHERE step = ? AND begun_at IS NOT NULL", (step,)):
+            raise RunError(f"journal {self.path}: has no batch of step {step}")
+        groups = self._groups("step = ? ORDER BY position", (step,))
+        return Batch(step=step, groups=tuple(groups))
+
+    def unfinished_groups(self) -> Unfinished:
+        """For resume: what is buffered (with tokens) and what was in flight, in cursor order."""
+        in_flight = self._groups(
+            "place = 'in_flight' AND num_tokens IS NOT NULL ORDER BY task, cursor"
+        )
+        kept = {group.group_id: group for group in in_flight}
+        rows = self.query(
+            "SELECT group_id, task, cursor, tries FROM groups WHERE state = 'in_flight'"
+            " ORDER BY task, cursor"
+        )
+        return Unfinished(
+            buffered=self._groups("place = 'buffered' ORDER BY task, cursor"),
+            in_flight=[
+                InFlightRecord(
+                    group_id=group_id,
+                    task=task,
+                    cursor=cursor,
+                    tries=tries,
+                    group=kept.get(group_id),
+                )
+                for group_id, task, cursor, tries in rows
+            ],
+        )
+
+    def cursors(self) -> dict[str, int]:
+        """Per task the cursor after the last that was drawn."""
+        return dict(self.query("SELECT task, MAX(cursor) + 1 FROM groups GROUP BY task"))
+
+    def taken(self) -> dict[str, int]:
+        """Per task the groups that some step took, committed or not."""
+        return dict(
+            self.query(
+                "SELECT task, COUNT(*) FROM groups WHERE state IN ('taken', 'trained') GROUP BY task"
+            )
+        )
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Per task: groups by state (in_flight, buffered, taken, trained, dropped), and drawn."""
+        found: dict[str, dict[str, int]] = {}
+        for task, state, number in self.query(
+            "SELECT task, state, COUNT(*) FROM groups GROUP BY task, state"
+        ):
+            row = found.setdefault(task, {"drawn": 0})
+            row[state] = number
+            row["drawn"] += number
+        return found
+
+    def drops(self) -> dict[str, dict[str, int]]:
+        """Per task: dropped groups by reason."""
+        found: dict[str, dict[str, int]] = {}
+        for task, reason, number in self.query(
+            "SELECT task, drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1, 2"
+        ):
+            found.setdefault(task, {})[reason] = number
+        return found
+
+    def group(self, group_id: str) -> Group:
+        """One group with what it last landed with."""
+        groups = self._groups("group_id = ?", (group_id,))
+        if not groups:
+            raise RunError(f"journal {self.path}: has no payload of group {group_id}")
+        return groups[0]
+
+    def _groups(self, where: str, parameters: Sequence[object] = ()) -> list[Group]:
+        rows = self.query(
+            "SELECT group_id, task, cursor, prompt_id, tries, error, place, status"
+            f" FROM group_rows WHERE {where}",
+            parameters,
+        )
+        prompts: dict[tuple[str, str], Prompt] = {}
+        groups = []
+        for group_id, task, cursor, prompt_id, tries, error, place, status in rows:
+            key = (task, prompt_id)
+            if key not in prompts:
+                prompts[key] = self._prompt(task, prompt_id)
+            rollouts = [
+                decode_rollout(data, rollout_id, prompts[key], text=text)
+                for rollout_id, text, data in self._select(
+                    "SELECT rollout_id, text, data FROM rollout_rows WHERE group_id = ? ORDER BY number",
+                    (group_id,),
+                )
+            ]
+            if not rollouts:
+                continue
+            group = Group(
+                group_id=group_id,
+                task=task,
+                cursor=cursor,
+                prompt=prompts[key],
+                rollouts=rollouts,
+                tries=tries,
+                error=error or "",
+            )
+            if place == "buffered" and status == Status.EXPIRED:
+                group.move_to(Status.EXPIRED)  # it expired after its payload was written
+            groups.append(group)
+        return groups
+
+    def _prompt(self, task: str, prompt_id: str) -> Prompt:
+        rows = self._select(
+            "SELECT data FROM prompt_rows WHERE task = ? AND prompt_id = ?", (task, prompt_id)
+        )
+        return decode_prompt(rows[0][0])

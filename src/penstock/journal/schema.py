@@ -1,0 +1,107 @@
+"""Tables and public views of a journal, and how a file of them is opened. Layer 1.
+
+The tables (`*_rows`) are ours to change with the schema version. The views `groups`, `rollouts`, `steps`,
+`weights` and `events` are public and stay: any SQLite tool can read them while a run writes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from penstock.errors import RunError, UserError
+
+SCHEMA_VERSION = 1
+
+_TABLES = """
+CREATE TABLE prompt_rows(
+    task TEXT NOT NULL, prompt_id TEXT NOT NULL, data BLOB NOT NULL,
+    PRIMARY KEY(task, prompt_id));
+CREATE TABLE group_rows(
+    group_id TEXT PRIMARY KEY, task TEXT NOT NULL, cursor INTEGER NOT NULL, prompt_id TEXT NOT NULL,
+    drawn_at REAL NOT NULL,
+    place TEXT NOT NULL,            -- in_flight | buffered | taken | dropped
+    status TEXT NOT NULL DEFAULT 'init', tries INTEGER NOT NULL DEFAULT 0,
+    oldest_version INTEGER, num_tokens INTEGER, reward REAL, landed_at REAL,
+    step INTEGER, position INTEGER, drop_reason TEXT, error TEXT
+) WITHOUT ROWID;
+CREATE INDEX group_rows_by_step ON group_rows(step, position) WHERE step IS NOT NULL;
+CREATE TABLE rollout_rows(
+    group_id TEXT NOT NULL, number INTEGER NOT NULL, rollout_id TEXT NOT NULL, status TEXT NOT NULL,
+    finish_reason TEXT, num_tokens INTEGER, oldest_version INTEGER, newest_version INTEGER,
+    temperature REAL, reward REAL, text TEXT, error TEXT, data BLOB NOT NULL,
+    PRIMARY KEY(group_id, number));
+CREATE TABLE step_rows(
+    step INTEGER PRIMARY KEY, begun_at REAL, group_ids TEXT,
+    committed_at REAL, policy_version INTEGER, digest TEXT, metrics TEXT);
+CREATE TABLE event_rows(
+    number INTEGER PRIMARY KEY, at REAL NOT NULL, group_id TEXT NOT NULL, kind TEXT NOT NULL,
+    status TEXT, tries INTEGER, reason TEXT, num_tokens INTEGER, reward REAL, oldest_version INTEGER);
+CREATE TABLE weight_rows(
+    number INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, engine TEXT,
+    version INTEGER NOT NULL, digest TEXT NOT NULL);
+"""
+
+_VIEWS = """
+CREATE VIEW groups AS
+    SELECT group_id, task, cursor, prompt_id,
+        CASE WHEN place = 'taken' AND committed_at IS NOT NULL THEN 'trained' ELSE place END AS state,
+        status, tries, oldest_version, num_tokens, reward, group_rows.step AS step, position,
+        group_rows.step - oldest_version - 1 AS staleness, drop_reason, error, drawn_at, landed_at
+    FROM group_rows LEFT JOIN step_rows ON step_rows.step = group_rows.step;
+CREATE VIEW rollouts AS
+    SELECT rollout_id, r.group_id AS group_id, number, task, prompt_id, r.status AS status, finish_reason,
+        r.num_tokens AS num_tokens, r.oldest_version AS oldest_version, newest_version, temperature,
+        r.reward AS reward, step, drop_reason, text, r.error AS error
+    FROM rollout_rows r JOIN group_rows g ON g.group_id = r.group_id;
+CREATE VIEW steps AS
+    SELECT step, policy_version, digest, metrics, group_ids, begun_at, committed_at,
+        committed_at IS NOT NULL AS committed FROM step_rows;
+CREATE VIEW weights AS SELECT kind, engine, version, digest, at FROM weight_rows;
+CREATE VIEW events AS
+    SELECT drawn_at AS at, group_id, 'drawn' AS kind, NULL AS status, 0 AS tries, NULL AS reason,
+        NULL AS num_tokens, NULL AS reward, NULL AS step FROM group_rows
+    UNION ALL
+    SELECT at, group_id, kind, status, tries, reason, num_tokens, reward, NULL FROM event_rows
+    UNION ALL
+    SELECT committed_at, group_id, 'trained', status, tries, NULL, num_tokens, reward, step
+        FROM groups JOIN step_rows USING(step) WHERE state = 'trained';
+"""
+
+
+def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
+    """A connection in autocommit mode; a new file gets its tables, an old one is checked."""
+    if readonly and not path.is_file():
+        raise UserError(f"journal: got no file {path}, allowed: the journal.db of a run folder")
+    try:
+        database = _connect(path, readonly)
+        version = database.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0 and not readonly:
+            _create(database)
+        elif version != SCHEMA_VERSION:
+            raise RunError(
+                f"journal {path}: got schema version {version}, allowed: {SCHEMA_VERSION}"
+            )
+    except sqlite3.Error as error:
+        raise RunError(f"journal {path}: cannot be opened: {error}") from error
+    return database
+
+
+def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
+    target = f"{path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}"
+    database = sqlite3.connect(
+        target, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0
+    )
+    if not readonly:
+        # NORMAL: a commit survives the death of the process; it is not synced per commit
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        database.execute("PRAGMA temp_store = MEMORY")
+        database.execute("PRAGMA cache_size = -32000")
+    return database
+
+
+def _create(database: sqlite3.Connection) -> None:
+    database.executescript(
+        f"BEGIN; {_TABLES} {_VIEWS} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+    )

@@ -1,0 +1,128 @@
+"""The writer: one thread, one queue, one transaction for all that waits in it. Layer 1.
+
+Consumes records, produces durability. Waits for the queue; woken by `submit`. The first error ends
+it: every waiter and every later call gets that error, nobody hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+from penstock.errors import PenstockError, RunError
+from penstock.journal.records import Record
+
+_MOST_PER_COMMIT = 2048
+
+
+class Writer:
+    """Owns the writing connection. `threaded=False` writes in the caller's thread, for virtual time."""
+
+    def __init__(self, database: sqlite3.Connection, path: Path, *, threaded: bool = True) -> None:
+        self._database = database
+        self._path = path
+        self._queue: queue.SimpleQueue[Record | Future[None] | None] = queue.SimpleQueue()
+        self._fault: PenstockError | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+            self._thread.start()
+
+    def submit(self, record: Record) -> None:
+        """Queue a record; it is durable some time later."""
+        self._check()
+        self._queue.put(record)
+
+    async def durable(self) -> None:
+        """Until everything that was submitted so far is committed."""
+        done = self._mark()
+        if self._thread is None:
+            done.result()
+        else:
+            await asyncio.wrap_future(done)
+
+    def wait_durable(self) -> None:
+        """`durable` for callers without an event loop."""
+        self._mark().result()
+
+    def close(self) -> None:
+        """Write what is queued and end the thread; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._drain(block=False)
+        self._database.close()
+        if self._fault is not None:
+            raise self._fault
+
+    def _mark(self) -> Future[None]:
+        self._check()
+        done: Future[None] = Future()
+        self._queue.put(done)
+        if self._thread is None:
+            self._drain(block=False)
+        return done
+
+    def _check(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+        if self._closed:
+            raise RunError(f"journal {self._path}: it is closed")
+
+    def _run(self) -> None:
+        while self._drain(block=True):
+            pass
+
+    def _drain(self, *, block: bool) -> bool:
+        """Commit one queue-full; False once the closing mark was seen."""
+        records: list[Record] = []
+        waiters: list[Future[None]] = []
+        open_still = True
+        while len(records) < _MOST_PER_COMMIT or not block:
+            try:
+                item = self._queue.get(block=block and not records and not waiters)
+            except queue.Empty:
+                break
+            if item is None:
+                open_still = False
+                break
+            if isinstance(item, Future):
+                waiters.append(item)
+            else:
+                records.append(item)
+        self._commit(records)
+        for waiter in waiters:
+            if self._fault is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(self._fault)
+        return open_still
+
+    def _commit(self, records: list[Record]) -> None:
+        if not records or self._fault is not None:
+            return
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            for record in records:
+                record.write(self._database)
+            self._database.execute("COMMIT")
+        except PenstockError as error:
+            self._fail(error)
+        except Exception as error:  # disk full, input/output, a value that cannot be stored
+            fault = RunError(f"journal {self._path}: cannot write: {error}")
+            fault.__cause__ = error
+            self._fail(fault)
+
+    def _fail(self, fault: PenstockError) -> None:
+        self._fault = fault
+        if self._database.in_transaction:
+            self._database.execute("ROLLBACK")

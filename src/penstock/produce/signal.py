@@ -1,0 +1,48 @@
+"""A wake-up that cannot be lost: waiters say what they have seen, and wait for anything newer. Layer 3."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Signal:
+    """Read `count`, look at the state, then `wait_after(count)`: a change in between returns at once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._waiters: list[asyncio.Future[None]] = []
+        self._followers: list[Signal] = []
+
+    def forward_to(self, follower: Signal) -> None:
+        """Whatever happens here is news there too."""
+        self._followers.append(follower)
+
+    def notify(self) -> None:
+        self.count += 1
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        for follower in self._followers:
+            follower.notify()
+
+    async def wait_after(self, seen: int, timeout_s: float | None = None) -> None:
+        """Until `notify` was called since `count` was `seen`, or the time is over."""
+        if self.count != seen:
+            return
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiters.append(waiter)
+        timer = None
+        if timeout_s is not None:
+            timer = loop.call_later(timeout_s, _resolve, waiter)
+        try:
+            await waiter
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
