@@ -1,6 +1,212 @@
-for (const run of JSON.parse(document.getElementById("data").textContent).runs) {
-  const block = document.createElement("pre");
-  block.textContent = run.name + "\n" + JSON.stringify(run.figures, null, 2) + "\n" + run.missing.join("\n");
-  document.getElementById("page").append(block);
+// The page itself: header, key figures, curves, pipeline, data, samples.
+
+const CHARTS = [
+  { name: "accuracy", title: "Accuracy", text: "Share of right answers; held-out with its 95 % interval.", low: 0, high: 1, wide: true },
+  { name: "reward/mean", title: "Reward", text: "Mean over the rollouts of a step.", wide: true },
+  { name: "response_length/mean", title: "Response length", text: "Mean tokens of a response." },
+  { name: "staleness", title: "Staleness", text: "Updates between sampling and training; mean and largest.", zero: true },
+  { name: "entropy/mean", title: "Entropy", text: "Of the policy, per token, in nats.", zero: true },
+  { name: "kl/mean", title: "KL", text: "From the reference policy, per token.", zero: true },
+  { name: "clip/fraction", title: "Clip fraction", text: "Tokens whose ratio was clipped.", zero: true },
+  { name: "grad_norm", title: "Gradient norm", text: "Before clipping.", zero: true },
+  { name: "mismatch/kl", title: "Mismatch", text: "KL between the engine's and the trainer's log-probs.", zero: true },
+];
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const runs = data.runs.map((run, index) => ({ ...run, index: index % 8, shown: true }));
+const shownRuns = () => runs.filter((run) => run.shown);
+const several = runs.length > 1;
+const view = { smoothing: 0 };
+
+function seriesOf(chart, run) {
+  const label = (text) => (several ? `${run.name}${text ? `, ${text}` : ""}` : text || chart.title);
+  const curve = (name, text, dashed) => ({
+    run: run.index,
+    name,
+    label: label(text),
+    dashed,
+    points: (run.curves[name] || []).map((y, i) => ({ x: run.steps[i], y })).filter((point) => point.y !== null),
+  });
+  if (chart.name === "accuracy") {
+    const held = Object.entries(run.evaluations).map(([task, rows]) => ({
+      run: run.index,
+      name: `eval/${task}`,
+      label: label(task),
+      markers: true,
+      points: rows.map((row) => ({ x: row.step, y: row.accuracy, low: row.low, high: row.high })),
+    }));
+    return [...held, curve("accuracy/mean", "training", held.length > 0)];
+  }
+  if (chart.name === "staleness") return [curve("staleness/mean", "mean", false), curve("staleness/max", "largest", true)];
+  return [curve(chart.name, "", false)];
 }
+
+function chartKey(chart) {
+  if (chart.name === "staleness") return key([["ink", "mean"], ["ink dash", "largest"]]);
+  const evaluated = runs.some((run) => Object.keys(run.evaluations).length);
+  if (chart.name === "accuracy" && evaluated) return key([["ink", "held out"], ["ink dash", "training batches"]]);
+  return null;
+}
+
+function learningSection() {
+  const logged = CHARTS.filter((chart) => runs.some((run) => seriesOf(chart, run).some((one) => one.points.length)));
+  const cards = logged.map((chart) =>
+    card(
+      chart.title,
+      chart.text,
+      (body, width) => {
+        const legend = chartKey(chart);
+        if (legend) body.append(legend);
+        const series = shownRuns().flatMap((run) => seriesOf(chart, run));
+        const height = chart.wide ? 250 : 170;
+        drawCurves(body, width, series, { ...chart, height: legend ? height - 22 : height, smoothing: view.smoothing });
+      },
+      { class: chart.wide ? "wide" : "" },
+    ),
+  );
+  const absentNames = CHARTS.filter((chart) => !logged.includes(chart)).map((chart) => chart.title.toLowerCase());
+  const note = absentNames.length ? html("p", { class: "quiet-text" }, `Not logged: ${absentNames.join(", ")}.`) : null;
+  const slider = html("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, "aria-label": "smoothing" });
+  slider.addEventListener("input", () => {
+    view.smoothing = Number(slider.value);
+    redraw();
+  });
+  const control = html("label", { class: "control" }, "Smoothing", slider);
+  return section("Learning", control, html("div", { class: "grid-learning" }, ...cards), note);
+}
+
+function pipelineSection() {
+  const timelines = runs.map((run) =>
+    card(several ? run.name : "Timeline", "Each step along the clock. The two lanes overlap when neither side waits.", (body, width) => {
+      body.append(key([["train block", "training"], ["produce block", "producing"], ["wait block", "waiting"]]));
+      drawTimeline(body, width, run);
+    }),
+  );
+  return section("Pipeline", null, html("div", { class: "stack" }, ...timelines));
+}
+
+function dataSection() {
+  return section(
+    "Data",
+    null,
+    html(
+      "div",
+      { class: "grid-data" },
+      card("Staleness", "Trained groups by the age of their oldest token.", (body, width) => drawStaleness(body, width, shownRuns())),
+      card("Response lengths", "Trained against all that finished: a gap is a bias.", (body, width) => drawLengths(body, width, shownRuns())),
+      card("Groups", "Every group that was drawn, by what became of it.", (body, width) => drawFates(body, width, shownRuns())),
+    ),
+  );
+}
+
+function section(title, control, ...children) {
+  return html("section", {}, html("div", { class: "section-head" }, html("h2", {}, title), control), ...children);
+}
+
+function pageHeader() {
+  const theme = html("button", { type: "button", class: "theme", title: "Switch between light and dark" }, "Theme");
+  theme.addEventListener("click", () => {
+    const dark = document.documentElement.dataset.theme
+      ? document.documentElement.dataset.theme === "dark"
+      : matchMedia("(prefers-color-scheme: dark)").matches;
+    document.documentElement.dataset.theme = dark ? "light" : "dark";
+  });
+  const run = runs[0];
+  const settings = several ? [] : Object.entries(run.settings);
+  return html(
+    "header",
+    { class: "page-head" },
+    html("div", { class: "brand" }, html("span", {}, "Penstock report"), html("span", { class: "written" }, data.written), theme),
+    html("h1", {}, several ? `${runs.length} runs compared` : run.name),
+    html("dl", { class: "settings" }, ...settings.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value)))),
+    ...notices(),
+  );
+}
+
+function notices() {
+  const lines = runs.flatMap((run) => run.missing.map((text) => (several ? `${run.name}: ${text}` : text)));
+  if (!lines.length) return [];
+  return [html("aside", { class: "notice" }, html("strong", {}, "Not everything is here"), html("ul", {}, ...lines.map((line) => html("li", {}, line))))];
+}
+
+function change(value) {
+  if (!value) return ["–"];
+  return [html("span", { class: "from" }, `${number(value.first)} → `), number(value.last)];
+}
+
+function figureRows(run) {
+  const f = run.figures;
+  const steps = f.planned_steps && f.planned_steps !== f.steps ? `${f.steps} of ${f.planned_steps}` : String(f.steps);
+  return [
+    ...Object.entries(f.held_out).map(([task, value]) => [`${task} accuracy`, change(value)]),
+    ["Reward", change(f.reward)],
+    ["Steps", [steps, html("span", { class: "unit" }, ` in ${duration(f.seconds)}`)]],
+    ["Generated", [number(f.tokens_per_s), html("span", { class: "unit" }, " tokens/s")]],
+    ["Largest staleness", [number(f.largest_staleness)]],
+    ["Trainer waited", [percent(f.trainer_waited)]],
+    ["Producer waited", [percent(f.producer_waited)]],
+    ["Groups dropped", [number(f.dropped), html("span", { class: "unit" }, ` of ${number(f.drawn)}`)]],
+  ];
+}
+
+function keyFigures() {
+  if (several) return comparison();
+  const tiles = figureRows(runs[0]).map(([name, value], i) =>
+    html("div", { class: i < 2 ? "tile hero" : "tile" }, html("div", { class: "tile-name" }, name), html("div", { class: "tile-value" }, ...value)),
+  );
+  return html("div", { class: "tiles" }, ...tiles);
+}
+
+// Several runs: a row each, with the figures and the settings that differ; a click hides a run.
+function comparison() {
+  const settings = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
+  const differing = settings.filter((name) => new Set(runs.map((run) => run.settings[name])).size > 1);
+  const columns = [...new Set(runs.flatMap((run) => figureRows(run).map(([name]) => name)))];
+  const head = ["Run", ...columns, ...differing].map((name) => html("th", { scope: "col" }, name));
+  const body = runs.map((run) => {
+    const values = Object.fromEntries(figureRows(run));
+    const box = html("input", { type: "checkbox", checked: "" });
+    box.addEventListener("input", () => {
+      run.shown = box.checked;
+      redraw();
+    });
+    const name = html("label", { class: "run-name" }, box, html("span", { class: `swatch run-${run.index}` }), run.name);
+    const cells = columns.map((column) => html("td", {}, ...(values[column] || ["–"])));
+    return html("tr", {}, html("th", { scope: "row" }, name), ...cells, ...differing.map((setting) => html("td", {}, run.settings[setting] || "–")));
+  });
+  return html("div", { class: "scroll" }, html("table", { class: "runs" }, html("thead", {}, html("tr", {}, ...head)), html("tbody", {}, ...body)));
+}
+
+function configFolds() {
+  const folds = runs.filter((run) => run.config).map((run) =>
+    html("details", {}, html("summary", {}, several ? `Config of ${run.name}` : "Config"), html("p", { class: "quiet-text" }, run.path), html("pre", {}, run.config)),
+  );
+  return html("div", { class: "folds" }, ...folds);
+}
+
+function build() {
+  const page = document.getElementById("page");
+  page.replaceChildren(
+    pageHeader(),
+    keyFigures(),
+    configFolds(),
+    learningSection(),
+    pipelineSection(),
+    dataSection(),
+    section("Samples", null, sampleBrowser(runs)),
+  );
+  document.body.append(tip);
+  redraw();
+  let waiting = 0;
+  window.addEventListener("resize", () => {
+    cancelAnimationFrame(waiting);
+    waiting = requestAnimationFrame(redraw);
+  });
+}
+
+// Tests read these two marks.
+window.addEventListener("error", (event) => {
+  document.documentElement.dataset.error = event.message;
+});
+build();
 document.documentElement.dataset.ready = "yes";
