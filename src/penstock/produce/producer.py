@@ -49,10 +49,12 @@ class Producer:
         sync_weights_interval: int = 1,
         clock: Callable[[], float] = loop_time,
         first_version: int = 0,
+        last_step: int | None = None,
     ) -> None:
         _check(tasks, replay_buffer, groups_per_step, sync_weights_interval)
         self.progress = progress
         self.model_version = first_version
+        self._last_step = last_step  # nothing is produced for a step after it
         self._buffer = replay_buffer
         self._journal = journal
         self._clock = clock
@@ -126,6 +128,9 @@ class Producer:
             if self._paused:
                 await self._idle(lane, seen, "resume")
                 continue
+            if self._last_step is not None and self.progress.next_consumer_step > self._last_step:
+                await self._idle(lane, seen, "nothing: the last step is taken")
+                continue
             lane.ctx.update_event.clear()
             self._aim(lane)
             try:
@@ -144,6 +149,8 @@ class Producer:
         ctx, strategy = lane.ctx, lane.strategy
         next_step = self.progress.next_consumer_step
         step = strategy.furthest_step(self.model_version, next_step)
+        if self._last_step is not None:
+            step = min(step, self._last_step)
         ctx.train_step, ctx.model_step = step, self.model_version
         ctx.task_batch_size = self._shares.at(next_step).get(lane.name, 0)
         if not strategy.is_model_expired(step, self.model_version):
