@@ -142,7 +142,7 @@ class ProduceConfig(Section):
     tail_batch_trigger_size: int = Field(0, ge=0)
     """Expired groups that make one call draw only from them; 0: they are retried as they come."""
     max_tries: int = Field(3, ge=1)
-    """Times that a group is generated before it is dropped with its reason."""
+    """Failures after which a group is dropped with its reason, and times that it may be aborted or expire before steps wait for it."""
     max_failure_share: float = Field(0.5, gt=0, le=1)
     """Share of failed groups, over the last `failure_window`, above which the run stops."""
     failure_window: int = Field(32, ge=1)
@@ -151,8 +151,10 @@ class ProduceConfig(Section):
     """Wait before a failed group is tried again; doubles with each further failure."""
     pause_timeout_s: float = Field(60.0, gt=0)
     """Longest wait for running groups when generation is paused."""
+    max_refused_in_a_row: int = Field(1000, ge=1)
+    """Finished groups that the validity rule may refuse in a row before the run stops."""
     max_buffered_groups: int = Field(0, ge=0)
-    """Bound of the replay buffer; 0: what staleness and oversampling allow."""
+    """Bound of completed groups per task in the replay buffer; 0: what staleness allows."""
     is_valid_sample: str = ""
     """`module:function(rollouts) -> bool` that may refuse a finished group."""
 

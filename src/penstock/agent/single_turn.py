@@ -45,7 +45,7 @@ class SingleTurn:
         self._temperature = temperature or (lambda version: annealed_temperature(sampling, version))
         self._running: set[str] = set()
         self._requests = 0
-        self._pauses = 0
+        self._aborting: set[asyncio.Task[None]] = set()
 
     async def generate_group(
         self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
@@ -61,9 +61,7 @@ class SingleTurn:
 
     async def pause(self) -> None:
         """Abort this loop's own requests; others that share the engine go on."""
-        self._pauses += 1
-        running = list(self._running)
-        await asyncio.gather(*(self._engine.abort(request_id) for request_id in running))
+        await self._abort(list(self._running))
 
     def _prepare(self, rollout: Rollout, keep_partial: bool) -> None:
         if rollout.status is Status.ABORTED and not keep_partial:
@@ -78,18 +76,21 @@ class SingleTurn:
     async def _generate(self, rollouts: list[Rollout]) -> None:
         if not rollouts:
             return
-        pauses = self._pauses
         requests = [self._request(rollout) for rollout in rollouts]
-        self._running.update(request.request_id for request in requests)
+        ids = [request.request_id for request in requests]
+        self._running.update(ids)
         try:
             generations = await self._ask_engine(requests)
+        except asyncio.CancelledError:
+            self._abort_later(ids)  # nobody waits for them: they must not hold the engine
+            raise
         finally:
-            self._running.difference_update(request.request_id for request in requests)
+            self._running.difference_update(ids)
         for rollout, generation in zip(rollouts, generations, strict=True):
             if isinstance(generation, BaseException):
                 _fail(rollout, f"engine: {type(generation).__name__}: {generation}")
             else:
-                self._take(rollout, generation, paused=self._pauses != pauses)
+                self._take(rollout, generation)
 
     async def _ask_engine(
         self, requests: list[GenerationRequest]
@@ -102,6 +103,14 @@ class SingleTurn:
                 return [error]
             asked = (self._engine.generate(request) for request in requests)
             return await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        await asyncio.gather(*(self._engine.abort(request_id) for request_id in request_ids))
+
+    def _abort_later(self, request_ids: list[str]) -> None:
+        task = asyncio.get_running_loop().create_task(self._abort(request_ids))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
 
     def _request(self, rollout: Rollout) -> GenerationRequest:
         sampling = self._sampling
@@ -121,7 +130,7 @@ class SingleTurn:
             response_ids=rollout.response_ids,
         )
 
-    def _take(self, rollout: Rollout, generation: Generation, *, paused: bool) -> None:
+    def _take(self, rollout: Rollout, generation: Generation) -> None:
         rollout.append(generation.token_ids, generation.logprobs, generation.segments)
         rollout.finish_reason = generation.finish_reason
         rollout.text = self._decode(rollout.response_ids.tolist())

@@ -124,16 +124,20 @@ class Lander:
         """Generate once; True when it failed and is to be tried again."""
         group = entry.group
         tokens_before = group.num_response_tokens
-        await self._call_agent(ctx, group)
+        if self.pending.closed:  # a pause came before the first step of this task
+            abort_unfinished(group)
+        else:
+            await self._call_agent(ctx, group)
         if not self.pending.claim(entry):
             return False
         try:
+            refused = await self._is_refused(ctx, group)
             ctx.progress.produced_tokens += max(0, group.num_response_tokens - tokens_before)
             if group.status is Status.FAILED and failures + 1 < self._config.max_tries:
                 await self._count_failure(ctx, group)
                 self.pending.release(entry, _oldest(group, ctx.model_step))
                 return True
-            await self._land(ctx, group, entry.tail)
+            await self._land(ctx, group, entry.tail, refused)
         finally:
             if entry.landing:
                 self.pending.remove(entry)
@@ -152,10 +156,24 @@ class Lander:
         except Exception as error:
             fail_unfinished(group, f"{type(error).__name__}: {error}")
 
-    async def _land(self, ctx: ProduceContext, group: Group, tail: bool) -> None:
+    async def _is_refused(self, ctx: ProduceContext, group: Group) -> bool:
+        """Ask the validity rule, once and only of completed groups; its errors fail the group."""
+        if group.status is not Status.COMPLETED:
+            return False
+        rule = ctx.is_valid_sample_fn or self._config.is_valid_sample_fn
+        try:
+            answer = rule(group.rollouts)
+            return not (await answer if inspect.isawaitable(answer) else answer)
+        except Exception as error:
+            for rollout in group.rollouts:
+                rollout.error = f"validity rule: {type(error).__name__}: {error}"
+                rollout.move_to(Status.FAILED)
+            return False
+
+    async def _land(self, ctx: ProduceContext, group: Group, tail: bool, refused: bool) -> None:
         status = group.status
         if status is Status.COMPLETED:
-            await self._land_completed(ctx, group, tail)
+            await self._land_completed(ctx, group, tail, refused)
         elif status is Status.FAILED:
             await self._count_failure(ctx, group)
             self.dropped["failed"] += 1
@@ -164,11 +182,13 @@ class Lander:
         else:
             await self._land_aborted(ctx, group)
 
-    async def _land_completed(self, ctx: ProduceContext, group: Group, tail: bool) -> None:
+    async def _land_completed(
+        self, ctx: ProduceContext, group: Group, tail: bool, refused: bool
+    ) -> None:
         self.failures(ctx.task_name).succeeded()
         ctx.progress.produced_samples += 1
         ctx.progress.add_rewards(r.score.value for r in group.rollouts if r.score is not None)
-        if not await self._is_valid(ctx, group):
+        if refused:
             group.move_to(Status.FILTERED)
             self.dropped["filtered"] += 1
             if ctx.journal is not None:
@@ -181,11 +201,6 @@ class Lander:
         ctx.replay_buffer.put_now(
             group, priority=int(tail), train_step=ctx.progress.next_consumer_step
         )
-
-    async def _is_valid(self, ctx: ProduceContext, group: Group) -> bool:
-        rule = ctx.is_valid_sample_fn or self._config.is_valid_sample_fn
-        answer = rule(group.rollouts)
-        return bool(await answer if inspect.isawaitable(answer) else answer)
 
     def _count_refusal(self, ctx: ProduceContext) -> None:
         self._refused_in_a_row += 1

@@ -173,12 +173,16 @@ class ProduceStrategy:
         loop = asyncio.get_running_loop()
         started = loop.time()
         wake = asyncio.ensure_future(ctx.update_event.wait())
-        wake.add_done_callback(lambda done: done.cancelled() or self.changed.notify())
+        wake.add_done_callback(self._wake_on_update)
         try:
             return await self._produce(ctx, loop)
         finally:
             wake.cancel()
             ctx.progress.produce_time_s += loop.time() - started
+
+    def _wake_on_update(self, update: asyncio.Future[Any]) -> None:
+        if not update.cancelled():
+            self.changed.notify()
 
     async def _produce(
         self, ctx: ProduceContext, loop: asyncio.AbstractEventLoop
