@@ -69,6 +69,7 @@ class EngineStats:
     tokens_generated: int  # since the engine started
     busy_s: float  # time spent in model steps
     paused: bool = False
+    batch_invariant: bool = False  # a rollout's bits do not depend on who shares its batch
 
 
 class InferenceEngine(Protocol):

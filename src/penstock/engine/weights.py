@@ -1,0 +1,78 @@
+"""The weights of a model by name, their digest, and a load that is whole or not at all. Layer 1.
+
+A tied weight counts once, under the first of its names; buffers do not count. Trainer and engine use
+the same order and the same bits, so that their digests agree (law 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from penstock.digest import weights_digest
+from penstock.errors import DigestMismatch, EngineError
+
+
+def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight once, in the model's order."""
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        yield name, parameter.detach()
+
+
+def weight_bits(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
+    """The dtype's name and the values as numpy; bfloat16, which numpy lacks, as its bits."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype is torch.bfloat16:
+        return dtype, host.view(torch.int16).numpy().view(np.uint16)
+    return dtype, host.numpy()
+
+
+def model_digest(model: torch.nn.Module) -> str:
+    """The digest of what the model holds now."""
+    return weights_digest((name, *weight_bits(tensor)) for name, tensor in named_weights(model))
+
+
+@torch.no_grad()
+def load_weights(
+    model: torch.nn.Module, source: Iterable[tuple[str, torch.Tensor]], digest: str
+) -> str:
+    """Copy `source` into the model and return the digest of what it then holds.
+
+    Nothing changes unless every weight is there in its shape, and the old weights come back if the
+    digest is not the one that was announced.
+    """
+    new = _matching_weights(model, source)
+    old = {name: tensor.clone() for name, tensor in named_weights(model)}
+    for name, tensor in named_weights(model):
+        tensor.copy_(new[name])
+    loaded = model_digest(model)
+    if loaded != digest:
+        for name, tensor in named_weights(model):
+            tensor.copy_(old[name])
+        raise DigestMismatch(
+            f"weights refused, the old ones stay: got digest {loaded}, announced was {digest}"
+        )
+    return loaded
+
+
+def _matching_weights(
+    model: torch.nn.Module, source: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    new = dict(source)
+    own = dict(named_weights(model))
+    missing, unknown = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
+    if missing or unknown:
+        raise EngineError(
+            f"weights refused: missing {missing[:3]} ({len(missing)}), "
+            f"unknown {unknown[:3]} ({len(unknown)}), allowed: exactly the model's own"
+        )
+    for name, tensor in own.items():
+        if new[name].shape != tensor.shape or new[name].dtype != tensor.dtype:
+            raise EngineError(
+                f"weight {name} refused: got {new[name].dtype} {tuple(new[name].shape)}, "
+                f"allowed: {tensor.dtype} {tuple(tensor.shape)}"
+            )
+    return new
