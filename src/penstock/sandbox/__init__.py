@@ -1,0 +1,31 @@
+"""Isolated execution of untrusted code, its HTTP server and client. Layer 1.
+
+Stopped: network, files outside a scratch folder, other processes, memory, time, output, disk, signals to
+others, the parent's environment. `check()` says which layers are active on this machine.
+
+Not stopped: a bug in the Linux kernel; timing and cache side channels between sandboxes and the host;
+use of the processor up to the time limit (a hostile solution slows its neighbours); reading the Python
+standard library and system libraries; knowing the kernel's version, the time and the machine's size;
+guessing right answers. With `processes = true` memory is limited per process, not in all. Below the level
+`full` (no namespaces) code also sees that other processes exist and runs without a scratch folder.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.sandbox.layers import SandboxReport
+    from penstock.sandbox.settings import SandboxSettings
+
+
+def check(settings: SandboxSettings | None = None) -> SandboxReport:
+    """Which layers are active here, and whether real attempts to break out are stopped."""
+    from penstock.sandbox import (
+        layers,
+    )  # not at import: the inside of the sandbox imports this file
+
+    return layers.check(settings)
+
+
+__all__ = ["check"]

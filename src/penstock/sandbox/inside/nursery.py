@@ -1,0 +1,146 @@
+"""A small trusted process that makes sandboxes by forking, and ends them. Inside the sandbox code.
+
+Consumes `spawn` and `end` requests of the host, produces the pid of each new sandbox. Woken only by
+the host's socket; ends when the host hangs up. It stays a bare interpreter with one thread, so that a
+fork costs milliseconds and copies no secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+from typing import Any, NoReturn
+
+from penstock.sandbox.inside import kernel, landlock, namespaces, wire, zygote
+
+
+def main(descriptor: int) -> None:
+    """Serve the host on this descriptor."""
+    host = socket.socket(fileno=descriptor)
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    zygote.warm()
+    gc.collect()
+    gc.freeze()
+    try:
+        wire.send(host, {"ready": {"uid": os.geteuid()}})
+        while True:
+            request, descriptors = wire.receive(host)
+            if request["op"] == "spawn":
+                wire.send(host, _spawn(host, request, descriptors[0]))
+            else:
+                wire.send(host, _end(int(request["pid"])))
+    except wire.Closed:
+        pass
+
+
+def _end(pid: int) -> dict[str, Any]:
+    """Kill the sandbox; when its first process is reaped, every other process in it is gone."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        return {"ended": False}
+    return {"ended": True}
+
+
+def _spawn(host: socket.socket, request: dict[str, Any], descriptor: int) -> dict[str, Any]:
+    plan, outside = namespaces.Plan.from_json(request["plan"]), request["outside"]
+    uid, gid = int(request["uid"]), int(request["gid"])
+    up_read, up_write = os.pipe()
+    down_read, down_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        host.close()
+        os.close(up_read)
+        os.close(down_write)
+        _become_sandbox(plan, uid, gid, descriptor, up_write, down_read, outside)
+    for unused in (descriptor, up_write, down_read):
+        os.close(unused)
+    try:
+        if not plan.namespaces:
+            return {"pid": pid}
+        return _see_through(pid, plan, uid, gid, up_read, down_write)
+    finally:
+        os.close(up_read)
+        os.close(down_write)
+
+
+def _see_through(
+    middle: int, plan: namespaces.Plan, uid: int, gid: int, up: int, down: int
+) -> dict[str, Any]:
+    """Write the new user map, learn the pid of the sandbox's first process, become its parent."""
+    try:
+        if os.read(up, 1) == b"n":
+            if plan.user_namespace:
+                namespaces.write_maps(middle, uid, gid)
+            os.write(down, b"m")
+        first = os.read(up, 32)
+        if first:
+            os.waitpid(middle, 0)
+            os.write(down, b"g")
+            return {"pid": int(first)}
+        failure = "the new namespaces could not be entered"
+    except OSError as error:
+        failure = str(error)
+        os.kill(middle, signal.SIGKILL)
+    os.waitpid(middle, 0)
+    return {"error": failure}
+
+
+def _become_sandbox(
+    plan: namespaces.Plan,
+    uid: int,
+    gid: int,
+    descriptor: int,
+    up: int,
+    down: int,
+    outside: dict[str, str],
+) -> NoReturn:
+    link = socket.socket(fileno=descriptor)
+    try:
+        os.setsid()
+        if plan.namespaces:
+            namespaces.enter(plan)
+            os.write(up, b"n")
+            if os.read(down, 1) != b"m":
+                os._exit(1)
+            first = os.fork()
+            if first:
+                os.write(up, str(first).encode())
+                os._exit(0)
+            if os.read(down, 1) != b"g":  # the middle process is gone, the nursery is the parent
+                os._exit(1)
+        os.close(up)
+        os.close(down)
+        _isolate(plan, uid, gid, link, outside)
+    except BaseException as error:  # told to the host, which refuses to use this sandbox
+        with contextlib.suppress(wire.Closed):
+            wire.send(link, {"error": f"{type(error).__name__}: {error}"})
+    os._exit(1)
+
+
+def _isolate(
+    plan: namespaces.Plan, uid: int, gid: int, link: socket.socket, outside: dict[str, str]
+) -> NoReturn:
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    inside = namespaces.identities()
+    scratch = plan.scratch
+    if plan.namespaces:
+        namespaces.build_root(plan, uid, gid)
+        scratch = namespaces.SCRATCH
+    writable = [scratch, "/dev/null"] if plan.namespaces else []
+    ruleset = landlock.prepare((*namespaces.readable_paths(plan), scratch), writable)
+    namespaces.become_nobody(plan, uid, gid)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user forgets it
+    locked = landlock.restrict(ruleset)
+    facts = {
+        "namespaces": [name for name in outside if inside[name] != outside[name]],
+        "landlock": locked,
+        "uid": uid if plan.user_namespace else os.geteuid(),
+        "arch": kernel.ARCH,
+    }
+    os.chdir(scratch)
+    zygote.serve(link, scratch, facts)

@@ -1,0 +1,190 @@
+"""The first process of one sandbox: forks a child per test, watches it, tells the host. Inside the sandbox.
+
+Consumes jobs from the host's socket, produces what each child left: output, report, exit status. It is
+woken by the child's pipes, the child's end, the host's socket and the wall-time limit. It runs no
+untrusted code itself and knows no expected result. When the host hangs up it ends, and the kernel ends
+everything else in its process namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from penstock.sandbox.inside import child, kernel, wire
+
+REPORT_BYTES = 32 << 20
+
+
+def serve(host: socket.socket, scratch: str, facts: dict[str, Any]) -> NoReturn:
+    """Answer jobs until the host hangs up."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    wire.send(host, {"ready": facts})
+    while True:
+        try:
+            job, descriptors = wire.receive(host)
+            outcome = _run(host, job, descriptors, scratch)
+            wire.send(host, outcome)
+        except wire.Closed:
+            os._exit(0)
+
+
+def _run(
+    host: socket.socket, job: dict[str, Any], descriptors: list[int], scratch: str
+) -> dict[str, Any]:
+    limits = job["limits"]
+    standard_in = os.memfd_create("stdin")
+    _write_all(standard_in, job.get("stdin", ""))
+    os.lseek(standard_in, 0, os.SEEK_SET)
+    reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
+    started = time.monotonic()
+    own_pid, pid = os.getpid(), os.fork()
+    if pid == 0:
+        _become_child(own_pid, job, (standard_in, *writes, *descriptors), scratch)
+    for descriptor in (standard_in, *writes, *descriptors):
+        os.close(descriptor)
+    watch = _Watch(pid, reads, limits)
+    try:
+        watch.until_end(host, started + limits["wall_s"])
+    finally:
+        status, usage = _end(pid, limits)
+    watch.drain()
+    return {
+        "status": status,
+        "stopped": watch.stopped,
+        "stdout": watch.text(0),
+        "stderr": watch.text(1),
+        "report": watch.text(2),
+        "wall_s": time.monotonic() - started,
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+        "clean": _clean(scratch) if limits["scratch"] else True,
+    }
+
+
+def _write_all(descriptor: int, text: str) -> None:
+    data = memoryview(text.encode("utf-8", "surrogateescape"))
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _become_child(
+    parent: int, job: dict[str, Any], descriptors: tuple[int, ...], scratch: str
+) -> NoReturn:
+    """In the fork: only the descriptors it needs, at 0 to 4, and its working folder."""
+    try:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        out_of_the_way = [fcntl.fcntl(one, fcntl.F_DUPFD, 16) for one in descriptors]
+        for place, descriptor in enumerate(out_of_the_way):
+            os.dup2(descriptor, place)
+        os.closerange(len(out_of_the_way), 1 << 20)
+        os.chdir(scratch)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        child.run(job, job["limits"])
+    except BaseException as error:  # nothing may come back into the zygote's own code
+        os.write(2, repr(error).encode())
+    os._exit(1)
+
+
+class _Watch:
+    """Reads what a child writes, up to the limits, until it ends or must be stopped."""
+
+    def __init__(self, pid: int, pipes: tuple[int, ...], limits: dict[str, Any]) -> None:
+        self._pid = pid
+        self._pipes = list(pipes)
+        self._limits = [limits["output_bytes"], limits["output_bytes"], REPORT_BYTES]
+        self._read: list[list[bytes]] = [[], [], []]
+        self._sizes = [0, 0, 0]
+        self.stopped = ""  # why it was stopped: wall | output; empty: it ended by itself
+        for pipe in pipes:
+            os.set_blocking(pipe, False)
+
+    def until_end(self, host: socket.socket, deadline: float) -> None:
+        """Wait for the child's end, its time or output limit; raises Closed when the host is gone."""
+        ended = os.pidfd_open(self._pid)
+        poller = select.poll()
+        for pipe in self._pipes:
+            poller.register(pipe, select.POLLIN)
+        poller.register(ended, select.POLLIN)
+        poller.register(host, select.POLLRDHUP | select.POLLHUP)
+        try:
+            while not self.stopped:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    self.stopped = "wall"
+                    return
+                for descriptor, _ in poller.poll(left * 1000 + 1):
+                    if descriptor == host.fileno():
+                        raise wire.Closed
+                    if descriptor == ended:
+                        return
+                    if not self._take(self._pipes.index(descriptor)):
+                        poller.unregister(descriptor)
+        finally:
+            os.close(ended)
+
+    def _take(self, index: int) -> bool:
+        """Read what is there; False at the end of the pipe."""
+        try:
+            data = os.read(self._pipes[index], 1 << 18)
+        except BlockingIOError:
+            return True
+        room = self._limits[index] - self._sizes[index]
+        self._read[index].append(data[:room])
+        self._sizes[index] += len(data)
+        if len(data) > room:
+            self.stopped = "output"
+            return False
+        return bool(data)
+
+    def drain(self) -> None:
+        """After the end: what is still in the pipes, which nobody writes to any more."""
+        for index, pipe in enumerate(self._pipes):
+            while select.select([pipe], [], [], 0)[0] and self._take(index):
+                continue
+            os.close(pipe)
+
+    def text(self, index: int) -> str:
+        return b"".join(self._read[index]).decode("utf-8", "backslashreplace")
+
+
+def _end(pid: int, limits: dict[str, Any]) -> tuple[int, resource.struct_rusage]:
+    """End the child and, where it may have started others, all of them."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1 if limits["processes"] and limits["own_pids"] else pid, signal.SIGKILL)
+    _, status, usage = os.wait4(pid, 0)
+    while limits["processes"]:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+    return os.waitstatus_to_exitcode(status), usage
+
+
+def _clean(scratch: str) -> bool:
+    """Take away plain files; False when more is left, and the sandbox is not to be used again."""
+    try:
+        for entry in os.scandir(scratch):
+            if entry.is_dir(follow_symlinks=False):
+                return False
+            os.unlink(entry.path)
+    except OSError:
+        return False
+    return True
+
+
+def warm() -> None:
+    """Import what solutions use most, so that a fork has it already."""
+    import bisect, collections, copy, datetime, decimal, fractions, functools, heapq  # noqa: E401, F401, I001
+    import itertools, json, math, operator, random, re, statistics, string, typing  # noqa: E401, F401
+
+    sys.setrecursionlimit(1000)

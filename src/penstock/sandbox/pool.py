@@ -1,0 +1,103 @@
+"""Warm sandboxes for worker threads: one per submission, never used for two. Layer 1.
+
+A sandbox is ended when its submission is done, and the next one is already being set up meanwhile. A
+dead nursery is replaced. Blocking; the number of callers bounds the number of sandboxes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.errors import SandboxError
+from penstock.sandbox.host import Nursery, Sandbox
+from penstock.sandbox.layers import Isolation, find_isolation
+from penstock.sandbox.settings import SandboxSettings
+
+
+class SandboxPool:
+    """Consumes nothing, lends sandboxes. Starts at first use; `close` ends everything."""
+
+    def __init__(self, settings: SandboxSettings) -> None:
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._nursery: Nursery | None = None
+        self._warm: deque[Sandbox] = deque()
+        self._isolation: Isolation | None = None
+
+    @property
+    def isolation(self) -> Isolation:
+        """How code is isolated; raises SandboxError where that is below the minimum."""
+        if self._isolation is None:
+            self._isolation = find_isolation(self.settings)
+        return self._isolation
+
+    @contextmanager
+    def sandbox(self) -> Iterator[Sandbox]:
+        """A fresh sandbox, ended with all that is in it when the block is left."""
+        sandbox = self._take()
+        try:
+            yield sandbox
+        finally:
+            sandbox.end()
+            self._refill()
+
+    def _take(self) -> Sandbox:
+        for _ in range(2):  # a warm one may have died with its nursery
+            nursery = self._start()
+            with self._lock:
+                sandbox = self._warm.popleft() if self._warm else None
+            try:
+                sandbox = sandbox or nursery.spawn()
+                assert sandbox.facts
+                return sandbox
+            except SandboxError:
+                if nursery.alive:
+                    raise
+                self._forget(nursery)
+        raise SandboxError("sandbox: the nursery ended twice in a row")
+
+    def _start(self) -> Nursery:
+        mode = self.isolation.mode
+        with self._lock:
+            if self._nursery is None or not self._nursery.alive:
+                if self._nursery is not None:
+                    self._nursery.close()
+                self._warm.clear()
+                self._nursery = Nursery(mode, self.settings)
+            return self._nursery
+
+    def _forget(self, nursery: Nursery) -> None:
+        with self._lock:
+            if self._nursery is nursery:
+                self._nursery = None
+                self._warm.clear()
+        nursery.close()
+
+    def _refill(self) -> None:
+        with self._lock:
+            nursery = self._nursery
+            if nursery is None or len(self._warm) > self.settings.workers:
+                return
+        try:
+            fresh = nursery.spawn()
+        except SandboxError:
+            return  # found again, and told, by whoever needs a sandbox
+        with self._lock:
+            if self._nursery is nursery:
+                self._warm.append(fresh)
+                return
+        fresh.end()
+
+    def close(self) -> None:
+        """End every sandbox. The pool may be used again; it starts anew."""
+        with self._lock:
+            nursery, self._nursery = self._nursery, None
+            warm = list(self._warm)
+            self._warm.clear()
+        for sandbox in warm:
+            sandbox.end()
+        if nursery is not None:
+            nursery.close()
