@@ -51,8 +51,7 @@ class Policy(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder's blocks: the largest list of modules in the model."""
-        lists: list[Any] = [m for m in self.modules() if isinstance(m, nn.ModuleList)]
-        return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters())))
+        return list(max(filter(_is_list, self.modules()), key=_num_parameters))
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -65,3 +64,11 @@ class Policy(nn.Module):
         finally:
             for layer in layers:
                 layer.enable_adapters(True)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList)
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

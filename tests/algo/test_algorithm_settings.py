@@ -1,0 +1,159 @@
+"""Resolving and checking settings: published defaults, overrides, and errors before any weight."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from penstock.algo import ALGORITHMS
+from penstock.algo.settings import check, keep_group, resolve
+from penstock.config import AlgorithmConfig, Config
+from penstock.errors import UserError
+from penstock.types import Rollout, Score
+
+
+def test_reading_settings_imports_no_torch() -> None:
+    program = (
+        "import sys; from penstock.algo import ALGORITHMS, settings;"
+        "from penstock.config import AlgorithmConfig, Config;"
+        "[settings.resolve(AlgorithmConfig(name=name)) for name in ALGORITHMS];"
+        "settings.check(Config()); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("grpo", {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "sequence"}),
+        (
+            "dapo",
+            {"clip_high": 0.28, "aggregation": "token", "filter_groups": True, "kl_beta": 0.0}
+            | {"mask_truncated": True, "overlong_penalty": 1.0},
+        ),
+        ("dr_grpo", {"aggregation": "constant", "normalize": "none"}),
+        ("rloo", {"baseline": "leave_one_out", "normalize": "none", "kl_in": "loss"}),
+        ("reinforce_pp", {"normalize": "batch", "kl_in": "reward", "group_relative": False}),
+        ("reinforce_pp_baseline", {"normalize": "batch", "group_relative": True}),
+        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}),
+        ("cispo", {"clip_high": 4.0, "aggregation": "token"}),
+        ("reinforce", {"baseline": "none", "group_relative": False}),
+    ],
+)
+def test_defaults(name, fields) -> None:
+    settings = resolve(AlgorithmConfig(name=name))
+    assert {key: getattr(settings, key) for key in fields} == fields
+    assert not settings.needs_reference
+
+
+def test_every_part_can_be_overridden() -> None:
+    given = {
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+        "dual_clip": 3.0,
+        "aggregation": "constant",
+        "baseline": "leave_one_out",
+        "normalize": "batch",
+        "kl_in": "reward",
+        "kl_estimator": "k2",
+        "kl_beta": 0.5,
+        "mask_truncated": True,
+        "filter_groups": True,
+        "overlong_penalty": 2.0,
+    }
+    for name in ALGORITHMS:
+        settings = resolve(AlgorithmConfig(name=name, **given))
+        assert {key: getattr(settings, key) for key in given} == given
+
+
+def test_a_correction_is_a_decoupled_objective() -> None:
+    config = AlgorithmConfig(correction={"kind": "token_truncate", "cap": 3.0})
+    settings = resolve(config)
+    assert (settings.decoupled, settings.correction, settings.correction_cap) == (
+        True,
+        "token_truncate",
+        3.0,
+    )
+    assert resolve(AlgorithmConfig(decoupled=True)).correction == "token"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"algorithm": {"name": "ppo2"}}, ["algorithm.name", "ppo2", "grpo", "dapo"]),
+        ({"sampling": {"num_generations": 1}}, ["num_generations", "1", "at least 2"]),
+        ({"train": {"reference": "x"}}, ["train.reference", "'x'", "kl_beta"]),
+        (
+            {"algorithm": {"name": "dapo", "kl_beta": 0.1}},
+            ["algorithm.kl_beta", "0.1", "loss | reward"],
+        ),
+        (
+            {
+                "train": {"groups_per_step": 4, "mini_batches": 4},
+                "launch": {"kind": "ray", "num_consumers": 2},
+            },
+            ["4 x 2", "divisor", "4"],
+        ),
+        ({"train": {"schedule": "cosine"}}, ["train.schedule", "cosine", "train.steps"]),
+    ],
+)
+def test_impossible_settings_are_one_clear_line(fields, words) -> None:
+    with pytest.raises(UserError) as caught:
+        check(Config.model_validate(fields))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"algorithm": {"kl_beta": -0.1}},
+        {"algorithm": {"clip_low": -0.1}},
+        {"train": {"ptx": {"coefficient": 1.5}}},
+        {"train": {"groups_per_step": 4, "mini_batches": 8}},
+    ],
+)
+def test_values_out_of_range_do_not_become_a_config(fields) -> None:
+    with pytest.raises(ValueError):
+        Config.model_validate(fields)
+
+
+def test_one_generation_is_fine_without_a_group_baseline() -> None:
+    check(
+        Config.model_validate(
+            {"algorithm": {"name": "reinforce_pp"}, "sampling": {"num_generations": 1}}
+        )
+    )
+
+
+def test_a_users_class_without_defaults_is_refused() -> None:
+    with pytest.raises(UserError, match="defaults"):
+        resolve(AlgorithmConfig(name="collections:OrderedDict"))
+
+
+def scored(value: float, answer_ok: bool | None) -> Rollout:
+    return Rollout(
+        rollout_id="g.0",
+        prompt_ids=np.array([1]),
+        seed=0,
+        score=Score(value, answer_ok=answer_ok),
+    )
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "kept"),
+    [([True, True], False), ([False, False], False), ([True, False], True)],
+)
+def test_dynamic_sampling_keeps_groups_that_teach(verdicts, kept) -> None:
+    settings = resolve(AlgorithmConfig(name="dapo"))
+    rollouts = [scored(float(verdict), verdict) for verdict in verdicts]
+    assert keep_group(rollouts, settings) is kept
+    assert keep_group(rollouts, resolve(AlgorithmConfig(name="grpo")))
+
+
+def test_dynamic_sampling_without_verdicts_looks_at_the_rewards() -> None:
+    settings = resolve(AlgorithmConfig(name="dapo"))
+    assert keep_group([scored(0.5, None), scored(0.7, None)], settings)
+    assert not keep_group([scored(0.5, None), scored(0.5, None)], settings)

@@ -1,0 +1,115 @@
+"""Log-probs and entropies in chunks equal those from full logits, in values, gradients, memory."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from penstock.train import head
+from penstock.train.head import LogitRule, token_logprobs
+
+
+def full_logprobs(hidden, weight, bias, targets, temperatures, rule):
+    logits = torch.nn.functional.linear(hidden, weight, bias) * rule.scale
+    if rule.softcap is not None:
+        logits = rule.softcap * torch.tanh(logits / rule.softcap)
+    log_all = torch.log_softmax(logits / temperatures[:, None], -1)
+    entropies = -(log_all.exp() * log_all).sum(-1)
+    return log_all.gather(-1, targets[:, None]).squeeze(-1), entropies
+
+
+def case(bias: bool):
+    torch.manual_seed(0)
+    hidden = torch.randn(13, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    offset = torch.randn(11, dtype=torch.float64, requires_grad=True) if bias else None
+    targets = torch.randint(0, 11, (13,))
+    temperatures = torch.rand(13, dtype=torch.float64) + 0.5
+    return hidden, weight, offset, targets, temperatures
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.3), LogitRule(softcap=2.0)])
+def test_equal_to_full_logits(monkeypatch, kept, chunk, bias, rule) -> None:
+    monkeypatch.setattr(head, "KEEP_ELEMENTS", 1 << 20 if kept else 0)
+    inputs = case(bias)
+    got, entropies = token_logprobs(*inputs, rule, chunk)
+    expected, expected_entropies = full_logprobs(*inputs, rule)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(entropies, expected_entropies)
+    assert not entropies.requires_grad
+    leaves = [tensor for tensor in inputs[:3] if tensor is not None]
+    factors = torch.randn(13, dtype=torch.float64)
+    got_grads = torch.autograd.grad((got * factors).sum(), leaves)
+    expected_grads = torch.autograd.grad((expected * factors).sum(), leaves)
+    for own, other in zip(got_grads, expected_grads, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_no_tokens_give_a_zero_gradient() -> None:
+    hidden, weight, _, targets, temperatures = case(False)
+    got, _ = token_logprobs(hidden[:0], weight, None, targets[:0], temperatures[:0])
+    got.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_half_precision_is_scored_in_float32() -> None:
+    hidden, weight, _, targets, temperatures = case(False)
+    got, entropies = token_logprobs(
+        hidden.bfloat16(), weight.bfloat16(), None, targets, temperatures.float()
+    )
+    assert got.dtype == entropies.dtype == torch.float32
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that are alive; works on meta tensors, which need no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def peak_bytes(function) -> int:
+    with torch.device("meta"):
+        hidden = torch.empty(32768, 64, requires_grad=True)
+        weight = torch.empty(150_000, 64, requires_grad=True)
+        targets = torch.zeros(32768, dtype=torch.int64)
+        temperatures = torch.ones(32768)
+        with LiveBytes() as counter:
+            logprobs, _ = function(hidden, weight, None, targets, temperatures, LogitRule())
+            logprobs.sum().backward()
+    return counter.peak
+
+
+def test_peak_memory_at_32k_tokens_and_a_150k_vocabulary_is_below_a_third() -> None:
+    full = peak_bytes(full_logprobs)
+    chunked = peak_bytes(token_logprobs)
+    assert full > 32768 * 150_000 * 4
+    assert chunked < full / 3

@@ -1,0 +1,97 @@
+"""Packed sequences give what each sequence gives alone, for several architectures."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_data import VOCABULARY, tiny_model
+
+from penstock.train.pack import empty_pack, make_pack, split_by_tokens
+from penstock.train.policy import Policy
+
+CPU = torch.device("cpu")
+ARCHITECTURES = [
+    ("Qwen3", {}),
+    ("Qwen2", {"tie_word_embeddings": False}),
+    ("Llama", {}),
+    ("Gemma2", {"sliding_window": 3, "query_pre_attn_scalar": 8, "attn_logit_softcapping": None}),
+    ("Granite", {"logits_scaling": 3.0}),
+]
+
+
+def sequences(lengths, seed=0):
+    generator = np.random.default_rng(seed)
+    ids = [generator.integers(1, VOCABULARY, length).astype(np.int32) for length in lengths]
+    predictors = [np.arange(length // 3, length - 1) for length in lengths]
+    starts = np.cumsum([0, *(len(index) for index in predictors)])
+    return ids, predictors, starts
+
+
+def padded_logprobs(model, ids, predictors, temperature):
+    """The ordinary way: a padded batch with a mask through the unchanged model, full logits."""
+    longest = max(len(row) for row in ids)
+    padded = torch.zeros(len(ids), longest, dtype=torch.int64)
+    mask = torch.zeros(len(ids), longest, dtype=torch.int64)
+    for row, tokens in enumerate(ids):
+        padded[row, : len(tokens)] = torch.from_numpy(tokens)
+        mask[row, : len(tokens)] = 1
+    logits = model(padded, attention_mask=mask).logits / temperature
+    log_all = torch.log_softmax(logits, -1)
+    return torch.cat(
+        [
+            log_all[row, index].gather(-1, torch.from_numpy(ids[row])[index + 1, None].long())[:, 0]
+            for row, index in enumerate(predictors)
+        ]
+    )
+
+
+@pytest.mark.parametrize(("kind", "fields"), ARCHITECTURES)
+def test_packed_equals_padded(kind, fields) -> None:
+    ids, predictors, starts = sequences([7, 4, 9, 4, 2, 7])
+    expected = padded_logprobs(tiny_model(kind, **fields), ids, predictors, 1.3)
+    policy = Policy(tiny_model(kind, **fields))
+    pack = make_pack(range(len(ids)), ids, predictors, starts, CPU)
+    temperatures = torch.full((len(pack.target_N),), 1.3, dtype=torch.float64)
+    got, entropies = policy(pack, temperatures)
+    in_batch_order = torch.empty_like(got)
+    in_batch_order[torch.from_numpy(pack.token_N)] = got
+    torch.testing.assert_close(in_batch_order, expected, rtol=1e-6, atol=1e-6)
+    assert (entropies > 0).all()
+
+
+def test_packed_gradient_equals_padded() -> None:
+    ids, predictors, starts = sequences([7, 4, 9, 4])
+    plain, packed = tiny_model(), tiny_model()
+    padded_logprobs(plain, ids, predictors, 1.0).sum().backward()
+    pack = make_pack(range(4), ids, predictors, starts, CPU)
+    Policy(packed)(pack, torch.ones(len(pack.target_N), dtype=torch.float64))[0].sum().backward()
+    for (name, own), other in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, msg=name, rtol=1e-6, atol=1e-8)
+
+
+def test_no_token_sees_another_sequence() -> None:
+    ids, predictors, starts = sequences([5, 5, 6])
+    policy = Policy(tiny_model())
+    alone = make_pack([1], ids, predictors, starts, CPU)
+    expected, _ = policy(alone, torch.ones(len(alone.target_N), dtype=torch.float64))
+    ids[0], ids[2] = ids[0][::-1].copy(), ids[2][::-1].copy()
+    pack = make_pack([0, 1, 2], ids, predictors, starts, CPU)
+    got, _ = policy(pack, torch.ones(len(pack.target_N), dtype=torch.float64))
+    torch.testing.assert_close(got[pack.sequence_N == 1], expected)
+
+
+def test_an_empty_pack_runs_forward_and_backward() -> None:
+    policy = Policy(tiny_model())
+    logprobs, _ = policy(empty_pack(CPU), torch.zeros(0, dtype=torch.float64))
+    logprobs.sum().backward()
+    assert all(not p.grad.any() for p in policy.parameters() if p.grad is not None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
+def test_bins_hold_every_sequence_once_and_keep_the_budget(lengths, budget) -> None:
+    bins = split_by_tokens(lengths, budget)
+    assert sorted(index for part in bins for index in part) == list(range(len(lengths)))
+    for part in bins:
+        assert len(part) == 1 or sum(lengths[index] for index in part) <= budget

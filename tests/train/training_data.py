@@ -1,0 +1,144 @@
+"""Tiny models and batches for the trainer's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.config import Config
+from penstock.train import attention
+from penstock.train.consumer import Consumer
+from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
+
+VOCABULARY = 23
+
+
+def tiny_model(kind: str = "Qwen3", *, seed: int = 0, dtype=torch.float64, **fields: Any) -> Any:
+    """A random two-layer model of some architecture."""
+    import transformers
+
+    attention.register()
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    } | fields
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():  # away from the near-uniform start, so that gradients are not tiny
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+    return model.to(dtype).eval()
+
+
+def rollout(name: str, prompt_ids, length: int, generator, **fields: Any) -> Rollout:
+    values: dict[str, Any] = {
+        "response_ids": generator.integers(1, VOCABULARY, length).astype(np.int32),
+        "logprobs": (-3.0 + 0.3 * generator.standard_normal(length)).astype(np.float32),
+        "loss_mask": np.ones(length, dtype=bool),
+        "segments": (VersionSegment(0, length),) if length else (),
+        "finish_reason": "stop",
+        "status": Status.COMPLETED,
+        "score": Score(float(generator.integers(0, 2)), answer_ok=True, format_ok=True),
+        "temperature": 1.0,
+    }
+    return Rollout(rollout_id=name, prompt_ids=prompt_ids, seed=0, **(values | fields))
+
+
+def random_group(number: int, generator, *, size: int = 4, **fields: Any) -> Group:
+    prompt_ids = generator.integers(1, VOCABULARY, int(generator.integers(2, 6))).astype(np.int32)
+    rollouts = [
+        rollout(
+            f"train:{number}.{k}", prompt_ids, int(generator.integers(1, 9)), generator, **fields
+        )
+        for k in range(size)
+    ]
+    return Group(
+        group_id=f"train:{number}",
+        task="train",
+        cursor=number,
+        prompt=Prompt(f"data:{number}", (), prompt_ids),
+        rollouts=rollouts,
+    )
+
+
+def random_batch(step: int = 1, *, groups: int = 6, seed: int = 0, **fields: Any) -> Batch:
+    generator = np.random.default_rng(seed)
+    made = tuple(random_group(number, generator, **fields) for number in range(groups))
+    return Batch(step=step, groups=made)
+
+
+def tricky_batch(seed: int = 0) -> Batch:
+    """Different temperatures and group sizes, tool tokens, cut and empty responses, no variance."""
+    generator = np.random.default_rng(seed)
+    batch = random_batch(groups=6, seed=seed)
+    for number, group in enumerate(batch.groups):
+        for rollout_ in group.rollouts:
+            rollout_.temperature = (0.5, 1.0, 1.7)[number % 3]
+    tool = batch.groups[0].rollouts[0]
+    tool.loss_mask = generator.random(len(tool.response_ids)) < 0.5
+    batch.groups[1].rollouts[0].finish_reason = "length"
+    for rollout_ in batch.groups[2].rollouts:  # all masked
+        rollout_.finish_reason = "length"
+    for rollout_ in batch.groups[3].rollouts:  # no variance
+        rollout_.score = Score(1.0)
+    del batch.groups[4].rollouts[1:]  # a group of one
+    batch.groups[5].rollouts[0] = rollout("empty", batch.groups[5].prompt.token_ids, 0, generator)
+    return batch
+
+
+def config_of(**sections: Any) -> Config:
+    base: dict[str, Any] = {"train": {"lr": 1e-2}, "sampling": {"max_tokens": 8}}
+    for name, fields in sections.items():
+        base[name] = base.get(name, {}) | fields
+    return Config.model_validate(base)
+
+
+def consumer_of(config: Config, *, model: Any = None, **parts: Any) -> Consumer:
+    return Consumer(config, model or tiny_model(), total_steps=10, **parts)
+
+
+class Gradients:
+    """Takes the gradient of each update instead of applying it."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self.updates: list[dict[str, torch.Tensor]] = []
+        self._consumer = consumer
+        consumer._updater._apply = self
+
+    def __call__(self, rate: float) -> tuple[float, bool]:
+        self.updates.append(
+            {
+                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for name, p in self._consumer.masters.parameters.items()
+            }
+        )
+        self._consumer.optimizer.zero_grad()
+        return 0.0, True
+
+
+def gradient_of(config: Config, batch: Batch, **parts: Any) -> dict[str, torch.Tensor]:
+    """The gradient of the first update on `batch`, before clipping."""
+    consumer = consumer_of(config, **parts)
+    taken = Gradients(consumer)
+    consumer.train(batch)
+    return taken.updates[0]
+
+
+def relative_gap(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Distance of two gradients over their size."""
+    assert left.keys() == right.keys()
+    distance = sum(float((left[name] - right[name]).square().sum()) for name in left) ** 0.5
+    size = sum(float(right[name].square().sum()) for name in right) ** 0.5
+    return distance / size if size else distance
