@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,17 @@ def test_ends_and_padding(chat: ChatTemplate, plain_chat: ChatTemplate) -> None:
     assert chat.pad_id == chat.tokenizer.pad_token_id
     assert plain_chat.eos_ids == ()
     assert plain_chat.pad_id == 0
+
+
+def test_every_end_the_model_names_is_dropped(tmp_path: Path) -> None:
+    """A chat model ends its turns with a mark that is not its tokenizer's end of sequence."""
+    load_tokenizer("demo").save_pretrained(tmp_path)
+    mark = load_tokenizer("demo").convert_tokens_to_ids("<user>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, mark]}))
+    chat = ChatTemplate(load_tokenizer(tmp_path))
+    assert chat.eos_ids == (1, mark)
+    assert chat.decode(chat.encode_text("<answer>2</answer><user>")) == "<answer>2</answer>"
+    assert ChatTemplate(chat.tokenizer, end_ids=[mark, 5]).eos_ids == (1, mark, 5)
 
 
 def test_without_a_template_messages_are_joined_plainly(plain_chat: ChatTemplate) -> None:

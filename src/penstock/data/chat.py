@@ -8,6 +8,7 @@ known here. transformers is imported when first needed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,20 +57,48 @@ def _check_folder(path: str | Path) -> None:
         )
 
 
+def _model_end_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The ends of sequence that the model beside a tokenizer names: a chat model may have several."""
+    source = str(getattr(tokenizer, "name_or_path", "") or "")
+    if not source:
+        return ()
+    if Path(source).is_dir():
+        files = [Path(source) / name for name in ("generation_config.json", "config.json")]
+        found = [json.loads(file.read_text("utf-8")) for file in files if file.is_file()]
+        named = [settings.get("eos_token_id") for settings in found]
+    else:
+        named = [_hub_end_ids(source)]
+    ids = [end if isinstance(end, list) else [end] for end in named if end is not None]
+    return tuple(int(token) for group in ids for token in group)
+
+
+def _hub_end_ids(name: str) -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:  # a model without a generation config: the tokenizer's own end is all there is
+        return None
+
+
 class ChatTemplate:
     """Messages to prompt ids and response ids to text, for one tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
+        """`end_ids` are ids that end a response besides those the tokenizer and its model name."""
         self.tokenizer = tokenizer
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
-        ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id)
-        self._dropped = frozenset(token for token in ends if token is not None)
+        own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        self._eos_ids = tuple(dict.fromkeys((*own, *_model_end_ids(tokenizer), *end_ids)))
+        around = (tokenizer.pad_token_id, tokenizer.bos_token_id)
+        self._dropped = frozenset(
+            (*self._eos_ids, *(token for token in around if token is not None))
+        )
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Token ids that end a response; empty if the tokenizer names none."""
-        eos = self.tokenizer.eos_token_id
-        return () if eos is None else (int(eos),)
+        """Ids that end a response, the tokenizer's own first; empty if nobody names one."""
+        return self._eos_ids
 
     @property
     def pad_id(self) -> int:
