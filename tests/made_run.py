@@ -140,6 +140,9 @@ class _Maker:
             "staleness/mean": float(np.mean(ages)),
             "staleness/max": float(max(ages)),
             "mismatch/kl": 1e-5,
+            "groups/zero_variance": float(
+                np.mean([len({r.reward for r in group.rollouts}) == 1 for group in batch.groups])
+            ),
             "tokens/generated": float(sum(len(r.response_ids) for r in rollouts)),
             "tokens/trained": float(sum(len(r.response_ids) for r in rollouts)),
             "time/step_s": step_s,
@@ -192,4 +195,5 @@ def metrics_of(folder: RunFolder) -> list[dict]:
 
 
 if __name__ == "__main__":
-    make_run(Path(sys.argv[1]), steps=60, groups_per_step=32, seed=int((*sys.argv, 0)[2]))
+    number = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    make_run(Path(sys.argv[1]), steps=60, groups_per_step=32, seed=number, rate=1 + 0.3 * number)

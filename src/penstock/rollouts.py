@@ -7,6 +7,7 @@ while the run goes on. It changes nothing and judges nothing (`penstock audit` d
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -65,12 +66,18 @@ class Sample:
             return f"taken for step {self.step}, which is not finished"
         if self.state == "dropped":
             return f"dropped: {self.drop_reason}"
-        return {"buffered": "waiting in the buffer", "in_flight": "in flight"}[self.state]
+        return {"buffered": "waiting in the buffer", "in_flight": "in flight"}.get(
+            self.state, self.state
+        )
 
     @property
     def version_text(self) -> str:
         """The versions of its tokens as runs: "v3 x12, v4 x7"."""
         return ", ".join(f"v{version} x{length}" for version, length in self.versions) or "none"
+
+    def plain(self) -> dict[str, Any]:
+        """What JSON can hold; a number that is not finite becomes None."""
+        return _finite(asdict(self))
 
 
 def find_samples(
@@ -180,7 +187,7 @@ def show_rollouts(
         samples = find_samples(journal, where=where, step=step, task=task, limit=limit)
     if as_json:
         for sample in samples:
-            console.file.write(json.dumps(asdict(sample), ensure_ascii=False) + "\n")
+            console.file.write(json.dumps(sample.plain()) + "\n")
         console.file.flush()
         return len(samples)
     for sample in samples:
@@ -196,6 +203,14 @@ def _check_task(journal: Journal, task: str | None) -> None:
     names = [name for (name,) in journal.query("SELECT DISTINCT task FROM groups ORDER BY task")]
     if task is not None and names and task not in names:
         raise UserError(f"task: got {task!r}, allowed: {', '.join(names)}")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def message_text(message: dict[str, Any]) -> str:

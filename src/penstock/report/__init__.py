@@ -24,8 +24,13 @@ def write_report(folders: list[RunFolder], out: Path | None = None) -> Path:
     if path.is_dir():
         raise UserError(f"report: got the folder {path}, allowed: the name of an HTML file")
     page = render([read_run(folder) for folder in folders])
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(page, encoding="utf-8", errors="replace")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"report: cannot write {path}: {error.strerror}, allowed: a file that can be written"
+        ) from None
     return path

@@ -10,11 +10,11 @@ import json
 import math
 import tomllib
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, RunError
 from penstock.journal import Journal
 from penstock.rollouts import group_samples, message_text
 from penstock.run_folder import CONFIG, RunFolder
@@ -30,6 +30,7 @@ CURVES = (
     "clip/fraction",
     "grad_norm",
     "mismatch/kl",
+    "groups/zero_variance",
     "tokens/generated",
     "time/step_s",
     "time/consumer_wait_s",
@@ -82,10 +83,11 @@ def _read_config(folder: RunFolder, record: RunRecord) -> None:
     except (OSError, ValueError) as error:
         record.missing.append(f"{CONFIG} cannot be read: {_reason(error)}")
         return
-    record.planned_steps = _at(tree, "train", "steps")
+    steps, tasks = _at(tree, "train", "steps"), _at(tree, "tasks")
+    record.planned_steps = steps if isinstance(steps, int) else None
     named = {
         "model": _at(tree, "model", "path"),
-        "task": ", ".join(_at(tree, "tasks") or {}),
+        "task": ", ".join(tasks) if isinstance(tasks, dict) else None,
         "algorithm": _at(tree, "algorithm", "name"),
         "seed": _at(tree, "seed"),
         "staleness bound": _at(tree, "produce", "max_staleness"),
@@ -133,8 +135,6 @@ def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:
                 "accuracy": row["accuracy"],
                 "low": _number(row.get("low")),
                 "high": _number(row.get("high")),
-                "problems": row.get("problems"),
-                "failures": row.get("failures", 0),
             }
         )
 
@@ -149,7 +149,7 @@ def _read_journal(folder: RunFolder, record: RunRecord) -> None:
         with closing(Journal.open(folder.journal, readonly=True)) as journal:
             _read_histograms(journal, record)
             _read_samples(journal, record)
-    except PenstockError as error:
+    except (PenstockError, TypeError, ValueError) as error:  # damage can put any type anywhere
         record.missing.append(f"{folder.journal.name} could not be read to its end: {error}")
 
 
@@ -185,12 +185,20 @@ def _read_samples(journal: Journal, record: RunRecord) -> None:
         "SELECT DISTINCT group_id FROM rollouts WHERE drop_reason IS NOT NULL ORDER BY group_id"
     )
     chosen = _spread(trained, MAX_TRAINED_GROUPS) + _spread(dropped, MAX_DROPPED_GROUPS)
+    damaged = []
     for (group_id,) in chosen:
-        for sample in group_samples(journal, group_id)[:MAX_PER_GROUP]:
-            row = asdict(sample) | {"fate": sample.fate}
+        try:
+            samples = group_samples(journal, group_id)[:MAX_PER_GROUP]
+        except RunError as error:
+            damaged.append(str(error))
+            continue
+        for sample in samples:
+            row = sample.plain() | {"fate": sample.fate}
             row["prompt"] = _clip("\n".join(message_text(m) for m in sample.prompt))
             row["response"] = _clip(sample.response)
             record.samples.append(row)
+    if damaged:
+        record.missing.append(f"{len(damaged)} groups were left out of the samples: {damaged[0]}")
 
 
 def _spread(items: list[Any], count: int) -> list[Any]:
@@ -201,33 +209,36 @@ def _spread(items: list[Any], count: int) -> list[Any]:
 
 
 def _read_rollout_log(folder: RunFolder, record: RunRecord) -> None:
+    """Fewer samples, with fewer fields, where there is no journal."""
     rows = _read_lines(folder.path / "rollouts.jsonl", record, "no samples were logged")
-    for row in _spread(rows, MAX_TRAINED_GROUPS * MAX_PER_GROUP):
-        messages = row.get("prompt")
-        prompt = (
-            [message_text(m) for m in messages if isinstance(m, dict)]
-            if isinstance(messages, list)
-            else []
-        )
-        record.samples.append(
-            {
-                "rollout_id": str(row.get("rollout_id", "")),
-                "group_id": str(row.get("group_id", "")),
-                "task": str(row.get("task", "")),
-                "prompt": _clip("\n".join(prompt)),
-                "response": _clip(str(row.get("response", ""))),
-                "gt_answer": row.get("gt_answer"),
-                "reward": _number(row.get("reward")),
-                "parts": row.get("parts") if isinstance(row.get("parts"), dict) else {},
-                "note": "",
-                "versions": [(version, 0) for version in row.get("versions") or []],
-                "num_tokens": row.get("response_length"),
-                "finish_reason": str(row.get("finish_reason", "")),
-                "state": "trained",
-                "step": row.get("step"),
-                "fate": f"trained in step {row.get('step')}",
-            }
-        )
+    record.samples = [_logged_sample(r) for r in _spread(rows, MAX_TRAINED_GROUPS * MAX_PER_GROUP)]
+
+
+def _logged_sample(row: dict[str, Any]) -> dict[str, Any]:
+    messages, parts, versions = row.get("prompt"), row.get("parts"), row.get("versions")
+    prompt = (
+        [message_text(m) for m in messages if isinstance(m, dict)]
+        if isinstance(messages, list)
+        else []
+    )
+    step, answer = row.get("step"), row.get("gt_answer")
+    return {
+        "rollout_id": str(row.get("rollout_id", "")),
+        "group_id": str(row.get("group_id", "")),
+        "task": str(row.get("task", "")),
+        "prompt": _clip("\n".join(prompt)),
+        "response": _clip(str(row.get("response", ""))),
+        "gt_answer": None if answer is None else str(answer),
+        "reward": _number(row.get("reward")),
+        "parts": {k: _number(v) for k, v in parts.items()} if isinstance(parts, dict) else {},
+        "note": "",
+        "versions": [(_number(v), 0) for v in versions] if isinstance(versions, list) else [],
+        "num_tokens": _number(row.get("response_length")),
+        "finish_reason": str(row.get("finish_reason", "")),
+        "state": "trained",
+        "step": step if isinstance(step, int) else None,
+        "fate": f"trained in step {step}",
+    }
 
 
 def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, Any]]:

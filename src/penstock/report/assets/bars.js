@@ -86,7 +86,7 @@ function outline(shares, bin, x, y) {
 
 function shareScale(top, height) {
   const map = scale(0, top * 1.08 || 1, height - MARGIN.bottom, MARGIN.top);
-  map.marks = ticks(0, top * 1.08 || 1, 4);
+  map.marks = ticks(0, top * 1.08 || 1, 5);
   return map;
 }
 
@@ -106,14 +106,15 @@ function drawTimeline(body, width, run) {
   const total = slots.at(-1).end;
   const x = scale(0, total, 1, width - 1);
   const lane = 26;
-  const height = 2 * (lane + 24) + 22;
+  const second = lane + 54; // top of the producer's lane
+  const height = second + lane + 22;
   const picture = svg("svg", { width, height, role: "img", "data-chart": "timeline", "data-run": run.index });
-  const marks = ticks(0, total, Math.min(8, width / 90));
+  const marks = clockMarks(total, width / 90);
   picture.append(
-    laneTitle("Trainer", run.figures.trainer_waited, 12, width),
-    laneTitle("Producer", run.figures.producer_waited, lane + 36, width),
-    ...marks.map((mark) => svg("line", { class: "grid", x1: x(mark), x2: x(mark), y1: 18, y2: height - 20 })),
-    ...marks.map((mark) => svg("text", { class: "tick", x: x(mark), y: height - 4, "text-anchor": mark === 0 ? "start" : "middle" }, mark === 0 ? "0" : duration(mark))),
+    laneTitle("Trainer", run.figures.trainer_waited, 14, width),
+    laneTitle("Producer", run.figures.producer_waited, second - 8, width),
+    ...marks.map((mark) => svg("line", { class: "grid", x1: x(mark), x2: x(mark), y1: 22, y2: height - 20 })),
+    ...marks.map((mark) => svg("text", { class: "tick", x: x(mark), y: height - 4, "text-anchor": mark === 0 ? "start" : "middle" }, mark === 0 ? "0" : clock(mark))),
   );
   for (const slot of slots) {
     const length = slot.end - slot.start;
@@ -125,10 +126,10 @@ function drawTimeline(body, width, run) {
     const group = svg(
       "g",
       { class: "slot", "data-step": slot.step, "data-trained": slot.busy, "data-trainer-waited": slot.trainer, "data-producer-waited": slot.producer },
-      rect("wait", 18, slot.start, slot.start + waited),
-      rect("train", 18, slot.start + waited, slot.end),
-      rect("produce", lane + 42, slot.start, slot.end - idle),
-      rect("wait", lane + 42, slot.end - idle, slot.end),
+      rect("wait", 22, slot.start, slot.start + waited),
+      rect("train", 22, slot.start + waited, slot.end),
+      rect("produce", second, slot.start, slot.end - idle),
+      rect("wait", second, slot.end - idle, slot.end),
     );
     hover(group, () => [
       slot.steps > 1 ? `steps ${slot.step} to ${slot.step + slot.steps - 1}` : `step ${slot.step}`,
@@ -141,6 +142,13 @@ function drawTimeline(body, width, run) {
     picture.append(group);
   }
   body.append(picture);
+}
+
+// Round moments: whole seconds, minutes or hours.
+function clockMarks(total, count) {
+  const steps = [0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400];
+  const step = steps.find((one) => total / one <= count) || 86400 * Math.ceil(total / 86400 / count);
+  return Array.from({ length: Math.floor(total / step) + 1 }, (_, i) => i * step);
 }
 
 function laneTitle(name, waited, y, width) {
@@ -204,15 +212,17 @@ function dropTable(run) {
   const reasons = Object.entries(run.drops);
   if (!reasons.length) return html("p", { class: "quiet-text" }, "No group was dropped.");
   const most = Math.max(...reasons.map(([, count]) => count));
-  const rows = reasons.map(([reason, count]) =>
-    html(
+  const rows = reasons.map(([reason, count]) => {
+    const bar = html("span", { class: "drop-bar" });
+    bar.style.width = `${(100 * count) / most}%`;
+    return html(
       "tr",
       { "data-drop": reason, "data-count": count },
       html("th", { scope: "row" }, `dropped: ${reason}`),
-      html("td", {}, number(count)),
-      html("td", { class: "drop-bar" }, html("meter", { min: 0, max: most, value: count })),
-    ),
-  );
+      html("td", {}, count.toLocaleString("en-US")),
+      html("td", { class: "drop-cell" }, bar),
+    );
+  });
   return html("table", { class: "drops" }, html("tbody", {}, ...rows));
 }
 

@@ -40,7 +40,7 @@ function yScale(points, height, options) {
   const bottom = options.low ?? (options.zero && low === 0 ? 0 : low - pad);
   const top = options.high ?? high + pad;
   const map = scale(bottom, top, height - MARGIN.bottom, MARGIN.top);
-  map.marks = ticks(bottom, top, 4);
+  map.marks = ticks(bottom, top, height / 45);
   return map;
 }
 

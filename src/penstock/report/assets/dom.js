@@ -26,12 +26,19 @@ function number(value, digits = 3) {
   if (size >= 1e6) return trim((value / 1e6).toPrecision(digits)) + "M";
   if (size >= 1e4) return trim((value / 1e3).toPrecision(digits)) + "k";
   if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
-  if (size < 1e-3) return value.toExponential(1).replace("e-", "e−");
+  if (size < 1e-3) return value.toExponential(1).replace(".0e", "e").replace("e-", "e−");
   return trim(value.toPrecision(digits));
 }
 
 const trim = (text) => (text.includes(".") && !text.includes("e") ? text.replace(/\.?0+$/, "") : text);
 const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`);
+
+// A moment on an axis, as short as can be: 40 s, 1:20, 2:05 h.
+function clock(seconds) {
+  const pad = (value) => String(Math.floor(value)).padStart(2, "0");
+  if (seconds >= 3600) return `${Math.floor(seconds / 3600)}:${pad((seconds % 3600) / 60)} h`;
+  return seconds < 60 ? `${number(seconds)} s` : `${Math.floor(seconds / 60)}:${pad(seconds % 60)}`;
+}
 
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
@@ -61,7 +68,8 @@ function ticks(low, high, count, whole = false) {
   return found;
 }
 
-const extent = (values) => [Math.min(...values), Math.max(...values)];
+const extent = (values) =>
+  values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 
 // One floating box for the whole page; charts put rows of (swatch class, name, value) into it.
 const tip = html("div", { class: "tip", hidden: "" });

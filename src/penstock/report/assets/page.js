@@ -4,12 +4,14 @@ const CHARTS = [
   { name: "accuracy", title: "Accuracy", text: "Share of right answers; held-out with its 95 % interval.", low: 0, high: 1, wide: true },
   { name: "reward/mean", title: "Reward", text: "Mean over the rollouts of a step.", wide: true },
   { name: "response_length/mean", title: "Response length", text: "Mean tokens of a response." },
-  { name: "staleness", title: "Staleness", text: "Updates between sampling and training; mean and largest.", zero: true },
+  { name: "staleness", title: "Staleness", text: "Updates since sampling, by the oldest token.", zero: true },
   { name: "entropy/mean", title: "Entropy", text: "Of the policy, per token, in nats.", zero: true },
   { name: "kl/mean", title: "KL", text: "From the reference policy, per token.", zero: true },
   { name: "clip/fraction", title: "Clip fraction", text: "Tokens whose ratio was clipped.", zero: true },
   { name: "grad_norm", title: "Gradient norm", text: "Before clipping.", zero: true },
-  { name: "mismatch/kl", title: "Mismatch", text: "KL between the engine's and the trainer's log-probs.", zero: true },
+  { name: "groups/zero_variance", title: "Groups without variance", text: "Share whose rewards are all the same.", zero: true },
+  { name: "tokens/s", title: "Generation speed", text: "Tokens per second of a step.", zero: true },
+  { name: "mismatch/kl", title: "Mismatch", text: "KL of the engine against the trainer.", zero: true },
 ];
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -18,14 +20,21 @@ const shownRuns = () => runs.filter((run) => run.shown);
 const several = runs.length > 1;
 const view = { smoothing: 0 };
 
+function speed(run) {
+  const tokens = run.curves["tokens/generated"];
+  const seconds = run.curves["time/step_s"];
+  return tokens && seconds && tokens.map((count, i) => (count !== null && seconds[i] ? count / seconds[i] : null));
+}
+
 function seriesOf(chart, run) {
   const label = (text) => (several ? `${run.name}${text ? `, ${text}` : ""}` : text || chart.title);
+  const values = (name) => (name === "tokens/s" ? speed(run) : run.curves[name]) || [];
   const curve = (name, text, dashed) => ({
     run: run.index,
     name,
     label: label(text),
     dashed,
-    points: (run.curves[name] || []).map((y, i) => ({ x: run.steps[i], y })).filter((point) => point.y !== null),
+    points: values(name).map((y, i) => ({ x: run.steps[i], y })).filter((point) => point.y !== null),
   });
   if (chart.name === "accuracy") {
     const held = Object.entries(run.evaluations).map(([task, rows]) => ({
@@ -72,7 +81,7 @@ function learningSection() {
     redraw();
   });
   const control = html("label", { class: "control" }, "Smoothing", slider);
-  return section("Learning", control, html("div", { class: "grid-learning" }, ...cards), note);
+  return section("Learning", html("div", { class: "controls" }, runLegend(), control), html("div", { class: "grid-learning" }, ...cards), note);
 }
 
 function pipelineSection() {
@@ -88,16 +97,18 @@ function pipelineSection() {
 function dataSection() {
   return section(
     "Data",
-    null,
+    html("div", { class: "controls" }, runLegend()),
     html(
       "div",
       { class: "grid-data" },
       card("Staleness", "Trained groups by the age of their oldest token.", (body, width) => drawStaleness(body, width, shownRuns())),
       card("Response lengths", "Trained against all that finished: a gap is a bias.", (body, width) => drawLengths(body, width, shownRuns())),
-      card("Groups", "Every group that was drawn, by what became of it.", (body, width) => drawFates(body, width, shownRuns())),
+      card("Groups", "Every group that was drawn, by its fate.", (body, width) => drawFates(body, width, shownRuns())),
     ),
   );
 }
+
+const runLegend = () => (several ? key(runs.map((run) => [`run-${run.index}`, run.name])) : null);
 
 function section(title, control, ...children) {
   return html("section", {}, html("div", { class: "section-head" }, html("h2", {}, title), control), ...children);
@@ -138,7 +149,7 @@ function figureRows(run) {
   const f = run.figures;
   const steps = f.planned_steps && f.planned_steps !== f.steps ? `${f.steps} of ${f.planned_steps}` : String(f.steps);
   return [
-    ...Object.entries(f.held_out).map(([task, value]) => [`${task} accuracy`, change(value)]),
+    ...Object.entries(f.held_out).map(([task, value]) => [`Accuracy on ${task}`, change(value)]),
     ["Reward", change(f.reward)],
     ["Steps", [steps, html("span", { class: "unit" }, ` in ${duration(f.seconds)}`)]],
     ["Generated", [number(f.tokens_per_s), html("span", { class: "unit" }, " tokens/s")]],
