@@ -191,6 +191,15 @@ def test_embedded_text_cannot_leave_its_element() -> None:
     assert json.loads(text)["response"] == hostile
 
 
+def test_runs_of_the_same_name_are_told_apart_by_their_paths(
+    run: RunFolder, made: RunFolder
+) -> None:
+    again = RunFolder(Path(shutil.copytree(made.path, run.path.parent / "deeper" / "run")))
+    page = render([read_run(run), read_run(again)])
+    assert f'"name":"{run.path}"' in page
+    assert f'"name":"{again.path}"' in page
+
+
 def test_a_report_of_no_run_or_to_a_bad_place_is_refused(made: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run"):
         write_report([])

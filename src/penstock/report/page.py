@@ -12,6 +12,7 @@ import html
 import json
 import re
 import time
+from collections import Counter
 from dataclasses import asdict
 from importlib.resources import files
 
@@ -23,7 +24,13 @@ SCRIPTS = ("dom.js", "curves.js", "bars.js", "samples.js", "page.js")
 
 def render(records: list[RunRecord]) -> str:
     """A whole page; the runs are drawn over each other in their order."""
-    runs = [asdict(record) | {"figures": asdict(take_figures(record))} for record in records]
+    names = Counter(record.name for record in records)
+    runs = [
+        asdict(record)
+        | {"name": record.name if names[record.name] == 1 else record.path}
+        | {"figures": asdict(take_figures(record))}
+        for record in records
+    ]
     style = _asset("page.css")
     script = "\n".join(_asset(name) for name in SCRIPTS)
     parts = {

@@ -1,0 +1,85 @@
+"""The closing lines of a run, and the table of an evaluation."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from made_run import make_run, metrics_of
+from penstock.evaluate import EvalResult
+from penstock.report import write_report
+from penstock.run_folder import RunFolder
+from penstock.summary import print_evaluations, print_summary
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return make_run(tmp_path_factory.mktemp("runs") / "made", steps=6, groups_per_step=3)
+
+
+def summary_of(run: RunFolder, *, seconds: float = 95.0, encoding: str = "utf-8") -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    print_summary(Console(file=file, width=100), run, seconds=seconds)
+    file.seek(0)
+    return file.read()
+
+
+def test_the_summary_tells_what_was_reached_and_lost(run: RunFolder) -> None:
+    write_report([run])
+    text, rows = summary_of(run), metrics_of(run)
+    first, last = rows[0]["reward/mean"], rows[-1]["reward/mean"]
+    assert f"{first:.3f} -> {last:.3f}" in text
+    assert "heldout accuracy" in text
+    assert "6 in 1 min 35 s" in text
+    assert "tokens/s" in text
+    assert "3 of 23 groups" in text
+    assert "1 filtered" in text
+    assert "trainer" in text
+    assert "█" in text
+
+
+def test_paths_are_whole_lines_however_long(run: RunFolder) -> None:
+    write_report([run])
+    lines = summary_of(run).splitlines()
+    assert f"report: {run.path / 'report.html'}" in lines
+    assert lines[-1] == f"run folder: {run.path}"
+
+
+def test_a_terminal_without_unicode_gets_a_plain_plot(run: RunFolder) -> None:
+    assert "#" in summary_of(run, encoding="ascii")
+
+
+def test_an_empty_folder_is_summed_up_with_what_is_missing(tmp_path: Path) -> None:
+    text = summary_of(RunFolder(tmp_path))
+    assert "metrics.jsonl is not there" in text
+    assert "0 in" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.21, "3.2 s"), (61, "1 min 01 s"), (7384, "2 h 03 min")]
+)
+def test_durations(run: RunFolder, seconds: float, text: str) -> None:
+    assert f"6 in {text}" in summary_of(run, seconds=seconds)
+
+
+def test_evaluations_are_a_table() -> None:
+    result = EvalResult(
+        task="held[out]",
+        step=0,
+        policy_version=0,
+        problems=10,
+        samples=40,
+        accuracy=0.5,
+        low=0.31,
+        high=0.69,
+        pass_at={1: 0.5, 2: 0.625, 4: 0.75},
+        failures=2,
+    )
+    console = Console(file=io.StringIO(), width=120)
+    print_evaluations(console, [result])
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("held[out]", "0.500", "0.310 to 0.690", "@2 0.625  @4 0.750", "40", "2"):
+        assert words in text
