@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 from penstock.agent import AGENTS
-from penstock.algo.settings import resolve
+from penstock.algo.settings import keep_group, resolve
 from penstock.checkpoint import CheckpointStore
-from penstock.config import Config, SamplingConfig
+from penstock.config import Config
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.sampler import Sampler
 from penstock.demo import resolve_model_path
+from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
 from penstock.evaluate import EvalTask
@@ -27,21 +28,15 @@ from penstock.journal import Journal
 from penstock.launch import LAUNCHERS
 from penstock.launch.services import TrainerPart, Workers
 from penstock.plugins import load
-from penstock.produce import (
-    AsyncProduceStrategyConfig,
-    Producer,
-    ProduceProgress,
-    ProduceStrategy,
-    ProduceTask,
-    SyncProduceStrategyConfig,
-)
+from penstock.produce import IsValidSample, ProduceProgress, Producer, ProduceTask, strategy_config
 from penstock.replay import ReplayBuffer
 from penstock.reward import build_reward
-from penstock.reward.protocol import Reward
 from penstock.run_folder import RunFolder
 from penstock.track.fanout import Fanout
+from penstock.track.jsonl import restore_metrics
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
+from penstock.types import Rollout, WeightHandle
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,14 +52,214 @@ class Job:
     journal: Journal
     checkpoints: CheckpointStore
     eval_tasks: list[EvalTask]
-    tracker: Fanout
     rollout_log: RolloutLog
+    tracker: Fanout
     placement: str  # who sits where
-    activity: str = "starting"  # what the loop is doing now, for the display
-    rewards: list[Reward] = field(default_factory=list)
+    activity: str = "starting"  # what the trainer's side is doing now, for the display
+
+    def live(self) -> str:
+        """One line: what the trainer does, and who waits for what since when."""
+        waits = [
+            f"{wait.who} waits for {wait.what} ({wait.seconds:.1f} s)"
+            for wait in self.producer.snapshot().waits
+            if wait.seconds >= 0.1
+        ]
+        return "; ".join([self.activity, *waits])
 
 
 @asynccontextmanager
-async def open_job(config: Config, folder: RunFolder, *, first_step: int = 0) -> AsyncIterator[Job]:
+async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
     """Build the parts, and close every one of them at the end, whatever happened."""
-    ...
+    async with AsyncExitStack() as closing:
+        data = await asyncio.to_thread(_Data.load, config)
+        total_steps = count_steps(config, data.train)
+        journal = Journal.open(folder.journal)
+        closing.callback(journal.close)
+        start = load("launch.kind", config.launch.kind, LAUNCHERS)
+        workers: Workers = await start(config, total_steps, folder.logs)
+        closing.push_async_callback(workers.close)
+        producer = _producer(config, data, workers.engine, journal, total_steps, closing)
+        job = Job(
+            config=config,
+            folder=folder,
+            total_steps=total_steps,
+            engine=workers.engine,
+            trainer=workers.trainer,
+            producer=producer,
+            journal=journal,
+            checkpoints=CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep),
+            eval_tasks=_eval_tasks(config, data, closing),
+            rollout_log=RolloutLog(
+                folder.path / "rollouts.jsonl",
+                every_steps=config.track.rollouts_every_steps,
+                num_groups=config.track.rollouts_per_log,
+            ),
+            tracker=Fanout({}),
+            placement=workers.description,
+        )
+        job.tracker = _tracker(job)
+        closing.callback(job.tracker.close)
+        yield job
+
+
+@asynccontextmanager
+async def open_evaluation(
+    config: Config,
+) -> AsyncIterator[tuple[InferenceEngine, list[EvalTask]]]:
+    """An engine and the evaluation tasks, with nothing that trains."""
+    async with AsyncExitStack() as closing:
+        data = await asyncio.to_thread(_Data.load, config, with_training=False)
+        engine_class = load("engine.name", config.engine.name, ENGINES)
+        engine: InferenceEngine = engine_class.from_config(config, fetch=_no_weights, index=0)
+        await engine.start()
+        closing.push_async_callback(engine.close)
+        yield engine, _eval_tasks(config, data, closing)
+
+
+def _no_weights(handle: WeightHandle) -> Iterable:
+    raise AssertionError(f"an evaluation publishes no weights, got {handle}")
+
+
+@dataclass(slots=True, frozen=True)
+class _Data:
+    """The tokenizer and the datasets, by task."""
+
+    chat: ChatTemplate
+    train: dict[str, Dataset]
+    evaluation: dict[str, Dataset]
+
+    @classmethod
+    def load(cls, config: Config, with_training: bool = True) -> _Data:
+        path = resolve_model_path(config.model.tokenizer or config.model.path)
+        tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+        chat = ChatTemplate(tokenizer)
+        tasks = config.tasks if with_training else {}
+        return cls(
+            chat,
+            {name: load_dataset(name, task, chat, config.seed) for name, task in tasks.items()},
+            {
+                name: load_dataset(name, task, chat, config.seed)
+                for name, task in config.eval.tasks.items()
+            },
+        )
+
+
+def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:
+    """Updates to do, from train.steps or from the passes over the training prompts."""
+    if config.train.steps is not None:
+        return config.train.steps
+    if config.train.episodes is None:
+        raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")
+    prompts = sum(len(dataset) for dataset in datasets.values()) * config.train.episodes
+    return max(1, math.ceil(prompts / config.train.groups_per_step))
+
+
+def _producer(
+    config: Config,
+    data: _Data,
+    engine: InferenceEngine,
+    journal: Journal,
+    total_steps: int,
+    closing: AsyncExitStack,
+) -> Producer:
+    buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
+    return Producer(
+        tasks=[_task(config, name, data, engine, buffer, closing) for name in config.tasks],
+        replay_buffer=buffer,
+        journal=journal,
+        progress=ProduceProgress.build(list(config.tasks)),
+        groups_per_step=config.train.groups_per_step,
+        sync_weights_interval=config.sync.every_steps,
+        last_step=total_steps,
+    )
+
+
+def _task(
+    config: Config,
+    name: str,
+    data: _Data,
+    engine: InferenceEngine,
+    buffer: ReplayBuffer,
+    closing: AsyncExitStack,
+) -> ProduceTask:
+    task, sampling, produce = (
+        config.tasks[name],
+        config.task_sampling(name),
+        config.task_produce(name),
+    )
+    reward = build_reward(task.rewards, max_tokens=sampling.max_tokens)
+    closing.push_async_callback(reward.close)
+    agent_class = load(f"tasks.{name}.agent", task.agent, AGENTS)
+    return ProduceTask(
+        name=name,
+        weight=task.weight,
+        strategy=strategy_config(produce).build(sync_weights_interval=config.sync.every_steps),
+        agent_loop=agent_class(
+            engine=engine,
+            reward=reward,
+            sampling=sampling,
+            decode=data.chat.decode,
+            **task.agent_options,
+        ),
+        sampler=Sampler(
+            data.train[name],
+            task_name=name,
+            prompt_repeat_k=sampling.num_generations,
+            seed=config.seed,
+            replay_buffer=buffer,
+        ),
+        is_valid_sample_fn=_validity(config, produce.is_valid_sample),
+    )
+
+
+def _validity(config: Config, own_rule: str) -> IsValidSample:
+    """A finished group is trained if the algorithm and the user's own rule both keep it."""
+    settings = resolve(config.algorithm)
+    own = load("produce.is_valid_sample", own_rule, {}) if own_rule else None
+
+    def is_valid(rollouts: Sequence[Rollout]) -> bool:
+        return keep_group(rollouts, settings) and (own is None or bool(own(rollouts)))
+
+    return is_valid
+
+
+def _eval_tasks(config: Config, data: _Data, closing: AsyncExitStack) -> list[EvalTask]:
+    settings, tasks = config.eval, []
+    for name, task in settings.tasks.items():
+        max_tokens = settings.max_tokens or config.sampling.max_tokens
+        reward = build_reward(task.rewards, max_tokens=max_tokens)
+        closing.push_async_callback(reward.close)
+        dataset = data.evaluation[name]
+        count = min(len(dataset), settings.max_problems or len(dataset))
+        tasks.append(
+            EvalTask(
+                name=name,
+                problems=[dataset[index] for index in range(count)],
+                reward=reward,
+                sampling=SamplingParams(
+                    temperature=settings.temperature,
+                    top_p=settings.top_p,
+                    max_tokens=max_tokens,
+                    stop=tuple(config.sampling.stop),
+                ),
+                num_generations=settings.num_generations,
+                decode=data.chat.decode,
+                seed=config.seed,
+            )
+        )
+    return tasks
+
+
+def _tracker(job: Job) -> Fanout:
+    reports = job.journal.steps()
+    if reports:
+        restore_metrics(job.folder.metrics, reports)
+    info = RunInfo(
+        config=job.config,
+        folder=job.folder.path,
+        name=job.folder.name,
+        total_steps=job.total_steps,
+        first_step=reports[-1].step if reports else 0,
+        live=job.live,
+    )
+    return Fanout.from_info(info)

@@ -7,7 +7,8 @@ is a UserError of one line. What needs the model or the tokenizer is checked whe
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock import algo, reward
@@ -48,18 +49,29 @@ def check(config: Config) -> None:
     check_tasks("eval.tasks", config.eval.tasks.items())
 
 
+def check_for_evaluation(config: Config) -> None:
+    """The same, for what an evaluation uses."""
+    check_name("engine.name", config.engine.name, ENGINES)
+    _check_installed(config.engine.name)
+    check_model(config.model.path, "model.path")
+    check_tasks("eval.tasks", config.eval.tasks.items())
+
+
 def check_tasks(key: str, tasks: Iterable[tuple[str, TaskConfig]]) -> None:
     """Rewards, agent loops and data of some tasks."""
     for name, task in tasks:
         where = f"{key}.{name}"
         check_name(f"{where}.agent", task.agent, AGENTS)
-        _at(where, lambda task=task: reward.check(task.rewards))
-        _at(where, lambda name=name, task=task: validate_source(name, task))
+        with _named(where):
+            reward.check(task.rewards)
+            validate_source(name, task)
 
 
-def _at(where: str, act: Callable[[], None]) -> None:
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Put the task's key in front of what is wrong with it."""
     try:
-        act()
+        yield
     except UserError as error:
         text = str(error)
         raise UserError(text if text.startswith(where) else f"{where}: {text}") from None

@@ -77,7 +77,6 @@ async def recover(job: Job) -> int:
         report = await job.trainer.train(job.journal.batch(redo))
         _compare(report, journalled[redo].digest)
         step = redo
-    job.tracker.restore(step, [journalled[s] for s in sorted(journalled) if s <= step])
     await _agree_on_weights(job)
     await job.producer.restore(job.journal)
     return step

@@ -5,6 +5,7 @@ runs/NAME/  config.toml  journal.db  metrics.jsonl  rollouts.jsonl  eval/  check
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from dataclasses import dataclass
@@ -75,6 +76,13 @@ def find(path: str | Path) -> RunFolder:
         if (candidate / CONFIG).is_file():
             return RunFolder(candidate)
     raise UserError(f"run: got {str(path)!r}, allowed: a run folder (one that holds {CONFIG})")
+
+
+def remove(folder: RunFolder) -> None:
+    """Take away a folder that a failed start left behind."""
+    shutil.rmtree(folder.path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.path.parent.rmdir()  # only where it is empty
 
 
 def has_progress(path: Path) -> bool:

@@ -20,7 +20,7 @@ from penstock.config import Config
 from penstock.config_source import load_config
 from penstock.errors import PenstockError, RunError, StopRequested, UserError
 from penstock.evaluate import EvalResult, evaluate
-from penstock.job import Job, open_job, open_evaluation
+from penstock.job import open_evaluation, open_job
 from penstock.recover import allowed_changes, begin, recover
 from penstock.report import write_report
 from penstock.run import Loop
@@ -120,7 +120,7 @@ def evaluate_once(path: str | None, overrides: Sequence[str], out: Path | None) 
 
 async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
     with tempfile.TemporaryDirectory() as scratch:
-        async with open_evaluation(config, Path(scratch)) as (engine, tasks):
+        async with open_evaluation(config) as (engine, tasks):
             folder = out or Path(scratch)
             return [
                 await evaluate(engine, task, step=0, version=0, folder=folder) for task in tasks

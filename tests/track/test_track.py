@@ -14,10 +14,10 @@ from penstock.config import Config
 from penstock.errors import UserError
 from penstock.track.console import ConsoleTracker
 from penstock.track.fanout import Fanout
-from penstock.track.jsonl import JsonlTracker, drop_steps_after
+from penstock.track.jsonl import JsonlTracker, restore_metrics
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
-from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
+from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, StepReport, VersionSegment
 
 
 def info(tmp_path: Path, *trackers: str) -> RunInfo:
@@ -80,8 +80,15 @@ def test_a_number_that_json_has_no_form_for_becomes_null(tmp_path: Path) -> None
 def test_lines_of_lost_steps_and_a_torn_line_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    drop_steps_after(path, 2)
+    reports = [StepReport(step=s, policy_version=s, digest="d", metrics={"m": s}) for s in (1, 2)]
+    restore_metrics(path, reports)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_line_that_was_never_written_comes_from_the_journal(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    restore_metrics(path, [StepReport(step=1, policy_version=1, digest="d", metrics={"m": 0.5})])
+    assert json.loads(path.read_text()) == {"step": 1, "m": 0.5}
 
 
 def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path) -> None:

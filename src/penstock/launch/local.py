@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from penstock.config import Config
 from penstock.engine.protocol import InferenceEngine
@@ -74,8 +75,8 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     )
 
 
-async def _all_or_first_error(*starting: object) -> list[Remote]:
-    tasks = [asyncio.ensure_future(work) for work in starting]  # type: ignore[arg-type]
+async def _all_or_first_error(*starting: Coroutine[Any, Any, Remote]) -> list[Remote]:
+    tasks = [asyncio.create_task(work) for work in starting]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:

@@ -66,16 +66,8 @@ class Remote:
         """Start a worker that builds `factory(*args, **kwargs)` ("module:callable") and serves it."""
         ours, theirs = socket.socketpair()
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log_path.open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.launch.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=_worker_environment(threads),
-                start_new_session=True,  # Ctrl-C is the driver's to handle
-            )
+        with theirs:
+            process = _spawn(theirs.fileno(), log_path, threads)
         remote = cls(name, process, log_path)
         remote._reader, remote._writer = await asyncio.open_connection(
             sock=ours, limit=_STREAM_LIMIT
@@ -164,6 +156,19 @@ class Remote:
         except (TimeoutError, subprocess.TimeoutExpired):
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+
+
+def _spawn(descriptor: int, log_path: Path, threads: int) -> subprocess.Popen:
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "penstock.launch.worker", str(descriptor)],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=_worker_environment(threads),
+            start_new_session=True,  # Ctrl-C is the driver's to handle
+        )
 
 
 def _worker_environment(threads: int) -> dict[str, str]:

@@ -60,13 +60,16 @@ class TrainerService:
 
         self._consumer = Consumer.from_config(config, total_steps=total_steps)
         self._sync = sync
+        self._digest = self._consumer.digest()
 
     def train(self, batch: Batch) -> StepReport:
-        return self._consumer.train(batch)
+        report = self._consumer.train(batch)
+        self._digest = report.digest
+        return report
 
     def publish(self) -> WeightHandle:
         consumer = self._consumer
-        return self._sync.publish(consumer.policy_version, consumer.digest(), consumer.weights())
+        return self._sync.publish(consumer.policy_version, self._digest, consumer.weights())
 
     def save(self, folder: str) -> tuple[int, str]:
         self._consumer.save(Path(folder))
@@ -74,10 +77,11 @@ class TrainerService:
 
     def load(self, folder: str) -> tuple[int, str]:
         self._consumer.load(Path(folder))
+        self._digest = self._consumer.digest()
         return self.identity()
 
     def identity(self) -> tuple[int, str]:
-        return self._consumer.policy_version, self._consumer.digest()
+        return self._consumer.policy_version, self._digest
 
     def request_stop(self) -> None:
         self._consumer.request_stop()

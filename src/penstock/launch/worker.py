@@ -75,6 +75,7 @@ class _Worker:
         return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
     async def answer(self, call_id: int, work: Any) -> None:
+        reply: tuple[int, Any, Exception | None]
         try:
             reply = (call_id, await work, None)
         except Exception as error:

@@ -60,7 +60,6 @@ class Producer:
         self._clock = clock
         self._weights = {task.name: task.weight for task in tasks}
         self._groups_per_step = groups_per_step
-        self._last_step = last_step  # nothing is made for a later one; None: no end
         first_step = progress.next_consumer_step
         self._shares = TaskShares(self._weights, groups_per_step, first_step=first_step)
         self._changed = Signal()

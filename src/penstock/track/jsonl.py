@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+
+from penstock.types import StepReport
 
 
 class JsonlTracker:
@@ -28,15 +32,16 @@ class JsonlTracker:
         self._file.close()
 
 
-def drop_steps_after(path: Path, step: int) -> None:
-    """Cut lines of steps that are about to be done again, and a last line that was torn."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError):
-            continue
+def restore_metrics(path: Path, reports: Sequence[StepReport]) -> None:
+    """Make the file hold one line for each of these steps: the old line where it is whole, else the
+    journal's metrics. A torn last line and lines of steps that were lost go."""
+    lines: dict[int, str] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                lines[json.loads(line)["step"]] = line
+    kept = [
+        lines.get(report.step) or json.dumps({"step": report.step, **report.metrics})
+        for report in reports
+    ]
     path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
