@@ -34,7 +34,7 @@ class AnswerOptions(Section):
     workers: int = Field(2, ge=1)
     """Most processes for symbolic comparisons; they start when one is needed."""
     timeout_s: float = Field(5.0, gt=0)
-    """Longest symbolic comparison; past it the answer is wrong."""
+    """Processor time of one symbolic comparison; past it the answer is wrong."""
 
     @model_validator(mode="after")
     def _right_is_better(self) -> Self:

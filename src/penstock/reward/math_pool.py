@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import select
-import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from penstock.errors import RewardError
+from penstock.reward.line_process import LineProcess, ProcessGone, ProcessSlow
 
 START_TIMEOUT_S = 120.0
 CACHE_SIZE = 8192
@@ -35,68 +32,6 @@ class Comparison:
     note: str = ""
 
 
-class _WorkerGone(Exception):
-    """The process ended without an answer."""
-
-
-class _WorkerSlow(Exception):
-    """The process gave no answer in time."""
-
-
-class _Worker:
-    """One process that compares pairs, one at a time."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.reward.math_worker", str(MEMORY_BYTES)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the run, which closes its workers itself
-        )
-        try:
-            self._read_line(START_TIMEOUT_S)
-        except (_WorkerGone, _WorkerSlow):
-            self.kill()
-            raise RewardError(
-                "the symbolic comparison does not start: "
-                "`python -m penstock.reward.math_worker` ended or hung (is math-verify installed?)"
-            ) from None
-
-    def ask(self, gold: str, answer: str, timeout_s: float) -> bool:
-        """Raises _WorkerGone or _WorkerSlow; the worker is of no use after either."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise _WorkerGone from None
-        return self._read_line(timeout_s) == b"1"
-
-    def _read_line(self, timeout_s: float) -> bytes:
-        assert self._process.stdout is not None
-        descriptor, line = self._process.stdout.fileno(), b""
-        deadline = time.monotonic() + timeout_s
-        while not line.endswith(b"\n"):
-            if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise _WorkerSlow
-            chunk = os.read(descriptor, 64)
-            if not chunk:
-                raise _WorkerGone
-            line += chunk
-        return line.strip()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue  # it was killed with a request still in the buffer
-
-
 class MathPool:
     """Consumes pairs of answers, produces Comparisons; at most `workers` at a time."""
 
@@ -104,8 +39,8 @@ class MathPool:
         self._size, self._timeout_s = workers, timeout_s
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
-        self._alive: set[_Worker] = set()
-        self._idle: list[_Worker] = []
+        self._alive: set[LineProcess] = set()
+        self._idle: list[LineProcess] = []
         self._known: OrderedDict[tuple[str, str], Comparison] = OrderedDict()
         self._closed = False
 
@@ -140,11 +75,12 @@ class MathPool:
         for _ in range(2):  # a first death may have been meant for another, a second is this pair's
             worker = self._take()
             try:
-                equal = worker.ask(gold, answer, self._timeout_s)
-            except _WorkerSlow:
+                pair = json.dumps([gold, answer])
+                equal = worker.ask(pair, self._timeout_s, processor_time=True) == "1"
+            except ProcessSlow:
                 self._end(worker)
                 return Comparison(False, f"comparison took more than {self._timeout_s:g} s")
-            except _WorkerGone:
+            except ProcessGone:
                 self._end(worker)
                 continue
             with self._lock:
@@ -152,18 +88,21 @@ class MathPool:
             return Comparison(equal)
         return Comparison(False, "comparison crashed its worker")
 
-    def _take(self) -> _Worker:
+    def _take(self) -> LineProcess:
         with self._lock:
             if self._closed:
                 raise RewardError("the symbolic comparison was closed while it ran")
             if self._idle:
                 return self._idle.pop()
-        worker = _Worker()
+        worker = LineProcess(
+            [sys.executable, "-m", "penstock.reward.math_worker", str(MEMORY_BYTES)],
+            START_TIMEOUT_S,
+        )
         with self._lock:
             self._alive.add(worker)
         return worker
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: LineProcess) -> None:
         worker.kill()
         with self._lock:
             self._alive.discard(worker)

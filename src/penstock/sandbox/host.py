@@ -186,7 +186,7 @@ class Nursery:
                 message = request | {"uid": uid, "gid": gid}
                 wire.send(self._link, message, [theirs.fileno()])
                 reply = self._receive()
-            except (wire.Closed, SandboxError):
+            except (wire.Closed, SandboxError, OSError):
                 ours.close()
                 raise SandboxError("the sandbox's nursery has ended") from None
         if "error" in reply:
@@ -200,7 +200,7 @@ class Nursery:
             try:
                 wire.send(self._link, {"op": "end", "pid": pid})
                 self._receive()
-            except (wire.Closed, SandboxError):
+            except (wire.Closed, SandboxError, OSError):
                 return  # the nursery is gone, and all its sandboxes with it
 
     @property

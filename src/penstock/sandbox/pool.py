@@ -26,6 +26,7 @@ class SandboxPool:
         self._nursery: Nursery | None = None
         self._warm: deque[Sandbox] = deque()
         self._isolation: Isolation | None = None
+        self._closed = False
 
     @property
     def isolation(self) -> Isolation:
@@ -62,6 +63,8 @@ class SandboxPool:
     def _start(self) -> Nursery:
         mode = self.isolation.mode
         with self._lock:
+            if self._closed:
+                raise SandboxError("sandbox: the pool was closed")
             if self._nursery is None or not self._nursery.alive:
                 if self._nursery is not None:
                     self._nursery.close()
@@ -92,8 +95,9 @@ class SandboxPool:
         fresh.end()
 
     def close(self) -> None:
-        """End every sandbox. The pool may be used again; it starts anew."""
+        """End every sandbox, also those that are lent; no further one is lent."""
         with self._lock:
+            self._closed = True
             nursery, self._nursery = self._nursery, None
             warm = list(self._warm)
             self._warm.clear()

@@ -1,0 +1,136 @@
+"""code: a response is right when its program passes the prompt's tests. Layer 1.
+
+Runs in sandboxes on this machine or on verification servers. Broken test cases and servers that do not
+answer are failures of the rollout; only a verdict gives a value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from penstock.config import Section
+from penstock.reward.extraction import Extract, python_block
+from penstock.sandbox.client import VerificationClient
+from penstock.sandbox.pool import SandboxPool
+from penstock.sandbox.settings import SandboxSettings
+from penstock.sandbox.testcases import read_tests
+from penstock.sandbox.verify import PASS, Verdict, verify
+from penstock.types import Prompt, Rollout, Score
+
+
+class CodeOptions(Section):
+    right: float = 1.0
+    """Value when all tests pass."""
+    wrong: float = 0.0
+    """Value when none does, or there is no program."""
+    credit: Literal["all", "share"] = "all"
+    """all: right or wrong, nothing between; share: by the share of tests that pass."""
+    source: Literal["block", "response"] = "block"
+    """block: the last fenced python block; response: the whole text is the program."""
+    timeout_s: float = Field(6.0, gt=0)
+    """Wall time of one test."""
+    servers: tuple[str, ...] = ()
+    """URLs of verification servers; empty: sandboxes on this machine."""
+    token: str = ""
+    """Bearer token of the servers."""
+    request_timeout_s: float = Field(120.0, gt=0)
+    """Longest wait for one reply of a server."""
+    retries: int = Field(5, ge=0)
+    """Further attempts when a server does not answer."""
+    sandbox: SandboxSettings = SandboxSettings()
+    """Limits of sandboxes on this machine; see docs/rewards.md."""
+
+    @model_validator(mode="after")
+    def _right_is_better(self) -> Self:
+        if self.right < self.wrong:
+            raise ValueError(
+                f"option right: got {self.right}, allowed: at least wrong = {self.wrong}"
+            )
+        return self
+
+
+class CodeReward:
+    """Consumes finished rollouts, runs their programs, produces a Score with a code per test."""
+
+    Options = CodeOptions
+    lowest_when_truncated = True
+
+    def __init__(self, options: CodeOptions, *, max_tokens: int) -> None:
+        self._settings = options
+        self._pool = SandboxPool(options.sandbox)
+        self._threads: ThreadPoolExecutor | None = None
+        self._client: VerificationClient | None = None
+        if options.servers:
+            self._client = VerificationClient(
+                options.servers,
+                token=options.token,
+                request_timeout_s=options.request_timeout_s,
+                retries=options.retries,
+            )
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        """Run the program of one response."""
+        read_tests(prompt.test_cases)  # broken data is a fault whatever the response says
+        if rollout.finish_reason == "length":
+            return self._score(False, 0.0, "truncated")
+        found = self._extract(rollout.text)
+        if found.answer is None:
+            return self._score(found.format_ok, 0.0, found.note)
+        verdict = await self._verify(prompt, found.answer)
+        share = verdict.result.count(PASS) / len(verdict.result)
+        return self._score(found.format_ok, share, _note(verdict))
+
+    def _extract(self, text: str) -> Extract:
+        return python_block(text) if self._settings.source == "block" else Extract(text, True)
+
+    async def _verify(self, prompt: Prompt, source: str) -> Verdict:
+        assert prompt.test_cases is not None
+        stop = self._settings.credit == "all"
+        if self._client is not None:
+            return await self._client.check(
+                prompt.test_cases, source, self._settings.timeout_s, stop
+            )
+        if self._threads is None:
+            workers = self._settings.sandbox.workers
+            self._threads = ThreadPoolExecutor(workers, thread_name_prefix="code")
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads,
+            verify,
+            self._pool,
+            prompt.test_cases,
+            source,
+            self._settings.timeout_s,
+            stop,
+        )
+
+    def _score(self, format_ok: bool, share: float, note: str) -> Score:
+        settings = self._settings
+        earned = share if settings.credit == "share" else float(share == 1.0)
+        value = settings.wrong + earned * (settings.right - settings.wrong)
+        parts = {"share": share}
+        return Score(
+            value=value, parts=parts, format_ok=format_ok, answer_ok=share == 1.0, note=note
+        )
+
+    async def close(self) -> None:
+        """End the sandboxes and connections."""
+        if self._client is not None:
+            await self._client.close()
+        pool, self._pool = self._pool, SandboxPool(self._settings.sandbox)
+        threads, self._threads = self._threads, None
+        await asyncio.to_thread(pool.close)  # first: what still runs ends with its sandbox
+        if threads is not None:
+            await asyncio.to_thread(threads.shutdown, wait=True, cancel_futures=True)
+
+
+def _note(verdict: Verdict) -> str:
+    if verdict.passed:
+        return f"{len(verdict.result)} of {len(verdict.result)} tests pass"
+    index = next(i for i, code in enumerate(verdict.result) if code != PASS)
+    reason = str(verdict.metadata[index].get("note", ""))[:200]
+    passed = verdict.result.count(PASS)
+    return f"{passed} of {len(verdict.result)} tests pass; test {index}: {reason}"
