@@ -1,6 +1,7 @@
 // Pictures made of rectangles: histograms, the pipeline's timeline, and where the groups went.
 
-const MOST_SLOTS = 240; // a longer run's timeline is drawn in so many slots of several steps
+const MOST_SLOTS = 400; // a longer run's timeline is drawn in so many slots of several steps
+const NARROW_SLOT = 6; // pixels
 
 // Trained groups by staleness; runs side by side.
 function drawStaleness(body, width, runs) {
@@ -113,23 +114,15 @@ function drawTimeline(body, width, run) {
   picture.append(
     laneTitle("Trainer", run.figures.trainer_waited, 14, width),
     laneTitle("Producer", run.figures.producer_waited, second - 8, width),
-    ...marks.map((mark) => svg("line", { class: "grid", x1: x(mark), x2: x(mark), y1: 22, y2: height - 20 })),
+    ...marks.map((mark) => svg("line", { class: "grid", x1: x(mark), x2: x(mark), y1: second + lane, y2: second + lane + 5 })),
     ...marks.map((mark) => svg("text", { class: "tick", x: x(mark), y: height - 4, "text-anchor": mark === 0 ? "start" : "middle" }, mark === 0 ? "0" : clock(mark))),
   );
   for (const slot of slots) {
-    const length = slot.end - slot.start;
-    const gap = (slot.end - slot.start) * (width / total) > 4 ? 1 : 0;
-    const rect = (kind, y, from, to) =>
-      svg("rect", { class: kind, x: x(from).toFixed(2), y, width: Math.max(0, x(to) - x(from) - gap).toFixed(2), height: lane });
-    const waited = Math.min(slot.trainer, length);
-    const idle = Math.min(slot.producer, length);
     const group = svg(
       "g",
       { class: "slot", "data-step": slot.step, "data-trained": slot.busy, "data-trainer-waited": slot.trainer, "data-producer-waited": slot.producer },
-      rect("wait", 22, slot.start, slot.start + waited),
-      rect("train", 22, slot.start + waited, slot.end),
-      rect("produce", second, slot.start, slot.end - idle),
-      rect("wait", second, slot.end - idle, slot.end),
+      ...laneParts("train", slot, slot.trainer, x, 22, lane, true),
+      ...laneParts("produce", slot, slot.producer, x, second, lane, false),
     );
     hover(group, () => [
       slot.steps > 1 ? `steps ${slot.step} to ${slot.step + slot.steps - 1}` : `step ${slot.step}`,
@@ -142,6 +135,20 @@ function drawTimeline(body, width, run) {
     picture.append(group);
   }
   body.append(picture);
+}
+
+// A wide slot is cut along the clock (the trainer waits first, then trains); in one too narrow for that
+// the height of the waiting part is its share.
+function laneParts(kind, slot, waited, x, top, lane, waitsFirst) {
+  const share = Math.min(1, waited / (slot.end - slot.start || 1));
+  const wide = x(slot.end) - x(slot.start) > NARROW_SLOT;
+  const [from, to] = [x(slot.start), x(slot.end) - (wide ? 1 : 0)];
+  const rect = (name, left, right, height) =>
+    svg("rect", { class: name, x: left.toFixed(2), y: top, width: Math.max(0, right - left).toFixed(2), height: height.toFixed(2) });
+  if (!wide) return [rect(kind, from, to + 0.3, lane), rect("wait", from, to + 0.3, lane * share)];
+  const cut = waitsFirst ? from + (to - from) * share : to - (to - from) * share;
+  if (waitsFirst) return [rect("wait", from, cut, lane), rect(kind, cut, to, lane)];
+  return [rect(kind, from, cut, lane), rect("wait", cut, to, lane)];
 }
 
 // Round moments: whole seconds, minutes or hours.

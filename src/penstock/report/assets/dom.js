@@ -43,7 +43,8 @@ function clock(seconds) {
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 60) return `${number(seconds, 2)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+  if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
+  if (seconds < 3600) return `${Math.round(seconds / 60)} min`;
   return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
 }
 

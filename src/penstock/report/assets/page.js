@@ -18,7 +18,8 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs.map((run, index) => ({ ...run, index: index % 8, shown: true }));
 const shownRuns = () => runs.filter((run) => run.shown);
 const several = runs.length > 1;
-const view = { smoothing: 0 };
+const LONG_RUN = 150; // steps from which curves start smoothed, with the raw one faint behind
+const view = { smoothing: Math.max(...runs.map((run) => run.steps.length)) > LONG_RUN ? 0.9 : 0 };
 
 function speed(run) {
   const tokens = run.curves["tokens/generated"];
@@ -75,7 +76,7 @@ function learningSection() {
   );
   const absentNames = CHARTS.filter((chart) => !logged.includes(chart)).map((chart) => chart.title.toLowerCase());
   const note = absentNames.length ? html("p", { class: "quiet-text" }, `Not logged: ${absentNames.join(", ")}.`) : null;
-  const slider = html("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, "aria-label": "smoothing" });
+  const slider = html("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: view.smoothing, "aria-label": "smoothing" });
   slider.addEventListener("input", () => {
     view.smoothing = Number(slider.value);
     redraw();
