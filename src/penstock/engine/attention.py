@@ -59,7 +59,7 @@ class StepCache(Cache):
     """What the model takes for its cache; keeps nothing itself."""
 
     def __init__(self) -> None:
-        self.layers = []
+        self.layers: list[Any] = []
 
     def update(
         self,

@@ -14,6 +14,8 @@ import torch
 
 from penstock.engine.attention import AttentionCall, ShapeProbe, StepCache, running
 from penstock.engine.buckets import BucketedKV, DecodeStep, KVShape, round_up
+from penstock.engine.fuse import fuse_norms, fuse_projections
+from penstock.engine.invariance import find_row_quantum
 from penstock.engine.loading import TransformersOptions
 from penstock.engine.prefill import PrefillStep, Span
 from penstock.engine.runner import Finished, end_ids
@@ -42,8 +44,12 @@ class CpuRunner:
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self.longest = longest_request(model, options)
         self._text_of = text_of
-        self._kv = BucketedKV(probe_shape(model))
-        self._quantum, self.batch_invariant = 16, False
+        shape = probe_shape(model)
+        self._quantum, self.batch_invariant = find_row_quantum(model, shape, options.threads)
+        if options.fuse:
+            fuse_projections(model)
+            fuse_norms(model)
+        self._kv = BucketedKV(shape)
         self._prompts: dict[bytes, Prefilled] = {}
         self._cache = StepCache()
 
@@ -134,7 +140,7 @@ class CpuRunner:
         decoded = len(decode.slots_N)
         if not new:
             return decode.slots_N, logits_KV
-        known: dict[bytes | int, Prefilled] = {**self._prompts}
+        known: dict[bytes | int, Prefilled] = dict(self._prompts.items())
         if prefill.spans:
             keys, values = prefill.finish()
             for i, (key, span) in enumerate(zip(unique, prefill.spans, strict=True)):
@@ -191,7 +197,6 @@ def longest_request(model: torch.nn.Module, options: TransformersOptions) -> int
     return min(positions, options.max_tokens_in_flight or positions)
 
 
-@torch.inference_mode()
 def probe_shape(model: torch.nn.Module) -> KVShape:
     """Run two tokens and see what each layer stores; refuse models that keep other state."""
     probe = ShapeProbe()

@@ -246,7 +246,8 @@ class TransformersEngine:
 
     def _admit(self) -> list[Sequence]:
         """Waiting requests, first come first, as slots, memory and prefill rows allow."""
-        runner, rows, chosen = self._live_runner, 0, []
+        runner, rows = self._live_runner, 0
+        chosen: list[Sequence] = []
         seen: set[bytes] = set()
         limit = self._options.max_tokens_in_flight
         while self._waiting:

@@ -35,7 +35,6 @@ def model_digest(model: torch.nn.Module) -> str:
     return weights_digest((name, *weight_bits(tensor)) for name, tensor in named_weights(model))
 
 
-@torch.no_grad()
 def load_weights(
     model: torch.nn.Module, source: Iterable[tuple[str, torch.Tensor]], digest: str
 ) -> str:
@@ -46,16 +45,19 @@ def load_weights(
     """
     new = _matching_weights(model, source)
     old = {name: tensor.clone() for name, tensor in named_weights(model)}
-    for name, tensor in named_weights(model):
-        tensor.copy_(new[name])
+    _copy_into(model, new)
     loaded = model_digest(model)
     if loaded != digest:
-        for name, tensor in named_weights(model):
-            tensor.copy_(old[name])
+        _copy_into(model, old)
         raise DigestMismatch(
             f"weights refused, the old ones stay: got digest {loaded}, announced was {digest}"
         )
     return loaded
+
+
+def _copy_into(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    for name, tensor in named_weights(model):
+        tensor.copy_(weights[name])
 
 
 def _matching_weights(

@@ -1,0 +1,220 @@
+"""Rollout speed of the transformers engine beside transformers `generate`, in one run.
+
+    python benchmarks/rollouts.py                        # CPU: the 1M-parameter shape of the demo
+    python benchmarks/rollouts.py --model smollm2        # CPU: SmolLM2-135M (see smollm2.py)
+    python benchmarks/rollouts.py --model qwen0.5b --device cuda
+
+Two loads: equal lengths, and log-normal ones. Both sides make exactly the asked number of tokens with
+temperature 1; ours also returns log-probs. `generate` gets batches of as many rows as ours has slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from smollm2 import load_smollm2
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen3Config,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from penstock.engine.loading import TransformersOptions
+from penstock.engine.protocol import GenerationRequest, SamplingParams
+from penstock.engine.transformers_engine import TransformersEngine
+
+
+@dataclass(frozen=True)
+class Case:
+    requests: int
+    slots: int
+    prompt_tokens: int
+    equal_tokens: int
+    mean_tokens: int
+    max_tokens: int
+
+
+CASES = {
+    "demo": Case(256, 64, 16, 64, 48, 400),
+    "smollm2": Case(64, 32, 32, 32, 32, 256),
+    "qwen0.5b": Case(512, 512, 64, 256, 306, 2048),
+}
+
+
+def demo_shape() -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+
+
+def qwen_shape() -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    )
+
+
+def build(model: str, device: str, implementation: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    if model == "smollm2":
+        built = load_smollm2(implementation)
+    else:
+        config = demo_shape() if model == "demo" else qwen_shape()
+        built = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=implementation
+        )
+    built.config.eos_token_id = built.generation_config.eos_token_id = None
+    built.generation_config.pad_token_id = 0
+    return built.to(device).eval()
+
+
+def lognormal_lengths(count: int, mean: int, largest: int) -> list[int]:
+    """Lengths with this mean after the cut at `largest`; the same on every machine."""
+    normal = np.random.default_rng(0).standard_normal(count)
+    scale, lengths = float(mean), np.ones(count)
+    for _ in range(20):
+        lengths = np.clip(scale * np.exp(1.1 * normal - 0.6), 4, largest)
+        scale *= mean / lengths.mean()
+    return [int(length) for length in lengths]
+
+
+class RowLengths(StoppingCriteria):
+    """Ends each row of `generate` after its own number of tokens."""
+
+    def __init__(self, prompt_tokens: int, lengths: list[int], device: str) -> None:
+        self._ends = prompt_tokens + torch.tensor(lengths, device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        return input_ids.shape[1] >= self._ends
+
+
+def run_generate(
+    model: torch.nn.Module, prompts: np.ndarray, lengths: list[int], slots: int
+) -> None:
+    device = str(next(model.parameters()).device)
+    ids = torch.from_numpy(prompts).to(device)
+    for first in range(0, len(lengths), slots):
+        part = lengths[first : first + slots]
+        model.generate(
+            ids[first : first + slots],
+            attention_mask=torch.ones_like(ids[first : first + slots]),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=max(part),
+            stopping_criteria=StoppingCriteriaList([RowLengths(prompts.shape[1], part, device)]),
+        )
+
+
+def run_engine(
+    engine: TransformersEngine,
+    prompts: np.ndarray,
+    lengths: list[int],
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    requests = [
+        GenerationRequest(
+            request_id=str(i),
+            prompt_ids=prompt,
+            sampling=SamplingParams(max_tokens=length),
+            seed=i,
+        )
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    made = loop.run_until_complete(engine.generate_many(requests))
+    assert [len(g.logprobs) for g in made] == lengths, {g.error for g in made}
+
+
+def timed(work: Callable[[], None], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=list(CASES), default="demo")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=["ours", "generate"], default=None)
+    parser.add_argument("--slots", type=int, default=0, help="rows that run together")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    case = CASES[args.model]
+    slots = args.slots or case.slots
+    prompts = np.random.default_rng(1).integers(2, 60, (case.requests, case.prompt_tokens))
+    loads = {
+        "equal": [case.equal_tokens] * case.requests,
+        "lognormal": lognormal_lengths(case.requests, case.mean_tokens, case.max_tokens),
+    }
+    speeds: dict[str, dict[str, float]] = {name: {} for name in loads}
+
+    if args.only != "generate":
+        options = TransformersOptions(
+            device=args.device, max_slots=slots, threads=args.threads, prefill_rows=32768
+        )
+        engine = TransformersEngine(
+            lambda: build(args.model, args.device, "penstock"), fetch=lambda _: [], options=options
+        )
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(engine.start())
+        run_engine(engine, prompts[:slots], [4] * min(slots, case.requests), loop)
+        for name, lengths in loads.items():
+            seconds = timed(
+                lambda lengths=lengths: run_engine(engine, prompts, lengths, loop), args.repeats
+            )
+            speeds[name]["penstock"] = sum(lengths) / seconds
+        loop.run_until_complete(engine.close())
+        loop.close()
+        del engine
+        gc.collect()
+
+    if args.only != "ours":
+        model = build(args.model, args.device, "sdpa")
+        run_generate(model, prompts[:slots], [4] * min(slots, case.requests), slots)
+        for name, lengths in loads.items():
+            seconds = timed(lambda lengths=lengths: run_generate(model, prompts, lengths, slots), 1)
+            speeds[name]["generate"] = sum(lengths) / seconds
+
+    print(f"{args.model} on {args.device}, {slots} slots, {args.threads} threads; tokens/s")
+    for name, row in speeds.items():
+        ratio = row.get("penstock", 0) / row["generate"] if "generate" in row else float("nan")
+        cells = "  ".join(f"{who} {speed:10,.0f}" for who, speed in row.items())
+        print(f"  {name:10} {cells}  ratio {ratio:.2f}")
+    print(json.dumps({"model": args.model, "device": args.device, "speeds": speeds}))
+
+
+if __name__ == "__main__":
+    main()

