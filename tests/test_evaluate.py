@@ -62,7 +62,7 @@ def task(problems: int, generations: int) -> EvalTask:
     )
 
 
-def run(engine: ScriptedEngine, spec: EvalTask, folder: Path):  # noqa: ANN201
+def run(engine: ScriptedEngine, spec: EvalTask, folder: Path):
     return asyncio.run(evaluate(engine, spec, step=3, version=2, folder=folder))  # type: ignore[arg-type]
 
 

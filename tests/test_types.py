@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -58,7 +60,7 @@ def test_segments_are_the_run_length_form_of_the_versions(runs: list[tuple[int, 
         segments = extend_segments(segments, version, length)
         expected += [version] * length
     assert expand_segments(segments) == expected
-    assert all(a.version != b.version for a, b in zip(segments, segments[1:], strict=False))
+    assert all(a.version != b.version for a, b in itertools.pairwise(segments))
 
 
 def test_per_token_fields_must_have_one_length() -> None:

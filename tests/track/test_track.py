@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def info(tmp_path: Path, *trackers: str) -> RunInfo:
 class Recorder:
     """A tracker of the tests' own, named in a config by its path."""
 
-    seen: list[tuple[int, dict[str, float]]] = []
+    seen: ClassVar[list[tuple[int, dict[str, float]]]] = []
 
     def __init__(self, run: RunInfo) -> None:
         type(self).seen = []

@@ -1,0 +1,201 @@
+"""The whole machine on the demo policy: sync and async, stopped, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.config_source import load_config
+from penstock.journal import Journal
+from penstock.run_folder import RunFolder
+from penstock.session import resume_run, train_new
+from penstock.track.protocol import RunInfo
+
+SMALL = [
+    "train.groups_per_step=4",
+    "sampling.num_generations=4",
+    "engine.max_slots=16",
+    "eval.max_problems=8",
+    "eval.every_steps=0",
+    "checkpoint.every_steps=2",
+    "track.trackers=[]",
+    "train.lr=1e-3",
+]
+PROMISED_METRICS = [
+    "step",
+    "policy_version",
+    "reward/mean",
+    "accuracy/mean",
+    "response_length/mean",
+    "loss/policy",
+    "kl/mean",
+    "entropy/mean",
+    "ratio/mean",
+    "clip/fraction",
+    "grad_norm",
+    "lr",
+    "staleness/mean",
+    "staleness/max",
+    "mismatch/kl",
+    "tokens/generated",
+    "tokens/trained",
+    "time/step_s",
+    "time/consumer_wait_s",
+    "time/producer_wait_s",
+]
+
+
+def train(folder: Path, name: str, *overrides: str) -> RunFolder:
+    """A run inside this process."""
+    inline = ["launch.kind=inline", f"run.dir={folder}", f"run.name={name}"]
+    train_new(load_config(None, [*SMALL, *inline, *overrides]).config)
+    return RunFolder(folder / name)
+
+
+def digests(run: RunFolder) -> list[str]:
+    journal = Journal.open(run.journal, readonly=True)
+    try:
+        return [report.digest for report in journal.steps()]
+    finally:
+        journal.close()
+
+
+def metrics(run: RunFolder) -> list[dict[str, float]]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def sync_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return train(tmp_path_factory.mktemp("runs"), "sync", "train.steps=4", "produce.strategy=sync")
+
+
+def test_a_run_leaves_what_it_promises(sync_run: RunFolder) -> None:
+    lines = metrics(sync_run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert set(PROMISED_METRICS) <= set(lines[0])
+    assert {path.name for path in sync_run.checkpoints.iterdir()} == {"step-2", "step-4"}
+    evaluations = [
+        json.loads(t) for t in (sync_run.evaluations / "summary.jsonl").read_text().splitlines()
+    ]
+    assert [(e["step"], e["policy_version"]) for e in evaluations] == [(0, 0), (4, 4)]
+    assert (sync_run.path / "report.html").exists()
+
+
+def test_on_policy_means_on_policy(sync_run: RunFolder) -> None:
+    for line in metrics(sync_run):
+        assert line["staleness/max"] == 0
+        assert line["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+        assert line["mismatch/kl"] < 1e-8
+
+
+def test_async_with_staleness_0_is_sync_bitwise(sync_run: RunFolder, tmp_path: Path) -> None:
+    other = train(
+        tmp_path, "async", "train.steps=4", "produce.strategy=async", "produce.max_staleness=0"
+    )
+    assert digests(other) == digests(sync_run)
+
+
+def test_another_seed_is_another_run(sync_run: RunFolder, tmp_path: Path) -> None:
+    other = train(tmp_path, "seed", "train.steps=1", "produce.strategy=sync", "seed=1")
+    assert digests(other)[0] != digests(sync_run)[0]
+
+
+def test_staleness_stays_within_its_bound(tmp_path: Path) -> None:
+    run = train(tmp_path, "stale", "train.steps=5", "produce.max_staleness=2")
+    assert max(line["staleness/max"] for line in metrics(run)) <= 2
+
+
+def test_a_reward_that_raises_stops_the_run_with_its_name(tmp_path: Path) -> None:
+    from penstock.errors import TooManyFailures
+
+    bad = tmp_path / "bad_reward.py"
+    bad.write_text("def score(rollout, prompt):\n    raise RuntimeError('judge is down')\n")
+    with pytest.raises(TooManyFailures, match="judge is down"):
+        train(tmp_path, "bad", "train.steps=2", f"tasks.train.rewards=[{{type='{bad}:score'}}]")
+
+
+class StepPipe:
+    """A tracker that tells each finished step through the named pipe in the run's parent folder."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._pipe = (info.folder.parent / "steps").open("w", buffering=1)
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        self._pipe.write(f"{step}\n")
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def start_until_step(folder: Path, step: int, *overrides: str) -> subprocess.Popen:
+    """A run in processes of its own; returns when it has told of that step."""
+    os.mkfifo(folder / "steps")
+    places = [f"run.dir={folder}", f"track.trackers=['{__file__}:StepPipe']"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.cli", "train", *SMALL, *places, *overrides],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with (folder / "steps").open() as pipe:
+        for line in pipe:
+            if int(line) == step:
+                return process
+    raise AssertionError(f"the run ended early: {process.communicate()[1]}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_killed_and_resumed_it_trains_every_group_once(
+    strategy: str, sync_run: RunFolder, tmp_path: Path
+) -> None:
+    settings = ["run.name=killed", "train.steps=4", "checkpoint.every_steps=0"]
+    process = start_until_step(tmp_path, 2, *settings, f"produce.strategy={strategy}")
+    run = RunFolder(tmp_path / "killed")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = digests(run)
+    resume_run(run, ["launch.kind=inline", "track.trackers=[]"])
+    after = digests(run)
+    assert after[: len(before)] == before
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4]
+    if strategy == "sync":
+        assert after == digests(sync_run)
+    assert_balanced(run)
+
+
+def assert_balanced(run: RunFolder) -> None:
+    journal = Journal.open(run.journal, readonly=True)
+    try:
+        trained = journal.query(
+            "SELECT step, COUNT(*) FROM groups WHERE state = 'trained' GROUP BY step"
+        )
+        counts = journal.counts()["train"]
+    finally:
+        journal.close()
+    assert trained == [(step, 4) for step in (1, 2, 3, 4)]
+    assert counts["drawn"] == sum(number for state, number in counts.items() if state != "drawn")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
+    process = start_until_step(tmp_path, 1, "run.name=stopped", "train.steps=1000")
+    run = RunFolder(tmp_path / "stopped")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert f"penstock resume {run.path}" in errors
+    assert "Traceback" not in errors
+    last = metrics(run)[-1]["step"]
+    assert any(
+        path.name in (f"step-{last}", f"step-{last + 1}") for path in run.checkpoints.iterdir()
+    )
