@@ -163,7 +163,7 @@ def test_the_timeline_has_every_step(page: Page, made: RunFolder) -> None:
 
 
 def test_no_text_of_a_run_becomes_markup(made: RunFolder, tmp_path: Path) -> None:
-    hostile = "</script><img id=pwned src=x onerror='document.documentElement.dataset.pwned=1'>"
+    hostile = "</script ><!--<script></script\t><img id=pwned src=x onerror='document.documentElement.dataset.pwned=1'>"
     record = read_run(made)
     record.name = hostile
     record.config = record.missing = [hostile]

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from made_run import GROUP_SIZE, make_run, metrics_of
+from penstock.config_source import load_config, to_toml
 from penstock.errors import UserError
 from penstock.report import write_report
 from penstock.report.data import MAX_TEXT, read_run
@@ -97,6 +98,14 @@ def test_a_missing_file_is_said(run: RunFolder, name: str, says: str) -> None:
     record = read_run(run)
     assert any(says in line for line in record.missing)
     assert "Not everything is here" in render([record])
+
+
+def test_a_run_that_evaluates_nothing_misses_nothing(run: RunFolder) -> None:
+    shutil.rmtree(run.evaluations)
+    config = load_config(run.path / "config.toml").config
+    plain = config.model_copy(update={"eval": config.eval.model_copy(update={"tasks": {}})})
+    (run.path / "config.toml").write_text(to_toml(plain))
+    assert read_run(run).missing == []
 
 
 def test_without_a_journal_the_samples_come_from_the_rollout_log(run: RunFolder) -> None:

@@ -67,22 +67,23 @@ class RunRecord:
 def read_run(folder: RunFolder) -> RunRecord:
     """Read all that is there."""
     record = RunRecord(name=folder.path.resolve().name, path=str(folder.path))
-    _read_config(folder, record)
+    config = _read_config(folder, record)
     _read_metrics(folder, record)
-    _read_evaluations(folder, record)
+    if _at(config, "eval", "tasks") != {} or (folder.evaluations / "summary.jsonl").exists():
+        _read_evaluations(folder, record)
     _read_journal(folder, record)
     if not record.samples:
         _read_rollout_log(folder, record)
     return record
 
 
-def _read_config(folder: RunFolder, record: RunRecord) -> None:
+def _read_config(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
     try:
         record.config = (folder.path / CONFIG).read_text(encoding="utf-8")
         tree = tomllib.loads(record.config)
     except (OSError, ValueError) as error:
         record.missing.append(f"{CONFIG} cannot be read: {_reason(error)}")
-        return
+        return {}
     steps, tasks = _at(tree, "train", "steps"), _at(tree, "tasks")
     record.planned_steps = steps if isinstance(steps, int) else None
     named = {
@@ -97,6 +98,7 @@ def _read_config(folder: RunFolder, record: RunRecord) -> None:
         "launch": _at(tree, "launch", "kind"),
     }
     record.settings = {name: str(value) for name, value in named.items() if value not in (None, "")}
+    return tree
 
 
 def _at(tree: Any, *keys: str) -> Any:
@@ -243,13 +245,14 @@ def _logged_sample(row: dict[str, Any]) -> dict[str, Any]:
 
 def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, Any]]:
     """The JSON objects of a file, one a line; lines that are none are counted and said."""
+    name = path.relative_to(record.path)
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
-        record.missing.append(f"{path.name} is not there: {absence}")
+        record.missing.append(f"{name} is not there: {absence}")
         return []
     except OSError as error:
-        record.missing.append(f"{path.name} cannot be read: {_reason(error)}")
+        record.missing.append(f"{name} cannot be read: {_reason(error)}")
         return []
     rows, bad = [], []
     for number, line in enumerate(lines, start=1):
@@ -262,13 +265,11 @@ def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, A
         else:
             bad.append(number)
     if bad == [len(lines)]:
-        record.missing.append(f"{path.name}: the last line is torn and was left out")
+        record.missing.append(f"{name}: the last line is torn and was left out")
     elif bad:
-        record.missing.append(
-            f"{path.name}: {len(bad)} lines are damaged, the first is line {bad[0]}"
-        )
+        record.missing.append(f"{name}: {len(bad)} lines are damaged, the first is line {bad[0]}")
     if not rows and not bad:
-        record.missing.append(f"{path.name} is empty: {absence}")
+        record.missing.append(f"{name} is empty: {absence}")
     return rows
 
 

@@ -40,7 +40,7 @@ function yScale(points, height, options) {
   const bottom = options.low ?? (options.zero && low === 0 ? 0 : low - pad);
   const top = options.high ?? high + pad;
   const map = scale(bottom, top, height - MARGIN.bottom, MARGIN.top);
-  map.marks = ticks(bottom, top, height / 36);
+  map.marks = low === 0 && high === 0 ? [0] : ticks(bottom, top, height / 36);
   return map;
 }
 
@@ -51,9 +51,10 @@ function axes(x, y, width, height) {
   const left = y.marks.map((mark) =>
     svg("text", { class: "tick", x: MARGIN.left - 8, y: y(mark) + 3.5, "text-anchor": "end" }, number(mark)),
   );
-  const below = x.marks.map((mark) =>
-    svg("text", { class: "tick", x: x(mark), y: height - 8, "text-anchor": x(mark) > width - 22 ? "end" : "middle" }, number(mark)),
-  );
+  const below = x.marks.map((mark) => {
+    const overflows = x(mark) + 3.3 * number(mark).length > width;
+    return svg("text", { class: "tick", x: overflows ? width : x(mark), y: height - 8, "text-anchor": overflows ? "end" : "middle" }, number(mark));
+  });
   return [...lines, ...left, ...below];
 }
 

@@ -101,7 +101,7 @@ function dataSection() {
     html("div", { class: "controls" }, runLegend()),
     html(
       "div",
-      { class: "grid-data" },
+      { class: several ? "grid-data uneven" : "grid-data" },
       card("Staleness", "Trained groups by the age of their oldest token.", (body, width) => drawStaleness(body, width, shownRuns())),
       card("Response lengths", "Trained against all that finished: a gap is a bias.", (body, width) => drawLengths(body, width, shownRuns())),
       card("Groups", "Every group that was drawn, by its fate.", (body, width) => drawFates(body, width, shownRuns())),
@@ -141,16 +141,16 @@ function notices() {
   return [html("aside", { class: "notice" }, html("strong", {}, "Not everything is here"), html("ul", {}, ...lines.map((line) => html("li", {}, line))))];
 }
 
-function change(value) {
+function change(value, text = number) {
   if (!value) return ["–"];
-  return [html("span", { class: "from" }, `${number(value.first)} → `), number(value.last)];
+  return [html("span", { class: "from" }, `${text(value.first)} → `), text(value.last)];
 }
 
 function figureRows(run) {
   const f = run.figures;
   const steps = f.planned_steps && f.planned_steps !== f.steps ? `${f.steps} of ${f.planned_steps}` : String(f.steps);
   return [
-    ...Object.entries(f.held_out).map(([task, value]) => [`Accuracy on ${task}`, change(value)]),
+    ...Object.entries(f.held_out).map(([task, value]) => [`Accuracy on ${task}`, change(value, (share) => share.toFixed(3))]),
     ["Reward", change(f.reward)],
     ["Steps", [steps, html("span", { class: "unit" }, ` in ${duration(f.seconds)}`)]],
     ["Generated", [number(f.tokens_per_s), html("span", { class: "unit" }, " tokens/s")]],
