@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 
 from penstock import __version__
+from penstock.config import Section
+from penstock.config_source import explain
 from penstock.errors import PenstockError, StopRequested, UserError
 
 app = typer.Typer(
@@ -102,6 +105,45 @@ def evaluate(
 
 
 @app.command(rich_help_panel="Look")
+def audit(
+    run: Run, json_out: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
+) -> None:
+    """Prove from the journal that nothing was lost, trained twice or too stale; exit 1 if not."""
+    from penstock.audit import audit_run
+    from penstock.run_folder import find
+
+    raise typer.Exit(audit_run(find(run), as_json=json_out))
+
+
+@app.command(rich_help_panel="Look")
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders to overlay.")],
+    out: Annotated[Path | None, typer.Option(help="Default: RUN/report.html.")] = None,
+) -> None:
+    """Write one HTML file: curves, timeline, staleness, lengths, samples."""
+    from penstock.report import write_report
+    from penstock.run_folder import find
+
+    typer.echo(write_report([find(run) for run in runs], out))
+
+
+@app.command(rich_help_panel="Look")
+def rollouts(
+    run: Run,
+    where: Annotated[str | None, typer.Option(help="SQL condition on the view `rollouts`.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only what this step trained.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only of this task.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
+    json_out: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Look at samples: text, reward parts, versions, the step that trained them or why not."""
+    from penstock.rollouts import show_rollouts
+    from penstock.run_folder import find
+
+    show_rollouts(find(run), where=where, step=step, task=task, limit=limit, as_json=json_out)
+
+
+@app.command(rich_help_panel="Look")
 def config(arguments: Arguments = None) -> None:
     """Print the resolved config: every key, its value, where it came from, and what it means."""
     from penstock.config_source import describe, load_config
@@ -116,6 +158,62 @@ def config(arguments: Arguments = None) -> None:
         console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
 
 
+@app.command(rich_help_panel="Rewards")
+def score(
+    data: Annotated[
+        Path, typer.Argument(help="JSONL with `response` and the right answer, or a run.")
+    ],
+    options: Overrides = None,
+    reward: Annotated[str, typer.Option(help="A reward's name or module:function.")] = "boxed",
+    out: Annotated[Path | None, typer.Option(help="Where the lines go; default: stdout.")] = None,
+) -> None:
+    """Run a reward over recorded responses: one JSON line each, in order."""
+    from penstock.score import parse_options, score_file
+
+    raise typer.Exit(score_file(data, reward, out, parse_options(options or [])).exit_code)
+
+
+sandbox_app = typer.Typer(no_args_is_help=True, help="Run untrusted code in isolation.")
+app.add_typer(sandbox_app, name="sandbox", rich_help_panel="Rewards")
+
+
+@sandbox_app.command("check")
+def sandbox_check(options: Overrides = None) -> None:
+    """Say which layers of isolation are active here; exit 1 if code would be refused."""
+    from penstock import sandbox
+    from penstock.sandbox.settings import SandboxSettings
+
+    result = sandbox.check(_section(SandboxSettings, options))
+    for line in result.lines():
+        typer.echo(line)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+@sandbox_app.command("serve")
+def sandbox_serve(
+    options: Overrides = None,
+    host: Annotated[str, typer.Option(help="Another than loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8080,
+    token: Annotated[str | None, typer.Option(help="Or PENSTOCK_SANDBOX_TOKEN.")] = None,
+) -> None:
+    """Serve code verification over HTTP (POST /check_correctness)."""
+    from penstock.sandbox.serve import ServerSettings, serve
+
+    serve(host, port, token, _section(ServerSettings, options))
+
+
+S = TypeVar("S", bound=Section)
+
+
+def _section(kind: type[S], options: list[str] | None) -> S:
+    from penstock.score import parse_options
+
+    try:
+        return kind.model_validate(parse_options(options or []))
+    except ValidationError as error:
+        raise UserError(explain(error)) from None
+
+
 def main() -> None:
     """The entry point: every error that is ours becomes one line and an exit code."""
     try:
@@ -124,6 +222,9 @@ def main() -> None:
         _fail(error, 2)
     except StopRequested as error:
         print(error, file=sys.stderr)
+        raise SystemExit(130) from None
+    except KeyboardInterrupt:
+        print("stopped before the first step; nothing was trained", file=sys.stderr)
         raise SystemExit(130) from None
     except PenstockError as error:
         _fail(error, 1)

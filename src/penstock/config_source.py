@@ -49,7 +49,7 @@ def validate(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_explain(error.errors()[0])) from None
+        raise UserError(explain(error)) from None
 
 
 def to_toml(config: Config) -> str:
@@ -99,6 +99,11 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def explain(error: ValidationError) -> str:
+    """The first mistake in one line: the key, what was given, what is allowed."""
+    return _explain(error.errors()[0])
 
 
 def _explain(error: ErrorDetails) -> str:

@@ -61,7 +61,7 @@ class EvalResult:
 
     def metrics(self) -> dict[str, float]:
         prefix = f"eval/{self.task}"
-        named = {f"{prefix}/pass@{k}": value for k, value in self.pass_at.items()}
+        named = {f"{prefix}/pass@{k}": value for k, value in self.pass_at.items() if k > 1}
         return {f"{prefix}/accuracy": self.accuracy, f"{prefix}/reward": self.reward, **named}
 
 

@@ -71,13 +71,9 @@ class Job:
 async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
     """Build the parts, and close every one of them at the end, whatever happened."""
     async with AsyncExitStack() as closing:
-        data = await asyncio.to_thread(_Data.load, config)
-        total_steps = count_steps(config, data.train)
         journal = Journal.open(folder.journal)
         closing.callback(journal.close)
-        start = load("launch.kind", config.launch.kind, LAUNCHERS)
-        workers: Workers = await start(config, total_steps, folder.logs)
-        closing.push_async_callback(workers.close)
+        data, total_steps, workers = await _load_and_launch(config, folder, closing)
         producer = _producer(config, data, workers.engine, journal, total_steps, closing)
         job = Job(
             config=config,
@@ -100,6 +96,23 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         job.tracker = _tracker(job)
         closing.callback(job.tracker.close)
         yield job
+
+
+async def _load_and_launch(
+    config: Config, folder: RunFolder, closing: AsyncExitStack
+) -> tuple[_Data, int, Workers]:
+    """Data here and models in their workers, at the same time where the number of steps is known."""
+    launch = load("launch.kind", config.launch.kind, LAUNCHERS)
+    steps = config.train.steps
+    loading = asyncio.create_task(asyncio.to_thread(_Data.load, config))
+    if steps is None:
+        steps = count_steps(config, (await loading).train)
+    try:
+        workers: Workers = await launch(config, steps, folder.logs)
+        closing.push_async_callback(workers.close)
+    finally:
+        data = await loading
+    return data, steps, workers
 
 
 @asynccontextmanager
