@@ -117,7 +117,7 @@ class Gradients:
         self._consumer = consumer
         consumer._updater._apply = self
 
-    def __call__(self, rate: float) -> tuple[float, bool]:
+    def __call__(self, rate: float, loss: float) -> tuple[float, bool]:
         self.updates.append(
             {
                 name: torch.zeros_like(p) if p.grad is None else p.grad.clone()

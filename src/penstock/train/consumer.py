@@ -152,10 +152,10 @@ class Consumer:
 
     def _metrics(self, outcome: BatchOutcome, seconds: float) -> dict[str, float]:
         metrics = step_metrics(outcome.rows, outcome.advantages_N, outcome.record, self.ranks)
-        finite = [norm for norm in outcome.grad_norms if np.isfinite(norm)]
+        norms = [norm for norm in outcome.grad_norms if np.isfinite(norm)]
         return metrics | {
             "lr": outcome.learning_rate,
-            "grad_norm": float(np.mean(finite)) if finite else 0.0,
+            "grad_norm": float(np.mean(norms)) if norms else 0.0,
             "updates/skipped": float(outcome.skipped),
             "ptx/loss": float(np.mean(outcome.ptx_losses)) if outcome.ptx_losses else 0.0,
             "time/train_s": seconds,
@@ -163,11 +163,14 @@ class Consumer:
             "memory/peak_mib": _peak_memory_mib(self.policy.device),
         }
 
-    def _apply(self, rate: float) -> tuple[float, bool]:
-        """One optimizer step; a non-finite gradient changes nothing and is counted."""
+    def _apply(self, rate: float, loss: float) -> tuple[float, bool]:
+        """One optimizer step. A non-finite loss or gradient changes nothing and is counted.
+
+        Nor does a gradient that is zero throughout: momentum alone must not move the weights.
+        """
         norm = clip_gradients(self.masters.parameters.values(), self.config.train.max_grad_norm)
-        finite = bool(np.isfinite(norm))
-        if finite:
+        finite = bool(np.isfinite(norm) and np.isfinite(loss))
+        if finite and norm > 0:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -177,7 +180,7 @@ class Consumer:
         limit = self.config.train.max_bad_updates
         if self.bad_updates_in_a_row >= limit:
             raise RunError(
-                f"training: {limit} updates in a row had a non-finite gradient "
+                f"training: {limit} updates in a row had a non-finite loss or gradient "
                 "(train.max_bad_updates); lower train.lr or look at the rewards"
             )
         return norm, finite

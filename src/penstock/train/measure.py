@@ -26,15 +26,15 @@ class TokenRecord:
         self.ratio_N = np.full(num_tokens, np.nan)  # last visit
         self.clipped_N = np.full(num_tokens, np.nan)  # last visit
         self.kl_N = np.full(num_tokens, np.nan)  # last visit
-        self.losses: list[float] = []  # one per update
+        self.losses: list[float] = []  # one per update, over all ranks
         self._waiting: list[tuple[Seen, bool]] = []
 
     def add(self, seen: Seen, before_update: bool) -> None:
         """Keep a pass; tensors stay on their device until `flush`."""
         self._waiting.append((seen, before_update))
 
-    def flush(self) -> None:
-        """End of an update: bring its passes to the host."""
+    def flush(self) -> float:
+        """End of an update: bring its passes to the host; returns the sum of their losses."""
         loss = 0.0
         for seen, before_update in self._waiting:
             index = seen.token_N
@@ -48,8 +48,8 @@ class TokenRecord:
             if seen.kl_N is not None:
                 self.kl_N[index] = seen.kl_N.cpu().numpy()
             loss += float(seen.loss)
-        self.losses.append(loss)
         self._waiting.clear()
+        return loss
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ def step_metrics(
         metrics[f"{name}/std"] = float(np.sqrt(max(square - metrics[f"{name}/mean"] ** 2, 0.0)))
     square = metrics.pop("_importance/square")
     metrics["importance/ess"] = metrics["importance/mean"] ** 2 / square if square else 0.0
-    metrics["loss/policy"] = _all_losses(record, ranks)
+    metrics["loss/policy"] = _mean_finite(record.losses)
     metrics |= _ratio_by_staleness(rows, record, ranks)
     metrics["tokens/trained"] = float(ranks.sum(np.array([float(rows.num_tokens)]))[0])
     return metrics
@@ -153,7 +153,6 @@ def _ratio_by_staleness(rows: Rows, record: TokenRecord, ranks: Ranks) -> dict[s
     return tally.reduce(ranks)
 
 
-def _all_losses(record: TokenRecord, ranks: Ranks) -> float:
-    """Mean over the step's updates of the whole loss (ranks hold parts of each)."""
-    total = ranks.sum(np.array([float(np.sum(record.losses))]))[0]
-    return float(total / max(len(record.losses), 1))
+def _mean_finite(values: list[float]) -> float:
+    finite = [value for value in values if np.isfinite(value)]
+    return float(np.mean(finite)) if finite else 0.0

@@ -56,7 +56,7 @@ class Policy(nn.Module):
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Inside, the model is the one the adapters were put on; a no-op without adapters."""
-        layers = [module for module in self.modules() if hasattr(module, "enable_adapters")]
+        layers = [module for module in self.modules() if hasattr(module, "lora_A")]
         for layer in layers:
             layer.enable_adapters(False)
         try:

@@ -82,8 +82,11 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def mini_batches(num_groups: int, parts: int) -> list[np.ndarray]:
-    """Group numbers of each update of a batch, in order; the parts differ by at most one group."""
-    return [part for part in np.array_split(np.arange(num_groups), parts) if len(part)]
+    """Group numbers of each update of a batch, in order; the parts differ by at most one group.
+
+    There are always as many parts, empty or not, so that all ranks do as many updates.
+    """
+    return list(np.array_split(np.arange(num_groups), parts))
 
 
 def update_sums(rows: Rows, chosen_R: np.ndarray) -> np.ndarray:

@@ -45,7 +45,11 @@ class BatchOutcome:
 
 
 class Updater:
-    """The maths of a batch. `apply(rate)` does an optimizer step and tells (norm, was it done)."""
+    """The maths of a batch.
+
+    `apply(rate, loss)` does an optimizer step unless loss or gradient is not finite, and tells
+    (gradient norm, was it sound).
+    """
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class Updater:
         texts: TextStream | None,
         ranks: Ranks,
         *,
-        apply: Callable[[float], tuple[float, bool]],
+        apply: Callable[[float, float], tuple[float, bool]],
         check_stop: Callable[[], None],
     ) -> None:
         self.config = config
@@ -87,12 +91,12 @@ class Updater:
         for number, group_numbers in enumerate(updates):
             chosen_R = np.flatnonzero(np.isin(rows.group_R, group_numbers))
             stop = self._check_stop if number == 0 else _go_on
-            self._accumulate(rows, chosen_R, inputs, advantages_N, record, stop)
+            loss = self._accumulate(rows, chosen_R, inputs, advantages_N, record, stop)
             if self.texts is not None:
                 ptx_losses.append(self._accumulate_texts(self.texts, number, stop))
-            norm, applied = self._apply(rate)
+            norm, sound = self._apply(rate, loss)
             norms.append(norm)
-            skipped += not applied
+            skipped += not sound
         return BatchOutcome(
             rows=rows,
             advantages_N=advantages_N,
@@ -150,8 +154,11 @@ class Updater:
         advantages_N: np.ndarray,
         record: TokenRecord,
         stop: Callable[[], None],
-    ) -> None:
-        """Forward and backward over one update's sequences; gradients add up in the masters."""
+    ) -> float:
+        """Forward and backward over one update's sequences; gradients add up in the masters.
+
+        Returns the loss over all ranks.
+        """
         sums = self.ranks.sum(update_sums(rows, chosen_R))
         weights_N = loss_weights(
             rows, chosen_R, sums, self.settings.aggregation, self._constant_length
@@ -171,7 +178,9 @@ class Updater:
                     if backward:
                         loss.backward()
                     record.add(seen, before_update)
-        record.flush()
+        loss = self.ranks.sum(np.array([record.flush()]))[0]
+        record.losses.append(float(loss))
+        return float(loss)
 
     def _split_idle(
         self, rows: Rows, chosen_R: np.ndarray, advantages_N: np.ndarray
@@ -227,8 +236,9 @@ class Updater:
 
     def _aligned(self, packs: Iterator[Pack], count: int) -> Iterator[Pack]:
         """As many packs on every rank: a sharded forward pass needs all of them."""
+        missing = self.ranks.most(count) - count  # asked before the packs: ranks differ after
         yield from packs
-        for _ in range(self.ranks.most(count) - count):
+        for _ in range(missing):
             yield empty_pack(self.policy.device)
 
     def _max_tokens(self, task: str) -> int:

@@ -1,0 +1,92 @@
+"""What each trainer rank runs in test_parallel.py: the same steps, its own share of the groups.
+
+python rank_program.py FOLDER JOB   (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+from training_data import config_of, random_batch, tiny_model, tricky_batch
+
+from penstock.train.consumer import Consumer
+from penstock.train.parallel import Ranks, rank_share
+from penstock.train.ptx import Text, TextStream
+
+ALGORITHMS = {
+    "plain": {},
+    "reinforce_pp": {"name": "reinforce_pp", "kl_beta": 0.1},
+    "dapo": {"name": "dapo"},
+}
+
+
+def texts() -> TextStream:
+    import numpy as np
+
+    generator = np.random.default_rng(1)
+    return TextStream(
+        [Text(generator.integers(1, 23, n).astype(np.int32), np.arange(n - 1)) for n in (5, 7, 4)]
+    )
+
+
+def make(job: str, ranks: Ranks) -> Consumer:
+    train = {"micro_batch_tokens": 40, "mini_batches": 3, "groups_per_step": 6, "lr": 1e-2}
+    ptx = {"coefficient": 0.2, "data": "texts.jsonl", "sequences_per_step": 3}
+    if job == "plain":
+        train["ptx"] = ptx
+    config = config_of(algorithm=ALGORITHMS[job], train=train)
+    reference = tiny_model(seed=4) if job == "reinforce_pp" else None
+    return Consumer(
+        config,
+        tiny_model(tie_word_embeddings=job != "dapo"),
+        total_steps=10,
+        reference=reference,
+        texts=texts() if job == "plain" else None,
+        ranks=ranks,
+    )
+
+
+def train(consumer: Consumer, step: int) -> dict[str, float]:
+    batch = tricky_batch() if step == 1 else random_batch(step, seed=step)
+    share = tuple(rank_share(batch.groups, consumer.ranks))
+    return consumer.train(dataclasses.replace(batch, step=step, groups=share)).metrics
+
+
+def run(job: str, folder: Path, ranks: Ranks) -> None:
+    """Two steps, a checkpoint, a third step; then the third again from the checkpoint."""
+    consumer = make(job, ranks)
+    metrics = [train(consumer, 1), train(consumer, 2)]
+    name = f"{job}-{ranks.world}"
+    consumer.save(folder / name)
+    metrics.append(train(consumer, 3))
+    weights = dict(consumer.weights())
+    resumed = make(job, ranks)
+    resumed.load(folder / name)
+    train(resumed, 3)
+    again = dict(resumed.weights())
+    if ranks.is_first:
+        torch.save(weights, folder / f"{name}.pt")
+        torch.save(again, folder / f"{name}-again.pt")
+        (folder / f"{name}.json").write_text(json.dumps(metrics))
+
+
+def reload(job: str, folder: Path, ranks: Ranks, saved_world: int) -> None:
+    """The third step from a checkpoint that another number of ranks wrote."""
+    consumer = make(job, ranks)
+    consumer.load(folder / f"{job}-{saved_world}")
+    train(consumer, 3)
+    weights = dict(consumer.weights())
+    if ranks.is_first:
+        torch.save(weights, folder / f"{job}-{saved_world}-to-{ranks.world}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    own_ranks = Ranks.from_environment(torch.device("cpu"))
+    for name in ALGORITHMS:
+        run(name, Path(sys.argv[1]), own_ranks)
+    reload("plain", Path(sys.argv[1]), own_ranks, saved_world=1)

@@ -1,0 +1,307 @@
+"""The consumer's life: reports, identity, stop, skipped updates, checkpoints, adapters."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from training_data import VOCABULARY, config_of, consumer_of, random_batch, tiny_model
+
+from penstock.errors import RunError, StopRequested, UserError
+from penstock.train.consumer import Consumer
+from penstock.train.weights import add_adapters
+
+METRICS = [
+    "reward/mean",
+    "reward/std",
+    "accuracy/mean",
+    "format/mean",
+    "response_length/mean",
+    "response_length/max",
+    "loss/policy",
+    "kl/mean",
+    "entropy/mean",
+    "ratio/mean",
+    "ratio/max",
+    "clip/fraction",
+    "grad_norm",
+    "lr",
+    "staleness/mean",
+    "staleness/max",
+    "mismatch/kl",
+    "tokens/trained",
+    "advantage/mean",
+    "advantage/std",
+    "groups/zero_variance",
+    "truncated/share",
+    "importance/mean",
+    "importance/max",
+    "importance/ess",
+    "ptx/loss",
+    "time/train_s",
+    "tokens_per_s",
+    "memory/peak_mib",
+    "updates/skipped",
+]
+
+
+@pytest.fixture
+def saved_model(tmp_path):
+    """A float32 model on disk, as a config names it."""
+    folder = tmp_path / "policy"
+    tiny_model(dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def from_disk(folder, *, total_steps: int = 10, **sections) -> Consumer:
+    model = {"path": str(folder)} | sections.pop("model", {})
+    return Consumer.from_config(config_of(model=model, **sections), total_steps=total_steps)
+
+
+def batches(count: int):
+    return [random_batch(step, seed=step) for step in range(1, count + 1)]
+
+
+def test_a_step_reports_every_metric_and_the_identity_of_the_new_weights(saved_model) -> None:
+    consumer = from_disk(saved_model)
+    before = consumer.digest()
+    report = consumer.train(random_batch(1))
+    assert (
+        (report.step, report.policy_version) == (1, 1) == (consumer.step, consumer.policy_version)
+    )
+    assert report.digest == consumer.digest() != before
+    assert set(METRICS) <= set(report.metrics)
+    assert all(isinstance(v, float) and np.isfinite(v) for v in report.metrics.values())
+    assert report.metrics["tokens/trained"] == random_batch(1).groups[0].num_response_tokens + sum(
+        group.num_response_tokens for group in random_batch(1).groups[1:]
+    )
+
+
+def test_metrics_say_what_the_batch_holds(saved_model) -> None:
+    batch = random_batch(3, seed=2)
+    for rollout in batch.groups[0].rollouts:
+        rollout.finish_reason = "length"
+    metrics = from_disk(saved_model).train(batch).metrics
+    rewards = [rollout.reward for rollout in batch.rollouts]
+    lengths = [len(rollout.response_ids) for rollout in batch.rollouts]
+    assert metrics["reward/mean"] == pytest.approx(np.mean(rewards))
+    assert metrics["reward/std"] == pytest.approx(np.std(rewards))
+    assert metrics["response_length/mean"] == pytest.approx(np.mean(lengths))
+    assert metrics["response_length/max"] == max(lengths)
+    assert metrics["staleness/mean"] == metrics["staleness/max"] == 2.0
+    assert metrics["truncated/share"] == pytest.approx(4 / 24)
+    assert metrics["ratio/log_gap_staleness_2"] > metrics["ratio/log_gap_staleness_0"] == 0.0
+
+
+def test_same_batches_same_bits(saved_model) -> None:
+    digests = []
+    for _ in range(2):
+        consumer = from_disk(saved_model)
+        digests.append([consumer.train(batch).digest for batch in batches(3)])
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == 3
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"train": {"mini_batches": 2, "groups_per_step": 6, "num_epochs": 2, "weight_decay": 0.1}},
+        {"model": {"lora": {"rank": 2, "dropout": 0.3}}},
+        {"algorithm": {"kl_beta": 0.1}, "train": {"schedule": "cosine", "warmup_steps": 2}},
+    ],
+    ids=["plain", "mini_batches", "lora_dropout", "kl_schedule"],
+)
+def test_training_after_load_is_bitwise_what_it_would_have_been(
+    saved_model, tmp_path, sections
+) -> None:
+    first, second, third = batches(3)
+    consumer = from_disk(saved_model, **sections)
+    consumer.train(first)
+    consumer.train(second)
+    consumer.save(tmp_path / "checkpoint")
+    expected = consumer.train(third)
+    torch.manual_seed(99)
+    resumed = from_disk(saved_model, **sections)
+    resumed.load(tmp_path / "checkpoint")
+    assert (resumed.step, resumed.policy_version) == (2, 2)
+    got = resumed.train(third)
+    assert got.digest == expected.digest
+    assert got.metrics["loss/policy"] == expected.metrics["loss/policy"]
+
+
+def test_a_checkpoint_before_the_first_update_loads(saved_model, tmp_path) -> None:
+    consumer = from_disk(saved_model)
+    consumer.save(tmp_path / "checkpoint")
+    expected = consumer.train(random_batch(1)).digest
+    resumed = from_disk(saved_model)
+    resumed.load(tmp_path / "checkpoint")
+    assert resumed.train(random_batch(1)).digest == expected
+
+
+def test_the_saved_model_is_a_transformers_folder_with_the_published_weights(
+    saved_model, tmp_path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    consumer = from_disk(saved_model)
+    consumer.train(random_batch(1))
+    consumer.save(tmp_path / "checkpoint")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint" / "model")
+    published = dict(consumer.weights())
+    assert set(published) == {name for name, _ in loaded.named_parameters()}
+    assert "lm_head.weight" not in published  # tied: it goes out once
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, published[name])
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved_model, tmp_path) -> None:
+    from_disk(saved_model).save(tmp_path / "checkpoint")
+    other = consumer_of(config_of(), model=tiny_model("Llama", dtype=torch.float32))
+    with pytest.raises(RunError, match="weights are not the model's"):
+        other.load(tmp_path / "checkpoint")
+
+
+def test_the_demo_policy_is_the_default_model() -> None:
+    consumer = Consumer.from_config(config_of(), total_steps=1)
+    assert dict(consumer.weights())
+
+
+def test_a_path_that_is_no_model_is_one_clear_line(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"model\.path") as caught:
+        from_disk(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+class StopAfter:
+    """Asks for a stop at the n-th pack of a step."""
+
+    def __init__(self, consumer: Consumer, packs: int) -> None:
+        self._left = packs
+        self._consumer = consumer
+        consumer.policy.register_forward_hook(self)
+
+    def __call__(self, *_) -> None:
+        self._left -= 1
+        if self._left == 0:
+            thread = threading.Thread(target=self._consumer.request_stop)
+            thread.start()
+            thread.join()
+
+
+def test_a_stop_before_the_update_leaves_everything_as_it_was(saved_model) -> None:
+    settings = {"train": {"micro_batch_tokens": 8}, "model": {"lora": {"rank": 2, "dropout": 0.3}}}
+    first, second = batches(2)
+    expected = from_disk(saved_model, **settings)
+    digests = [expected.train(first).digest, expected.train(second).digest]
+    consumer = from_disk(saved_model, **settings)
+    assert consumer.train(first).digest == digests[0]
+    StopAfter(consumer, 2)
+    with pytest.raises(StopRequested):
+        consumer.train(second)
+    assert (consumer.step, consumer.policy_version) == (1, 1)
+    assert consumer.digest() == digests[0]
+    assert consumer.train(second).digest == digests[1]
+
+
+def test_a_stop_after_the_first_update_of_a_batch_waits_for_its_end(saved_model) -> None:
+    consumer = from_disk(saved_model, train={"mini_batches": 3, "groups_per_step": 6})
+    StopAfter(consumer, 3)
+    assert consumer.train(random_batch(1)).policy_version == 1
+    with pytest.raises(StopRequested):
+        consumer.train(random_batch(2))
+
+
+def test_a_non_finite_gradient_is_skipped_counted_and_in_the_end_stops_the_run(
+    saved_model,
+) -> None:
+    consumer = from_disk(saved_model, train={"max_bad_updates": 2})
+    before = consumer.digest()
+    bad = random_batch(1)
+    for rollout in bad.rollouts:
+        rollout.logprobs = np.full_like(rollout.logprobs, np.nan)
+    report = consumer.train(bad)
+    assert report.metrics["updates/skipped"] == 1.0
+    assert report.digest == before
+    assert consumer.train(random_batch(2)).digest != before
+    consumer.train(bad)
+    with pytest.raises(RunError, match="non-finite"):
+        consumer.train(bad)
+
+
+def test_lora_trains_adapters_only_and_publishes_merged_weights(saved_model, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    consumer = from_disk(saved_model, model={"lora": {"rank": 2, "alpha": 4.0}})
+    assert all("lora_" in name for name in consumer.masters.parameters)
+    base = dict(from_disk(saved_model).weights())
+    assert all(torch.equal(tensor, base[name]) for name, tensor in consumer.weights())
+    for batch in batches(2):
+        consumer.train(batch)
+    changed = {n for n, tensor in consumer.weights() if not torch.equal(tensor, base[n])}
+    assert changed == {name for name in base if name.endswith("_proj.weight")}
+    consumer.save(tmp_path / "checkpoint")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint" / "model")
+    ids = torch.randint(1, VOCABULARY, (1, 7))
+    own = consumer.policy.model
+    own.set_attn_implementation("sdpa")
+    torch.testing.assert_close(merged(ids).logits, own(ids).logits)
+
+
+def test_with_lora_the_base_weights_are_the_reference(saved_model) -> None:
+    batch = random_batch(1)
+    kl = {"algorithm": {"kl_beta": 0.1}}
+    adapted = from_disk(saved_model, model={"lora": {"rank": 2}}, **kl)
+    assert adapted._updater.reference is None
+    assert adapted.train(batch).metrics["kl/mean"] == pytest.approx(0.0, abs=1e-9)
+    assert adapted.train(random_batch(2)).metrics["kl/mean"] > 0
+    full = from_disk(saved_model, **kl)
+    assert full._updater.reference is not None
+    full.train(batch)
+    assert full.train(random_batch(2)).metrics["kl/mean"] > 0
+
+
+def test_no_reference_is_loaded_without_a_coefficient(saved_model) -> None:
+    assert from_disk(saved_model)._updater.reference is None
+
+
+def test_another_reference_model_can_be_named(saved_model, tmp_path) -> None:
+    tiny_model(seed=7, dtype=torch.float32).save_pretrained(tmp_path / "other")
+    consumer = from_disk(
+        saved_model,
+        algorithm={"kl_beta": 0.1},
+        train={"reference": str(tmp_path / "other")},
+    )
+    assert consumer.train(random_batch(1)).metrics["kl/mean"] > 0.1
+
+
+def test_gradient_checkpointing_changes_memory_not_maths(saved_model) -> None:
+    digests = {
+        from_disk(saved_model, train={"gradient_checkpointing": flag}).train(random_batch(1)).digest
+        for flag in (True, False)
+    }
+    assert len(digests) == 1
+
+
+def test_bfloat16_compute_keeps_float32_masters(saved_model) -> None:
+    consumer = from_disk(saved_model, model={"dtype": "bfloat16"}, train={"lr": 1e-5})
+    assert consumer.masters.separate
+    masters = {name: p.detach().clone() for name, p in consumer.masters.parameters.items()}
+    for batch in batches(2):
+        consumer.train(batch)
+    moved = sum(
+        float((consumer.masters.parameters[name].detach() - old).abs().sum())
+        for name, old in masters.items()
+    )
+    assert moved > 0
+    for name, tensor in consumer.weights():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, consumer.masters.parameters[name].bfloat16())
+
+
+def test_adapters_without_peft_are_a_users_error(monkeypatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match="peft"):
+        add_adapters(tiny_model(), config_of(model={"lora": {"rank": 2}}).model.lora)

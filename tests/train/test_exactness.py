@@ -1,0 +1,175 @@
+"""Law 9: no way of splitting an update changes its gradient. Float64, 1e-6 relative or better."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from training_data import (
+    Gradients,
+    config_of,
+    consumer_of,
+    gradient_of,
+    random_batch,
+    relative_gap,
+    tiny_model,
+    tricky_batch,
+)
+
+from penstock.algo import ALGORITHMS
+from penstock.algo.settings import resolve
+from penstock.config import AlgorithmConfig
+from penstock.types import Score
+
+AGGREGATIONS = ["token", "sequence", "constant"]
+
+
+def split_ways(config):
+    """The same run with other splits."""
+    for tokens in (1, 40):
+        train = config.train.model_copy(update={"micro_batch_tokens": tokens})
+        yield config.model_copy(update={"train": train})
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_gradient_is_the_same_for_any_split_and_order(name, aggregation) -> None:
+    config = config_of(algorithm={"name": name, "aggregation": aggregation})
+    batch = tricky_batch()
+    whole = gradient_of(config, batch)
+    assert all(torch.isfinite(grad).all() for grad in whole.values())
+    assert relative_gap(whole, {name: 0 * grad for name, grad in whole.items()}) > 0
+    for other in split_ways(config):
+        assert relative_gap(gradient_of(other, batch), whole) < 1e-10
+    shuffled = dataclasses.replace(batch, groups=batch.groups[::-1])
+    assert relative_gap(gradient_of(config, shuffled), whole) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kl_beta": 0.3},
+        {"kl_beta": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
+        {"name": "reinforce_pp", "kl_beta": 0.3},
+        {"decoupled": True},
+        {"correction": {"kind": "token_truncate", "cap": 1.2}},
+        {"correction": {"kind": "sequence_mask", "cap": 3.0, "floor": 0.3}},
+        {"name": "dapo", "dual_clip": 1.5},
+    ],
+)
+def test_kl_and_corrections_keep_the_law(fields) -> None:
+    config = config_of(algorithm=fields)
+    batch = tricky_batch()
+    reference = tiny_model(seed=5) if resolve(config.algorithm).needs_reference else None
+    whole = gradient_of(config, batch, reference=reference)
+    for other in split_ways(config):
+        assert relative_gap(gradient_of(other, batch, reference=reference), whole) < 1e-10
+
+
+def plain_loss(model, batch, settings, constant_length):
+    """The objective written out the slow way: one sequence at a time, full logits, no packing."""
+    terms, num_tokens, num_sequences = [], 0, 0
+    for group in batch.groups:
+        rewards = np.array([r.reward for r in group.rollouts])
+        spread = rewards.std(ddof=1) if len(rewards) > 1 else 0.0
+        for rollout, reward in zip(group.rollouts, rewards, strict=True):
+            mask = torch.from_numpy(rollout.loss_mask)
+            if settings.mask_truncated and rollout.finish_reason == "length":
+                mask = torch.zeros_like(mask)
+            if not mask.any():
+                continue
+            ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]))
+            logits = model(ids[None].long()).logits[0] / rollout.temperature
+            log_all = torch.log_softmax(logits, -1)[len(rollout.prompt_ids) - 1 : -1]
+            own = log_all.gather(-1, torch.from_numpy(rollout.response_ids)[:, None].long())[:, 0]
+            ratio = (own - torch.from_numpy(rollout.logprobs)).exp()
+            advantage = (reward - rewards.mean()) / (spread + 1e-4)
+            clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+            losses = -torch.minimum(ratio * advantage, clipped * advantage)[mask]
+            terms.append(losses)
+            num_tokens += len(losses)
+            num_sequences += 1
+    if settings.aggregation == "token":
+        return sum(losses.sum() for losses in terms) / num_tokens
+    if settings.aggregation == "sequence":
+        return sum(losses.mean() for losses in terms) / num_sequences
+    return sum(losses.sum() for losses in terms) / (num_sequences * constant_length)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("mask_truncated", [True, False])
+def test_gradient_is_that_of_the_plain_formula(aggregation, mask_truncated) -> None:
+    fields = {"aggregation": aggregation, "mask_truncated": mask_truncated}
+    config = config_of(algorithm=fields)
+    batch = tricky_batch()
+    model = tiny_model()
+    plain_loss(model, batch, resolve(AlgorithmConfig(**fields)), 8).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert relative_gap(gradient_of(config, batch), expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_nothing_to_learn_is_a_zero_gradient_not_a_nan(name) -> None:
+    config = config_of(algorithm={"name": name, "mask_truncated": True})
+    batch = random_batch(finish_reason="length")
+    for gradient in (gradient_of(config, batch), gradient_of(config, random_batch(groups=0))):
+        assert not any(grad.any() for grad in gradient.values())
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("size", [1, 4])
+def test_equal_rewards_never_give_a_nan(name, size) -> None:
+    batch = random_batch(size=size, score=Score(1.0))
+    consumer = consumer_of(config_of(algorithm={"name": name, "overlong_penalty": 0.0}))
+    report = consumer.train(batch)
+    assert all(np.isfinite(value) for value in report.metrics.values())
+    assert report.metrics["groups/zero_variance"] == 1.0
+    if name != "reinforce":  # it has no baseline: equal rewards still teach
+        assert report.metrics["grad_norm"] == 0.0
+
+
+def test_mini_batches_are_the_gradients_of_their_own_groups() -> None:
+    batch = random_batch(groups=6)
+    config = config_of(train={"mini_batches": 3, "groups_per_step": 6, "num_epochs": 2})
+    consumer = consumer_of(config)
+    taken = Gradients(consumer)
+    consumer.train(batch)
+    assert len(taken.updates) == 6
+    for number in range(6):
+        first = 2 * (number % 3)
+        part = dataclasses.replace(batch, groups=batch.groups[first : first + 2])
+        assert relative_gap(taken.updates[number], gradient_of(config_of(), part)) < 1e-10
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
+def test_ratio_is_one_at_any_temperature_when_the_weights_are_the_same(temperature) -> None:
+    """What an engine with these weights would have sampled with, annealed or not."""
+    from penstock.train.objective import TokenInputs
+    from penstock.train.rows import rows_of
+
+    batch = random_batch(temperature=temperature)
+    consumer = consumer_of(config_of(train={"micro_batch_tokens": 11}))
+    rows = rows_of(batch.groups, 1, resolve(AlgorithmConfig()))
+    inputs = TokenInputs.make(
+        rows.behaviour_N, rows.temperature_N, torch.float64, consumer.policy.device
+    )
+    own = consumer._updater._logprobs(rows, inputs, consumer.policy).numpy()
+    for rollout, start, stop in zip(
+        rows.rollouts, rows.bounds_R1[:-1], rows.bounds_R1[1:], strict=True
+    ):
+        rollout.logprobs = own[start:stop]
+    metrics = consumer.train(batch).metrics
+    assert metrics["ratio/max"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["mismatch/kl"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics["importance/ess"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_decoupled_with_one_update_is_weighted_by_behaviour() -> None:
+    """One update: ratio is 1, so the gradient is that of weight x advantage x log-prob."""
+    config = config_of(algorithm={"decoupled": True})
+    consumer = consumer_of(config)
+    metrics = consumer.train(random_batch()).metrics
+    assert metrics["ratio/max"] == pytest.approx(1.0)
+    assert metrics["clip/fraction"] == 0.0
+    assert metrics["importance/max"] > 1.0

@@ -1,0 +1,100 @@
+"""Two real trainer ranks over gloo give what one gives: weights, metrics, checkpoints."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rank_program
+import torch
+
+from penstock.train.parallel import Ranks, rank_share
+
+JOBS = list(rank_program.ALGORITHMS)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_rank(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    program = Path(__file__).with_name("rank_program.py")
+    return subprocess.Popen(
+        [sys.executable, str(program), str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    """One rank's results and two ranks' results in one folder."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for job in JOBS:
+        rank_program.run(job, folder, Ranks())
+    port = free_port()
+    ranks = [start_rank(rank, port, folder) for rank in range(2)]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    rank_program.reload("plain", folder, Ranks(), saved_world=2)
+    return folder
+
+
+def assert_same_weights(left: Path, right: Path, tolerance: float) -> None:
+    own, other = torch.load(left), torch.load(right)
+    assert own.keys() == other.keys()
+    for name in own:
+        torch.testing.assert_close(
+            own[name], other[name], rtol=tolerance, atol=tolerance, msg=f"{left.name} {name}"
+        )
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_two_ranks_give_the_weights_of_one(results, job) -> None:
+    assert_same_weights(results / f"{job}-2.pt", results / f"{job}-1.pt", 1e-9)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_two_ranks_report_the_metrics_of_one(results, job) -> None:
+    one, two = (json.loads((results / f"{job}-{n}.json").read_text()) for n in (1, 2))
+    own_to_a_process = {"time/train_s", "tokens_per_s", "memory/peak_mib"}
+    for left, right in zip(two, one, strict=True):
+        assert left.keys() == right.keys()
+        for name in left.keys() - own_to_a_process:
+            assert left[name] == pytest.approx(right[name], rel=1e-6, abs=1e-8), name
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resumed_step_is_bitwise_the_same(results, job, world) -> None:
+    own = torch.load(results / f"{job}-{world}.pt")
+    again = torch.load(results / f"{job}-{world}-again.pt")
+    assert all(torch.equal(own[name], again[name]) for name in own)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
+def test_a_checkpoint_loads_at_another_number_of_ranks(results, saved, loaded) -> None:
+    assert_same_weights(results / f"plain-{saved}-to-{loaded}.pt", results / "plain-1.pt", 1e-9)
+
+
+def test_shares_interleave() -> None:
+    shares = [rank_share(range(6), Ranks(rank, 2)) for rank in range(2)]
+    assert shares == [[0, 2, 4], [1, 3, 5]]

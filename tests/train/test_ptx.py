@@ -1,0 +1,102 @@
+"""The text stream: its tokens, its weight in the loss, its cursor."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from training_data import (
+    config_of,
+    consumer_of,
+    gradient_of,
+    random_batch,
+    relative_gap,
+    tiny_model,
+)
+
+from penstock.config import PtxConfig
+from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.errors import UserError
+from penstock.train.parallel import Ranks
+from penstock.train.ptx import Text, TextStream, read_texts
+
+
+def some_texts(count: int = 5) -> list[Text]:
+    generator = np.random.default_rng(3)
+    lengths = generator.integers(3, 9, count)
+    return [Text(generator.integers(1, 23, n).astype(np.int32), np.arange(n - 1)) for n in lengths]
+
+
+def ptx(coefficient: float, **fields):
+    settings = {"coefficient": coefficient, "data": "texts.jsonl", "sequences_per_step": 3}
+    return config_of(train={"lr": 1e-2, "ptx": settings} | fields)
+
+
+def test_the_loss_is_a_mix_of_policy_loss_and_cross_entropy() -> None:
+    texts, batch = some_texts(), random_batch()
+    model = tiny_model()
+    losses, num_tokens = 0, 0
+    for text in texts[:3]:
+        ids = torch.from_numpy(text.token_ids).long()
+        log_all = torch.log_softmax(model(ids[None]).logits[0], -1)[:-1]
+        losses = losses - log_all.gather(-1, ids[1:, None]).sum()
+        num_tokens += len(ids) - 1
+    (losses / num_tokens).backward()
+    policy = gradient_of(config_of(), batch)
+    expected = {n: 0.75 * policy[n] + 0.25 * p.grad for n, p in model.named_parameters()}
+    for tokens in (1, 10_000):
+        got = gradient_of(ptx(0.25, micro_batch_tokens=tokens), batch, texts=TextStream(texts))
+        assert relative_gap(got, expected) < 1e-6  # the model's norms are float32 inside
+
+
+def test_the_stream_goes_round_and_resumes(tmp_path) -> None:
+    consumer = consumer_of(ptx(0.5), texts=TextStream(some_texts()))
+    first = consumer.train(random_batch(1)).metrics["ptx/loss"]
+    assert first > 0
+    assert consumer.texts.cursor == 3
+    consumer.save(tmp_path)
+    expected = consumer.train(random_batch(2)).digest
+    assert consumer.texts.cursor == 6
+    resumed = consumer_of(ptx(0.5), texts=TextStream(some_texts()))
+    resumed.load(tmp_path)
+    assert resumed.train(random_batch(2)).digest == expected
+
+
+def test_ranks_share_the_texts_of_an_update() -> None:
+    stream = TextStream(some_texts())
+    whole = stream.peek(4, 3, Ranks())
+    assert [text.token_ids.tolist() for text in whole] == [
+        some_texts()[number].token_ids.tolist() for number in (4, 0, 1)
+    ]
+    shares = [stream.peek(4, 3, Ranks(rank, 2)) for rank in range(2)]
+    assert [text for pair in zip(*shares, strict=False) for text in pair] == whole[:2]
+    assert shares[0][1] is whole[2]
+
+
+def test_lines_become_tokens(tmp_path) -> None:
+    path = tmp_path / "texts.jsonl"
+    lines = [
+        {"text": "1+2=3"},
+        {"messages": [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]},
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    template = ChatTemplate(load_tokenizer("demo"))
+    whole, answer = read_texts(PtxConfig(coefficient=0.1, data=str(path)), template)
+    assert template.decode(whole.token_ids) == "1+2=3"
+    assert whole.predictors.tolist() == list(range(len(whole.token_ids) - 1))
+    learned = answer.token_ids[answer.predictors + 1]
+    assert template.decode(learned) == "3"
+    assert learned[-1] == template.eos_ids[0]
+    short = read_texts(PtxConfig(coefficient=0.1, data=str(path), max_tokens=3), template)
+    assert len(short[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("content", ["", '{"question": "x"}\n'])
+def test_a_stream_without_texts_is_refused(tmp_path, content) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(content)
+    template = ChatTemplate(load_tokenizer("demo"))
+    with pytest.raises(UserError, match=r"train\.ptx\.data"):
+        read_texts(PtxConfig(coefficient=0.1, data=str(path)), template)
+    with pytest.raises(UserError, match="exists"):
+        read_texts(PtxConfig(coefficient=0.1, data=str(tmp_path / "none")), template)
