@@ -72,7 +72,7 @@ class CpuRunner:
         for sequence in new:
             if sequence.prompt_key not in self._prompts:
                 unique.setdefault(sequence.prompt_key or id(sequence), sequence)
-        prefill = PrefillStep(_lay_out(list(unique.values()), len(decode.slots_N)))
+        prefill = PrefillStep(lay_out(list(unique.values()), len(decode.slots_N)))
         logits_KV = self._forward(decode, prefill, list(unique.values()))
         table.length[decode.slots_N] += 1
         slots_N, logits_NV = self._seat(new, unique, decode, prefill, logits_KV, keep_prompts)
@@ -181,7 +181,7 @@ class RowsStep:
         return output
 
 
-def _lay_out(sequences: list[Sequence], start: int) -> list[Span]:
+def lay_out(sequences: list[Sequence], start: int) -> list[Span]:
     spans = []
     for sequence in sequences:
         prompt_length = len(sequence.request.prompt_ids)

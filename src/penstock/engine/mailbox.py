@@ -62,6 +62,10 @@ class Inbox:
         self._changed = threading.Condition()
         self._closed = False
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def post(self, order: Order) -> bool:
         """False: the inbox is closed and the order was not taken."""
         with self._changed:

@@ -163,13 +163,18 @@ class SlotTable:
         self.sequences[slot] = None
         self.free.append(slot)
 
-    def row_sampling(self, slots_N: np.ndarray, device: torch.device | str = "cpu") -> RowSampling:
-        """The sampling parameters of these slots, in this order."""
+    def row_sampling(
+        self,
+        slots_N: np.ndarray,
+        device: torch.device | str = "cpu",
+        made_N: np.ndarray | None = None,
+    ) -> RowSampling:
+        """The sampling parameters of these slots for the token after `made_N` (those recorded)."""
 
         def column(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array[slots_N]).to(device)
 
-        index_N = self.start_index[slots_N] + self.made[slots_N]
+        index_N = self.start_index[slots_N] + (self.made[slots_N] if made_N is None else made_N)
         banned = None
         early = np.flatnonzero(index_N < self.min_index[slots_N])
         if len(early):

@@ -87,7 +87,9 @@ class TransformersEngine:
 
     async def start(self) -> None:
         if self._thread is not None and self._thread.is_alive():
-            raise EngineError(f"{self._name}: it runs already")
+            if not self._inbox.closed:
+                raise EngineError(f"{self._name}: it runs already")
+            await asyncio.to_thread(self._thread.join)  # it died and is on its way out
         self._reset()
         ready = Reply()
         self._thread = threading.Thread(

@@ -1,0 +1,50 @@
+"""What the GPU kernels compute, in plain torch: their specification and their fallback. Layer 1."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.engine.randomness import uniforms_torch
+
+
+def decode_attention(
+    query_BHD: torch.Tensor,
+    keys_TGD: torch.Tensor,
+    values_TGD: torch.Tensor,
+    start_B: torch.Tensor,
+    length_B: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Each row attends to the `length` tokens of its region that begins at `start`; [B, H, D]."""
+    rows, heads, _ = query_BHD.shape
+    longest = int(length_B.max())
+    column_L = torch.arange(longest, device=query_BHD.device)
+    seen_BL = column_L[None, :] < length_B[:, None]
+    if window is not None:
+        seen_BL &= column_L[None, :] >= length_B[:, None] - window
+    index_BL = torch.where(column_L[None, :] < length_B[:, None], start_B[:, None] + column_L, 0)
+    groups = heads // keys_TGD.shape[1]
+    key_BLHD = keys_TGD[index_BL].repeat_interleave(groups, dim=2).float()
+    value_BLHD = values_TGD[index_BL].repeat_interleave(groups, dim=2).float()
+    scores_BHL = torch.einsum("bhd,blhd->bhl", query_BHD.float(), key_BLHD) * scale
+    scores_BHL = scores_BHL.masked_fill(~seen_BL[:, None, :], -torch.inf)
+    output_BHD = torch.einsum("bhl,blhd->bhd", scores_BHL.softmax(dim=-1), value_BLHD)
+    return output_BHD.to(query_BHD.dtype)
+
+
+def sample_rows(
+    logits_BV: torch.Tensor,
+    key_B: torch.Tensor,
+    index_B: torch.Tensor,
+    temperature_B: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token and log-prob of each row; temperature 0 takes the likeliest, judged at temperature 1."""
+    greedy_B = temperature_B == 0
+    scaled_BV = logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
+    logprobs_BV = scaled_BV.log_softmax(dim=-1)
+    ends_BV = logprobs_BV.double().exp().cumsum(dim=-1)
+    target_B = uniforms_torch(key_B, index_B).double() * ends_BV[:, -1]
+    token_B = (ends_BV <= target_B[:, None]).sum(dim=-1).clamp_max(logits_BV.shape[1] - 1)
+    token_B = torch.where(greedy_B, logprobs_BV.argmax(dim=-1), token_B)
+    return token_B, logprobs_BV.gather(1, token_B[:, None])[:, 0]

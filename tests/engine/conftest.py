@@ -1,0 +1,9 @@
+"""Tests of this folder share plain modules (tiny.py, engine_contract.py) beside them."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)

@@ -1,0 +1,390 @@
+"""What every engine must do, as checks over any `EngineCase`. Collected by the test files of each engine.
+
+A check takes a case and runs its own event loop. What an engine cannot do is named in `lacks`, which
+is also what docs/engines.md tells users (a test compares them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import tiny
+
+from penstock.engine.protocol import Generation, InferenceEngine
+from penstock.errors import DigestMismatch, UserError
+from penstock.types import expand_segments
+
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class EngineCase:
+    """How to make the engine under test, and what it is allowed to differ in."""
+
+    name: str
+    make: Callable[[], InferenceEngine]
+    lacks: frozenset[str] = field(default_factory=frozenset)
+    logprob_tolerance: float = 1e-4
+
+    def needs(self, capability: str) -> None:
+        if capability in self.lacks:
+            pytest.skip(f"{self.name} lacks {capability}")
+
+
+@asynccontextmanager
+async def started(case: EngineCase) -> AsyncIterator[InferenceEngine]:
+    engine = case.make()
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def run(main: Callable[[], object]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await main()  # type: ignore[misc]
+
+    asyncio.run(bounded())
+
+
+def assert_true_logprobs(
+    case: EngineCase, made: Generation, prompt: list[int], temperature: float = 1.0
+) -> None:
+    """Each token's log-prob is that of the version that the segments name; one version only."""
+    (version,) = {segment.version for segment in made.segments}
+    wanted = tiny.expected_logprobs(version, np.array(prompt), made.token_ids, temperature)
+    assert np.abs(wanted - made.logprobs).max() < case.logprob_tolerance
+
+
+async def until_running(engine: InferenceEngine, tokens: int = 1) -> None:
+    """Yield to the engine until it has made some tokens."""
+    while (await engine.stats()).tokens_generated < tokens:
+        await asyncio.sleep(0)
+
+
+# ---- sampling
+
+
+def check_logprobs_and_length(case: EngineCase) -> None:
+    async def main() -> None:
+        async with started(case) as engine:
+            for temperature in (1.0, 0.6):
+                made = await engine.generate(
+                    tiny.request("a", [5, 6, 7], seed=3, temperature=temperature, min_tokens=24)
+                )
+                assert len(made.token_ids) == len(made.logprobs) == 24
+                assert made.finish_reason == "length"
+                assert tiny.EOS not in made.token_ids[:23]
+                wanted = tiny.expected_logprobs(0, np.array([5, 6, 7]), made.token_ids, temperature)
+                # the ban on the end token renormalises: never less likely than without it
+                assert (made.logprobs >= wanted - case.logprob_tolerance).all()
+            free = await engine.generate(tiny.request("b", [9, 9, 3, 30], seed=4))
+            assert_true_logprobs(case, free, [9, 9, 3, 30])
+
+    run(main)
+
+
+def check_greedy(case: EngineCase) -> None:
+    async def main() -> None:
+        async with started(case) as engine:
+            prompt = [5, 6, 7, 8, 9]
+            made = await engine.generate(tiny.request("a", prompt, temperature=0))
+            ids = list(prompt)
+            for token in made.token_ids:
+                logits = tiny.reference(0)(input_ids=_tensor(ids)).logits[0, -1]
+                assert logits[token] >= logits.max() - 1e-3
+                ids.append(int(token))
+            assert_true_logprobs(case, made, prompt)
+
+    run(main)
+
+
+def check_top_k_and_top_p(case: EngineCase) -> None:
+    async def main() -> None:
+        async with started(case) as engine:
+            one = await engine.generate(tiny.request("a", temperature=1.0, top_k=1))
+            assert np.allclose(one.logprobs, 0, atol=1e-4)
+            few = await engine.generate(tiny.request("b", top_p=0.3, seed=9))
+            prompt = [5, 6, 7, 8]
+            wanted = tiny.expected_logprobs(0, np.array(prompt), few.token_ids)
+            assert (few.logprobs >= wanted - 1e-4).all()
+            assert few.logprobs.mean() > wanted.mean()
+
+    run(main)
+
+
+def check_stops(case: EngineCase) -> None:
+    async def main() -> None:
+        async with started(case) as engine:
+            free = await engine.generate(tiny.request("a", seed=5, min_tokens=24))
+            stop_id = int(free.token_ids[6])
+            first = free.token_ids.tolist().index(stop_id)
+            by_id = await engine.generate(
+                tiny.request("b", seed=5, stop_token_ids=(stop_id,), max_tokens=200)
+            )
+            assert by_id.finish_reason in ("stop", "length")
+            if by_id.finish_reason == "stop":
+                assert by_id.token_ids[-1] in (stop_id, tiny.EOS)
+                assert stop_id not in by_id.token_ids[:-1]
+            assert first <= 6
+
+    run(main)
+
+
+def check_stop_strings(case: EngineCase) -> None:
+    case.needs("stop strings")
+
+    async def main() -> None:
+        async with started(case) as engine:
+            free = await engine.generate(tiny.request("a", seed=5, min_tokens=24))
+            text = tiny.text_of(free.token_ids[3:5].tolist())
+            made = await engine.generate(tiny.request("b", seed=5, max_tokens=200, stop=(text,)))
+            if made.finish_reason == "stop" and made.token_ids[-1] != tiny.EOS:
+                whole = tiny.text_of(made.token_ids.tolist())
+                assert whole.endswith(text)
+                assert text not in whole[:-1]
+
+    run(main)
+
+
+def check_seed_decides(case: EngineCase) -> None:
+    async def main() -> None:
+        async with started(case) as engine:
+            same = await engine.generate_many(
+                [tiny.request(name, seed=7, min_tokens=20) for name in "ab"]
+            )
+            other = await engine.generate(tiny.request("c", seed=8, min_tokens=20))
+            assert same[0].token_ids.tolist() == same[1].token_ids.tolist()
+            assert same[0].token_ids.tolist() != other.token_ids.tolist()
+
+    run(main)
+
+
+def check_group_and_many(case: EngineCase) -> None:
+    """More requests than slots, in groups of equal prompts; each is right and in its order."""
+
+    async def main() -> None:
+        async with started(case) as engine:
+            prompts = [[5, 6, 7], [9, 8], [30, 31, 32, 33, 34]]
+            requests = [
+                tiny.request(f"{i}.{k}", prompt, seed=10 * i + k, max_tokens=8 + k)
+                for i, prompt in enumerate(prompts)
+                for k in range(6)
+            ]
+            made = await engine.generate_many(requests)
+            assert [m.request_id for m in made] == [r.request_id for r in requests]
+            for asked, got in zip(requests, made, strict=True):
+                assert len(got.token_ids) <= asked.sampling.max_tokens
+                assert got.finish_reason == "length" or got.token_ids[-1] == tiny.EOS
+                assert_true_logprobs(case, got, asked.prompt_ids.tolist())
+
+    run(main)
+
+
+def check_goes_on_from_partial(case: EngineCase) -> None:
+    async def main() -> None:
+        async with started(case) as engine:
+            prompt, partial = [5, 6, 7], [20, 21, 22]
+            made = await engine.generate(
+                tiny.request("a", prompt, response=partial, max_tokens=12, min_tokens=12)
+            )
+            assert len(made.token_ids) == 9
+            wanted = tiny.expected_logprobs(0, np.array(prompt + partial), made.token_ids)
+            assert (made.logprobs >= wanted - case.logprob_tolerance).all()
+
+    run(main)
+
+
+def check_refuses_what_cannot_fit(case: EngineCase) -> None:
+    async def main() -> None:
+        async with started(case) as engine:
+            with pytest.raises(UserError, match="allowed"):
+                await engine.generate(tiny.request("a", max_tokens=100_000))
+            with pytest.raises(UserError, match="allowed"):
+                await engine.generate(tiny.request("b", []))
+
+    run(main)
+
+
+# ---- control
+
+
+def check_abort_one(case: EngineCase) -> None:
+    async def main() -> None:
+        async with started(case) as engine:
+            asked = [
+                tiny.request(name, seed=i, max_tokens=400, min_tokens=400)
+                for i, name in enumerate("ab")
+            ]
+            tasks = [asyncio.create_task(engine.generate(r)) for r in asked]
+            await until_running(engine)
+            await engine.abort("a")
+            first = await tasks[0]
+            assert first.finish_reason == "abort"
+            assert len(first.token_ids) < 400
+            await engine.abort("b")
+            assert (await tasks[1]).finish_reason in ("abort", "length")
+            await engine.abort("nobody")
+
+    run(main)
+
+
+def check_pause_abort(case: EngineCase) -> None:
+    async def main() -> None:
+        async with started(case) as engine:
+            long = [tiny.request(n, seed=3, max_tokens=400, min_tokens=400) for n in "abc"]
+            tasks = [asyncio.create_task(engine.generate(r)) for r in long]
+            await until_running(engine)
+            await engine.pause("abort")
+            made = await asyncio.gather(*tasks)
+            assert {m.finish_reason for m in made} == {"abort"}
+            held = asyncio.create_task(engine.generate(tiny.request("later", max_tokens=4)))
+            assert (await engine.stats()).paused
+            assert not held.done()
+            await engine.resume()
+            assert len((await held).token_ids) <= 4
+
+    run(main)
+
+
+def check_pause_wait(case: EngineCase) -> None:
+    async def main() -> None:
+        async with started(case) as engine:
+            task = asyncio.create_task(
+                engine.generate(tiny.request("a", max_tokens=60, min_tokens=60))
+            )
+            await until_running(engine)
+            await engine.pause("wait")
+            made = await task
+            assert made.finish_reason == "length"
+            assert len(made.token_ids) == 60
+            await engine.resume()
+
+    run(main)
+
+
+def check_pause_keep_and_update(case: EngineCase) -> None:
+    """Held requests go on under the new weights, and their segments say so."""
+    case.needs("weight updates")
+
+    async def main() -> None:
+        async with started(case) as engine:
+            task = asyncio.create_task(
+                engine.generate(tiny.request("a", max_tokens=400, min_tokens=400))
+            )
+            await until_running(engine, 3)
+            await engine.pause("keep")
+            await engine.update_weights(1, tiny.handle(1))
+            await engine.resume()
+            made = await task
+            versions = expand_segments(made.segments)
+            assert len(versions) == len(made.token_ids) == 400
+            assert sorted(set(versions)) == [0, 1]
+            assert versions == sorted(versions)
+
+    run(main)
+
+
+def check_update_changes_every_weight(case: EngineCase) -> None:
+    """Log-probs after the update are those of a fresh model, tied embeddings included."""
+    case.needs("weight updates")
+
+    async def main() -> None:
+        async with started(case) as engine:
+            await engine.generate(tiny.request("warm", [7, 8, 9]))
+            for version in (1, 2):
+                source = tiny.handle(version)
+                assert await engine.update_weights(version, source) == source.digest
+                stats = await engine.stats()
+                assert (stats.policy_version, stats.digest) == (version, source.digest)
+                made = await engine.generate(tiny.request(f"v{version}", [7, 8, 9], seed=2))
+                assert {s.version for s in made.segments} == {version}
+                assert_true_logprobs(case, made, [7, 8, 9])
+
+    run(main)
+
+
+def check_update_while_running(case: EngineCase) -> None:
+    case.needs("weight updates")
+
+    async def main() -> None:
+        async with started(case) as engine:
+            task = asyncio.create_task(
+                engine.generate(tiny.request("a", max_tokens=400, min_tokens=400))
+            )
+            await until_running(engine, 3)
+            await engine.update_weights(1, tiny.handle(1))
+            made = await task
+            assert made.finish_reason in ("length", "abort")
+            versions = expand_segments(made.segments)
+            assert versions == sorted(versions)
+            after = await engine.generate(tiny.request("b", [7, 8, 9]))
+            assert_true_logprobs(case, after, [7, 8, 9])
+
+    run(main)
+
+
+def check_wrong_digest_is_refused(case: EngineCase) -> None:
+    case.needs("weight updates")
+
+    async def main() -> None:
+        async with started(case) as engine:
+            with pytest.raises(DigestMismatch):
+                await engine.update_weights(1, tiny.handle(1, digest="00" * 16))
+            stats = await engine.stats()
+            assert stats.policy_version == 0
+            made = await engine.generate(tiny.request("a", [7, 8, 9]))
+            assert_true_logprobs(case, made, [7, 8, 9])
+
+    run(main)
+
+
+def check_sleep_and_wake(case: EngineCase) -> None:
+    async def main() -> None:
+        async with started(case) as engine:
+            before = await engine.generate(tiny.request("a", seed=4, min_tokens=20))
+            await engine.pause("abort")
+            await engine.sleep()
+            await engine.wake()
+            await engine.resume()
+            after = await engine.generate(tiny.request("b", seed=4, min_tokens=20))
+            assert before.token_ids.tolist() == after.token_ids.tolist()
+
+    run(main)
+
+
+def check_close_returns_partials(case: EngineCase) -> None:
+    async def main() -> None:
+        engine = case.make()
+        await engine.start()
+        task = asyncio.create_task(
+            engine.generate(tiny.request("a", max_tokens=400, min_tokens=400))
+        )
+        await until_running(engine)
+        await engine.close()
+        assert (await task).finish_reason == "abort"
+        gone = await engine.generate(tiny.request("b"))
+        assert gone.finish_reason == "error"
+        assert gone.error
+
+    run(main)
+
+
+CHECKS: dict[str, Callable[[EngineCase], None]] = {
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+def _tensor(ids: list[int]) -> object:
+    import torch
+
+    return torch.tensor([ids])

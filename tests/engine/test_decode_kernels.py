@@ -1,0 +1,86 @@
+"""The GPU kernels against their plain torch reference. Runs where Triton has a GPU or its interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from penstock.engine import decode_reference as reference
+from penstock.engine.randomness import stream_key, uniforms, uniforms_torch
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs CUDA, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from penstock.engine import decode_kernels as kernels  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "key_size", "value_size", "window"),
+    [
+        (14, 2, 64, 64, None),
+        (4, 4, 32, 32, None),
+        (9, 3, 64, 64, 40),
+        (8, 1, 128, 128, None),
+        (4, 2, 48, 32, None),
+    ],
+)
+def test_attention_equals_the_reference(
+    heads: int,
+    kv_heads: int,
+    key_size: int,
+    value_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+    keys, values = draw(900, kv_heads, key_size), draw(900, kv_heads, value_size)
+    # as a layer gives them: heads are a view of [rows, heads * size]
+    query = draw(5, heads * key_size + 16)[:, : heads * key_size].view(5, heads, key_size)
+    start = torch.tensor([0, 300, 10, 640, 64], device=DEVICE)
+    length = torch.tensor([1, 200, 63, 129, 64], device=DEVICE)
+    got = kernels.decode_attention(query, keys, values, start, length, 0.2, window)
+    wanted = reference.decode_attention(query, keys, values, start, length, 0.2, window)
+    assert relative_error(got, wanted) < (1e-5 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [64, 5000, 32768])
+def test_sampling_equals_the_reference(vocabulary: int, dtype: torch.dtype) -> None:
+    rows = 32
+    generator = torch.Generator().manual_seed(2)
+    logits = (3 * torch.randn(rows, vocabulary, generator=generator)).to(dtype).to(DEVICE)
+    keys = [stream_key(seed) for seed in range(rows)]
+    key = torch.tensor([k - (1 << 64) if k >= 1 << 63 else k for k in keys], device=DEVICE)
+    index = torch.arange(rows, device=DEVICE)
+    temperature = torch.linspace(0.5, 1.5, rows, device=DEVICE)
+    temperature[::5] = 0
+    token, logprob = kernels.sample_rows(logits, key, index, temperature)
+    expected, expected_logprob = reference.sample_rows(logits, key, index, temperature)
+    assert (token == expected).float().mean() >= 0.95  # a boundary may fall on the next token
+    same = token == expected
+    assert torch.allclose(logprob[same], expected_logprob[same], atol=1e-4)
+
+
+def test_the_same_uniforms_everywhere() -> None:
+    import numpy as np
+
+    keys = np.array([stream_key(seed) for seed in range(100)], np.uint64)
+    index = np.arange(100)
+    there = uniforms_torch(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(index))
+    assert np.array_equal(uniforms(keys, index), there.numpy())

@@ -1,0 +1,239 @@
+"""The transformers engine: the contract on each device, and what is particular to it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from engine_contract import CHECKS, EngineCase, run, started, until_running
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.loading import TransformersOptions
+from penstock.engine.protocol import Generation, GenerationRequest
+from penstock.engine.transformers_engine import TransformersEngine
+from penstock.errors import EngineError, UserError
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
+
+def make_engine(device: str = "cpu", **options: object) -> TransformersEngine:
+    chosen = TransformersOptions(
+        device=device, **{"max_slots": 4, "max_tokens_in_flight": 4096, **options}
+    )
+    return TransformersEngine(
+        lambda: tiny.tiny_model(0, "penstock").to(device),
+        fetch=tiny.fetch,
+        options=chosen,
+        text_of=tiny.text_of,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_contract(check: str, device: str) -> None:
+    CHECKS[check](EngineCase(f"transformers on {device}", lambda: make_engine(device)))
+
+
+def same_bits(a: Generation, b: Generation) -> bool:
+    return np.array_equal(a.token_ids, b.token_ids) and np.array_equal(
+        a.logprobs.view(np.int32), b.logprobs.view(np.int32)
+    )
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # which prompt
+        st.integers(0, 5),  # seed
+        st.integers(1, 70),  # most tokens
+        st.sampled_from([1.0, 0.7]),
+        st.integers(0, 12),  # engine steps that pass before it arrives
+    ),
+    min_size=1,
+    max_size=12,
+)
+PROMPTS = [[5, 6, 7], [40, 41], list(range(3, 40)), [9] * 17]
+
+
+def asked(place: int, spec: tuple[int, int, int, float, int]) -> GenerationRequest:
+    prompt, seed, most, temperature, _ = spec
+    return tiny.request(
+        f"r{place}", PROMPTS[prompt], seed=seed, max_tokens=most, temperature=temperature
+    )
+
+
+async def alone(engine: TransformersEngine, request: GenerationRequest) -> Generation:
+    return await engine.generate(request)
+
+
+@settings(max_examples=10, deadline=None)
+@given(specs=REQUESTS)
+def test_a_rollout_has_the_same_bits_in_any_company(
+    specs: list[tuple[int, int, int, float, int]],
+) -> None:
+    """Random mixes, orders and arrival times against each request on its own."""
+
+    async def main() -> None:
+        engine = make_engine(max_slots=5)
+        await engine.start()
+        if not (await engine.stats()).batch_invariant:
+            await engine.close()
+            pytest.skip("this machine's matrix library is not row invariant")
+        tasks = []
+        for place, spec in enumerate(specs):
+            for _ in range(spec[4]):
+                await engine.stats()  # at most one step passes per question
+            tasks.append(asyncio.create_task(engine.generate(asked(place, spec))))
+            await asyncio.sleep(0)
+        together = await asyncio.gather(*tasks)
+        for place, (spec, made) in enumerate(zip(specs, together, strict=True)):
+            assert same_bits(await alone(engine, asked(place, spec)), made)
+        await engine.close()
+
+    run(main)
+
+
+def test_going_on_from_a_partial_keeps_the_bits() -> None:
+    async def main() -> None:
+        async with started(EngineCase("t", make_engine)) as engine:
+            whole = await engine.generate(tiny.request("a", PROMPTS[2], seed=3, max_tokens=90))
+            for cut in (1, 20, len(whole.token_ids) - 1):
+                rest = await engine.generate(
+                    tiny.request(
+                        "b", PROMPTS[2], seed=3, max_tokens=90, response=whole.token_ids[:cut]
+                    )
+                )
+                assert np.array_equal(rest.token_ids, whole.token_ids[cut:])
+                assert np.array_equal(rest.logprobs, whole.logprobs[cut:])
+
+    run(main)
+
+
+def test_prompts_of_a_group_are_prefilled_once() -> None:
+    """Seven of one prompt through two slots: the prompt's rows are computed a single time."""
+
+    async def main() -> None:
+        engine = make_engine(max_slots=2)
+        await engine.start()
+        rows: list[int] = []
+        runner = engine._live_runner
+        forward = runner.model.forward
+
+        def counting(**inputs: object) -> object:
+            rows.append(inputs["input_ids"].shape[1])  # type: ignore[attr-defined]
+            return forward(**inputs)
+
+        runner.model.forward = counting
+        long_prompt = list(range(3, 60)) * 4
+        made = await engine.generate_many(
+            [tiny.request(str(i), long_prompt, seed=i, max_tokens=5) for i in range(7)]
+        )
+        await engine.close()
+        assert len(made) == 7
+        assert sum(count > 100 for count in rows) == 1
+
+    run(main)
+
+
+def test_a_dead_engine_fails_its_requests_and_starts_again() -> None:
+    async def main() -> None:
+        engine = make_engine()
+        await engine.start()
+        tasks = [
+            asyncio.create_task(engine.generate(tiny.request(n, max_tokens=400, min_tokens=400)))
+            for n in "abcdef"
+        ]
+        await until_running(engine)
+
+        def broken(*_: object) -> list:
+            raise RuntimeError("the device is gone")
+
+        engine._live_runner.step = broken  # type: ignore[method-assign]
+        made = await asyncio.gather(*tasks)
+        assert {m.finish_reason for m in made} == {"error"}
+        assert all("the device is gone" in m.error for m in made)
+        assert (await engine.generate(tiny.request("late"))).finish_reason == "error"
+        with pytest.raises(EngineError, match="the device is gone"):
+            await engine.stats()
+        await engine.start()
+        assert (await engine.generate(tiny.request("again"))).finish_reason != "error"
+        await engine.close()
+
+    run(main)
+
+
+def test_a_cancelled_caller_frees_its_slot() -> None:
+    async def main() -> None:
+        async with started(EngineCase("t", make_engine)) as engine:
+            task = asyncio.create_task(
+                engine.generate(tiny.request("a", max_tokens=400, min_tokens=400))
+            )
+            await until_running(engine)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await engine.stats()).running == 0
+
+    run(main)
+
+
+def test_fetch_that_fails_leaves_the_engine_serving() -> None:
+    async def main() -> None:
+        engine = make_engine()
+        engine._fetch = lambda _: (_ for _ in ()).throw(OSError("no such segment"))
+        await engine.start()
+        with pytest.raises(EngineError, match="no such segment"):
+            await engine.update_weights(1, tiny.handle(1))
+        engine._fetch = lambda _: list(tiny.fetch(tiny.handle(1)))[1:]
+        with pytest.raises(EngineError, match="missing"):
+            await engine.update_weights(1, tiny.handle(1))
+        assert (await engine.generate(tiny.request("a"))).finish_reason != "error"
+        assert (await engine.stats()).policy_version == 0
+        await engine.close()
+
+    run(main)
+
+
+def test_sleep_refuses_weights_until_awake() -> None:
+    async def main() -> None:
+        async with started(EngineCase("t", make_engine)) as engine:
+            await engine.sleep()
+            with pytest.raises(EngineError, match="wake"):
+                await engine.update_weights(1, tiny.handle(1))
+            await engine.wake()
+            await engine.update_weights(1, tiny.handle(1))
+
+    run(main)
+
+
+def test_the_token_budget_bounds_what_runs() -> None:
+    async def main() -> None:
+        engine = make_engine(max_slots=8, max_tokens_in_flight=120)
+        await engine.start()
+        tasks = [
+            asyncio.create_task(engine.generate(tiny.request(str(i), max_tokens=50, min_tokens=50)))
+            for i in range(6)
+        ]
+        most = 0
+        while not all(task.done() for task in tasks):
+            most = max(most, (await engine.stats()).running)
+        assert most == 2
+        with pytest.raises(UserError, match="120"):
+            await engine.generate(tiny.request("big", max_tokens=200))
+        await engine.close()
+
+    run(main)
+
+
+def test_a_model_that_cannot_load_says_why() -> None:
+    engine = TransformersEngine(
+        lambda: (_ for _ in ()).throw(UserError("model.path: got x")), fetch=tiny.fetch
+    )
+    with pytest.raises(UserError, match="got x"):
+        asyncio.run(engine.start())
