@@ -16,7 +16,7 @@ _INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _OUTER_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|boxed|fbox)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"\s+")
 _CHOICE = re.compile(r"\(?([A-Za-z])[).]?")
-_WORDS = re.compile(r"[^\W\d_]{4,}(?: [^\W\d_]+)*")
+_WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")  # longer than a product
 
 
 def decide(gold: str, answer: str) -> bool | None:
@@ -46,7 +46,9 @@ def _decide_cleaned(gold: str, answer: str) -> bool | None:
         return False
     if left == right:
         return True
-    gold_quantity, answer_quantity = read_quantity(gold), read_quantity(answer)
+    gold_quantity = read_quantity(gold)
+    has_unit = gold_quantity is not None and bool(gold_quantity.unit)
+    answer_quantity = read_quantity(answer, letter_units=has_unit)
     if gold_quantity and answer_quantity:
         return same_quantity(gold_quantity, answer_quantity)
     if gold_quantity and not _could_be_a_number(answer):

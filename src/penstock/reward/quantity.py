@@ -23,12 +23,14 @@ _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))"
 _POWER = re.compile(r"\s*(?:\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*(?:\{([+-]?\d+)\}|([+-]?\d+))$")
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:(?:,|\{,\})\d{3})+|(?: \d{3})+)(?![\d/])")
 _NUMBER = re.compile(r"(?P<sign>[+-]?)\s*(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)")
-_RATIO = re.compile(r"(?P<sign>[+-]?)\s*(?P<top>\d+)\s*/\s*(?P<bottom>\d+)")
+_RATIO = re.compile(r"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+) )?(?P<top>\d+)\s*/\s*(?P<bottom>\d+)")
 _UNIT = re.compile(
     r"(?:[^\W\d_]+\.?)(?:[ /·-]+[^\W\d_]+\.?)*|°\s?[cfk]?|\^\\circ|\^\{\\circ\}|\\degree"
 )
 _UNIT_POWER = re.compile(r"(?<=[a-z])\s*\^?\{?([23])\}?$")
+_SIGN_GAP = re.compile(r"^([+-]) ")
 _SUBJECT = re.compile(r"^[a-zA-Z]\w{0,2}\s*=(?!=)\s*")
+_DEGREES = frozenset({"°", r"^\circ", r"^{\circ}", r"\degree", "degree", "degrees", "deg"})
 _SCALES = {
     "hundred": 10**2,
     "thousand": 10**3,
@@ -91,20 +93,22 @@ def _strip_wrappers(text: str) -> str:
     return text
 
 
-def read_quantity(cleaned: str) -> Quantity | None:
-    """The number that a cleaned answer is; None when it is something else."""
+def read_quantity(cleaned: str, *, letter_units: bool = False) -> Quantity | None:
+    """The number that a cleaned answer is; None when it is something else.
+
+    With `letter_units` one letter may be a unit (5 m), not only a variable.
+    """
     if len(cleaned) > MAX_NUMBER_CHARS or not any(map(str.isdigit, cleaned)):
         return None
     text = _TEXT.sub(r" \1 ", cleaned)
     text = _SUBJECT.sub("", text.strip())
     text = _CURRENCY.sub(" ", text).strip()
-    text = text.replace("- ", "-") if text.startswith("- ") else text
     text, percent = _take_percent(text)
     grouped = _GROUPED.search(text)
     if grouped:
         digits = grouped.group().replace("{,}", "").replace(",", "").replace(" ", "")
         text = text[: grouped.start()] + digits + text[grouped.end() :]
-    return _read_ascii(_ascii_digits(text), percent)
+    return _read_ascii(_ascii_digits(text), percent, letter_units)
 
 
 def _ascii_digits(text: str) -> str:
@@ -123,10 +127,11 @@ def _take_percent(text: str) -> tuple[str, bool]:
     return text, False
 
 
-def _read_ascii(text: str, percent: bool) -> Quantity | None:
+def _read_ascii(text: str, percent: bool, letter_units: bool) -> Quantity | None:
     text = _FRACTION.sub(
-        lambda m: f"{m.group(1) or m.group(2)}/{m.group(3) or m.group(4)}", text, count=1
+        lambda m: f" {m.group(1) or m.group(2)}/{m.group(3) or m.group(4)}", text, count=1
     )
+    text = _SIGN_GAP.sub(r"\1", text.strip()).replace("  ", " ")
     power = _POWER.search(text)
     if power:
         exponent = power.group(1) or power.group(2)
@@ -134,7 +139,7 @@ def _read_ascii(text: str, percent: bool) -> Quantity | None:
     match = _RATIO.match(text) or _NUMBER.match(text)
     if match is None:
         return None
-    scaled_unit = _read_unit(text[match.end() :])
+    scaled_unit = _read_unit(text[match.end() :], letter_units)
     value = _value(match)
     if scaled_unit is None or value is None:
         return None
@@ -149,13 +154,13 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if "top" in fields:
         if not int(fields["bottom"]):
             return None
-        value = Fraction(int(fields["top"]), int(fields["bottom"]))
+        value = int(fields["whole"] or 0) + Fraction(int(fields["top"]), int(fields["bottom"]))
     else:
         value = Fraction(fields["number"])
     return -value if fields["sign"] == "-" else value
 
 
-def _read_unit(rest: str) -> tuple[int, str] | None:
+def _read_unit(rest: str, letter_units: bool) -> tuple[int, str] | None:
     """(scale, unit) of what follows the number; None when it is not a unit."""
     separated, rest = rest[:1].isspace(), rest.strip().casefold()
     if not rest:
@@ -170,12 +175,15 @@ def _read_unit(rest: str) -> tuple[int, str] | None:
     if rest not in _SHORT_UNITS and rest[0].isalpha():
         if not separated or any(word in _NOT_UNITS for word in words):
             return None  # 5xy is a product, 5cm is not
-        if len(words) == 1 and words[0].isalpha() and len(words[0]) < 3:
+        letters = len(words) == 1 and words[0].isalpha() and len(words[0]) < 3
+        if letters and not letter_units:
             return None  # 5 x, too
     return scale, " ".join(map(_singular, words)) + (power.group(1) if power else "")
 
 
 def _singular(word: str) -> str:
+    if word in _DEGREES:
+        return "°"
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
 
 

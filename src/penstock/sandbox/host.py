@@ -30,7 +30,7 @@ _PACKAGE_ROOT = str(Path(penstock.__file__).resolve().parent.parent)
 _BOOTSTRAP = (
     "import sys; sys.path.insert(0, {root!r}); "
     "from penstock.sandbox.inside.nursery import main; "
-    "sys.path.remove({root!r}); main({descriptor})"
+    "sys.path.remove({root!r}); main({descriptor})  # of process {host}"
 )
 _SYSTEM_PATHS = (
     "/lib",
@@ -115,7 +115,7 @@ def _interpreter_flags() -> list[str]:
 
 
 def _bootstrap(descriptor: int) -> str:
-    return _BOOTSTRAP.format(root=_PACKAGE_ROOT, descriptor=descriptor)
+    return _BOOTSTRAP.format(root=_PACKAGE_ROOT, descriptor=descriptor, host=os.getpid())
 
 
 class Nursery:

@@ -20,12 +20,13 @@ from penstock.sandbox.settings import SandboxSettings
 class SandboxPool:
     """Consumes nothing, lends sandboxes. Starts at first use; `close` ends everything."""
 
-    def __init__(self, settings: SandboxSettings) -> None:
+    def __init__(self, settings: SandboxSettings, isolation: Isolation | None = None) -> None:
+        """`isolation`: one that was found before; None: the strongest that works here."""
         self.settings = settings
         self._lock = threading.Lock()
         self._nursery: Nursery | None = None
         self._warm: deque[Sandbox] = deque()
-        self._isolation: Isolation | None = None
+        self._isolation = isolation
         self._closed = False
 
     @property

@@ -21,6 +21,7 @@ def main(descriptor: int) -> None:
     """Serve the host on this descriptor."""
     host = socket.socket(fileno=descriptor)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    os.environ.clear()
     zygote.warm()
     gc.collect()
     gc.freeze()

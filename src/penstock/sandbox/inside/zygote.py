@@ -21,8 +21,6 @@ from typing import Any, NoReturn
 
 from penstock.sandbox.inside import child, kernel, wire
 
-REPORT_BYTES = 32 << 20
-
 
 def serve(host: socket.socket, scratch: str, facts: dict[str, Any]) -> NoReturn:
     """Answer jobs until the host hangs up."""
@@ -101,7 +99,7 @@ class _Watch:
     def __init__(self, pid: int, pipes: tuple[int, ...], limits: dict[str, Any]) -> None:
         self._pid = pid
         self._pipes = list(pipes)
-        self._limits = [limits["output_bytes"], limits["output_bytes"], REPORT_BYTES]
+        self._limit = limits["output_bytes"]
         self._read: list[list[bytes]] = [[], [], []]
         self._sizes = [0, 0, 0]
         self.stopped = ""  # why it was stopped: wall | output; empty: it ended by itself
@@ -138,7 +136,7 @@ class _Watch:
             data = os.read(self._pipes[index], 1 << 18)
         except BlockingIOError:
             return True
-        room = self._limits[index] - self._sizes[index]
+        room = self._limit - self._sizes[index]
         self._read[index].append(data[:room])
         self._sizes[index] += len(data)
         if len(data) > room:

@@ -1,0 +1,221 @@
+"""A user's own function or class as a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reward_samples import prompt, rollout
+
+from penstock.config import RewardConfig
+from penstock.errors import RewardError, UserError
+from penstock.reward import VerifiableReward, build_reward, check
+from penstock.types import Score
+
+SOURCE = """
+import threading
+from penstock.types import Score
+
+def length(response):
+    return len(response)
+
+def with_options(rollout, prompt, *, factor=1.0):
+    return factor * (rollout.text == prompt.gt_answer)
+
+def right(response, gt_answer):
+    return response == gt_answer
+
+async def asynchronous(response, gt_answer):
+    import asyncio
+    await asyncio.sleep(0)
+    return {"value": 0.5, "note": "half"}
+
+def full(rollout):
+    return Score(value=2.0, parts={"a": 1.0}, format_ok=True, answer_ok=False, note="n")
+
+def best_of_group(rollouts, prompt):
+    longest = max(len(r.text) for r in rollouts)
+    return [float(len(r.text) == longest) for r in rollouts]
+
+async def by_responses(responses, gt_answer):
+    return [r == gt_answer for r in responses]
+
+def too_few(rollouts):
+    return [1.0]
+
+def raises(response):
+    raise KeyError("no such thing")
+
+def text(response):
+    return "good"
+
+def nan(response):
+    return float("nan")
+
+def thread(response):
+    return threading.get_ident()
+
+released = threading.Event()
+def hangs(response):
+    released.wait(60)
+    return 1.0
+
+def needs_more(response, threshold):
+    return threshold
+
+def nothing(x):
+    return x
+
+def both(rollout, rollouts):
+    return 0
+
+class Own:
+    def __init__(self, factor=1.0):
+        self.factor = factor
+    async def score(self, rollout, prompt):
+        return Score(value=self.factor)
+    async def close(self):
+        pass
+
+class NotAReward:
+    pass
+"""
+
+
+@pytest.fixture
+def module() -> Iterator[types.ModuleType]:
+    made = types.ModuleType("users_rewards")
+    exec(SOURCE, made.__dict__)
+    sys.modules["users_rewards"] = made
+    yield made
+    made.released.set()
+    del sys.modules["users_rewards"]
+
+
+def build(name: str, **options: Any) -> VerifiableReward:
+    config = RewardConfig(type=f"users_rewards:{name}", options=options)
+    return build_reward([config], max_tokens=10)
+
+
+def score(reward: VerifiableReward, text: str = "abc", gold: str = "abc") -> Score:
+    async def run() -> Score:
+        try:
+            return await reward.score(rollout(text), prompt(gold))
+        finally:
+            await reward.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("length", Score(3.0, {"length": 3.0})),
+        ("with_options", Score(1.0, {"with_options": 1.0})),
+        ("right", Score(1.0, {"right": 1.0}, answer_ok=True)),
+        ("asynchronous", Score(0.5, {"asynchronous": 0.5}, note="half")),
+        ("full", Score(2.0, {"full": 2.0, "full.a": 1.0}, True, False, "n")),
+        ("Own", Score(1.0, {"Own": 1.0})),
+    ],
+)
+def test_kinds_of_functions(name: str, expected: Score) -> None:
+    assert score(build(name)) == expected
+
+
+@pytest.mark.usefixtures("module")
+def test_options_reach_the_function() -> None:
+    assert score(build("with_options", factor=3.0)).value == 3.0
+    assert score(build("Own", factor=3.0)).value == 3.0
+
+
+def test_a_file_is_as_good_as_a_module(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def reward(response):\n    return len(response) / 2\n")
+    reward = build_reward([RewardConfig(type=f"{path}:reward")], max_tokens=10)
+    assert score(reward).value == 1.5
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("name", "values"), [("best_of_group", [0.0, 1.0]), ("by_responses", [1.0, 0.0])]
+)
+def test_a_group_function_sees_the_whole_group(name: str, values: list[float]) -> None:
+    async def run() -> list[Score]:
+        reward = build(name)
+        assert reward.needs_group
+        rollouts = [rollout("abc", name="g.0"), rollout("abcd", name="g.1")]
+        try:
+            return await reward.score_group(rollouts, [prompt("abc")] * 2)
+        finally:
+            await reward.close()
+
+    assert [one.value for one in asyncio.run(run())] == values
+
+
+@pytest.mark.usefixtures("module")
+def test_a_group_function_is_not_called_for_one_rollout() -> None:
+    with pytest.raises(RewardError, match="judges whole groups"):
+        score(build("best_of_group"))
+
+
+@pytest.mark.usefixtures("module")
+def test_a_group_function_must_give_one_value_each() -> None:
+    async def run() -> None:
+        rollouts = [rollout("a", name="g.0"), rollout("b", name="g.1")]
+        await build("too_few").score_group(rollouts, [prompt("a")] * 2)
+
+    with pytest.raises(
+        RewardError, match=r"rollout g\.0, g\.1: reward too_few: got 1 scores, allowed: 2"
+    ):
+        asyncio.run(run())
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", r"rollout task:0\.0: reward raises: KeyError: 'no such thing'"),
+        ("text", r"rollout task:0\.0: reward text: got 'good', allowed: a number"),
+        ("nan", r"rollout task:0\.0: reward nan: got the value nan, allowed: a finite number"),
+    ],
+)
+def test_faults_name_the_rollout(name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        score(build(name))
+
+
+@pytest.mark.usefixtures("module")
+def test_it_runs_off_the_event_loop() -> None:
+    assert score(build("thread")).value != threading.get_ident()
+
+
+@pytest.mark.usefixtures("module")
+def test_a_function_that_hangs_fails_its_rollout() -> None:
+    with pytest.raises(RewardError, match=r"no result after 0\.05 s \(timeout_s\)"):
+        score(build("hangs", timeout_s=0.05))
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("with_options", {"facto": 1}, "unknown option 'facto'.*did you mean factor?"),
+        ("length", {"timeout_s": 0}, "timeout_s: got 0, allowed: a number above 0"),
+        ("needs_more", {}, "parameter 'threshold' is not filled"),
+        ("nothing", {}, "without a parameter for the rollout"),
+        ("both", {}, "allowed: one kind"),
+        ("Own", {"facto": 1}, "unknown option 'facto'"),
+        ("NotAReward", {}, "a class with `async def score"),
+        ("absent", {}, "has no 'absent'"),
+    ],
+)
+def test_mistakes_are_told_before_the_run(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check([RewardConfig(type=f"users_rewards:{name}", options=options)])

@@ -1,0 +1,49 @@
+"""Pools for tests: every way to isolate that works on the machine the tests run on."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.sandbox.host import Mode
+from penstock.sandbox.layers import Isolation, try_mode
+from penstock.sandbox.pool import SandboxPool
+from penstock.sandbox.settings import SandboxSettings
+
+MODES = {
+    "bubblewrap": Mode(bubblewrap=True, namespaces=True, user_namespace=True),
+    "namespaces": Mode(bubblewrap=False, namespaces=True, user_namespace=True),
+    "root namespaces": Mode(bubblewrap=False, namespaces=True, user_namespace=False),
+    "filtered": Mode(bubblewrap=False, namespaces=False, user_namespace=False),
+}
+
+
+@functools.cache
+def _isolation(name: str) -> Isolation | None:
+    return try_mode(MODES[name], SandboxSettings())
+
+
+def make_pool(name: str, **settings: object) -> SandboxPool:
+    """A pool of this mode; skips the test where the mode does not work or does not protect."""
+    isolation = _isolation(name)
+    if isolation is None or isolation.level == "weak":
+        pytest.skip(f"isolation by {name} does not work on this machine")
+    values = {"minimum": "filtered", **settings}
+    return SandboxPool(SandboxSettings.model_validate(values), isolation)
+
+
+def left_over() -> list[str]:
+    """Processes of any sandbox that this process started."""
+    found, mark = [], f"# of process {os.getpid()}"
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if mark in command:
+                found.append(f"{entry.name}: {command}")
+    return found

@@ -1,0 +1,100 @@
+"""The adversarial suite: none of the attempts succeeds, none outlives its limit, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import ATTEMPTS, NUMBERS
+from sandbox_pools import MODES, left_over, make_pool
+
+from penstock.sandbox.inside import kernel
+from penstock.sandbox.limits import job_limits
+from penstock.sandbox.pool import SandboxPool
+
+TIMEOUT_S = 0.4
+SLACK_S = 20.0  # of a busy test machine; the sandbox's own limit is TIMEOUT_S
+
+
+@pytest.fixture(scope="module", params=MODES)
+def pool(request: pytest.FixtureRequest, host: dict[str, Any]) -> Iterator[SandboxPool]:
+    pool = make_pool(request.param, memory_mb=512, scratch_mb=4, output_kb=512)
+    yield pool
+    pool.close()
+    assert left_over() == []
+    assert os.listdir(host["folder"]) == ["secret"]
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What the attempts are after."""
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "secret").write_text("the secret")
+    os.environ["PENSTOCK_TEST_SECRET"] = "swordfisher"
+    assert kernel.ARCH is not None
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield {
+            "port": server.getsockname()[1],
+            "host_pid": os.getpid(),
+            "secret_file": str(folder / "secret"),
+            "secret_name": "PENSTOCK_TEST_SECRET",
+            "secret_half": "swordfish",
+            "folder": str(folder),
+            **NUMBERS[kernel.ARCH],
+        }
+    del os.environ["PENSTOCK_TEST_SECRET"]
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_attempt_fails(pool: SandboxPool, host: dict[str, Any], name: str) -> None:
+    source = ATTEMPTS[name].format(**host)
+    with pool.sandbox() as sandbox:
+        job = {"job": "program", "source": source, "stdin": ""}
+        outcome = sandbox.run(job, job_limits(pool.settings, TIMEOUT_S))
+        assert "ESCAPED" not in outcome.stdout
+        assert len(outcome.stdout) <= pool.settings.output_kb << 10
+        assert outcome.wall_s < TIMEOUT_S + SLACK_S
+        pid = sandbox.pid
+    if not pool.isolation.mode.bubblewrap:  # there its number is one of another namespace
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_there_are_enough_attempts() -> None:
+    assert len(ATTEMPTS) >= 40
+
+
+def test_the_sandbox_still_works_after_all_that(pool: SandboxPool) -> None:
+    with pool.sandbox() as sandbox:
+        job = {"job": "program", "source": "print(input()[::-1])", "stdin": "abc"}
+        outcome = sandbox.run(job, job_limits(pool.settings, 30.0))
+        assert (outcome.status, outcome.stdout) == (0, "cba\n")
+
+
+def test_code_that_may_fork_is_still_bounded_and_cleaned_up() -> None:
+    pool = make_pool("namespaces", processes=True, threads=16)
+    source = (
+        "import os, time\n"
+        "started = 0\n"
+        "try:\n"
+        "    while started < 100:\n"
+        "        if os.fork() == 0:\n"
+        "            os.setsid()\n"
+        "            time.sleep(600)\n"
+        "        started += 1\n"
+        "except OSError: pass\n"
+        "print(started)\n"
+    )
+    try:
+        with pool.sandbox() as sandbox:
+            limits = job_limits(pool.settings, 30.0)
+            outcome = sandbox.run({"job": "program", "source": source, "stdin": ""}, limits)
+            assert 0 < int(outcome.stdout) < 16
+            again = sandbox.run({"job": "program", "source": source, "stdin": ""}, limits)
+            assert again.stdout == outcome.stdout  # the first ones are gone
+    finally:
+        pool.close()
+    assert left_over() == []
