@@ -1,0 +1,262 @@
+"""The journal: round trips, what is durable when, recovery queries, faults that do not hang."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fakes import finish_rollout, make_prompt, make_prompts
+from penstock.data.sampler import Sampler
+from penstock.errors import RunError, UserError
+from penstock.journal import Journal
+from penstock.journal.codec import decode_group, encode_group
+from penstock.journal.schema import open_database
+from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
+
+
+def assert_same(one: Group, two: Group) -> None:
+    assert (one.group_id, one.task, one.cursor, one.tries, one.error) == (
+        two.group_id,
+        two.task,
+        two.cursor,
+        two.tries,
+        two.error,
+    )
+    assert one.prompt.messages == two.prompt.messages
+    assert (one.prompt.gt_answer, one.prompt.test_cases, one.prompt.extra) == (
+        two.prompt.gt_answer,
+        two.prompt.test_cases,
+        two.prompt.extra,
+    )
+    for a, b in zip(one.rollouts, two.rollouts, strict=True):
+        for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask"):
+            left, right = getattr(a, name), getattr(b, name)
+            assert left.dtype == right.dtype
+            assert np.array_equal(left, right), name
+        for name in Rollout.__slots__:
+            if name not in ("prompt_ids", "response_ids", "logprobs", "loss_mask", "prompt"):
+                assert getattr(a, name) == getattr(b, name), name
+
+
+@st.composite
+def rollouts(draw: st.DrawFn, rollout_id: str) -> Rollout:
+    length = draw(st.integers(0, 9))
+    cut = draw(st.integers(0, length))
+    parts = [(1, cut), (3, length - cut)]
+    score = Score(
+        draw(st.floats(allow_nan=False)), {"part": 0.1}, draw(st.sampled_from([None, True])), False
+    )
+    return Rollout(
+        rollout_id=rollout_id,
+        prompt_ids=make_prompt().token_ids,
+        seed=draw(st.integers(0, 2**63 - 1)),
+        response_ids=np.arange(length, dtype=np.int32),
+        logprobs=np.linspace(-3, 0, length, dtype=np.float32),
+        loss_mask=np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)), bool),
+        segments=tuple(VersionSegment(v, n) for v, n in parts if n),
+        temperature=draw(st.floats(0.1, 2)),
+        status=draw(st.sampled_from(list(Status))),
+        finish_reason=draw(st.sampled_from(["", "stop", "abort"])),
+        text=draw(st.text(max_size=5)),
+        score=draw(st.sampled_from([None, score])),
+        error=draw(st.text(max_size=5)),
+        extra=draw(st.sampled_from([{}, {"turns": [1, 2], "note": "ä"}])),
+        issued_version=draw(st.integers(0, 9)),
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_the_codec_gives_back_what_it_got(data: st.DataObject) -> None:
+    group = Group(
+        group_id="t:7",
+        task="t",
+        cursor=7,
+        prompt=make_prompt(7),
+        rollouts=[data.draw(rollouts(f"t:7.{n}")) for n in range(data.draw(st.integers(1, 3)))],
+        tries=2,
+        error="why",
+    )
+    assert_same(decode_group(encode_group(group)), group)
+
+
+def test_the_prompt_is_stored_once_however_large_the_group() -> None:
+    prompt = make_prompt(0, length=1000)
+    members = [
+        Rollout(rollout_id=f"t:0.{n}", prompt_ids=prompt.token_ids, seed=n) for n in range(8)
+    ]
+    group = Group(group_id="t:0", task="t", cursor=0, prompt=prompt, rollouts=members)
+    assert len(encode_group(group)) < 1.5 * 4 * 1000
+
+
+def test_a_newer_payload_format_is_refused() -> None:
+    data = bytearray(encode_group(finished(0)))
+    data[0] = 99
+    with pytest.raises(RunError, match="format 99"):
+        decode_group(bytes(data))
+
+
+def test_what_json_cannot_hold_is_a_clear_error() -> None:
+    group = finished(0)
+    group.rollouts[0].extra["bad"] = object()
+    with pytest.raises(RunError, match="object"):
+        encode_group(group)
+    group.rollouts[0].extra["bad"] = np.float32(1.5)
+    assert decode_group(encode_group(group)).rollouts[0].extra["bad"] == 1.5
+
+
+SAMPLER = Sampler(make_prompts(4), task_name="t", prompt_repeat_k=2, seed=0)
+
+
+def finished(cursor: int, version: int = 0) -> Group:
+    group = SAMPLER.group_at(cursor)
+    for rollout in group.rollouts:
+        finish_rollout(rollout, version=version)
+    group.tries = 1
+    return group
+
+
+async def land(journal: Journal, *groups: Group) -> None:
+    for group in groups:
+        journal.drawn(group)
+        await journal.landed(group)
+
+
+def report(step: int) -> StepReport:
+    return StepReport(step=step, policy_version=step, digest=f"d{step}", metrics={"loss": 0.5})
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_run_can_be_read_back(tmp_path: Path, threaded: bool) -> None:
+    async def main() -> None:
+        journal = Journal.open(tmp_path / "journal.db", threaded=threaded)
+        groups = [finished(cursor) for cursor in range(5)]
+        await land(journal, *groups)
+        in_flight = SAMPLER.group_at(5)
+        journal.drawn(in_flight)
+        await journal.begin_step(1, [groups[2], groups[0]])
+        assert journal.pending_step() == 1
+        await journal.commit_step(report(1))
+        await journal.begin_step(2, [groups[1]])
+        journal.record_published(1, "d1")
+        journal.record_confirmed("engine", 1, "d1")
+        journal.expired(groups[3])
+        journal.dropped(groups[4], "failed", detail="why")
+        assert journal.last_committed_step() == 1
+        assert journal.pending_step() == 2
+        assert journal.steps() == [report(1)]
+        batch = journal.batch(1)
+        assert_same(batch.groups[0], groups[2])
+        assert_same(batch.groups[1], groups[0])
+        assert [group.group_id for group in journal.batch(2).groups] == ["t:1"]
+        unfinished = journal.unfinished_groups()
+        assert [group.status for group in unfinished.buffered] == [Status.EXPIRED]
+        assert [(r.cursor, r.tries, r.group) for r in unfinished.in_flight] == [(5, 0, None)]
+        assert journal.cursors() == {"t": 6}
+        assert journal.counts() == {
+            "t": {"drawn": 6, "trained": 2, "taken": 1, "buffered": 1, "in_flight": 1, "dropped": 1}
+        }
+        assert journal.drops() == {"t": {"failed": 1}}
+        journal.close()
+
+    asyncio.run(main())
+
+
+def test_what_was_awaited_survives_without_a_close(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+
+    async def main() -> Journal:
+        journal = Journal.open(path)
+        await land(journal, finished(0))
+        await journal.begin_step(1, [finished(0)])
+        return journal  # never closed: as after kill -9
+
+    abandoned = asyncio.run(main())
+    again = Journal.open(path)
+    assert [group.group_id for group in again.batch(1).groups] == ["t:0"]
+    again.close()
+    abandoned.close()
+
+
+def test_views_can_be_read_by_any_sqlite_tool_during_the_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = Journal.open(tmp_path / "journal.db")
+        await land(journal, finished(0, version=0), finished(1))
+        await journal.begin_step(2, [finished(0)])
+        await journal.commit_step(report(2))
+        other = sqlite3.connect(tmp_path / "journal.db")
+        assert other.execute(
+            "SELECT state, staleness, num_tokens FROM groups WHERE group_id = 't:0'"
+        ).fetchall() == [("trained", 1, 8)]
+        assert other.execute(
+            "SELECT DISTINCT text, reward, finish_reason FROM rollouts"
+        ).fetchall() == [("text", 1.0, "stop")]
+        assert other.execute("SELECT step, digest, committed FROM steps").fetchall() == [
+            (2, "d2", 1)
+        ]
+        kinds = other.execute(
+            "SELECT kind FROM events WHERE group_id = 't:0' ORDER BY at"
+        ).fetchall()
+        assert kinds == [("drawn",), ("landed",), ("trained",)]
+        other.close()
+        journal.close()
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_is_one_clear_error_for_everybody_who_waits(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = Journal.open(tmp_path / "journal.db")
+        pages = journal.query("PRAGMA page_count")[0][0]
+        journal._writer._database.execute(f"PRAGMA max_page_count = {pages + 4}")
+        results = await asyncio.gather(
+            *(land(journal, finished(cursor)) for cursor in range(200)), return_exceptions=True
+        )
+        errors = [error for error in results if error is not None]
+        assert errors
+        assert all(isinstance(error, RunError) and "full" in str(error) for error in errors)
+        with pytest.raises(RunError, match="full"):
+            await journal.flush()
+        with pytest.raises(RunError, match="full"):
+            journal.close()
+
+    asyncio.run(main())
+
+
+def test_a_step_takes_only_what_is_completed_and_buffered(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = Journal.open(tmp_path / "journal.db")
+        await land(journal, finished(0))
+        with pytest.raises(RunError, match="step 1 takes 2 groups"):
+            await journal.begin_step(1, [finished(0), finished(1)])
+        with pytest.raises(RunError):
+            journal.close()
+
+    asyncio.run(main())
+
+
+def test_files_that_are_no_journal_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no file"):
+        Journal.open(tmp_path / "none.db", readonly=True)
+    (tmp_path / "text.db").write_text("not a database, but long enough to look like one " * 20)
+    with pytest.raises(RunError, match="cannot be opened"):
+        Journal.open(tmp_path / "text.db")
+    database = open_database(tmp_path / "new.db")
+    database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(RunError, match="schema version 99"):
+        Journal.open(tmp_path / "new.db")
+    journal = Journal.open(tmp_path / "good.db")
+    journal.close()
+    reading = Journal.open(tmp_path / "good.db", readonly=True)
+    with pytest.raises(RunError, match="read only"):
+        reading.record_published(1, "d")
+    reading.close()
+    with pytest.raises(RunError, match="closed"):
+        journal.record_published(1, "d")
