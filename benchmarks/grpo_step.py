@@ -74,14 +74,12 @@ min_tokens = {NEW_TOKENS}
 max_tokens = {NEW_TOKENS}
 [engine]
 max_slots = {PROMPTS * SAMPLES}
-threads = {2 if staleness == 0 else 1}
 [produce]
 max_staleness = {staleness}
 [train]
 steps = {steps}
 groups_per_step = {PROMPTS}
 lr = 1e-6
-threads = {2 if staleness == 0 else 1}
 [track]
 trackers = []
 """

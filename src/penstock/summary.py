@@ -40,28 +40,18 @@ def print_summary(console: Console, folder: RunFolder, *, seconds: float) -> Non
 
 def print_evaluations(console: Console, results: list[EvalResult]) -> None:
     """One row a task."""
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    columns = (
-        "task",
-        "accuracy",
-        "95 % interval",
-        "pass@k",
-        "reward",
-        "length",
-        "samples",
-        "failed",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column == "task" else "right", no_wrap=True)
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    table.add_column("task", no_wrap=True)
+    several = sorted({k for result in results for k in result.pass_at if k > 1})
+    passes = [f"pass@{k}" for k in several]
+    for column in ("accuracy", "95 % interval", *passes, "reward", "length", "samples", "failed"):
+        table.add_column(column, justify="right", no_wrap=True)
     for result in results:
-        passes = "  ".join(
-            f"@{k} {value:.3f}" for k, value in sorted(result.pass_at.items()) if k > 1
-        )
         table.add_row(
             Text(result.task),
             Text(f"{result.accuracy:.3f}", style="bold"),
             f"{result.low:.3f} to {result.high:.3f}",
-            passes or "-",
+            *(f"{result.pass_at[k]:.3f}" if k in result.pass_at else "-" for k in several),
             f"{result.reward:.3f}",
             f"{result.response_length:.1f}",
             str(result.samples),
