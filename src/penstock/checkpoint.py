@@ -1,24 +1,38 @@
-"""Checkpoints of the trainer: whole or not there at all. Layer 4.
+"""Checkpoints of the trainer: whole or not there at all, written beside training. Layer 4.
 
     checkpoints/step-N/ model/ (HF safetensors)  trainer state  manifest.json (written last)
 
-A checkpoint is written into a hidden folder and renamed into place after its manifest is on disk.
-What was produced but not yet trained is not here: the journal holds it.
+The trainer copies its state (short), the copy is written in the background into a hidden folder,
+which is renamed into place after its manifest is on disk. One is under way at a time. What was
+produced but not yet trained is not here: the journal holds it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from penstock.errors import RunError
+from penstock.config import CheckpointConfig
+from penstock.errors import RunError, WorkerDied
 
 MANIFEST = "manifest.json"
+MOST_FAILURES = 3  # in a row, after which the run stops
+
+
+class Snapshotting(Protocol):
+    """The side of a trainer that a checkpoint needs."""
+
+    async def identity(self) -> tuple[int, str]: ...
+    async def snapshot(self, folder: str) -> tuple[int, str]: ...
+    async def write_snapshot(self) -> None: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,68 +44,178 @@ class Checkpoint:
     digest: str  # of the weights, as the trainer computed it
 
 
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What a search saw: the newest valid checkpoint and, in words, those that are damaged."""
+
+    checkpoint: Checkpoint | None = None
+    damaged: list[str] = field(default_factory=list)
+
+
 class CheckpointStore:
-    """Consumes the trainer's `save`, produces checkpoints; keeps the newest `keep`."""
+    """Consumes snapshots of a trainer, produces checkpoints; keeps the newest `keep`."""
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: CheckpointConfig | None = None,
+        *,
+        report: Callable[[str], None] = lambda text: None,
+        before_rename: Callable[[], None] = lambda: None,
+    ) -> None:
         self._folder = folder
-        self._keep = keep
+        self._settings = settings or CheckpointConfig()
+        self._report = report
+        self._before_rename = before_rename  # makes durable what the checkpoint stands on
+        self._writing: asyncio.Task[Checkpoint | None] | None = None
+        self._last: Checkpoint | None = None
+        self._fault = ""
+        self._failures = 0
+        self._drafts = 0
+        self._begun_at = time.monotonic()
 
-    async def save(self, save: Callable[[str], Awaitable[tuple[int, str]]]) -> Checkpoint:
-        """Write a new checkpoint by `save(folder) -> (step, digest)` and prune old ones."""
+    def due(self, step: int) -> bool:
+        """Whether the interval, in steps or in minutes, has passed."""
+        every, minutes = self._settings.every_steps, self._settings.every_minutes
+        late = minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes
+        return late or (every > 0 and step % every == 0)
+
+    async def begin(self, trainer: Snapshotting) -> None:
+        """Copy the trainer's state now, write it in the background. Waits for: the one before."""
+        await self.settle()
+        if self._failures >= MOST_FAILURES:
+            raise RunError(f"{self._failures} checkpoints in a row failed; the last: {self._fault}")
+        self._begun_at = time.monotonic()
+        try:
+            draft = await asyncio.to_thread(self._make_draft)
+            step, digest = await trainer.snapshot(str(draft))
+        except (OSError, RunError) as error:
+            self._note_failure(error)
+            return
+        work = self._write(trainer, draft, step, digest)
+        self._writing = asyncio.create_task(work, name=f"checkpoint of step {step}")
+
+    async def settle(self) -> None:
+        """Wait for the write under way; a cancelled caller does not cancel it."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+            self._writing = None
+
+    async def save(self, trainer: Snapshotting) -> Checkpoint:
+        """A checkpoint of the trainer as it is now, on disk when this returns; an error rises."""
+        await self.settle()
+        step, digest = await trainer.identity()
+        if self._last is None or (self._last.step, self._last.digest) != (step, digest):
+            self._failures = 0
+            await self.begin(trainer)
+            await self.settle()
+            if self._failures or self._last is None:
+                raise RunError(self._fault)
+        return self._last
+
+    def search(self, *, up_to: int | None = None) -> Found:
+        """The newest checkpoint whose every file is as its manifest says, and what is damaged."""
+        found = Found()
+        for path in sorted(self._folder.glob("step-*"), key=_step_of, reverse=True):
+            if up_to is not None and _step_of(path) > up_to:
+                continue
+            try:
+                found.checkpoint = self._last = read_checkpoint(path)
+                break
+            except RunError as error:
+                found.damaged.append(str(error))
+        return found
+
+    def newest(self, *, up_to: int | None = None) -> Checkpoint | None:
+        """The newest valid checkpoint; broken ones are passed over."""
+        return self.search(up_to=up_to).checkpoint
+
+    async def _write(
+        self, trainer: Snapshotting, draft: Path, step: int, digest: str
+    ) -> Checkpoint | None:
+        try:
+            await trainer.write_snapshot()
+            self._last = await asyncio.to_thread(self._seal, draft, step, digest)
+        except (OSError, RunError) as error:
+            await asyncio.to_thread(shutil.rmtree, draft, True)
+            self._note_failure(error)
+            return None
+        self._failures = 0
+        return self._last
+
+    def _make_draft(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
-        draft = self._folder / f".draft-{os.getpid()}"
+        self._drafts += 1
+        draft = self._folder / f".draft-{os.getpid()}-{self._drafts}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
-        try:
-            step, digest = await save(str(draft))
-            _write_manifest(draft, step, digest)
-            final = self._folder / f"step-{step}"
-            shutil.rmtree(final, ignore_errors=True)
-            draft.rename(final)
-            _sync_folder(self._folder)
-        except OSError as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise RunError(f"checkpoint not written: {error}; the previous one is valid") from error
+        return draft
+
+    def _seal(self, draft: Path, step: int, digest: str) -> Checkpoint:
+        _write_manifest(draft, step, digest)
+        self._before_rename()
+        final = self._folder / f"step-{step}"
+        if final.exists():  # damaged, or of a future that the journal lost
+            aside = self._folder / f".draft-old-{step}"
+            shutil.rmtree(aside, ignore_errors=True)
+            final.rename(aside)
+        draft.rename(final)
+        _sync(self._folder)
         self._prune()
         return Checkpoint(final, step, digest)
 
-    def newest(self) -> Checkpoint | None:
-        """The newest checkpoint whose every file is as its manifest says; broken ones are passed over."""
-        for path in sorted(self._folder.glob("step-*"), key=_step_of, reverse=True):
-            checkpoint = read_checkpoint(path)
-            if checkpoint is not None:
-                return checkpoint
-        return None
+    def _note_failure(self, error: Exception) -> None:
+        self._failures += 1
+        valid = f"step {self._last.step} stays valid" if self._last else "the journal has all steps"
+        words = " ".join(str(error).split())
+        free = shutil.disk_usage(_existing(self._folder)).free / 2**20
+        self._fault = f"checkpoint not written: {words} ({free:,.0f} MiB free there); {valid}"
+        if not isinstance(error, WorkerDied):  # that one is told by whoever waits for the worker
+            self._report(self._fault)
 
     def _prune(self) -> None:
         paths = sorted(self._folder.glob("step-*"), key=_step_of, reverse=True)
-        for path in paths[self._keep :]:
+        for path in paths[self._settings.keep :]:
             shutil.rmtree(path, ignore_errors=True)
         for path in self._folder.glob(".draft-*"):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def read_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint at `path`, or None where a file is missing or not what the manifest says."""
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`; raises where a file is missing or not what the manifest says."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        for name, expected in manifest["files"].items():
-            if _file_digest(path / name) != expected:
-                return None
-        return Checkpoint(path, manifest["step"], manifest["digest"])
-    except (OSError, KeyError, ValueError):
-        return None
+        if manifest.pop("seal") != _seal_of(manifest):
+            raise ValueError
+        files: dict[str, str] = manifest["files"]
+        checkpoint = Checkpoint(path, manifest["step"], manifest["digest"])
+    except (OSError, KeyError, TypeError, ValueError):
+        raise RunError(f"checkpoint {path}: its {MANIFEST} is missing or damaged") from None
+    for name, expected in files.items():
+        try:
+            found = _file_digest(path / name)
+        except OSError as error:
+            raise RunError(f"checkpoint {path}: {name}: {error.strerror}") from None
+        if found != expected:
+            raise RunError(f"checkpoint {path}: {name} is not what was written")
+    return checkpoint
 
 
 def _write_manifest(folder: Path, step: int, digest: str) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files:
-        _sync_file(path)
-    listing = {str(path.relative_to(folder)): _file_digest(path) for path in files}
-    manifest = {"step": step, "digest": digest, "files": listing}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    _sync_file(folder / MANIFEST)
+    paths = sorted(folder.rglob("*"))
+    for path in paths:
+        _sync(path)
+    files = {str(p.relative_to(folder)): _file_digest(p) for p in paths if p.is_file()}
+    manifest = {"step": step, "digest": digest, "files": files}
+    sealed = {**manifest, "seal": _seal_of(manifest)}
+    (folder / MANIFEST).write_text(json.dumps(sealed, indent=1))
+    _sync(folder / MANIFEST)
+    _sync(folder)
+
+
+def _seal_of(manifest: dict[str, object]) -> str:
+    text = json.dumps(manifest, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def _file_digest(path: Path) -> str:
@@ -99,17 +223,17 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """A file's content, or a folder's entries, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)
 
 
 def _step_of(path: Path) -> int:

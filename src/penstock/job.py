@@ -83,7 +83,12 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
             trainer=workers.trainer,
             producer=producer,
             journal=journal,
-            checkpoints=CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep),
+            checkpoints=CheckpointStore(
+                folder.checkpoints,
+                config.checkpoint,
+                report=lambda text: job.tracker.note(text),
+                before_rename=journal.sync,
+            ),
             eval_tasks=_eval_tasks(config, data, closing),
             rollout_log=RolloutLog(
                 folder.path / "rollouts.jsonl",
@@ -95,6 +100,7 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         )
         job.tracker = _tracker(job)
         closing.callback(job.tracker.close)
+        closing.push_async_callback(job.checkpoints.settle)
         yield job
 
 

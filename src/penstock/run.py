@@ -32,7 +32,6 @@ class Loop:
         self._evaluating: asyncio.Task[None] | None = None
         self._tokens_before = 0
         self._waited_before = 0.0
-        self._last_checkpoint = (first_step, time.monotonic())
 
     async def run(self) -> None:
         """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
@@ -63,10 +62,9 @@ class Loop:
         job.rollout_log.write(batch)
         if self._due(job.config.eval.every_steps) or step == job.total_steps:
             self._start_evaluation()
-        if self._checkpoint_due():
-            job.activity = f"writing the checkpoint of step {step}"
-            await job.checkpoints.save(job.trainer.save)
-            self._last_checkpoint = (step, time.monotonic())
+        if job.checkpoints.due(step):
+            job.activity = f"copying the state of step {step} for its checkpoint"
+            await job.checkpoints.begin(job.trainer)
 
     async def _publish(self) -> None:
         """Hand the weights over; the engines load them while the next step trains."""
@@ -117,8 +115,3 @@ class Loop:
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    def _checkpoint_due(self) -> bool:
-        minutes = self._job.config.checkpoint.every_minutes
-        late = minutes > 0 and time.monotonic() - self._last_checkpoint[1] >= 60 * minutes
-        return late or self._due(self._job.config.checkpoint.every_steps)

@@ -61,7 +61,7 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
         loop = Loop(job, first_step=first_step)
         stopped = await _until_stopped(loop.run())
         await job.trainer.request_stop()
-        await job.checkpoints.save(job.trainer.save)
+        await job.checkpoints.save(job.trainer)
     write_report([folder])
     if stopped:
         raise StopRequested(
@@ -133,7 +133,7 @@ def _evaluation_config(path: str | None, overrides: Sequence[str]) -> Config:
     folder = run_folder.find(path)
     from penstock.checkpoint import CheckpointStore
 
-    newest = CheckpointStore(folder.checkpoints, keep=1).newest()
+    newest = CheckpointStore(folder.checkpoints).newest()
     if newest is None:
         raise UserError(f"run {path}: got no valid checkpoint, allowed: a run that wrote one")
     model = [f"model.path={newest.path / 'model'}"]

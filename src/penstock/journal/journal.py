@@ -8,6 +8,7 @@ queued and written in order. Queries see all that was submitted before them.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -139,6 +140,18 @@ class Journal:
     async def flush(self) -> None:
         """Until all that was submitted so far is durable."""
         await self._writing().durable()
+
+    def sync(self) -> None:
+        """Until what is durable against a dead process is so against a dead machine, too."""
+        if self._writer is not None:
+            self._writer.wait_durable()
+        for path in (self.path, self.path.with_name(f"{self.path.name}-wal")):
+            if path.exists():
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def close(self) -> None:
         """Write what is queued and close; raises the error that stopped the writer, if one did."""

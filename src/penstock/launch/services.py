@@ -6,11 +6,12 @@ The same classes serve a worker process, this process and a Ray actor.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from penstock.config import Config
 from penstock.engine import ENGINES
@@ -29,8 +30,11 @@ class TrainerPart(Protocol):
     async def publish(self) -> WeightHandle:
         """Copy the current weights out for the engines."""
 
-    async def save(self, folder: str) -> tuple[int, str]:
-        """Write the whole training state; returns the step and the weights' digest."""
+    async def snapshot(self, folder: str) -> tuple[int, str]:
+        """Copy the whole training state, to be written to `folder`; the step and its digest."""
+
+    async def write_snapshot(self) -> None:
+        """Write that copy; training goes on meanwhile."""
 
     async def load(self, folder: str) -> tuple[int, str]:
         """Restore it."""
@@ -61,6 +65,7 @@ class TrainerService:
         self._consumer = Consumer.from_config(config, total_steps=total_steps)
         self._sync = sync
         self._digest = self._consumer.digest()
+        self._write: Callable[[], None] | None = None
 
     def train(self, batch: Batch) -> StepReport:
         report = self._consumer.train(batch)
@@ -71,9 +76,16 @@ class TrainerService:
         consumer = self._consumer
         return self._sync.publish(consumer.policy_version, self._digest, consumer.weights())
 
-    def save(self, folder: str) -> tuple[int, str]:
-        self._consumer.save(Path(folder))
+    def snapshot(self, folder: str) -> tuple[int, str]:
+        from penstock.train.state import take_snapshot
+
+        self._write = take_snapshot(self._consumer, Path(folder))
         return self.identity()
+
+    async def write_snapshot(self) -> None:
+        write, self._write = self._write, None
+        assert write is not None, "a snapshot is taken before it is written"
+        await asyncio.to_thread(write)
 
     def load(self, folder: str) -> tuple[int, str]:
         self._consumer.load(Path(folder))
@@ -114,6 +126,8 @@ class InThread:
         if method.startswith("_"):
             raise AttributeError(method)
         function = getattr(self._part, method)
+        if inspect.iscoroutinefunction(function):
+            return cast(Callable[..., Any], function)  # it brings its own thread
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             if method in self._immediate:

@@ -9,10 +9,12 @@ Either form loads at any number of ranks. Atomic renames and manifests are the c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.errors import RunError
@@ -27,8 +29,17 @@ Tensors = dict[str, Tensor]
 
 def save(consumer: Consumer, folder: Path) -> None:
     """Write the whole state; with several ranks every rank must call it on a shared folder."""
+    take_snapshot(consumer, folder)()
+    consumer.ranks.barrier()
+
+
+def take_snapshot(consumer: Consumer, folder: Path) -> Callable[[], None]:
+    """Copy the state to host memory; the returned call writes it, in any thread, beside training.
+
+    Shards of several ranks are written here, by all ranks together: that needs collectives.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    _save_model(consumer, folder / "model")
+    weights = {name: _host_copy(tensor) for name, tensor in consumer.weights()}
     content: dict[str, Any] = {
         "format": FORMAT,
         "step": consumer.step,
@@ -40,14 +51,29 @@ def save(consumer: Consumer, folder: Path) -> None:
     if consumer.policy.device.type == "cuda":
         content["cuda_rng"] = torch.cuda.get_rng_state(consumer.policy.device)
     if consumer.ranks.world == 1:
-        content["tensors"] = _tensors(consumer)
+        own = _tensors(consumer)
+        content["tensors"] = {name: _host_copy(tensor) for name, tensor in own.items()}
     else:
         from torch.distributed import checkpoint
 
         checkpoint.save(_tensors(consumer), checkpoint_id=folder / "sharded")
-    if consumer.ranks.is_first:
-        torch.save(content, folder / "consumer.pt")
-    consumer.ranks.barrier()
+        consumer.ranks.barrier()
+
+    def write() -> None:
+        if not consumer.ranks.is_first:
+            return
+        try:
+            _save_model(consumer, weights, folder / "model")
+            torch.save(content, folder / "consumer.pt")
+        except (RuntimeError, SafetensorError) as error:  # how the two formats tell of a full disk
+            raise OSError(f"{folder}: {error}") from error
+
+    return write
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """A copy in this machine's memory that no later step can change."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def load(consumer: Consumer, folder: Path) -> None:
@@ -118,11 +144,9 @@ def _copy_into(own: Tensors, saved: Tensors, folder: Path) -> None:
                 tensor.copy_(whole)
 
 
-def _save_model(consumer: Consumer, folder: Path) -> None:
+def _save_model(consumer: Consumer, weights: Tensors, folder: Path) -> None:
     """A folder that transformers' `from_pretrained` loads."""
-    weights = {name: tensor.cpu() for name, tensor in consumer.weights()}
-    if consumer.ranks.is_first:
-        model: Any = consumer.policy.model
-        with quiet_transformers():
-            model.save_pretrained(folder, state_dict=weights)
-        copy_tokenizer(consumer.config, folder)
+    model: Any = consumer.policy.model
+    with quiet_transformers():
+        model.save_pretrained(folder, state_dict=weights)
+    copy_tokenizer(consumer.config, folder)
