@@ -44,13 +44,13 @@ def print_evaluations(console: Console, results: list[EvalResult]) -> None:
     table.add_column("task", no_wrap=True)
     several = sorted({k for result in results for k in result.pass_at if k > 1})
     passes = [f"pass@{k}" for k in several]
-    for column in ("accuracy", "95 % interval", *passes, "reward", "length", "samples", "failed"):
+    for column in ("accuracy", "95 % range", *passes, "reward", "tokens", "samples", "failed"):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
             Text(result.task),
             Text(f"{result.accuracy:.3f}", style="bold"),
-            f"{result.low:.3f} to {result.high:.3f}",
+            f"{result.low:.2f}-{result.high:.2f}",
             *(f"{result.pass_at[k]:.3f}" if k in result.pass_at else "-" for k in several),
             f"{result.reward:.3f}",
             f"{result.response_length:.1f}",
