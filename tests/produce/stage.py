@@ -1,0 +1,120 @@
+"""A stage for tests of the producing side: one task, a held agent loop, a journal, virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from fakes import FakeAgentLoop, VirtualClock, finish_rollout, make_prompts
+from penstock.data.sampler import Sampler
+from penstock.journal import Journal
+from penstock.produce import (
+    ProduceContext,
+    ProduceProgress,
+    Producer,
+    ProduceTask,
+    SyncProduceStrategyConfig,
+)
+from penstock.replay import ReplayBuffer
+from penstock.types import Batch, Group, Status, StepReport
+
+
+def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> float:
+    """Run it; the virtual seconds it took."""
+    clock = VirtualClock()
+    try:
+        clock.run(main())
+        return clock.now
+    finally:
+        clock.close()
+
+
+class Stage:
+    """A strategy with everything around it; the context is for direct calls, the producer for runs."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: SyncProduceStrategyConfig,
+        *,
+        batch: int = 4,
+        interval: int = 1,
+        agent_loop: Any = None,
+        prompts: int = 1000,
+        k: int = 2,
+        max_prompts: int | None = None,
+        is_valid: Any = None,
+        last_step: int | None = None,
+    ) -> None:
+        self.journal = Journal.open(path / "journal.db", threaded=False)
+        self.buffer = ReplayBuffer()
+        self.loop = agent_loop if agent_loop is not None else FakeAgentLoop()
+        self.strategy = config.build(sync_weights_interval=interval)
+        self.sampler = Sampler(
+            make_prompts(prompts),
+            task_name="t",
+            prompt_repeat_k=k,
+            seed=0,
+            replay_buffer=self.buffer,
+            max_prompts=max_prompts,
+        )
+        self.progress = ProduceProgress.build(["t"])
+        self.producer = Producer(
+            tasks=[
+                ProduceTask(
+                    name="t",
+                    weight=1.0,
+                    strategy=self.strategy,
+                    agent_loop=self.loop,
+                    sampler=self.sampler,
+                    is_valid_sample_fn=is_valid,
+                )
+            ],
+            replay_buffer=self.buffer,
+            journal=self.journal,
+            progress=self.progress,
+            groups_per_step=batch,
+            sync_weights_interval=interval,
+            last_step=last_step,
+        )
+        self.ctx: ProduceContext = self.producer._lanes[0].ctx
+        self.ctx.task_batch_size = batch
+
+    def count(self, status: Status) -> int:
+        return self.buffer.count_now("t", status)
+
+    def finish_all(self) -> None:
+        for group_id in list(self.loop.held):
+            self.loop.finish(group_id)
+
+    def buffered(self, status: Status, version: int = 0) -> Group:
+        """A group of the past, in the buffer with that status."""
+        group = self.sampler.sample_now("t")
+        self.strategy.drawn += 1
+        self.journal.drawn(group)
+        for rollout in group.rollouts:
+            finish_rollout(rollout, version=version)
+        group.tries = 1
+        group.move_to(status)
+        self.buffer.put_now(group)
+        return group
+
+    async def train(self, batch: Batch, *, publish: bool = True) -> None:
+        step = batch.step
+        await self.journal.commit_step(
+            StepReport(step=step, policy_version=step, digest=f"digest-{step}")
+        )
+        if publish:
+            self.publish(step)
+
+    def publish(self, version: int) -> None:
+        self.loop.version = version
+        self.producer.weights_updated(version)
+
+
+async def turns(count: int = 20) -> None:
+    """Let everything that can run at this instant run."""
+    for _ in range(count):
+        await asyncio.sleep(0)
