@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sandbox_pools import MODES, left_over, make_pool
+from sandbox_pools import left_over, make_pool
 
 from penstock.errors import RewardError
 from penstock.sandbox.pool import SandboxPool
@@ -20,7 +20,7 @@ CHECK = {"check": "def check(candidate):\n    assert candidate(3, 4) == 7", "ent
 GOOD_ADD = "def add(a, b):\n    return a + b\n"
 
 
-@pytest.fixture(scope="module", params=[mode for mode in MODES if mode != "root namespaces"])
+@pytest.fixture(scope="module", params=["namespaces", "filtered"])
 def pool(request: pytest.FixtureRequest) -> Iterator[SandboxPool]:
     pool = make_pool(request.param)
     yield pool

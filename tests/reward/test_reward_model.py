@@ -1,0 +1,115 @@
+"""A tiny sequence-classification model scores rollouts in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reward_samples import prompt, rollout, tagged
+
+from penstock.config import RewardConfig
+from penstock.errors import RewardError
+from penstock.reward import VerifiableReward, build_reward
+from penstock.types import Score
+
+TEXTS = ["a", "bb", "the answer is 42", "a b c d e f", ""]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
+
+    path = tmp_path_factory.mktemp("reward-model")
+    characters = {chr(code): code - 30 for code in range(32, 127)}
+    tokenizer = Tokenizer(
+        models.WordLevel({"<pad>": 0, "<unk>": 1, **characters}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
+    fast.save_pretrained(path)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=100,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_labels=2,
+        pad_token_id=0,
+    )
+    Qwen3ForSequenceClassification(config).save_pretrained(path)
+    return path
+
+
+def build(path: Path, *others: RewardConfig, **options: Any) -> VerifiableReward:
+    model = RewardConfig(type="reward_model", weight=2.0, options={"path": str(path), **options})
+    return build_reward([model, *others], max_tokens=100)
+
+
+def expected(path: Path, texts: list[str], label: int) -> list[float]:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    values = []
+    for text in texts:
+        inputs = tokenizer([f"question\n{text}"], return_tensors="pt")
+        with torch.inference_mode():
+            values.append(float(model(**inputs).logits[0, label]))
+    return values
+
+
+def test_scores_are_those_of_the_model_and_a_process_that_dies_comes_back(model_path: Path) -> None:
+    async def run() -> list[Score]:
+        reward = build(model_path, RewardConfig(), batch_size=3, label=1, truncated=-7.0)
+        try:
+            jobs = [reward.score(rollout(tagged(text)), prompt("42")) for text in TEXTS]
+            scores = await asyncio.gather(*jobs)
+            _kill_the_model()
+            with pytest.raises(
+                RewardError, match=r"rollout task:0\.0: reward reward_model: the model's"
+            ):
+                await reward.score(rollout(tagged("a")), prompt("42"))
+            again = await reward.score(rollout(tagged("a")), prompt("42"))
+            assert again.value == pytest.approx(scores[0].value, abs=1e-4)
+            cut = await reward.score(rollout("a", finish_reason="length"), prompt("42"))
+            assert cut.parts["reward_model"] == -7.0
+            return scores
+        finally:
+            await reward.close()
+
+    scores = asyncio.run(run())
+    by_hand = expected(model_path, [tagged(text) for text in TEXTS], label=1)
+    assert [one.parts["reward_model"] for one in scores] == pytest.approx(by_hand, abs=1e-4)
+    for one in scores:
+        total = 2 * one.parts["reward_model"] + one.parts["think_answer_tags"]
+        assert one.value == pytest.approx(total)
+
+
+def _kill_the_model() -> None:
+    children = Path("/proc/self/task").glob("*/children")
+    for pid in [int(pid) for file in children for pid in file.read_text().split()]:
+        if b"reward_model_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_model_that_is_not_there_is_a_failure_that_says_so(tmp_path: Path) -> None:
+    async def run() -> None:
+        reward = build(tmp_path / "absent")
+        try:
+            await reward.score(rollout("a"), prompt())
+        finally:
+            await reward.close()
+
+    with pytest.raises(RewardError, match="does not start"):
+        asyncio.run(run())

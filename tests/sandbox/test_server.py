@@ -1,0 +1,319 @@
+"""The verification server and its client: form, limits, failures, and a load with hostile clients."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sandbox_pools import left_over, make_pool
+
+from penstock.errors import RewardError, SandboxError, UserError
+from penstock.sandbox.client import VerificationClient
+from penstock.sandbox.serve import ServerSettings, create_app, serve
+from penstock.sandbox.settings import SandboxSettings
+
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
+
+SUM = {"inputs": ["1 2"], "outputs": ["3"]}
+GOOD = "print(sum(map(int, input().split())))"
+
+
+class Server:
+    """A real server on a free port of this machine."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.app = create_app(settings)
+        self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(self.app, log_level="error", timeout_keep_alive=30)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self.socket],))
+        self._thread.start()
+
+    def request(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        sent = {"Content-Type": "application/json"} | {
+            k.replace("_", "-"): v for k, v in headers.items()
+        }
+        try:
+            connection.request(method, path, data, sent)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read()), dict(response.headers)
+        finally:
+            connection.close()
+
+    def check(self, **fields: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+        request = {"in_outs": SUM, "generation": GOOD, "timeout": 20} | fields
+        return self.request("POST", "/check_correctness", request)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        self.socket.close()
+
+
+@contextmanager
+def running(**settings: Any) -> Iterator[Server]:
+    make_pool("namespaces").close()  # skips where nothing can be isolated
+    sandbox = SandboxSettings(**{"minimum": "filtered", **settings.pop("sandbox", {})})
+    before = left_over()  # another server of this module
+    server = Server(ServerSettings(sandbox=sandbox, **settings))
+    try:
+        yield server
+    finally:
+        server.stop()
+        assert left_over() == before
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(
+        max_tests=5, max_generation_kb=1, max_body_mb=1, max_timeout_s=30, max_batch=4
+    ) as one:
+        yield one
+
+
+def test_request_and_reply_have_the_agreed_form(server: Server) -> None:
+    status, reply, _ = server.check()
+    assert (status, reply["result"]) == (200, [1])
+    assert len(reply["metadata"]) == 1
+    assert server.check(generation="print(4)")[1]["result"] == [0]
+    assert server.check(generation="1/0")[1]["result"] == [-1]
+    assert server.check(generation="print(")[1]["result"] == [-2]
+    call = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
+    source = "def add(a, b): return a + b"
+    assert server.check(in_outs=call, generation=source)[1]["result"] == [1]
+    asserts = {"asserts": "assert add(1, 2) == 3\nassert add(0, 0) == 1"}
+    assert server.check(in_outs=asserts, generation=source)[1]["result"] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"in_outs": {"inputs": [], "outputs": []}}, 422, "0 inputs and 0 outputs"),
+        (
+            {"in_outs": {"inputs": [""] * 6, "outputs": [""] * 6}},
+            422,
+            "got 6 tests, allowed: up to 5",
+        ),
+        ({"timeout": 31}, 422, "timeout: got 31, allowed: up to 30"),
+        ({"timeout": 0}, 422, "timeout"),
+        ({"generation": "x" * 2000}, 413, "generation: got 2000 characters, allowed: up to 1024"),
+        ({"generation": None}, 422, "generation"),
+        ({"generations": ""}, 422, "generations"),
+        ({"generation": "x" * (2 << 20)}, 413, "body: allowed: up to 1 MiB"),
+    ],
+)
+def test_requests_past_the_limits_are_refused(
+    server: Server, fields: dict[str, Any], status: int, message: str
+) -> None:
+    got, reply, _ = server.check(**fields)
+    assert got == status
+    assert message in reply["error"]
+
+
+def test_what_is_not_json_is_refused(server: Server) -> None:
+    assert server.request("POST", "/check_correctness", b"{")[0] == 422
+    path = "/check_correctness"
+    assert server.request("POST", path, b"{}", Content_Type="text/plain")[0] == 415
+
+
+def test_a_batch_is_answered_item_by_item(server: Server) -> None:
+    items = [
+        {"in_outs": SUM, "generation": GOOD, "timeout": 20},
+        {"in_outs": {"inputs": []}, "generation": GOOD},
+        {"in_outs": SUM, "generation": "print(5)", "timeout": 20},
+    ]
+    status, reply, _ = server.request("POST", "/check_correctness_batch", {"items": items})
+    assert status == 200
+    assert [item.get("result") for item in reply["items"]] == [[1], None, [0]]
+    assert reply["items"][1]["status"] == 422
+    assert server.request("POST", "/check_correctness_batch", {"items": items * 2})[0] == 413
+    assert server.request("POST", "/check_correctness_batch", {"items": []})[0] == 422
+
+
+def test_health_says_how_it_is(server: Server) -> None:
+    status, reply, _ = server.request("GET", "/healthz")
+    assert status == 200
+    assert (reply["status"], reply["running"], reply["waiting"]) == ("ok", 0, 0)
+    assert reply["isolation"] in ("full", "filtered")
+
+
+def test_a_token_is_asked_for() -> None:
+    with running(token="open sesame") as server:
+        path, body = "/check_correctness", {"in_outs": SUM, "generation": GOOD}
+        assert server.request("POST", path, body)[0] == 401
+        assert server.request("POST", path, body, Authorization="Bearer wrong")[0] == 401
+        assert server.request("POST", path, body, Authorization="Bearer open sesame")[0] == 200
+
+        async def check(token: str) -> list[int]:
+            client = VerificationClient([server.url], token=token)
+            try:
+                return (await client.check(SUM, GOOD, 20)).result
+            finally:
+                await client.close()
+
+        assert asyncio.run(check("open sesame")) == [1]
+        with pytest.raises(RewardError, match="status 401"):
+            asyncio.run(check(""))
+
+
+def test_it_listens_elsewhere_only_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_SANDBOX_TOKEN", raising=False)
+    with pytest.raises(UserError, match=r"host got '0\.0\.0\.0' without a token"):
+        serve("0.0.0.0", 1)
+
+
+def test_a_full_queue_answers_429_and_clients_come_back() -> None:
+    with running(queue_size=0, sandbox={"workers": 1}) as server:
+        hold = "import time\ntime.sleep(30)"
+        with ThreadPoolExecutor(2) as threads:
+            held = threads.submit(server.check, generation=hold, timeout=0.5)
+            while not server.request("GET", "/healthz")[1]["running"]:
+                continue
+            status, reply, headers = server.check()
+            if not held.done():
+                assert status == 429
+                assert "the queue is full" in reply["error"]
+                assert headers["retry-after"] == "1"
+            assert held.result()[1]["result"] == [-1]
+
+        async def patient() -> list[int]:
+            client = VerificationClient([server.url], backoff_s=0.05)
+            try:
+                verdicts = [client.check(SUM, GOOD, 20) for _ in range(3)]
+                return [verdict.result[0] for verdict in await asyncio.gather(*verdicts)]
+            finally:
+                await client.close()
+
+        assert asyncio.run(patient()) == [1, 1, 1]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def test_an_unreachable_server_is_a_failure_and_never_a_zero() -> None:
+    client = VerificationClient([f"http://127.0.0.1:{_free_port()}"], retries=2, backoff_s=0.001)
+    with pytest.raises(SandboxError, match="no verification server answered after 3 attempts"):
+        asyncio.run(client.check(SUM, GOOD, 1))
+
+
+def test_another_server_takes_over(server: Server) -> None:
+    async def run() -> list[int]:
+        dead = f"http://127.0.0.1:{_free_port()}"
+        client = VerificationClient([dead, server.url], backoff_s=0.001)
+        try:
+            return [(await client.check(SUM, GOOD, 20)).result[0] for _ in range(4)]
+        finally:
+            await client.close()
+
+    assert asyncio.run(run()) == [1, 1, 1, 1]
+
+
+def _answering(body: bytes) -> tuple[socket.socket, str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            connection.sendall(head.encode() + body)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return listener, f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"ok",
+        b"{}",
+        b"[]",
+        b'{"result": [], "metadata": []}',
+        b'{"result": [2], "metadata": [{}]}',
+        b'{"result": [true], "metadata": [{}]}',
+        b'{"result": [1], "metadata": []}',
+        b'{"result": "1", "metadata": {}}',
+    ],
+)
+def test_a_reply_of_another_form_is_not_a_verdict(body: bytes) -> None:
+    listener, url = _answering(body)
+    with listener:
+        client = VerificationClient([url], retries=0, request_timeout_s=20)
+        with pytest.raises(RewardError):
+            asyncio.run(client.check(SUM, GOOD, 1))
+
+
+HOSTILE = [
+    ("import os\nwhile True:\n    try: os.fork()\n    except OSError: os._exit(1)", -1),
+    ("x = bytearray(64 << 30)", -1),
+    ("import os\nos.kill(os.getppid(), 9)", -1),
+    ("import os\nos._exit(0)", 0),
+    ("while True: print('x' * 1000)", -1),
+    ("open('/etc/passwd')", -1),
+    ("import socket\nsocket.socket()", -1),
+    ("(" * 5000, -2),
+]
+
+
+@pytest.mark.slow
+def test_load_with_hostile_clients() -> None:
+    """2,000 requests of 64 clients, a fifth hostile: each answered once, none wrongly."""
+    total, clients = 2000, 64
+    answers: list[tuple[int, int] | None] = [None] * total
+    numbers = iter(range(total))
+    lock = threading.Lock()
+
+    def submission(index: int) -> tuple[dict[str, Any], int]:
+        if index % 5 == 0:
+            source, expected = HOSTILE[index // 5 % len(HOSTILE)]
+            return {"in_outs": SUM, "generation": source, "timeout": 20}, expected
+        expected = index % 3 > 0
+        answer = index if expected else index + 1
+        tests = {"inputs": [str(index)], "outputs": [str(answer)]}
+        return {"in_outs": tests, "generation": "print(input())", "timeout": 20}, int(expected)
+
+    def client(port: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        while True:
+            with lock:
+                index = next(numbers, None)
+            if index is None:
+                connection.close()
+                return
+            body, expected = submission(index)
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/check_correctness", json.dumps(body), headers)
+            reply = connection.getresponse()
+            fields = json.loads(reply.read())
+            assert reply.status == 200, fields
+            assert answers[index] is None
+            answers[index] = (fields["result"][0], expected)
+
+    with running(sandbox={"workers": 2, "output_kb": 64}, queue_size=clients) as server:
+        started = time.monotonic()
+        with ThreadPoolExecutor(clients) as threads:
+            for future in [threads.submit(client, server.port) for _ in range(clients)]:
+                future.result()
+        print(f"{total / (time.monotonic() - started):.0f} requests/s")
+        assert server.request("GET", "/healthz")[1]["served"] == total
+    assert [index for index, answer in enumerate(answers) if answer is None] == []
+    assert [i for i, a in enumerate(answers) if a is not None and a[0] != a[1]] == []
