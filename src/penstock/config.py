@@ -245,6 +245,8 @@ class TrainConfig(Section):
     """Updates in a row with a non-finite gradient (skipped) after which the run stops."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    compile: bool = False
+    """Compile the model's blocks with torch.compile: a slow first step, then faster ones on a GPU."""
     threads: int = Field(1, ge=1)
     """CPU threads of the consumer process."""
     reference: str = ""

@@ -33,7 +33,8 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    # Layouts differ from pack to pack: traced into a compiled block, each would compile it again.
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 

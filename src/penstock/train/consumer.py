@@ -63,6 +63,8 @@ class Consumer:
         self.engine_dtype = compute_dtype(config.model, self.policy.device)
         if model.dtype == torch.float64:
             self.engine_dtype = torch.float64
+        if config.train.compile:
+            self.policy.compile_layers()
         if self.ranks.world > 1:
             shard(self.policy, self.ranks, self.engine_dtype)
         self.masters = Masters(model, separate=model.dtype == torch.bfloat16)

@@ -2,20 +2,26 @@
 
 The vocabulary is the largest axis of a language model, so the head runs over chunks of tokens. When
 the probabilities are small enough to keep they are kept; otherwise each chunk's logits are computed
-again in the backward pass. Entropy is a measurement and carries no gradient.
+again in the backward pass. On a GPU the arithmetic around the matrix products is compiled into one
+kernel each way. Entropy is a measurement and carries no gradient.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-KEEP_ELEMENTS = 1 << 24  # logits up to this many are kept for the backward pass
+KEEP_ELEMENTS_CPU = 1 << 27  # probabilities up to this many are kept for the backward pass
+KEEP_ELEMENTS_GPU = 1 << 24
 CHUNK_ELEMENTS_CPU = 1 << 22
-CHUNK_ELEMENTS_GPU = 1 << 27
+CHUNK_ELEMENTS_GPU = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Forward keeps one number per token (and small probabilities); backward redoes the chunks."""
+    """Forward keeps one number per token (and few probabilities); backward redoes the chunks."""
 
     @staticmethod
     def forward(
@@ -75,27 +81,24 @@ class _TokenLogprobs(torch.autograd.Function):
         count = len(hidden_ND)
         exact = torch.promote_types(hidden_ND.dtype, torch.float32)
         logprobs_N = torch.empty(count, dtype=exact, device=hidden_ND.device)
-        entropies_N = torch.empty_like(logprobs_N)
-        log_totals_N = torch.empty_like(logprobs_N)
-        ctx.needs_logits = any(ctx.needs_input_grad[:3])
-        keep = ctx.needs_logits and count * weight_VD.shape[0] <= KEEP_ELEMENTS
+        entropies_N, log_totals_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        limit = KEEP_ELEMENTS_GPU if hidden_ND.is_cuda else KEEP_ELEMENTS_CPU
+        keep = any(ctx.needs_input_grad[:3]) and count * weight_VD.shape[0] <= limit
+        keep = keep and rule.softcap is None
+        measure = _compiled(_measure, hidden_ND.is_cuda and not keep)
         kept: list[Tensor] = []
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits_CV = _logits(hidden_ND[part], weight_VD, bias_V, rule, exact)
-            logits_CV /= temperatures_N[part, None]
-            log_total_C = logits_CV.logsumexp(-1)
-            chosen_C = logits_CV.gather(-1, targets_N[part, None]).squeeze(-1)
-            logprobs_N[part] = chosen_C - log_total_C
-            log_totals_N[part] = log_total_C
-            probabilities_CV = (logits_CV - log_total_C[:, None]).exp_()
-            entropies_N[part] = log_total_C - torch.linalg.vecdot(probabilities_CV, logits_CV)
-            if keep:
+            raw_CV = linear(hidden_ND[part], weight_VD, bias_V)
+            logprobs_N[part], log_totals_N[part], entropies_N[part], probabilities_CV = measure(
+                raw_CV, targets_N[part], temperatures_N[part], rule.scale, rule.softcap, keep
+            )
+            if probabilities_CV is not None:
                 kept.append(probabilities_CV)
         ctx.save_for_backward(
             hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, log_totals_N, *kept
         )
-        ctx.rule, ctx.chunk_tokens, ctx.keep = rule, chunk_tokens, keep
+        ctx.rule, ctx.chunk_tokens = rule, chunk_tokens
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
@@ -105,33 +108,34 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, log_totals_N, *kept = (
             ctx.saved_tensors
         )
-        rule, exact = ctx.rule, log_totals_N.dtype
+        rule: LogitRule = ctx.rule
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        grad_weight_VD = None
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=exact)
+        grad_weight_VD: Tensor | None = None
+        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
+        slope = _compiled(_slope, hidden_ND.is_cuda and not kept)
         for index, start in enumerate(range(0, len(hidden_ND), ctx.chunk_tokens)):
             part = slice(start, start + ctx.chunk_tokens)
-            rows_CD = hidden_ND[part]
-            raw_CV = None
-            if ctx.keep and rule.softcap is None:
-                slope_CV = kept[index].clone() if len(kept) > 1 else kept[index]
-            else:
-                raw_CV = _logits(rows_CD, weight_VD, bias_V, rule, exact)
-                scaled_CV = raw_CV / temperatures_N[part, None]
-                slope_CV = scaled_CV.sub_(log_totals_N[part, None]).exp_()
-            # d logprob / d logit = (one at the target, minus the probabilities) / temperature
             factor_C = grad_N[part] / temperatures_N[part] * rule.scale
-            slope_CV = slope_CV * -factor_C[:, None]
-            slope_CV.scatter_add_(-1, targets_N[part, None], factor_C[:, None])
-            if rule.softcap is not None:
-                assert raw_CV is not None
-                slope_CV *= 1 - (raw_CV / rule.softcap).square()
+            if kept:
+                slope_CV = kept[index] * -factor_C[:, None]
+                slope_CV.scatter_add_(-1, targets_N[part, None], factor_C[:, None])
+            else:
+                raw_CV = linear(hidden_ND[part], weight_VD, bias_V)
+                slope_CV = slope(
+                    raw_CV,
+                    targets_N[part],
+                    temperatures_N[part],
+                    log_totals_N[part],
+                    factor_C,
+                    rule.scale,
+                    rule.softcap,
+                )
             if grad_bias_V is not None:
                 grad_bias_V += slope_CV.sum(0)
             slope_CV = slope_CV.to(weight_VD.dtype)
             grad_hidden_ND[part] = slope_CV @ weight_VD
             if ctx.needs_input_grad[1]:
-                grad_weight_VD = _add_product(grad_weight_VD, slope_CV, rows_CD)
+                grad_weight_VD = _add_product(grad_weight_VD, slope_CV, hidden_ND[part])
         if ctx.needs_input_grad[1]:
             if grad_weight_VD is None:  # no tokens: sharded ranks still reduce a gradient
                 grad_weight_VD = torch.zeros_like(weight_VD)
@@ -139,29 +143,67 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, grad_bias_V, None, None, None, None
 
 
-def _logits(
-    hidden_CD: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    rule: LogitRule,
-    exact: torch.dtype,
-) -> Tensor:
-    """Logits of one chunk in the exact format; always a fresh tensor, free to be changed."""
-    logits_CV = torch.nn.functional.linear(hidden_CD, weight_VD, bias_V).to(exact)
-    if rule.scale != 1.0:
-        logits_CV *= rule.scale
-    if rule.softcap is not None:
-        logits_CV = rule.softcap * torch.tanh(logits_CV / rule.softcap)
+def _logits(raw_CV: Tensor, scale: float, softcap: float | None) -> Tensor:
+    logits_CV = raw_CV.to(torch.promote_types(raw_CV.dtype, torch.float32))
+    if scale != 1.0:
+        logits_CV = logits_CV * scale
+    if softcap is not None:
+        logits_CV = softcap * torch.tanh(logits_CV / softcap)
     return logits_CV
+
+
+def _measure(
+    raw_CV: Tensor,
+    targets_C: Tensor,
+    temperatures_C: Tensor,
+    scale: float,
+    softcap: float | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(log-prob, log of the partition sum, entropy, probabilities if kept) of one chunk."""
+    logits_CV = _logits(raw_CV, scale, softcap) / temperatures_C[:, None]
+    log_total_C = logits_CV.logsumexp(-1)
+    chosen_C = logits_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+    probabilities_CV = (logits_CV - log_total_C[:, None]).exp()
+    entropy_C = log_total_C - (probabilities_CV * logits_CV).sum(-1)
+    return chosen_C - log_total_C, log_total_C, entropy_C, probabilities_CV if keep else None
+
+
+def _slope(
+    raw_CV: Tensor,
+    targets_C: Tensor,
+    temperatures_C: Tensor,
+    log_total_C: Tensor,
+    factor_C: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Gradient of the raw logits: (one at the target, minus the probabilities) times the factor."""
+    logits_CV = _logits(raw_CV, scale, softcap)
+    probabilities_CV = (logits_CV / temperatures_C[:, None] - log_total_C[:, None]).exp()
+    columns_V = torch.arange(raw_CV.shape[1], device=raw_CV.device)
+    chosen_CV = (columns_V[None, :] == targets_C[:, None]).to(probabilities_CV.dtype)
+    slope_CV = (chosen_CV - probabilities_CV) * factor_C[:, None]
+    if softcap is not None:
+        slope_CV = slope_CV * (1 - (logits_CV / softcap).square())
+    return slope_CV.to(raw_CV.dtype)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
+    """The function as fused kernels where the GPU's compiler is there, else as it is."""
+    if not wanted or importlib.util.find_spec("triton") is None:
+        return function
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
+    return compiled
 
 
 def _add_product(total_VD: Tensor | None, slope_CV: Tensor, rows_CD: Tensor) -> Tensor:
     """total + slope^T rows, summed in float32 where the operands are shorter."""
     left_VC = slope_CV.t()
     if slope_CV.is_cuda and slope_CV.dtype in (torch.bfloat16, torch.float16):
-        if total_VD is None:
-            return torch.mm(left_VC, rows_CD, out_dtype=torch.float32)
-        return torch.addmm(total_VD, left_VC, rows_CD, out_dtype=torch.float32)
+        product_VD = torch.mm(left_VC, rows_CD, out_dtype=torch.float32)
+        return product_VD if total_VD is None else total_VD.add_(product_VD)
     if total_VD is None:
         return left_VC @ rows_CD
     return total_VD.addmm_(left_VC, rows_CD)

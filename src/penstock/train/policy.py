@@ -53,6 +53,11 @@ class Policy(nn.Module):
         """The decoder's blocks: the largest list of modules in the model."""
         return list(max(filter(_is_list, self.modules()), key=_num_parameters))
 
+    def compile_layers(self) -> None:
+        """Fuse each block's small operations; one compilation serves all blocks and lengths."""
+        for layer in self.layers:
+            layer.compile(dynamic=True)
+
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Inside, the model is the one the adapters were put on; a no-op without adapters."""

@@ -147,8 +147,10 @@ class Masters:
         """Bring the computing model up to the masters."""
         if self.separate:
             with torch.no_grad():
-                for name, parameter in self._model_parameters.items():
-                    parameter.copy_(self.parameters[name])
+                torch._foreach_copy_(
+                    list(self._model_parameters.values()),
+                    [self.parameters[name] for name in self._model_parameters],
+                )
 
 
 class _GradientInto:
