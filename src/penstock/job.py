@@ -19,13 +19,13 @@ from penstock.config import Config
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.sampler import Sampler
-from penstock.demo import resolve_model_path
 from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
 from penstock.evaluate import EvalTask
 from penstock.journal import Journal
 from penstock.launch import LAUNCHERS
+from penstock.launch.inline import trainer_alone
 from penstock.launch.services import TrainerPart, Workers
 from penstock.plugins import load
 from penstock.produce import IsValidSample, ProduceProgress, Producer, ProduceTask, strategy_config
@@ -122,6 +122,21 @@ async def _load_and_launch(
 
 
 @asynccontextmanager
+async def open_trainer(config: Config) -> AsyncIterator[TrainerPart]:
+    """The trainer of a run with nothing around it, to train on what is journalled."""
+    if config.launch.num_consumers > 1:
+        raise UserError(
+            f"launch.num_consumers: got {config.launch.num_consumers}, allowed: 1 to recompute "
+            "steps from a journal (the order of sums is part of the digest)"
+        )
+    steps = config.train.steps
+    if steps is None:
+        steps = count_steps(config, (await asyncio.to_thread(_Data.load, config)).train)
+    async with trainer_alone(config, steps) as trainer:
+        yield trainer
+
+
+@asynccontextmanager
 async def open_evaluation(
     config: Config,
 ) -> AsyncIterator[tuple[InferenceEngine, list[EvalTask]]]:
@@ -149,8 +164,10 @@ class _Data:
 
     @classmethod
     def load(cls, config: Config, with_training: bool = True) -> _Data:
-        path = resolve_model_path(config.model.tokenizer or config.model.path)
-        tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = load_tokenizer(
+            config.model.tokenizer or config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+        )
         chat = ChatTemplate(tokenizer)
         tasks = config.tasks if with_training else {}
         return cls(

@@ -40,11 +40,11 @@ def print_summary(console: Console, folder: RunFolder, *, seconds: float) -> Non
 
 def print_evaluations(console: Console, results: list[EvalResult]) -> None:
     """One row a task."""
-    table = Table(box=None, padding=(0, 1), header_style="dim")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     table.add_column("task", no_wrap=True)
     several = sorted({k for result in results for k in result.pass_at if k > 1})
     passes = [f"pass@{k}" for k in several]
-    for column in ("accuracy", "95 % range", *passes, "reward", "tokens", "samples", "failed"):
+    for column in ("accuracy", "95 % CI", *passes, "reward", "tokens", "samples", "failed"):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
