@@ -25,16 +25,21 @@ def main(descriptor: int) -> None:
     zygote.warm()
     gc.collect()
     gc.freeze()
+    alive: set[int] = set()
     try:
         wire.send(host, {"ready": {"uid": os.geteuid()}})
         while True:
             request, descriptors = wire.receive(host)
             if request["op"] == "spawn":
-                wire.send(host, _spawn(host, request, descriptors[0]))
+                reply = _spawn(host, request, descriptors[0])
+                alive.update([reply["pid"]] if "pid" in reply else [])
             else:
-                wire.send(host, _end(int(request["pid"])))
+                reply = _end(int(request["pid"]))
+                alive.discard(int(request["pid"]))
+            wire.send(host, reply)
     except wire.Closed:
-        pass
+        for pid in alive:
+            _end(pid)
 
 
 def _end(pid: int) -> dict[str, Any]:
