@@ -84,3 +84,41 @@ def test_the_same_uniforms_everywhere() -> None:
     index = np.arange(100)
     there = uniforms_torch(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(index))
     assert np.array_equal(uniforms(keys, index), there.numpy())
+
+
+def test_rows_are_stored_where_they_belong() -> None:
+    from penstock.engine import layer_kernels
+
+    generator = torch.Generator().manual_seed(3)
+    key = torch.randn(1, 6, 2 * 48 + 5, generator=generator)[..., : 2 * 48].view(1, 6, 2, 48)
+    value = torch.randn(1, 6, 2, 32, generator=generator)
+    key, value = key.transpose(1, 2).to(DEVICE), value.transpose(1, 2).to(DEVICE)
+    target = torch.tensor([4, 0, 9, 30, 2, 17], device=DEVICE)
+    got = [torch.zeros(40, 2, size, device=DEVICE) for size in (48, 32)]
+    wanted = [pool.clone() for pool in got]
+    layer_kernels.store_rows(key, value, *got, target)
+    reference.store_rows(key, value, *wanted, target)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_compute_the_same_with_kernels(dtype: torch.dtype) -> None:
+    """The kernels go into every layer of a real model, and its layers' outputs stay."""
+    import tiny
+
+    from penstock.engine.cpu_runner import probe_shape
+    from penstock.engine.fuse import fuse_norms, fuse_projections
+    from penstock.engine.fuse_cuda import fuse_layers
+
+    if INTERPRETED:
+        pytest.skip("the interpreter is slow on whole models")
+    with torch.inference_mode():
+        model = tiny.tiny_model(0, "penstock").to(DEVICE, dtype)
+        x = torch.randn(1, 5, 64, device=DEVICE, dtype=dtype)
+        wanted = model.model.layers[0].mlp(x)
+        fuse_projections(model)
+        fuse_norms(model)
+        assert fuse_layers(model) == {"gated mlp": 2, "rotary": 2}
+        got = model.model.layers[0].mlp(x)
+        assert relative_error(got, wanted) < (1e-5 if dtype is torch.float32 else 1e-2)
+        probe_shape(model)

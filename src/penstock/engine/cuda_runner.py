@@ -17,7 +17,7 @@ import torch
 from penstock.engine.attention import StepCache, running
 from penstock.engine.cpu_runner import lay_out, longest_request, probe_shape
 from penstock.engine.cuda_steps import DecodeRows, KVPool, PackedPrefill, sample_rows
-from penstock.engine.fuse import fuse_norms, fuse_projections
+from penstock.engine.fuse import fuse_norms, fuse_projections, fuse_with_kernels
 from penstock.engine.loading import TransformersOptions
 from penstock.engine.regions import Regions
 from penstock.engine.runner import Finished, end_ids
@@ -84,6 +84,7 @@ class CudaRunner:
         if options.fuse:
             fuse_projections(model)
             fuse_norms(model)
+            fuse_with_kernels(model)
         self._cache = StepCache()
         self._serial = np.zeros(options.max_slots, np.int64)
         self._launched = np.zeros(options.max_slots, np.int64)  # tokens, read or not yet

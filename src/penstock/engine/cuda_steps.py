@@ -16,10 +16,11 @@ from penstock.engine.prefill import Span
 
 try:
     from penstock.engine.decode_kernels import decode_attention, sample_rows
+    from penstock.engine.layer_kernels import store_rows
 except ImportError:  # CUDA without Triton: the plain path serves
-    from penstock.engine.decode_reference import decode_attention, sample_rows
+    from penstock.engine.decode_reference import decode_attention, sample_rows, store_rows
 
-__all__ = ["DecodeRows", "KVPool", "PackedPrefill", "decode_attention", "sample_rows"]
+__all__ = ["DecodeRows", "KVPool", "PackedPrefill", "sample_rows"]
 
 
 @dataclass(slots=True)
@@ -47,8 +48,8 @@ class DecodeRows:
         self._target_B, self._length_B = start_B + position_B, position_B + 1
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._pool.keys[layer].index_copy_(0, self._target_B, key[0].transpose(0, 1))
-        self._pool.values[layer].index_copy_(0, self._target_B, value[0].transpose(0, 1))
+        pool = self._pool
+        store_rows(key, value, pool.keys[layer], pool.values[layer], self._target_B)
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
         if call.softcap is not None:

@@ -13,18 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
+_PROGRAMS = 256  # attention programs that keep the device busy
 _COLUMNS = 4096  # logits that one program of the first sampling pass reads
 
 
 @triton.jit
 def _attend(
-    Query, Keys, Values, Output, Start, Length, scale, window,
-    query_row, query_head, output_row, output_head,
+    Query, Keys, Values, Output, Peak, Total, Start, Length, scale, window,
+    query_row, query_head, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     start = tl.load(Start + row).to(tl.int64)
     length = tl.load(Length + row).to(tl.int32)
     member, key_at, value_at = (
@@ -34,10 +35,7 @@ def _attend(
     )
     query_head_at = (head * GROUP + member).to(tl.int64)
     query = tl.load(
-        Query
-        + row.to(tl.int64) * query_row
-        + query_head_at[:, None] * query_head
-        + key_at[None, :],
+        Query + row * query_row + query_head_at[:, None] * query_head + key_at[None, :],
         mask=(member < GROUP)[:, None] & (key_at < KEY)[None, :],
         other=0.0,
     )
@@ -45,7 +43,10 @@ def _attend(
     total = tl.zeros((GROUP_PAD,), tl.float32)
     mixed = tl.zeros((GROUP_PAD, VALUE_PAD), tl.float32)
     first = tl.maximum(0, length - window)
-    for block in range((first // BLOCK) * BLOCK, length, BLOCK):
+    begin = (first // BLOCK) * BLOCK
+    share = tl.cdiv(tl.cdiv(length - begin, BLOCK), SPLITS) * BLOCK
+    begin += split * share
+    for block in range(begin, tl.minimum(begin + share, length), BLOCK):
         column = block + tl.arange(0, BLOCK)
         seen = (column < length) & (column >= first)
         token = (start + column) * KV_HEADS + head
@@ -54,29 +55,52 @@ def _attend(
             mask=seen[:, None] & (key_at < KEY)[None, :],
             other=0.0,
         )
+        value = tl.load(
+            Values + token[:, None] * VALUE + value_at[None, :],
+            mask=seen[:, None] & (value_at < VALUE)[None, :],
+            other=0.0,
+        )
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, -float("inf"))
         peak = tl.maximum(best, tl.max(score, 1))
         shrink = tl.exp(best - peak)
         weight = tl.exp(score - peak[:, None])
         total = total * shrink + tl.sum(weight, 1)
-        value = tl.load(
-            Values + token[:, None] * VALUE + value_at[None, :],
-            mask=seen[:, None] & (value_at < VALUE)[None, :],
-            other=0.0,
-        )
         mixed = mixed * shrink[:, None] + tl.dot(
             weight.to(value.dtype), value, input_precision="ieee"
         )
         best = peak
-    mixed = mixed / total[:, None]
+    at = (row * HEADS + query_head_at) * SPLITS + split
+    inside = (member < GROUP)[:, None] & (value_at < VALUE)[None, :]
+    if SPLITS == 1:
+        mixed = mixed / total[:, None]
+    else:
+        tl.store(Peak + at, best, mask=member < GROUP)
+        tl.store(Total + at, total, mask=member < GROUP)
     tl.store(
-        Output
-        + row.to(tl.int64) * output_row
-        + query_head_at[:, None] * output_head
-        + value_at[None, :],
+        Output + at[:, None] * VALUE + value_at[None, :],
         mixed.to(Output.dtype.element_ty),
-        mask=(member < GROUP)[:, None] & (value_at < VALUE)[None, :],
+        mask=inside,
+    )
+
+
+@triton.jit
+def _join(
+    Part, Peak, Total, Output, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64)  # row and head
+    split, value_at = tl.arange(0, SPLITS), tl.arange(0, VALUE_PAD)
+    peak = tl.load(Peak + at * SPLITS + split)
+    weight = tl.exp(peak - tl.max(peak, 0))  # an empty split has minus infinity: weight 0
+    total = tl.sum(tl.load(Total + at * SPLITS + split) * weight, 0)
+    part = tl.load(
+        Part + (at * SPLITS + split)[:, None] * VALUE + value_at[None, :],
+        mask=(value_at < VALUE)[None, :],
+        other=0.0,
+    )
+    mixed = tl.sum(part * weight[:, None], 0) / total
+    tl.store(
+        Output + at * VALUE + value_at, mixed.to(Output.dtype.element_ty), mask=value_at < VALUE
     )
 
 
@@ -89,22 +113,39 @@ def decode_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Each row attends to the `length` tokens of its region that begins at `start`; [B, H, D]."""
+    """Each row attends to the `length` tokens of its region that begins at `start`; [B, H, D].
+
+    A small batch cannot fill the device with one program per row and kv head, so its contexts are
+    split among several and joined by a second kernel.
+    """
     rows, heads, key_size = query_BHD.shape
     kv_heads, value_size = keys_TGD.shape[1], values_TGD.shape[2]
     assert query_BHD.stride(2) == 1 and keys_TGD.is_contiguous() and values_TGD.is_contiguous()
+    splits = 1
+    while splits < 32 and rows * kv_heads * splits < _PROGRAMS:
+        splits *= 2
     output = query_BHD.new_empty(rows, heads, value_size)
+    part, peak, total = output, output, output
+    if splits > 1:
+        part = query_BHD.new_empty((rows, heads, splits, value_size), dtype=torch.float32)
+        peak, total = query_BHD.new_empty((2, rows, heads, splits), dtype=torch.float32)
     group = heads // kv_heads
-    kernel: Any = _attend
-    kernel[(rows, kv_heads)](
-        query_BHD, keys_TGD, values_TGD, output, start_B, length_B,
+    value_pad = max(16, triton.next_power_of_2(value_size))
+    attend: Any = _attend
+    attend[(rows, kv_heads, splits)](
+        query_BHD, keys_TGD, values_TGD, part, peak, total, start_B, length_B,
         scale, window if window is not None else 1 << 30,
-        query_BHD.stride(0), query_BHD.stride(1), output.stride(0), output.stride(1),
+        query_BHD.stride(0), query_BHD.stride(1), HEADS=heads,
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         KEY=key_size, KEY_PAD=max(16, triton.next_power_of_2(key_size)),
-        VALUE=value_size, VALUE_PAD=max(16, triton.next_power_of_2(value_size)),
-        BLOCK=64, num_warps=4, num_stages=3,
+        VALUE=value_size, VALUE_PAD=value_pad, BLOCK=64, SPLITS=splits, num_warps=4, num_stages=3,
     )  # fmt: skip
+    if splits > 1:
+        join: Any = _join
+        join[(rows * heads,)](
+            part, peak, total, output, VALUE=value_size, VALUE_PAD=value_pad, SPLITS=splits,
+            num_warps=1,
+        )  # fmt: skip
     return output
 
 

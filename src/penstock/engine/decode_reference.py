@@ -33,6 +33,18 @@ def decode_attention(
     return output_BHD.to(query_BHD.dtype)
 
 
+def store_rows(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys_TGD: torch.Tensor,
+    values_TGD: torch.Tensor,
+    target_R: torch.Tensor,
+) -> None:
+    """Row i of the new keys and values, [1, kv heads, rows, size], goes to token `target_R[i]`."""
+    keys_TGD.index_copy_(0, target_R, key[0].transpose(0, 1))
+    values_TGD.index_copy_(0, target_R, value[0].transpose(0, 1))
+
+
 def sample_rows(
     logits_BV: torch.Tensor,
     key_B: torch.Tensor,

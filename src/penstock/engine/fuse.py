@@ -6,6 +6,7 @@ updates see nothing of it. The first sibling computes for all; the others hand o
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,15 @@ def fuse_projections(model: nn.Module) -> int:
                 _Fused(parts)
                 count += 1
     return count
+
+
+def fuse_with_kernels(model: nn.Module) -> dict[str, int]:
+    """The Triton kernels where Triton is installed; returns how many layers of each kind."""
+    if importlib.util.find_spec("triton") is None:
+        return {}
+    from penstock.engine.fuse_cuda import fuse_layers
+
+    return fuse_layers(model)
 
 
 def fuse_norms(model: nn.Module) -> int:
