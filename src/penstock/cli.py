@@ -6,6 +6,7 @@ Nothing heavy is imported before the input was checked.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -216,6 +217,7 @@ def _section(kind: type[S], options: list[str] | None) -> S:
 
 def main() -> None:
     """The entry point: every error that is ours becomes one line and an exit code."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars of loaders would tear ours
     try:
         app(standalone_mode=True)
     except UserError as error:
