@@ -107,10 +107,11 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _varlen() -> tuple[Any, bool]:
+def _varlen() -> tuple[Any, frozenset[str]]:
+    """torch's variable-length attention, and the options that this version of it knows."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _flash(
@@ -121,16 +122,16 @@ def _flash(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    varlen_attn, grouped = _varlen()
+    varlen_attn, known = _varlen()
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    options: dict[str, Any] = {"scale": scaling}
+    left = -1 if sliding_window is None else sliding_window - 1
+    options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}
     repeats = query_THD.shape[1] // key_THD.shape[1]
-    if repeats > 1 and grouped:
-        options["enable_gqa"] = True
+    if "enable_gqa" in known:
+        options["enable_gqa"] = repeats > 1
     elif repeats > 1:
         key_THD = key_THD.repeat_interleave(repeats, dim=1)
         value_THD = value_THD.repeat_interleave(repeats, dim=1)
-    left = -1 if sliding_window is None else sliding_window - 1
     output_THD: Tensor = varlen_attn(
         query_THD.contiguous(),
         key_THD.contiguous(),
@@ -139,7 +140,6 @@ def _flash(
         layout.bounds_S1,
         layout.longest,
         layout.longest,
-        window_size=(left, 0),
         **options,
     )
     return output_THD[None]

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 KEEP_ELEMENTS_CPU = 1 << 27  # probabilities up to this many are kept for the backward pass
 KEEP_ELEMENTS_GPU = 1 << 24
-CHUNK_ELEMENTS_CPU = 1 << 22
+CHUNK_ELEMENTS_CPU = 1 << 20
 CHUNK_ELEMENTS_GPU = 1 << 28
 
 
@@ -162,11 +162,12 @@ def _measure(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(log-prob, log of the partition sum, entropy, probabilities if kept) of one chunk."""
     logits_CV = _logits(raw_CV, scale, softcap) / temperatures_C[:, None]
-    log_total_C = logits_CV.logsumexp(-1)
-    chosen_C = logits_CV.gather(-1, targets_C[:, None]).squeeze(-1)
-    probabilities_CV = (logits_CV - log_total_C[:, None]).exp()
-    entropy_C = log_total_C - (probabilities_CV * logits_CV).sum(-1)
-    return chosen_C - log_total_C, log_total_C, entropy_C, probabilities_CV if keep else None
+    log_all_CV = torch.log_softmax(logits_CV, -1)
+    logprob_C = log_all_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+    log_total_C = logits_CV.gather(-1, targets_C[:, None]).squeeze(-1) - logprob_C
+    probabilities_CV = log_all_CV.exp()
+    entropy_C = -torch.linalg.vecdot(probabilities_CV, log_all_CV)
+    return logprob_C, log_total_C, entropy_C, probabilities_CV if keep else None
 
 
 def _slope(
