@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.config import SamplingConfig
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
@@ -101,8 +102,19 @@ class SingleTurn:
         except Exception as error:
             if len(requests) == 1:
                 return [error]
-            asked = (self._engine.generate(request) for request in requests)
-            return await asyncio.gather(*asked, return_exceptions=True)
+            self._abort_later([request.request_id for request in requests])
+            return await asyncio.gather(*map(self._ask_alone, requests), return_exceptions=True)
+
+    async def _ask_alone(self, request: GenerationRequest) -> Generation:
+        request_id = f"{request.request_id}-alone"
+        self._running.add(request_id)
+        try:
+            return await self._engine.generate(replace(request, request_id=request_id))
+        except asyncio.CancelledError:
+            self._abort_later([request_id])
+            raise
+        finally:
+            self._running.discard(request_id)
 
     async def _abort(self, request_ids: list[str]) -> None:
         await asyncio.gather(*(self._engine.abort(request_id) for request_id in request_ids))

@@ -145,6 +145,7 @@ class Lander:
 
     async def _call_agent(self, ctx: ProduceContext, group: Group) -> None:
         """Errors of the agent loop become failures of the group's unfinished members."""
+        kept = [len(rollout.response_ids) for rollout in group.rollouts]
         try:
             returned = await call(
                 ctx.agent_loop,
@@ -153,6 +154,7 @@ class Lander:
                 enable_partial_rollout=self._config.enable_partial_rollout,
             )
             _accept(group, returned)
+            _check_versions(group, kept)
         except Exception as error:
             fail_unfinished(group, f"{type(error).__name__}: {error}")
 
@@ -319,6 +321,17 @@ async def _end_tasks(entries: list[InFlight]) -> None:
 def _oldest(group: Group, model_step: int) -> int:
     kept = group.oldest_version
     return model_step if kept is None else min(kept, model_step)
+
+
+def _check_versions(group: Group, kept: list[int]) -> None:
+    """An engine that samples with older weights than it confirmed would expire everything, for ever."""
+    for rollout, tokens in zip(group.rollouts, kept, strict=True):
+        if rollout.status is Status.FAILED or len(rollout.response_ids) <= tokens:
+            continue
+        newest = rollout.segments[-1].version
+        if newest < rollout.issued_version:
+            rollout.error = f"sampled under version {newest} after version {rollout.issued_version} was confirmed"
+            rollout.move_to(Status.FAILED)
 
 
 def _accept(group: Group, returned: list[Rollout]) -> None:

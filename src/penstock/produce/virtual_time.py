@@ -67,10 +67,9 @@ class VirtualClock:
 
     def close(self) -> None:
         """Cancel what is left and close the loop."""
-        left = asyncio.all_tasks(self.loop)
-        for task in left:
-            task.cancel()
-        if left:
+        while left := asyncio.all_tasks(self.loop):
+            for task in left:
+                task.cancel()
             self.run(_ended(left))
         self.loop.close()
 

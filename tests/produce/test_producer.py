@@ -1,0 +1,515 @@
+"""The producer: one loop for sync and async, batches in order, failures, tasks, resume."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import Stage, on_virtual_time, turns
+
+from fakes import CountingReward, FakeAgentLoop, FakeEngine, make_prompts
+from penstock.agent.single_turn import SingleTurn
+from penstock.config import SamplingConfig
+from penstock.data.sampler import Sampler
+from penstock.engine.protocol import GenerationRequest
+from penstock.errors import RunError, TooManyFailures, UserError
+from penstock.journal import Journal
+from penstock.produce import (
+    AsyncProduceStrategyConfig,
+    ProduceProgress,
+    Producer,
+    ProduceTask,
+    SyncProduceStrategyConfig,
+)
+from penstock.replay import ReplayBuffer
+from penstock.types import Batch, Rollout, Status
+
+
+def single_turn(engine: FakeEngine, reward: CountingReward | None = None) -> SingleTurn:
+    return SingleTurn(
+        engine=engine,
+        reward=reward or CountingReward(),
+        sampling=SamplingConfig(),
+        decode=lambda ids: " ".join(map(str, ids)),
+    )
+
+
+def fingerprint(batch: Batch) -> list[tuple]:
+    return [
+        (
+            r.rollout_id,
+            r.seed,
+            r.response_ids.tolist(),
+            r.logprobs.tolist(),
+            r.segments,
+            r.temperature,
+        )
+        for r in batch.rollouts
+    ]
+
+
+def uneven(request: GenerationRequest) -> int:
+    return 1 + request.seed % 9
+
+
+async def train_steps(stage: Stage, engine: FakeEngine, first: int, last: int) -> list:
+    seen = []
+    for step in range(first, last + 1):
+        batch = await stage.producer.take_batch(step)
+        seen.append(fingerprint(batch))
+        await asyncio.sleep(0.07)
+        await stage.train(batch, publish=False)
+        await engine.update_weights(step)
+        stage.publish(step)
+    return seen
+
+
+def run_batches(path: Path, config: SyncProduceStrategyConfig, *, refuse: bool = False) -> list:
+    seen: list = []
+
+    async def main() -> None:
+        engine = FakeEngine(length=uneven)
+        rule = (lambda rollouts: rollouts[0].seed % 3 != 0) if refuse else None
+        stage = Stage(path, config, agent_loop=single_turn(engine), is_valid=rule)
+        running = asyncio.create_task(stage.producer.run())
+        seen.extend(await train_steps(stage, engine, 1, 6))
+        await cancel(running)
+        assert stage.producer.snapshot().tasks[0].balanced
+
+    on_virtual_time(main)
+    return seen
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+def test_async_with_staleness_0_trains_the_batches_of_sync(tmp_path: Path, refuse: bool) -> None:
+    for name in ("sync", "async"):
+        (tmp_path / name).mkdir()
+    sync = run_batches(tmp_path / "sync", SyncProduceStrategyConfig(), refuse=refuse)
+    other = run_batches(
+        tmp_path / "async", AsyncProduceStrategyConfig(max_staleness=0), refuse=refuse
+    )
+    assert sync == other
+    assert len(sync) == 6
+
+
+def test_running_ahead_stops_at_the_staleness_bound_and_goes_on_with_new_weights(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        stage = Stage(tmp_path, AsyncProduceStrategyConfig(max_staleness=1), batch=2)
+        running = asyncio.create_task(stage.producer.run())
+        await turns()
+        assert len(stage.loop.held) == 4  # steps 1 and 2
+        stage.finish_all()
+        await turns()
+        assert not stage.loop.held
+        batch = await stage.producer.take_batch(1)
+        await turns()
+        assert not stage.loop.held  # step 3 would be expired under version 0
+        wait = next(w for w in stage.producer.snapshot().waits if w.who == "produce t")
+        assert "step 2 to be consumed" in wait.what or "weights" in wait.what
+        await asyncio.sleep(3.0)
+        assert stage.producer.snapshot().producer_wait_s == pytest.approx(3.0)
+        await stage.train(batch)
+        await turns()
+        assert len(stage.loop.held) == 2
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+def test_without_oversampling_a_step_waits_for_what_would_expire(tmp_path: Path) -> None:
+    async def main() -> None:
+        stage = Stage(tmp_path, AsyncProduceStrategyConfig(max_staleness=1), batch=2)
+        running = asyncio.create_task(stage.producer.run())
+        await turns()
+        for group_id in ("t:0", "t:1", "t:2"):
+            stage.loop.finish(group_id)  # t:3 is a straggler of version 0
+        await stage.train(await stage.producer.take_batch(1))
+        await turns()
+        stage.loop.finish("t:4")  # enough for step 2, but then t:3 would expire
+        taking = asyncio.create_task(stage.producer.take_batch(2))
+        await turns()
+        assert not taking.done()
+        stage.loop.finish("t:3")
+        batch = await taking
+        assert [group.cursor for group in batch.groups] == [2, 3]
+        assert stage.strategy.counters["expired"] == 0
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+def test_an_expired_group_is_generated_again_with_new_seeds(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = AsyncProduceStrategyConfig(max_staleness=0, over_sample_threshold=0.5)
+        stage = Stage(tmp_path, config, batch=2)
+        running = asyncio.create_task(stage.producer.run())
+        await turns()
+        seeds = [rollout.seed for rollout in stage.loop.held["t:2"][0]]
+        stage.finish_all()
+        await stage.train(await stage.producer.take_batch(1))
+        await turns()
+        assert stage.strategy.counters["expired"] == 1
+        again = stage.loop.held["t:2"][0]
+        assert all(new.seed not in seeds for new in again)
+        stage.finish_all()
+        batch = await stage.producer.take_batch(2)
+        assert [group.cursor for group in batch.groups] == [2, 3]
+        assert [group.tries for group in batch.groups] == [2, 1]
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["no such model", "raise"])
+def test_an_all_failing_backend_makes_few_calls_then_stops_with_one_line(
+    tmp_path: Path, how: str
+) -> None:
+    async def main() -> None:
+        engine = FakeEngine(fail=lambda request: how)
+        stage = Stage(
+            tmp_path, AsyncProduceStrategyConfig(), batch=16, k=2, agent_loop=single_turn(engine)
+        )
+        running = asyncio.create_task(stage.producer.run())
+        with pytest.raises(TooManyFailures, match="of the last 32 groups failed") as caught:
+            await stage.producer.take_batch(1)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(TooManyFailures):
+            await running
+        assert engine.calls < 100 * (2 if how == "raise" else 1)
+        assert stage.sampler.cursor <= 32
+
+    assert on_virtual_time(main) < 2.0
+
+
+def test_a_reward_that_answers_503_is_asked_again_without_generating_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        broken = {"count": 3}
+
+        def fail(rollout: Rollout) -> str:
+            if rollout.rollout_id == "t:1.0" and broken["count"] > 1:
+                broken["count"] -= 1
+                return "503 Service Unavailable"
+            return ""
+
+        reward = CountingReward(fail)
+        stage = Stage(
+            tmp_path, SyncProduceStrategyConfig(), batch=2, agent_loop=single_turn(engine, reward)
+        )
+        running = asyncio.create_task(stage.producer.run())
+        batch = await stage.producer.take_batch(1)
+        assert engine.calls == 4  # once per rollout
+        assert reward.calls.count("t:1.0") == 3
+        assert reward.calls.count("t:1.1") == 1  # finished members are not scored again
+        assert [group.tries for group in batch.groups] == [1, 3]
+        assert stage.strategy.counters["failed"] == 2
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+def test_one_raising_group_is_isolated_and_dropped_with_its_reason(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = FakeEngine(fail=lambda r: "bad prompt" if r.request_id.startswith("t:1.") else "")
+        stage = Stage(
+            tmp_path, SyncProduceStrategyConfig(), batch=3, agent_loop=single_turn(engine)
+        )
+        running = asyncio.create_task(stage.producer.run())
+        batch = await stage.producer.take_batch(1)
+        assert [group.cursor for group in batch.groups] == [0, 2, 3]
+        task = stage.producer.snapshot().tasks[0]
+        assert task.dropped == {"failed": 1}
+        assert task.balanced
+        rows = stage.journal.query("SELECT reason FROM events WHERE kind = 'dropped'")
+        assert rows == [("engine: bad prompt",)]
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+def test_a_raising_validity_rule_fails_its_groups_and_stops_the_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        def rule(rollouts: list[Rollout]) -> bool:
+            raise KeyError("score")
+
+        stage = Stage(
+            tmp_path,
+            SyncProduceStrategyConfig(),
+            agent_loop=single_turn(FakeEngine()),
+            is_valid=rule,
+        )
+        running = asyncio.create_task(stage.producer.run())
+        with pytest.raises(TooManyFailures, match="validity rule: KeyError"):
+            await stage.producer.take_batch(1)
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+# -- never a hang --------------------------------------------------------------------------------
+
+
+def test_filters_that_refuse_everything_end_the_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = SyncProduceStrategyConfig(max_refused_in_a_row=50)
+        stage = Stage(
+            tmp_path, config, agent_loop=single_turn(FakeEngine()), is_valid=lambda rollouts: False
+        )
+        running = asyncio.create_task(stage.producer.run())
+        with pytest.raises(RunError, match="refused 50 groups in a row"):
+            await stage.producer.take_batch(1)
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+def test_the_end_of_the_prompts_ends_the_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        stage = Stage(
+            tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(engine), max_prompts=6
+        )
+        running = asyncio.create_task(stage.producer.run())
+        await train_steps(stage, engine, 1, 1)
+        with pytest.raises(RunError, match=r"2 groups of task t are missing .* all 6 prompts"):
+            await stage.producer.take_batch(2)
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+def test_a_rule_that_stops_too_early_ends_the_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = AsyncProduceStrategyConfig(
+            should_continue_fn=lambda done, batch: done < batch - 1, max_tries=1
+        )
+        stage = Stage(tmp_path, config)
+        running = asyncio.create_task(stage.producer.run())
+        await turns()
+        stage.loop.fail("t:3")  # dropped: the other three are enough for the rule, not for the step
+        stage.finish_all()
+        with pytest.raises(RunError, match="should_continue_fn"):
+            await stage.producer.take_batch(1)
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+def test_an_engine_with_older_weights_than_it_confirmed_stops_the_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        stage = Stage(tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(FakeEngine()))
+        stage.producer.weights_updated(3)
+        stage.progress.next_consumer_step = 4
+        stage.progress.target_upto["t"] = 3
+        running = asyncio.create_task(stage.producer.run())
+        with pytest.raises(TooManyFailures, match="under version 0 after version 3"):
+            await stage.producer.take_batch(4)
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+def test_a_stopped_producer_is_not_waited_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        stage = Stage(tmp_path, SyncProduceStrategyConfig())
+        running = asyncio.create_task(stage.producer.run())
+        taking = asyncio.create_task(stage.producer.take_batch(1))
+        await turns()
+        stage.producer.stop()
+        await running
+        with pytest.raises(RunError, match="the producer was stopped"):
+            await taking
+        assert stage.producer.snapshot().tasks[0].balanced
+
+    on_virtual_time(main)
+
+
+def test_a_journal_that_cannot_write_reaches_the_consumer(tmp_path: Path) -> None:
+    async def main() -> None:
+        stage = Stage(tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(FakeEngine()))
+        stage.journal._writer._database.execute("DROP TABLE rollout_rows")
+        running = asyncio.create_task(stage.producer.run())
+        with pytest.raises(RunError, match="cannot write"):
+            await stage.producer.take_batch(1)
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+def test_steps_are_taken_in_order(tmp_path: Path) -> None:
+    async def main() -> None:
+        stage = Stage(tmp_path, SyncProduceStrategyConfig())
+        with pytest.raises(UserError, match="got step 2, allowed: 1"):
+            await stage.producer.take_batch(2)
+
+    on_virtual_time(main)
+
+
+def test_nothing_is_produced_after_the_last_step(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = AsyncProduceStrategyConfig(max_staleness=3)
+        stage = Stage(tmp_path, config, batch=2, last_step=2)
+        running = asyncio.create_task(stage.producer.run())
+        await turns()
+        assert len(stage.loop.held) == 4
+        stage.finish_all()
+        for step in (1, 2):
+            await stage.train(await stage.producer.take_batch(step))
+        await turns()
+        assert not stage.loop.held
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+# -- several tasks ---------------------------------------------------------------------------------
+
+
+def test_one_slow_task_does_not_stop_the_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = Journal.open(tmp_path / "journal.db", threaded=False)
+        buffer, loops = ReplayBuffer(), {"slow": FakeAgentLoop(), "fast": FakeAgentLoop()}
+        producer = Producer(
+            tasks=[
+                ProduceTask(
+                    name=name,
+                    weight=1.0,
+                    strategy=AsyncProduceStrategyConfig(max_staleness=2).build(),
+                    agent_loop=loop,
+                    sampler=Sampler(
+                        make_prompts(50),
+                        task_name=name,
+                        prompt_repeat_k=1,
+                        seed=0,
+                        replay_buffer=buffer,
+                    ),
+                )
+                for name, loop in loops.items()
+            ],
+            replay_buffer=buffer,
+            journal=journal,
+            progress=ProduceProgress.build(["slow", "fast"]),
+            groups_per_step=4,
+        )
+        running = asyncio.create_task(producer.run())
+        await turns()
+        for _ in range(3):
+            for group_id in list(loops["fast"].held):
+                loops["fast"].finish(group_id)
+            await turns()
+        assert buffer.count_now("fast", Status.COMPLETED) == 6  # three steps ahead
+        assert buffer.count_now("slow", Status.COMPLETED) == 0
+        loops["slow"].deaf = loops["fast"].deaf = True
+        for lane in producer._lanes:
+            lane.strategy._lander._config = AsyncProduceStrategyConfig(pause_timeout_s=7.0)
+        for lane in producer._lanes:
+            lane.ctx.model_step = 0
+        assert await producer.pause() == pytest.approx(7.0)  # tasks pause at the same time
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", [0.0, 0.03, 0.10, 0.15])
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_killed_run_goes_on_with_the_batches_of_one_that_was_not(
+    tmp_path: Path, when: float, clean: bool
+) -> None:
+    config = SyncProduceStrategyConfig()
+    (tmp_path / "whole").mkdir()
+    whole = run_batches(tmp_path / "whole", config)
+
+    async def first() -> None:
+        engine = FakeEngine(length=uneven)
+        stage = Stage(tmp_path, config, agent_loop=single_turn(engine))
+        running = asyncio.create_task(stage.producer.run())
+        training = asyncio.create_task(train_steps(stage, engine, 1, 3))
+        await training
+        await asyncio.sleep(when)  # somewhere in step 4
+        if when == 0.15:
+            await stage.producer.take_batch(4)  # begun, not committed
+        if clean:
+            await cancel(running)
+            stage.journal.close()
+        else:
+            stage.journal._writer._database.close()
+            running.cancel()
+
+    on_virtual_time(first)
+    seen: list = []
+
+    async def second() -> None:
+        engine = FakeEngine(length=uneven, version=3)
+        stage = Stage(tmp_path, config, agent_loop=single_turn(engine))
+        stage.producer.weights_updated(3)
+        await stage.producer.restore(stage.journal)
+        running = asyncio.create_task(stage.producer.run())
+        seen.extend(await train_steps(stage, engine, 4, 6))
+        await cancel(running)
+        assert stage.producer.snapshot().tasks[0].balanced
+        assert stage.journal.counts()["t"]["trained"] == 24
+
+    on_virtual_time(second)
+    assert seen == whole[3:]
+
+
+def test_a_task_added_on_resume_starts_at_zero(tmp_path: Path) -> None:
+    def build(names: list[str], journal: Journal, loop: FakeAgentLoop) -> Producer:
+        buffer = ReplayBuffer()
+        return Producer(
+            tasks=[
+                ProduceTask(
+                    name=name,
+                    weight=1.0,
+                    strategy=SyncProduceStrategyConfig().build(),
+                    agent_loop=loop,
+                    sampler=Sampler(
+                        make_prompts(50),
+                        task_name=name,
+                        prompt_repeat_k=1,
+                        seed=0,
+                        replay_buffer=buffer,
+                    ),
+                )
+                for name in names
+            ],
+            replay_buffer=buffer,
+            journal=journal,
+            progress=ProduceProgress.build(names),
+            groups_per_step=4,
+        )
+
+    async def main() -> None:
+        journal, loop = Journal.open(tmp_path / "journal.db", threaded=False), FakeAgentLoop()
+        old = build(["a"], journal, loop)
+        running = asyncio.create_task(old.run())
+        await turns()
+        for group_id in list(loop.held):
+            loop.finish(group_id)
+        await old.take_batch(1)
+        await cancel(running)
+        new = build(["a", "b"], journal, loop)
+        await new.restore(journal)
+        assert (await new.take_batch(1)).step == 1  # the begun batch
+        new.weights_updated(1)
+        running = asyncio.create_task(new.run())
+        await turns()
+        assert sorted(loop.held) == ["a:4", "a:5", "b:0", "b:1"]
+        await cancel(running)
+
+    on_virtual_time(main)
