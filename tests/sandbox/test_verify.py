@@ -54,11 +54,6 @@ def codes(
             "import sys\nsys.stdout.write('3'); sys.stdout.flush(); import os; os._exit(0)",
             [1, 0],
         ),
-        (
-            SUM,
-            "import threading\nthreading.Thread(target=lambda: print(sum(map(int, input().split())))).start()",
-            [1, 1],
-        ),
         (SUM, "import sys\nprint(sum(map(int, sys.stdin.read().split())))", [1, 1]),
         (
             SUM,
@@ -142,10 +137,12 @@ def test_asserts_may_use_objects_generators_exceptions_and_changes_in_place(
 
 def test_all_of_the_standard_library_is_there() -> None:
     pool = make_pool("namespaces")
+    threaded = "import threading\nthreading.Thread(target=lambda: print(input())).start()"
     source = "import asyncio\nasync def main(): print(input())\nasyncio.run(main())\n"
     source += "import sqlite3, ssl, ctypes, unittest, zoneinfo, xml.etree.ElementTree"
     try:
-        assert codes(pool, {"inputs": ["a"], "outputs": ["a"]}, source) == [1]
+        for program in (source, threaded):
+            assert codes(pool, {"inputs": ["a"], "outputs": ["a"]}, program) == [1]
     finally:
         pool.close()
 
@@ -199,6 +196,10 @@ CHEATS = {
     "raising what tests catch": "def answer(): raise AssertionError",
     "raising an exit": "def answer(): raise KeyboardInterrupt",
     "an endless value": "def answer():\n    x = []\n    x.append(x)\n    return x",
+    "a huge number": "def answer(): return 1 << 10_000_000",
+    "a forged value": 'import os\nos.write(3, b\'{"value": {"dict": [[[1], {"int": 5}]]}}\\n\')\nos._exit(0)',
+    "a forged depth": "import os\nos.write(3, b'{\"value\": ' + b'[' * 900 + b']' * 900 + b'}\\n')\nos._exit(0)",
+    "a real-time signal": "import os\ndef answer(): os.kill(os.getpid(), 40)",
     "a huge value": "def answer(): return 'x' * (100 << 20)",
     "printing much": "def answer(): print('x' * (100 << 20))",
     "a hostile error": "class Bad(Exception):\n    def __str__(self): raise RuntimeError\ndef answer(): raise Bad",

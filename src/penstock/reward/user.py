@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from penstock.errors import RewardError, UserError
@@ -36,7 +37,7 @@ class UserFunction:
         self.needs_group = any(parameter in MANY for parameter in self._parameters)
         if self.needs_group:
             self.score_group = self._score_group
-        self._threads: ThreadPoolExecutor | None = None
+        self._slots = asyncio.Semaphore(NUM_THREADS)
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         """Call the function for one rollout."""
@@ -62,40 +63,35 @@ class UserFunction:
 
     async def _call(self, given: Mapping[str, Any]) -> Any:
         arguments = {name: given[name] for name in self._parameters} | self._options
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(
-                NUM_THREADS, thread_name_prefix=f"reward-{self.name}"
-            )
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._threads, _run, self._function, arguments)
-        try:
-            return await asyncio.wait_for(asyncio.shield(work), self._timeout_s)
-        except TimeoutError:
-            if work.done():
-                raise  # the function's own
-            work.add_done_callback(_drop_outcome)
-            raise RewardError(f"no result after {self._timeout_s:g} s (timeout_s)") from None
+        async with self._slots:
+            outcome: Future[Any] = Future()
+            call = (outcome, self._function, arguments)
+            threading.Thread(
+                target=_run, args=call, daemon=True, name=f"reward-{self.name}"
+            ).start()
+            try:
+                return await asyncio.wait_for(asyncio.wrap_future(outcome), self._timeout_s)
+            except TimeoutError:
+                if outcome.done():
+                    raise  # the function's own
+                raise RewardError(f"no result after {self._timeout_s:g} s (timeout_s)") from None
 
     async def close(self) -> None:
-        """Let go of the threads."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._threads = None
+        """Nothing to end: a thread that hangs does not keep the process."""
 
 
-def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    result = function(**arguments)
-    return asyncio.run(_finish(result)) if inspect.isawaitable(result) else result
+def _run(outcome: Future[Any], function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    outcome.set_running_or_notify_cancel()
+    try:
+        result = function(**arguments)
+        outcome.set_result(asyncio.run(_finish(result)) if inspect.isawaitable(result) else result)
+    except BaseException as error:  # carried over to the rollout that waits
+        carried = error if isinstance(error, Exception) else RewardError(f"{type(error).__name__}")
+        outcome.set_exception(carried)
 
 
 async def _finish(awaitable: Any) -> Any:
     return await awaitable
-
-
-def _drop_outcome(work: asyncio.Future[Any]) -> None:
-    """Its rollout has failed already; reading the outcome keeps asyncio from reporting it again."""
-    if not work.cancelled():
-        work.exception()
 
 
 def _of_prompt(prompt: Prompt) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def create_app(settings: ServerSettings | None = None) -> FastAPI:
         yield
         await service.close()
 
-    app = FastAPI(title="Penstock sandbox", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Penstock sandbox", lifespan=lifespan, openapi_url=None)
     app.state.service = service
     app.state.level = level
 

@@ -39,9 +39,7 @@ def _run(
     host: socket.socket, job: dict[str, Any], descriptors: list[int], scratch: str
 ) -> dict[str, Any]:
     limits = job["limits"]
-    standard_in = os.memfd_create("stdin")
-    _write_all(standard_in, job.get("stdin", ""))
-    os.lseek(standard_in, 0, os.SEEK_SET)
+    standard_in = _make_stdin(job.get("stdin", ""))
     reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
     started = time.monotonic()
     own_pid, pid = os.getpid(), os.fork()
@@ -67,10 +65,16 @@ def _run(
     }
 
 
-def _write_all(descriptor: int, text: str) -> None:
-    data = memoryview(text.encode("utf-8", "surrogateescape"))
+def _make_stdin(text: str) -> int:
+    """A file in memory, sealed: it can be read and nothing else."""
+    descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
+    data = memoryview(text.encode("utf-8", "surrogatepass"))
     while data:
         data = data[os.write(descriptor, data) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
 
 
 def _become_child(
