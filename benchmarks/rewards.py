@@ -28,7 +28,7 @@ def make_pairs(count: int) -> list[tuple[str, str]]:
     """Pairs that only algebra decides, all different, as a mix of what math problems ask."""
     draw, forms = random.Random(0), []
     for _ in range(count):
-        a, b = draw.randint(2, 99), draw.randint(2, 99)
+        a, b = draw.sample(range(2, 99), 2)
         forms.append(
             draw.choice(
                 [
