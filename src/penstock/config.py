@@ -126,6 +126,8 @@ class EngineConfig(Section):
     """Most prompt and response tokens held at once; 0: as many as the slots can hold."""
     threads: int = Field(1, ge=1)
     """CPU threads of an engine process; with 1 a rollout is bitwise the same in any batch."""
+    update: Literal["together", "rolling"] = "together"
+    """Several engines get new weights all at once, or one after another while the others serve."""
     options: dict[str, Any] = {}
     """Settings of the chosen engine; see docs/engines.md."""
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Two Triton kernels of a decode step: grouped attention over regions, and sampling. Layer 1.
 
 `decode_reference.py` says in plain torch what they compute; tests hold them to it. Imported only
@@ -120,7 +121,9 @@ def decode_attention(
     """
     rows, heads, key_size = query_BHD.shape
     kv_heads, value_size = keys_TGD.shape[1], values_TGD.shape[2]
-    assert query_BHD.stride(2) == 1 and keys_TGD.is_contiguous() and values_TGD.is_contiguous()
+    assert query_BHD.stride(2) == 1
+    assert keys_TGD.is_contiguous()
+    assert values_TGD.is_contiguous()
     splits = 1
     while splits < 32 and rows * kv_heads * splits < _PROGRAMS:
         splits *= 2

@@ -17,7 +17,7 @@ def decode_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """Each row attends to the `length` tokens of its region that begins at `start`; [B, H, D]."""
-    rows, heads, _ = query_BHD.shape
+    _rows, heads, _ = query_BHD.shape
     longest = int(length_B.max())
     column_L = torch.arange(longest, device=query_BHD.device)
     seen_BL = column_L[None, :] < length_B[:, None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ def fuse_projections(model: nn.Module) -> int:
     count = 0
     for parent in model.modules():
         for names in FAMILIES:
-            parts = [getattr(parent, name, None) for name in names]
+            parts: list[Any] = [getattr(parent, name, None) for name in names]
             if _fusible(parts):
                 _Fused(parts)
                 count += 1
@@ -66,7 +67,7 @@ def _fuse_norm(module: nn.Module, weight: torch.Tensor, eps: float) -> bool:
     return same
 
 
-def _fusible(parts: list[nn.Module | None]) -> bool:
+def _fusible(parts: list[Any]) -> bool:
     first = parts[0]
     return all(
         type(part) is nn.Linear

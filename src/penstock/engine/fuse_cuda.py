@@ -28,7 +28,8 @@ def fuse_layers(model: nn.Module) -> dict[str, int]:
 
 
 def _fuse_mlp(module: Any) -> bool:
-    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    names = ("gate_proj", "up_proj", "down_proj")
+    parts: list[Any] = [getattr(module, name, None) for name in names]
     if not all(type(part) is nn.Linear for part in parts) or not hasattr(module, "act_fn"):
         return False
     gate_proj, up_proj, down_proj = parts

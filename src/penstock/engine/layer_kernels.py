@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Small Triton kernels between the matrix products of a layer: rotary, gated activation, KV store. Layer 1.
 
 Each replaces several launches of plain operations; at small batches launches are what a decode step
@@ -52,7 +53,9 @@ def apply_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What transformers' `apply_rotary_pos_emb` computes for one row of tokens."""
-    assert unsqueeze_dim == 1 and q.shape[0] == 1 and q.stride(3) == k.stride(3) == 1
+    assert unsqueeze_dim == 1
+    assert q.shape[0] == 1
+    assert q.stride(3) == k.stride(3) == 1
     return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
 

@@ -34,6 +34,7 @@ from penstock.types import WeightHandle
 if TYPE_CHECKING:
     from penstock.config import Config
 
+_LOADING = threading.Lock()  # transformers loads one model at a time in a process
 Fetch = Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]]
 
 
@@ -196,7 +197,8 @@ class TransformersEngine:
 
     def _open_model(self) -> None:
         torch.set_num_threads(self._options.threads)
-        model = self._load()
+        with _LOADING:
+            model = self._load()
         self._digest = model_digest(model)
         self._runner = make_runner(model, self._options, self._text_of)
 

@@ -1,0 +1,194 @@
+"""Several engines as one. Layer 1.
+
+A request goes to the engine with the fewest outstanding tokens; requests of one prompt go together,
+and a rollout that goes on returns to the engine that knows it. A dead engine is taken out and its
+requests are retried elsewhere; its owner may restart it. Knows nothing of what an engine is inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from penstock.engine.protocol import (
+    EngineStats,
+    Generation,
+    GenerationRequest,
+    InferenceEngine,
+    PauseMode,
+)
+from penstock.errors import EngineError, RunError
+from penstock.types import WeightHandle
+
+T = TypeVar("T")
+UpdateOrder = Literal["together", "rolling"]
+_REMEMBERED = 65536  # rollouts whose engine is remembered
+
+
+class EnginePool:
+    """See `InferenceEngine`. `alive` lists the engines that take requests."""
+
+    def __init__(
+        self, engines: Sequence[InferenceEngine], *, update: UpdateOrder = "together"
+    ) -> None:
+        if not engines:
+            raise EngineError("engine pool: got 0 engines, allowed: at least 1")
+        self._engines, self._update = list(engines), update
+        self._outstanding = [0] * len(engines)
+        self._dead: dict[int, str] = {}
+        self._owner: OrderedDict[str, int] = OrderedDict()
+        self._latest: tuple[int, WeightHandle] | None = None
+
+    @property
+    def alive(self) -> list[int]:
+        return [i for i in range(len(self._engines)) if i not in self._dead]
+
+    async def start(self) -> None:
+        await asyncio.gather(*(engine.start() for engine in self._engines))
+
+    async def restart(self, index: int) -> None:
+        """Start a dead engine again, with the newest weights, and give it work."""
+        await self._engines[index].start()
+        if self._latest is not None:
+            await self._engines[index].update_weights(*self._latest)
+        self._dead.pop(index, None)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        families: dict[bytes, list[int]] = {}
+        for place, request in enumerate(requests):
+            families.setdefault(request.prompt_ids.tobytes(), []).append(place)
+        made = await asyncio.gather(
+            *(self._place([requests[p] for p in places]) for places in families.values())
+        )
+        results: dict[int, Generation] = {}
+        for places, family in zip(families.values(), made, strict=True):
+            results.update(zip(places, family, strict=True))
+        return [results[place] for place in range(len(requests))]
+
+    async def _place(self, requests: list[GenerationRequest]) -> list[Generation]:
+        """Generate on one engine; on its death, what failed goes to another."""
+        done: dict[str, Generation] = {}
+        left = requests
+        while left:
+            index = self._choose(left[0].request_id)
+            if index is None:
+                reasons = "; ".join(self._dead.values())
+                return [done.get(r.request_id) or _failed(r, reasons) for r in requests]
+            made = await self._generate_on(index, left)
+            done.update({generation.request_id: generation for generation in made})
+            failed = {g.request_id for g in made if g.finish_reason == "error"}
+            if not failed or await self._is_alive(index):
+                break
+            left = [request for request in left if request.request_id in failed]
+        return [done[request.request_id] for request in requests]
+
+    async def _generate_on(self, index: int, requests: list[GenerationRequest]) -> list[Generation]:
+        tokens = sum(request.num_tokens for request in requests)
+        self._outstanding[index] += tokens
+        for request in requests:
+            self._owner[request.request_id] = index
+            self._owner.move_to_end(request.request_id)
+        while len(self._owner) > _REMEMBERED:
+            self._owner.popitem(last=False)
+        try:
+            return await self._engines[index].generate_many(requests)
+        finally:
+            self._outstanding[index] -= tokens
+
+    def _choose(self, request_id: str) -> int | None:
+        owner = self._owner.get(request_id)
+        if owner is not None and owner not in self._dead:
+            return owner
+        return min(self.alive, key=lambda i: self._outstanding[i], default=None)
+
+    async def _is_alive(self, index: int) -> bool:
+        try:
+            await self._engines[index].stats()
+        except RunError as error:
+            self._dead[index] = f"engine {index}: {error}"
+        return index not in self._dead
+
+    async def abort(self, request_id: str) -> None:
+        owner = self._owner.get(request_id)
+        if owner is not None and owner not in self._dead:
+            await self._engines[owner].abort(request_id)
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        await self._all(lambda engine: engine.pause(mode))
+
+    async def resume(self) -> None:
+        await self._all(lambda engine: engine.resume())
+
+    async def sleep(self) -> None:
+        await self._all(lambda engine: engine.sleep())
+
+    async def wake(self) -> None:
+        await self._all(lambda engine: engine.wake())
+
+    async def update_weights(self, version: int, source: WeightHandle) -> str:
+        """`rolling` switches one engine after another, so that the others serve meanwhile."""
+        if self._update == "together":
+            digests = await self._all(lambda engine: engine.update_weights(version, source))
+        else:
+            digests = []
+            for index in self.alive:
+                digests += await self._all(
+                    lambda engine: engine.update_weights(version, source), [index]
+                )
+        self._latest = (version, source)
+        return digests[0]
+
+    async def stats(self) -> EngineStats:
+        """Sums; the version is the oldest one that still samples."""
+        all_stats: list[EngineStats] = await self._all(lambda engine: engine.stats())
+        oldest = min(all_stats, key=lambda stats: stats.policy_version)
+        return EngineStats(
+            policy_version=oldest.policy_version,
+            digest=oldest.digest,
+            running=sum(stats.running for stats in all_stats),
+            waiting=sum(stats.waiting for stats in all_stats),
+            tokens_generated=sum(stats.tokens_generated for stats in all_stats),
+            busy_s=sum(stats.busy_s for stats in all_stats),
+            paused=any(stats.paused for stats in all_stats),
+            batch_invariant=all(stats.batch_invariant for stats in all_stats),
+        )
+
+    async def close(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self._engines))
+        self._dead.update({i: f"engine {i}: it was closed" for i in self.alive})
+
+    async def _all(
+        self, call: Callable[[InferenceEngine], Awaitable[T]], indices: list[int] | None = None
+    ) -> list[T]:
+        """The call on every live engine; one that is found dead drops out, any other error rises."""
+        chosen = self.alive if indices is None else indices
+        results = await asyncio.gather(
+            *(call(self._engines[i]) for i in chosen), return_exceptions=True
+        )
+        good: list[T] = []
+        for index, result in zip(chosen, results, strict=True):
+            if not isinstance(result, BaseException):
+                good.append(result)
+            elif not isinstance(result, EngineError) or await self._is_alive(index):
+                raise result
+        if not good:
+            raise EngineError("engine pool: no engine is left: " + "; ".join(self._dead.values()))
+        return good
+
+
+def _failed(request: GenerationRequest, reasons: str) -> Generation:
+    return Generation(
+        request_id=request.request_id,
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        segments=(),
+        finish_reason="error",
+        error=f"no engine is left: {reasons}",
+    )

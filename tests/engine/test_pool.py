@@ -1,0 +1,162 @@
+"""Several engines as one: the contract, balance, stickiness, deaths and the order of updates."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import tiny
+from engine_contract import CHECKS, EngineCase, run, until_running
+from test_transformers_engine import make_engine
+
+from penstock.engine.pool import EnginePool
+from penstock.engine.protocol import Generation, GenerationRequest
+from penstock.errors import DigestMismatch
+
+
+def make_pool(update: str = "together") -> EnginePool:
+    return EnginePool([make_engine(), make_engine()], update=update)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_contract(check: str) -> None:
+    CHECKS[check](EngineCase("pool", make_pool))
+
+
+class Recorder:
+    """Engine calls as they happened, in place of engines that compute."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.gate, self.seen = name, log, asyncio.Event(), 0
+        self.gate.set()
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        self.seen += len(requests)
+        self.log.append(f"{self.name}:{','.join(r.request_id for r in requests)}")
+        await self.gate.wait()
+        import numpy as np
+
+        return [
+            Generation(
+                request_id=r.request_id, token_ids=np.zeros(0, np.int32),
+                logprobs=np.zeros(0, np.float32), segments=(), finish_reason="stop",
+            )
+            for r in requests
+        ]  # fmt: skip
+
+    async def update_weights(self, version: int, source: object) -> str:
+        self.log.append(f"{self.name} starts {version}")
+        await asyncio.sleep(0)
+        self.log.append(f"{self.name} has {version}")
+        return "d"
+
+
+def test_the_least_loaded_engine_takes_a_request_and_rollouts_stick() -> None:
+    async def main() -> None:
+        log: list[str] = []
+        a, b = Recorder("a", log), Recorder("b", log)
+        pool = EnginePool([a, b])  # type: ignore[list-item]
+        a.gate.clear()
+        b.gate.clear()
+        tasks = [
+            asyncio.create_task(pool.generate(tiny.request("big", [5], max_tokens=300))),
+            asyncio.create_task(pool.generate(tiny.request("s1", [6], max_tokens=10))),
+            asyncio.create_task(pool.generate(tiny.request("s2", [7], max_tokens=10))),
+        ]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        a.gate.set()
+        b.gate.set()
+        await asyncio.gather(*tasks)
+        assert log == ["a:big", "b:s1", "b:s2"]
+        await pool.generate(tiny.request("big", [5], response=[4], max_tokens=300))
+        await pool.generate(tiny.request("s2", [7], response=[4], max_tokens=10))
+        assert log[-2:] == ["a:big", "b:s2"]
+
+    run(main)
+
+
+def test_requests_of_one_prompt_go_to_one_engine() -> None:
+    async def main() -> None:
+        log: list[str] = []
+        a, b = Recorder("a", log), Recorder("b", log)
+        a.gate.clear()
+        pool = EnginePool([a, b])  # type: ignore[list-item]
+        requests = [tiny.request(f"{p}{k}", [p + 5]) for p in range(2) for k in range(3)]
+        task = asyncio.create_task(pool.generate_many(requests))
+        while not b.seen:
+            await asyncio.sleep(0)
+        a.gate.set()
+        made = await task
+        assert [m.request_id for m in made] == [r.request_id for r in requests]
+        assert sorted(log) == ["a:00,01,02", "b:10,11,12"]
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("order", "wanted"),
+    [
+        ("together", ["a starts 1", "b starts 1", "a has 1", "b has 1"]),
+        ("rolling", ["a starts 1", "a has 1", "b starts 1", "b has 1"]),
+    ],
+)
+def test_updates_roll_or_go_together(order: str, wanted: list[str]) -> None:
+    log: list[str] = []
+    pool = EnginePool([Recorder("a", log), Recorder("b", log)], update=order)  # type: ignore
+    asyncio.run(pool.update_weights(1, tiny.handle(1)))
+    assert log == wanted
+
+
+def test_a_dead_engine_is_left_and_its_requests_are_made_elsewhere() -> None:
+    async def main() -> None:
+        engines = [make_engine(), make_engine()]
+        pool = EnginePool(engines)
+        await pool.start()
+        await pool.update_weights(1, tiny.handle(1))
+        tasks = [
+            asyncio.create_task(
+                pool.generate(tiny.request(str(i), [5 + i], max_tokens=200, min_tokens=200))
+            )
+            for i in range(4)
+        ]
+        await until_running(pool)
+
+        def broken(*_: object) -> list:
+            raise RuntimeError("gone")
+
+        engines[0]._live_runner.step = broken  # type: ignore[method-assign]
+        made = await asyncio.gather(*tasks)
+        assert {m.finish_reason for m in made} == {"length"}
+        assert pool.alive == [1]
+        await pool.restart(0)
+        assert pool.alive == [0, 1]
+        assert (await engines[0].stats()).policy_version == 1
+        await pool.close()
+
+    run(main)
+
+
+def test_with_no_engine_left_requests_fail_with_the_reasons() -> None:
+    async def main() -> None:
+        pool = make_pool()
+        await pool.start()
+        for engine in pool._engines:
+            await engine.close()
+        made = await pool.generate(tiny.request("a"))
+        assert made.finish_reason == "error"
+        assert "closed" in made.error
+
+    run(main)
+
+
+def test_refused_weights_rise() -> None:
+    async def main() -> None:
+        pool = make_pool("rolling")
+        await pool.start()
+        with pytest.raises(DigestMismatch):
+            await pool.update_weights(1, tiny.handle(1, "0" * 32))
+        assert pool.alive == [0, 1]
+        await pool.close()
+
+    run(main)
