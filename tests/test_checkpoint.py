@@ -63,7 +63,8 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
     assert newest is not None
     assert (newest.step, newest.digest) == (10, "digest-10")
     assert names(tmp_path) == ["step-10", "step-2"]
-    older = store.newest(up_to=9)
+    assert store.put_aside(beyond=9) == [tmp_path / "lost-step-10"]
+    older = store.newest()
     assert older is not None
     assert older.step == 2
 
@@ -167,7 +168,7 @@ def test_a_failure_is_told_and_the_third_in_a_row_stops(tmp_path: Path) -> None:
             await store.begin(trainer)
         await store.settle()
         assert names(tmp_path) == ["step-0"]
-        with pytest.raises(RunError, match="3 checkpoints in a row failed.*No space left"):
+        with pytest.raises(RunError, match=r"3 checkpoints in a row failed.*No space left"):
             await store.begin(trainer)
 
     asyncio.run(scenario())
@@ -207,7 +208,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_leaves_the_previous_one(small_disk: Path) -> None:
     store, trainer = store_in(small_disk), FakeTrainer(size=150_000)
     save(store, trainer, 1)
-    with pytest.raises(RunError, match="No space left on device.*step 1 stays valid"):
+    with pytest.raises(RunError, match=r"No space left on device.*step 1 stays valid"):
         save(store, trainer, 2)
     newest = store.newest()
     assert newest is not None

@@ -19,6 +19,7 @@ LAYERS = {
     "digest": 0,
     "errors": 0,
     "plugins": 0,
+    "config_changes": 1,
     "data": 1,
     "demo": 1,
     "engine": 1,

@@ -113,12 +113,10 @@ class CheckpointStore:
                 raise RunError(self._fault)
         return self._last
 
-    def search(self, *, up_to: int | None = None) -> Found:
+    def search(self) -> Found:
         """The newest checkpoint whose every file is as its manifest says, and what is damaged."""
         found = Found()
-        for path in sorted(self._folder.glob("step-*"), key=_step_of, reverse=True):
-            if up_to is not None and _step_of(path) > up_to:
-                continue
+        for path in self._paths():
             try:
                 found.checkpoint = self._last = read_checkpoint(path)
                 break
@@ -126,9 +124,22 @@ class CheckpointStore:
                 found.damaged.append(str(error))
         return found
 
-    def newest(self, *, up_to: int | None = None) -> Checkpoint | None:
+    def newest(self) -> Checkpoint | None:
         """The newest valid checkpoint; broken ones are passed over."""
-        return self.search(up_to=up_to).checkpoint
+        return self.search().checkpoint
+
+    def put_aside(self, *, beyond: int) -> list[Path]:
+        """Take checkpoints of later steps out of the way; the folders they are in now."""
+        moved = []
+        for path in self._paths():
+            if _step_of(path) > beyond:
+                aside = self._folder / f"lost-{path.name}"
+                shutil.rmtree(aside, ignore_errors=True)
+                moved.append(path.rename(aside))
+        return moved
+
+    def _paths(self) -> list[Path]:
+        return sorted(self._folder.glob("step-*"), key=_step_of, reverse=True)
 
     async def _write(
         self, trainer: Snapshotting, draft: Path, step: int, digest: str
@@ -174,8 +185,7 @@ class CheckpointStore:
             self._report(self._fault)
 
     def _prune(self) -> None:
-        paths = sorted(self._folder.glob("step-*"), key=_step_of, reverse=True)
-        for path in paths[self._settings.keep :]:
+        for path in self._paths()[self._settings.keep :]:
             shutil.rmtree(path, ignore_errors=True)
         for path in self._folder.glob(".draft-*"):
             shutil.rmtree(path, ignore_errors=True)

@@ -43,5 +43,9 @@ class DigestMismatch(RunError):
     """Weights are not the ones their digest names; they are refused, never trained past."""
 
 
+class JournalDamaged(RunError):
+    """The journal's file is not what was written to it."""
+
+
 class StopRequested(PenstockError):
     """The user asked the run to stop (Ctrl-C); work ends cleanly with a checkpoint."""

@@ -111,7 +111,7 @@ async def _load_and_launch(
     launch = load("launch.kind", config.launch.kind, LAUNCHERS)
     steps = config.train.steps
     loading = asyncio.create_task(asyncio.to_thread(_Data.load, config))
-    if steps is None:
+    if steps is None or config.launch.kind == "inline":  # one process: imports must not race
         steps = count_steps(config, (await loading).train)
     try:
         workers: Workers = await launch(config, steps, folder.logs)

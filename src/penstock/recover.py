@@ -1,57 +1,63 @@
 """Before the first step: weights that everybody agrees on, from the start or from a journal. Layer 7.
 
 Recovery = newest valid checkpoint + redo of the journalled steps, with no generation. On a CPU each
-redone step must give the digest that was journalled, bit for bit; a difference stops the run.
+redone step must give the digest that was journalled, bit for bit; a difference stops the run. The
+journal is the truth: a checkpoint that is newer than its last step is put aside.
 """
 
 from __future__ import annotations
 
-from penstock.config import Config
-from penstock.errors import DigestMismatch, UserError
-from penstock.job import Job
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.checkpoint import Checkpoint, CheckpointStore
+from penstock.errors import DigestMismatch, JournalDamaged
+from penstock.job import Job, open_trainer
+from penstock.journal import Journal
+from penstock.launch.services import TrainerPart
+from penstock.run_folder import CONFIG, Era, RunFolder
+from penstock.track.jsonl import last_step_told
 from penstock.types import StepReport
 
-CHANGEABLE = (
-    "run.",
-    "train.steps",
-    "train.episodes",
-    "train.lr",
-    "eval.",
-    "checkpoint.",
-    "track.",
-    "launch.",
-    "engine.max_slots",
-    "engine.max_tokens_in_flight",
-    "watchdog.",
-    "produce.",
-    "tasks.",
-)
-REASON = "it would make the redone steps differ from the journalled ones"
+Note = Callable[[str], None]
 
 
-def allowed_changes(before: Config, after: Config) -> list[str]:
-    """The settings that differ, as text; raises for one that must not change between parts."""
-    old, new = _flat(before.model_dump()), _flat(after.model_dump())
-    changes = []
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) == new.get(key):
-            continue
-        if not key.startswith(CHANGEABLE):
-            raise UserError(
-                f"{key}: got {new.get(key)!r} for a run with {old.get(key)!r}, allowed: the same value; {REASON}"
-            )
-        changes.append(f"{key} {old.get(key)!r} -> {new.get(key)!r}")
-    return changes
+def check_journal(folder: RunFolder) -> list[str]:
+    """What a person should know before a run goes on; raises where its journal cannot be used."""
+    if not folder.journal.exists():
+        if any(folder.checkpoints.glob("step-*")):
+            raise JournalDamaged(with_way_out(f"journal {folder.journal}: it is missing", folder))
+        return []
+    try:
+        journal = Journal.open(folder.journal, readonly=True)
+        try:
+            journal.check_file()
+            committed = journal.last_committed_step()
+        finally:
+            journal.close()
+    except JournalDamaged as error:
+        raise JournalDamaged(with_way_out(str(error), folder)) from error
+    told = last_step_told(folder.metrics)
+    if told > committed:
+        return [
+            f"the journal ends at step {committed}, but {folder.metrics.name} tells of step {told}: "
+            f"the journal's end was lost; going on from step {committed}"
+        ]
+    return []
 
 
-def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def with_way_out(fault: str, folder: RunFolder) -> str:
+    """The fault, and the newest good state that a new run can start from."""
+    checkpoint = CheckpointStore(folder.checkpoints).newest()
+    if checkpoint is None:
+        return f"{fault}; no good checkpoint is there"
+    return (
+        f"{fault}; newest good state: step {checkpoint.step}; start a new run from it with: "
+        f"penstock train {folder.path / CONFIG} model.path={checkpoint.path / 'model'} "
+        f"run.name={folder.name}-2"
+    )
 
 
 async def begin(job: Job) -> int:
@@ -62,32 +68,121 @@ async def begin(job: Job) -> int:
 
 async def recover(job: Job) -> int:
     """Restore the trainer, redo what the journal has past the checkpoint, restore the producer."""
-    checkpoint = job.checkpoints.newest()
-    step = 0
+    checkpoint = newest_checkpoint(job.checkpoints, job.journal, job.tracker.note)
+    first = 1 if checkpoint is None else checkpoint.step + 1
     if checkpoint is not None:
-        step, _ = await job.trainer.load(str(checkpoint.path))
-    committed = job.journal.last_committed_step()
-    if checkpoint is not None and step > committed:
-        await job.journal.commit_step(
-            StepReport(step=step, policy_version=step, digest=checkpoint.digest)
-        )
-    journalled = {report.step: report for report in job.journal.steps()}
-    for redo in range(step + 1, committed + 1):
-        job.tracker.note(f"redoing step {redo} of {committed} from the journal")
-        report = await job.trainer.train(job.journal.batch(redo))
-        _compare(report, journalled[redo].digest)
-        step = redo
+        await job.trainer.load(str(checkpoint.path))
+    last = job.journal.last_committed_step()
+    async for report in redo(job.trainer, job.journal, first, last, job.tracker.note):
+        job.activity = f"redoing step {report.step} of {last} from the journal"
     await _agree_on_weights(job)
     await job.producer.restore(job.journal)
-    return step
+    return last
 
 
-def _compare(report: StepReport, journalled: str) -> None:
-    if report.digest != journalled:
-        raise DigestMismatch(
-            f"step {report.step}: redone weights have digest {report.digest}, the journal has {journalled}; "
-            "nothing was changed on disk"
+def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> Checkpoint | None:
+    """The newest good checkpoint that the journal knows; what is wrong with newer ones is told."""
+    committed = journal.last_committed_step()
+    for path in store.put_aside(beyond=committed):
+        note(
+            f"the journal ends at step {committed}: its end was lost, since a newer checkpoint is "
+            f"there (kept as {path}); going on from step {committed}"
         )
+    found = store.search()
+    for damage in found.damaged:
+        note(f"damaged: {damage}; taking the next older state")
+    checkpoint = found.checkpoint
+    if checkpoint is None:
+        if found.damaged:
+            note("no checkpoint is good: every step is redone from the journal")
+        return None
+    journalled = _digests(journal).get(checkpoint.step, checkpoint.digest)
+    if checkpoint.digest != journalled:
+        raise DigestMismatch(
+            f"checkpoint {checkpoint.path}: its weights have digest {checkpoint.digest}, the journal "
+            f"has {journalled} for that step; they are of different runs"
+        )
+    return checkpoint
+
+
+async def redo(
+    trainer: TrainerPart, journal: Journal, first: int, last: int, note: Note
+) -> AsyncIterator[StepReport]:
+    """Train the journalled steps again, each compared with its digest."""
+    journalled = {report.step: report for report in journal.steps()} if first <= last else {}
+    exact = await trainer.is_exact()
+    for step in range(first, last + 1):
+        report = await trainer.train(journal.batch(step))
+        before = journalled[step]
+        if report.digest != before.digest:
+            if exact:
+                raise DigestMismatch(_difference(report, before))
+            if step == first:
+                note(f"step {step} redone: this device does not repeat bits; going on from there")
+            await journal.commit_step(replace(report, metrics=before.metrics))
+        yield report
+
+
+def _difference(report: StepReport, before: StepReport) -> str:
+    return (
+        f"step {report.step}: redone weights have digest {report.digest}, the journal has "
+        f"{before.digest}; other thread counts, another machine, other library versions or a damaged "
+        "journal do that; nothing was changed on disk"
+    )
+
+
+async def catch_up(folder: RunFolder, journal: Journal, last: int, note: Note) -> None:
+    """Bring a checkpoint up to `last`, every step under the config that it was first done with."""
+    store = CheckpointStore(folder.checkpoints, folder.config().checkpoint)
+    checkpoint = newest_checkpoint(store, journal, note)
+
+    async def save(trainer: TrainerPart) -> None:
+        await store.save(trainer)
+
+    eras = folder.eras()
+    async for report in recompute(eras, journal, checkpoint, last, note, at_end=save):
+        note(f"redoing step {report.step} of {last} with the settings it had")
+
+
+def last_step_of_old_configs(folder: RunFolder) -> int:
+    """The last step that was done under another config than the present one; 0: none."""
+    return max((era.last_step or 0 for era in folder.eras()), default=0)
+
+
+async def recompute(
+    eras: Sequence[Era],
+    journal: Journal,
+    checkpoint: Checkpoint | None,
+    last: int,
+    note: Note,
+    *,
+    at_end: Callable[[TrainerPart], object] | None = None,
+) -> AsyncIterator[StepReport]:
+    """Redo the steps up to `last` from a checkpoint or the start, era by era."""
+    done = 0 if checkpoint is None else checkpoint.step
+    state = None if checkpoint is None else checkpoint.path
+    with tempfile.TemporaryDirectory() as scratch:
+        for era in eras:
+            end = last if era.last_step is None else min(era.last_step, last)
+            if end <= done:
+                continue
+            async with open_trainer(era.config) as trainer:
+                if state is not None:
+                    await trainer.load(str(state))
+                async for report in redo(trainer, journal, done + 1, end, note):
+                    yield report
+                done, state = end, Path(scratch) / f"step-{end}"
+                if end == last and at_end is not None:
+                    await at_end(trainer)  # type: ignore[misc]
+                elif end < last:
+                    await trainer.snapshot(str(state))
+                    await trainer.write_snapshot()
+
+
+def _digests(journal: Journal) -> dict[int, str]:
+    found = {report.step: report.digest for report in journal.steps()}
+    version_0 = journal.query("SELECT digest FROM weights WHERE version = 0 LIMIT 1")
+    return {0: version_0[0][0], **found} if version_0 else found
 
 
 async def _agree_on_weights(job: Job) -> None:

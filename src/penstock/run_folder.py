@@ -1,11 +1,12 @@
 """The folder of one run: how it is named, made, found and refused. Layer 4.
 
-runs/NAME/  config.toml  journal.db  metrics.jsonl  rollouts.jsonl  eval/  checkpoints/  logs/
+runs/NAME/  config.toml  configs/until-step-N.toml (earlier ones)  journal.db  metrics.jsonl  rollouts.jsonl  eval/  checkpoints/  logs/
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from penstock.config import Config
 from penstock.config_source import load_config, to_toml
 from penstock.errors import UserError
 
+_UNTIL = "until-step-"
 CONFIG, JOURNAL, METRICS = "config.toml", "journal.db", "metrics.jsonl"
 
 
@@ -51,6 +53,30 @@ class RunFolder:
     def config(self) -> Config:
         return load_config(self.path / CONFIG).config
 
+    def eras(self) -> list[Era]:
+        """The configs that were in force, in order; the last one has no end."""
+        old = [
+            Era(load_config(path).config, int(path.stem.removeprefix(_UNTIL)))
+            for path in self.path.glob(f"configs/{_UNTIL}*.toml")
+        ]
+        return [*sorted(old, key=lambda era: era.last_step or 0), Era(self.config(), None)]
+
+    def change_config(self, config: Config, after_step: int) -> None:
+        """From the step after this one on, `config` is in force; the old one is kept beside it."""
+        kept = self.path / "configs" / f"{_UNTIL}{after_step}.toml"
+        kept.parent.mkdir(exist_ok=True)
+        if after_step and not kept.exists():  # else: no step was done under the config that goes
+            _write_whole(kept, (self.path / CONFIG).read_text(encoding="utf-8"))
+        _write_whole(self.path / CONFIG, to_toml(config))
+
+
+@dataclass(slots=True, frozen=True)
+class Era:
+    """A config and the last step that was done under it; None: it is in force."""
+
+    config: Config
+    last_step: int | None
+
 
 def create(config: Config) -> RunFolder:
     """Make the folder of a new run. One that never trained a step is taken over, others refused."""
@@ -76,6 +102,16 @@ def find(path: str | Path) -> RunFolder:
         if (candidate / CONFIG).is_file():
             return RunFolder(candidate)
     raise UserError(f"run: got {str(path)!r}, allowed: a run folder (one that holds {CONFIG})")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace a file so that a crash leaves the old or the new one."""
+    draft = path.with_suffix(".draft")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
 
 
 def remove(folder: RunFolder) -> None:

@@ -17,11 +17,20 @@ from rich.console import Console
 
 from penstock import run_folder
 from penstock.config import Config
+from penstock.config_changes import Change, allowed_changes
 from penstock.config_source import load_config
-from penstock.errors import PenstockError, RunError, StopRequested, UserError
+from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError
 from penstock.evaluate import EvalResult, evaluate
 from penstock.job import open_evaluation, open_job
-from penstock.recover import allowed_changes, begin, recover
+from penstock.journal import Journal
+from penstock.recover import (
+    begin,
+    catch_up,
+    check_journal,
+    last_step_of_old_configs,
+    recover,
+    with_way_out,
+)
 from penstock.report import write_report
 from penstock.run import Loop
 from penstock.run_folder import RunFolder
@@ -43,11 +52,33 @@ def train_new(config: Config) -> None:
 
 def resume_run(folder: RunFolder, overrides: Sequence[str]) -> None:
     """Go on with a run, with the changes that are allowed between its parts."""
-    before = folder.config()
     config = load_config(folder.path / run_folder.CONFIG, overrides).config
-    for line in allowed_changes(before, config):
-        Console(stderr=True).print(f"changed: {line}", highlight=False)
-    asyncio.run(_train(config, folder, resumed=True))
+    changes = allowed_changes(folder.config(), config)
+    for note in [*(f"changed: {change}" for change in changes), *check_journal(folder)]:
+        _tell(note)
+    try:
+        asyncio.run(_resume(config, folder, changes))
+    except JournalDamaged as error:
+        raise JournalDamaged(with_way_out(str(error), folder)) from error
+
+
+async def _resume(config: Config, folder: RunFolder, changes: list[Change]) -> None:
+    """Redo what was done under other settings, with those; then go on."""
+    journal = Journal.open(folder.journal)
+    try:
+        committed = journal.last_committed_step()
+        needed = last_step_of_old_configs(folder)
+        if any(change.in_update for change in changes):
+            needed = committed
+        if needed:
+            await catch_up(folder, journal, min(needed, committed), _tell)
+    finally:
+        journal.close()
+    await _train(config, folder, resumed=True)
+
+
+def _tell(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
 async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
@@ -58,6 +89,8 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
     console.print(f"run folder: [bold]{folder.path}[/bold]", highlight=False, soft_wrap=True)
     async with open_job(config, folder) as job:
         first_step = await recover(job) if resumed else await begin(job)
+        if resumed and config != folder.config():
+            folder.change_config(config, after_step=first_step)
         loop = Loop(job, first_step=first_step)
         stopped = await _until_stopped(loop.run())
         await job.trainer.request_stop()

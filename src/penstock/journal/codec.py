@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from typing import Any
 
 import numpy as np
 
-from penstock.errors import RunError
+from penstock.errors import JournalDamaged, RunError
 from penstock.types import Group, Prompt, Rollout, Score, Status, VersionSegment
 
 CODEC_VERSION = 1
 
 _HEADER = struct.Struct("<BBHIIQdq")  # codec, flags, segments, tokens, tail bytes, seed, T, issued
 _GROUP = struct.Struct("<BHI")  # codec, rollouts, bytes of the JSON head
+_CHECK = struct.Struct("<I")  # at the end of a payload
 _ALL_TRAINED = 1
 _STATUSES = {status.value: status for status in Status}
 
@@ -42,13 +44,16 @@ def encode_rollout(rollout: Rollout, *, with_text: bool = True) -> bytes:
     mask = b"" if all_trained else np.packbits(rollout.loss_mask).tobytes()
     ids = np.asarray(rollout.response_ids, dtype="<i4").tobytes()
     logprobs = np.asarray(rollout.logprobs, dtype="<f4").tobytes()
-    return b"".join((header, ids, logprobs, mask, segments, tail))
+    body = b"".join((header, ids, logprobs, mask, segments, tail))
+    return body + _check_sum(body, None if with_text else stored_text(rollout.text))
 
 
 def decode_rollout(
     data: bytes, rollout_id: str, prompt: Prompt, *, text: str | None = None
 ) -> Rollout:
     """The inverse; `text` where it was kept elsewhere."""
+    if data[-_CHECK.size :] != _check_sum(data[: -_CHECK.size], text):
+        raise JournalDamaged(f"journal: rollout {rollout_id} is not what was written")
     codec, flags, num_segments, tokens, tail_bytes, seed, temperature, issued = _HEADER.unpack_from(
         data
     )
@@ -113,10 +118,14 @@ def encode_prompt(prompt: Prompt) -> bytes:
         head["extra"] = prompt.extra
     text = _to_json(head)
     ids = np.asarray(prompt.token_ids, dtype="<i4").tobytes()
-    return b"".join((_GROUP.pack(CODEC_VERSION, 0, len(text)), text, ids))
+    body = b"".join((_GROUP.pack(CODEC_VERSION, 0, len(text)), text, ids))
+    return body + _check_sum(body)
 
 
-def decode_prompt(data: bytes) -> Prompt:
+def decode_prompt(stored: bytes) -> Prompt:
+    data = stored[: -_CHECK.size]
+    if stored[-_CHECK.size :] != _check_sum(data):
+        raise JournalDamaged(f"journal: a prompt is not what was written: {data[:60]!r}")
     codec, _, size = _GROUP.unpack_from(data)
     _check_codec(codec)
     at = _GROUP.size
@@ -170,6 +179,17 @@ def decode_group(data: bytes) -> Group:
         tries=head["tries"],
         error=head["error"],
     )
+
+
+def stored_text(text: str) -> str:
+    """The text as SQLite can hold it: without lone surrogates."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _check_sum(body: bytes, text: str | None = None) -> bytes:
+    """SQLite does not notice a flipped byte in a payload; this does."""
+    crc = zlib.crc32(body)
+    return _CHECK.pack(crc if text is None else zlib.crc32(text.encode(), crc))
 
 
 def _check_codec(codec: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import RunError
+from penstock.errors import JournalDamaged, RunError
 from penstock.journal import records
 from penstock.journal.codec import decode_prompt, decode_rollout
 from penstock.journal.schema import open_database
@@ -178,8 +178,17 @@ class Journal:
     def _select(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
         try:
             return self._reader.execute(sql, parameters).fetchall()
-        except sqlite3.Error as error:
+        except sqlite3.OperationalError as error:
             raise RunError(f"journal {self.path}: cannot read: {error}") from error
+        except sqlite3.Error as error:
+            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
+
+    def check_file(self) -> None:
+        """Raise where the file's structure is damaged; reads all of it."""
+        for (finding,) in self.query("PRAGMA quick_check(1)"):
+            if finding != "ok":
+                words = " ".join(finding.split())
+                raise JournalDamaged(f"journal {self.path}: damaged: {words}")
 
     def last_committed_step(self) -> int:
         """0 before the first."""

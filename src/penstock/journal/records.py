@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import RunError
-from penstock.journal.codec import encode_prompt, encode_rollout
+from penstock.journal.codec import encode_prompt, encode_rollout, stored_text
 from penstock.types import Group, Prompt, Rollout, StepReport
 
 _INSERT_ROLLOUT = f"INSERT OR REPLACE INTO rollout_rows VALUES ({', '.join('?' * 13)})"
@@ -74,13 +74,13 @@ class Landed:
                 reward,
                 self.at,
                 self.drop_reason,
-                _plain_text(group.error),
+                stored_text(group.error),
                 group.group_id,
             ),
         ).rowcount
         _expect_one(changed, group.group_id)
         kind = self.drop_reason if self.drop_reason == "filtered" else "landed"
-        event = (self.at, group.group_id, kind, status, group.tries, _plain_text(group.error))
+        event = (self.at, group.group_id, kind, status, group.tries, stored_text(group.error))
         db.execute(_INSERT_EVENT, (*event, tokens, reward, oldest))
 
 
@@ -104,7 +104,7 @@ class Moved:
         ).rowcount
         _expect_one(changed, self.group_id)
         event = (self.at, self.group_id, self.kind, self.status, self.tries)
-        db.execute(_INSERT_EVENT, (*event, _plain_text(self.reason), None, None, None))
+        db.execute(_INSERT_EVENT, (*event, stored_text(self.reason), None, None, None))
 
 
 @dataclass(slots=True, frozen=True)
@@ -188,15 +188,10 @@ def _rollout_row(group_id: str, number: int, rollout: Rollout) -> tuple:
         max((s.version for s in segments), default=None),
         rollout.temperature,
         None if rollout.score is None else rollout.score.value,
-        _plain_text(rollout.text),
-        _plain_text(rollout.error),
+        stored_text(rollout.text),
+        stored_text(rollout.error),
         encode_rollout(rollout, with_text=False),
     )
-
-
-def _plain_text(text: str) -> str:
-    """SQLite holds no lone surrogates."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _expect_one(changed: int, group_id: str) -> None:

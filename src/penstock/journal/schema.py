@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from penstock.errors import RunError, UserError
+from penstock.errors import JournalDamaged, RunError, UserError
 
 SCHEMA_VERSION = 1
 
@@ -82,8 +82,10 @@ def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
             raise RunError(
                 f"journal {path}: got schema version {version}, allowed: {SCHEMA_VERSION}"
             )
-    except sqlite3.Error as error:
+    except sqlite3.OperationalError as error:
         raise RunError(f"journal {path}: cannot be opened: {error}") from error
+    except sqlite3.Error as error:
+        raise JournalDamaged(f"journal {path}: damaged: {error}") from error
     return database
 
 

@@ -7,6 +7,8 @@ training overlap less than with `local`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +16,20 @@ from penstock.config import Config
 from penstock.engine import ENGINES
 from penstock.launch.services import InThread, TrainerPart, TrainerService, Workers
 from penstock.plugins import load
+
+
+@asynccontextmanager
+async def trainer_alone(config: Config, total_steps: int) -> AsyncIterator[TrainerPart]:
+    """A trainer here with nothing that generates, for steps that a journal already has."""
+    from penstock.sync.in_process import InProcessSync
+
+    service = await asyncio.to_thread(TrainerService, config, total_steps, InProcessSync())
+    trainer = InThread(service)
+    try:
+        yield cast(TrainerPart, trainer)
+    finally:
+        service.request_stop()
+        await trainer.close()
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:

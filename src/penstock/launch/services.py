@@ -42,6 +42,9 @@ class TrainerPart(Protocol):
     async def identity(self) -> tuple[int, str]:
         """The policy version and the digest of its weights."""
 
+    async def is_exact(self) -> bool:
+        """Whether the same step done again gives the same bits here."""
+
     async def request_stop(self) -> None:
         """Make a running `train` give up before it changes the weights."""
 
@@ -94,6 +97,9 @@ class TrainerService:
 
     def identity(self) -> tuple[int, str]:
         return self._consumer.policy_version, self._digest
+
+    def is_exact(self) -> bool:
+        return bool(self._consumer.policy.device.type == "cpu")
 
     def request_stop(self) -> None:
         self._consumer.request_stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from penstock.plugins import load
@@ -36,6 +37,8 @@ class Fanout:
 
     def note(self, text: str) -> None:
         self._each(lambda tracker: tracker.note(text))
+        if "console" not in self._trackers:
+            print(text, file=sys.stderr)
 
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())

@@ -32,14 +32,24 @@ class JsonlTracker:
         self._file.close()
 
 
+def last_step_told(path: Path) -> int:
+    """The newest step that the file has a whole line of; 0: none."""
+    return max(_lines_by_step(path), default=0)
+
+
+def _lines_by_step(path: Path) -> dict[int, str]:
+    lines: dict[int, str] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                lines[int(json.loads(line)["step"])] = line
+    return lines
+
+
 def restore_metrics(path: Path, reports: Sequence[StepReport]) -> None:
     """Make the file hold one line for each of these steps: the old line where it is whole, else the
     journal's metrics. A torn last line and lines of steps that were lost go."""
-    lines: dict[int, str] = {}
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                lines[json.loads(line)["step"]] = line
+    lines = _lines_by_step(path)
     kept = [
         lines.get(report.step) or json.dumps({"step": report.step, **report.metrics})
         for report in reports

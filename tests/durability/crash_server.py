@@ -1,0 +1,152 @@
+"""A process that has imported everything and forks a child per command, which may be killed inside.
+
+Run as a program: reads one JSON request a line, answers with one JSON line. A request names the
+arguments of `penstock`, a log file for its output, and where to die: the n-th time that a point is
+passed the child sends itself SIGKILL. Without one the child counts how often each point is passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import inspect
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_run import TINY
+
+import penstock.engine.transformers_engine as engine
+import penstock.train.state as state
+from penstock.checkpoint import CheckpointStore
+from penstock.cli import main
+from penstock.journal import records, writer
+from penstock.launch.services import TrainerService
+from penstock.produce.producer import Producer
+from penstock.sync.in_process import InProcessSync
+from penstock.track.jsonl import JsonlTracker
+
+POINTS: dict[str, list[tuple[Any, str]]] = {
+    "journal record": [
+        (kind, "write")
+        for kind in (
+            records.Drawn,
+            records.Landed,
+            records.StepBegun,
+            records.StepCommitted,
+            records.WeightsSeen,
+        )
+    ],
+    "journal commit": [(writer.Writer, "_commit")],
+    "step": [(TrainerService, "train")],
+    "take": [(Producer, "take_batch")],
+    "publish": [(InProcessSync, "publish")],
+    "engine update": [(engine.TransformersEngine, "update_weights")],
+    "snapshot": [(TrainerService, "snapshot")],
+    "snapshot write": [(state, "_save_model"), (torch, "save")],
+    "seal": [(CheckpointStore, "_seal")],
+    "sync to disk": [(os, "fsync")],
+    "rename": [(Path, "rename")],
+    "removal": [(shutil, "rmtree")],
+    "metrics line": [(JsonlTracker, "log_step")],
+}
+
+
+class Points:
+    """Counts what is passed; dies, or raises, at the chosen one."""
+
+    def __init__(self, chosen: str, number: int, fault: str) -> None:
+        self.passed: Counter[str] = Counter()
+        self._chosen, self._number, self._fault = chosen, number, fault
+
+    def reach(self, point: str) -> None:
+        self.passed[point] += 1
+        if point == self._chosen and self.passed[point] >= self._number:
+            if self._fault:
+                code = getattr(errno, self._fault)
+                raise OSError(code, os.strerror(code))
+            if self.passed[point] == self._number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def install(self) -> None:
+        for name, places in POINTS.items():
+            for owner, attribute in places:
+                setattr(owner, attribute, self._wrap(name, getattr(owner, attribute)))
+
+    def _wrap(self, name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.reach(f"before {name}")
+            result = function(*args, **kwargs)
+            self.reach(f"after {name}")
+            return result
+
+        @functools.wraps(function)
+        async def async_call(*args: Any, **kwargs: Any) -> Any:
+            self.reach(f"before {name}")
+            result = await function(*args, **kwargs)
+            self.reach(f"after {name}")
+            return result
+
+        return async_call if inspect.iscoroutinefunction(function) else call
+
+
+def run_child(request: dict[str, Any]) -> int:
+    """In the child: the command line with the points installed; the exit code."""
+    log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    points = Points(request.get("point", ""), request.get("number", 0), request.get("fault", ""))
+    points.install()
+    sys.argv = ["penstock", *request["arguments"]]
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.stdout.flush()
+        if "counts" in request:
+            Path(request["counts"]).write_text(json.dumps(points.passed))
+    return 0
+
+
+def warm_up(folder: str) -> None:
+    """One small run here, so that no child pays for what is loaded at first use."""
+    sys.argv = ["penstock", "train", *TINY, f"run.dir={folder}", "train.steps=1"]
+    with open(os.devnull, "w") as nowhere, contextlib.suppress(SystemExit):
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            main()
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        warm_up(folder)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                code = run_child(json.loads(line))
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        print(json.dumps(os.waitstatus_to_exitcode(status)), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,124 @@
+"""The smallest run that has everything: a few steps of the demo policy, with rewards that differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from penstock.checkpoint import CheckpointStore
+from penstock.journal import Journal
+from penstock.run_folder import RunFolder
+
+STEPS, GROUPS = 4, 2
+TINY = [
+    "launch.kind=inline",
+    f"train.steps={STEPS}",
+    f"train.groups_per_step={GROUPS}",
+    "train.lr=1e-3",
+    "sampling.num_generations=2",
+    "sampling.max_tokens=6",
+    "engine.max_slots=8",
+    "eval.tasks={}",
+    "track.trackers=[]",
+    "checkpoint.every_steps=2",
+    f"tasks.train.data={Path(__file__).with_name('sums.jsonl')}",
+    f"tasks.train.rewards=[{{type='{__file__}:odd_reward'}}]",
+]
+
+
+def odd_reward(rollout, prompt) -> float:
+    """Differs within nearly every group, and depends on nothing but the tokens."""
+    return float(int(rollout.response_ids.sum()) % 5) / 4
+
+
+class CrashServer:
+    """Client of crash_server.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "output.log"
+        single = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        environment = {
+            **os.environ,
+            **dict.fromkeys(single, "1"),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("crash_server.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            cwd=folder,
+            env=environment,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def run(self, *arguments: str, point: str = "", number: int = 0, fault: str = "") -> int:
+        """The exit code of `penstock ARGUMENTS`; -9: killed. Its output is in `output()`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.log.unlink(missing_ok=True)
+        request = {
+            "arguments": arguments,
+            "log": str(self.log),
+            "point": point,
+            "number": number,
+            "fault": fault,
+            "counts": str(self.folder / "counts.json"),
+        }
+        self._process.stdin.write(json.dumps(request) + "\n")
+        answer = self._process.stdout.readline()
+        assert answer, "the crash server has died"
+        return int(json.loads(answer))
+
+    def train(self, name: str, *overrides: str, **death: str | int) -> tuple[RunFolder, int]:
+        words = ["train", *TINY, f"run.dir={self.folder}", f"run.name={name}", *overrides]
+        return RunFolder(self.folder / name), self.run(*words, **death)  # type: ignore[arg-type]
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def counts(self) -> dict[str, int]:
+        """How often the last command that ended by itself passed each point."""
+        return json.loads((self.folder / "counts.json").read_text())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def digests(run: RunFolder) -> list[str]:
+    journal = Journal.open(run.journal, readonly=True)
+    try:
+        return [report.digest for report in journal.steps()]
+    finally:
+        journal.close()
+
+
+def assert_sound(run: RunFolder, *, steps: int = STEPS, groups: int = GROUPS) -> None:
+    """Every step once and whole, no group twice, nothing lost, and a good checkpoint of the end."""
+    journal = Journal.open(run.journal, readonly=True)
+    try:
+        batches = journal.query("SELECT step, group_ids FROM steps WHERE committed ORDER BY step")
+        balance = journal.counts()["train"]
+        journal.check_file()
+    finally:
+        journal.close()
+    assert [step for step, _ in batches] == list(range(1, steps + 1))
+    trained = [group for _, ids in batches for group in json.loads(ids)]
+    assert len(trained) == len(set(trained)) == steps * groups
+    assert balance["trained"] == len(trained)
+    assert balance["drawn"] == sum(n for state, n in balance.items() if state != "drawn")
+    assert "taken" not in balance
+    lines = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+    assert lines == list(range(1, steps + 1))
+    newest = CheckpointStore(run.checkpoints).newest()
+    assert newest is not None
+    assert (newest.step, newest.digest) == (steps, digests(run)[-1])
+    assert not list(run.checkpoints.glob(".draft*"))
