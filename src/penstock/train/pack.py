@@ -6,6 +6,7 @@ sequences share a forward pass; nothing of the loss depends on it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,12 +36,14 @@ class Pack:
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Sequences in bins of at most `budget` tokens, shortest first; a longer one goes alone."""
+    """Sequences in even bins of at most `budget` tokens, shortest first; a longer one goes alone."""
     order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
+    total = sum(lengths)
+    even = total / max(math.ceil(total / budget), 1)
     bins: list[list[int]] = []
     filled = 0
     for index in order:
-        if not bins or filled + lengths[index] > budget:
+        if not bins or filled >= even or filled + lengths[index] > budget:
             bins.append([])
             filled = 0
         bins[-1].append(index)
