@@ -27,11 +27,12 @@ class Recorder:
     """Engine calls as they happened, in place of engines that compute."""
 
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log, self.gate, self.seen = name, log, asyncio.Event(), 0
+        self.name, self.log, self.gate = name, log, asyncio.Event()
         self.gate.set()
+        self.called = asyncio.Event()
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        self.seen += len(requests)
+        self.called.set()
         self.log.append(f"{self.name}:{','.join(r.request_id for r in requests)}")
         await self.gate.wait()
         import numpy as np
@@ -84,8 +85,7 @@ def test_requests_of_one_prompt_go_to_one_engine() -> None:
         pool = EnginePool([a, b])  # type: ignore[list-item]
         requests = [tiny.request(f"{p}{k}", [p + 5]) for p in range(2) for k in range(3)]
         task = asyncio.create_task(pool.generate_many(requests))
-        while not b.seen:
-            await asyncio.sleep(0)
+        await b.called.wait()
         a.gate.set()
         made = await task
         assert [m.request_id for m in made] == [r.request_id for r in requests]

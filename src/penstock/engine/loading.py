@@ -82,11 +82,10 @@ def pick_device(device: str, index: int) -> str:
 
 
 def model_path(path: str) -> str:
-    if path != "demo":
-        return path
-    from penstock.demo import policy_path
+    """Where `model.path` leads: `demo` is the policy that ships."""
+    from penstock.demo import resolve_model_path
 
-    return str(policy_path())
+    return resolve_model_path(path)
 
 
 def load_model(options: TransformersOptions) -> torch.nn.Module:

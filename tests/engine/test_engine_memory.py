@@ -1,0 +1,86 @@
+"""Where keys and values lie: regions never overlap, buckets keep every sequence's rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.buckets import BucketedKV, KVShape
+from penstock.engine.regions import Regions
+from penstock.engine.weights import model_digest, named_weights
+
+SHAPE = KVShape(layers=2, heads=1, key_size=2, value_size=2, dtype=torch.float32)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=60), st.randoms(use_true_random=False))
+def test_regions_never_overlap_and_nothing_is_lost(sizes: list[int], random: object) -> None:
+    regions, held = Regions(100), {}
+    for size in sizes:
+        start = regions.take(size)
+        if start is None:
+            assert regions.free < size or len(held) > 0
+            gone = random.choice(sorted(held))  # type: ignore[attr-defined]
+            regions.give_back(gone, held.pop(gone))
+            continue
+        assert all(start + size <= s or s + n <= start for s, n in held.items())
+        assert start + size <= 100
+        held[start] = size
+    for start, size in held.items():
+        regions.give_back(start, size)
+    assert regions.take(100) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 200)), max_size=40))
+def test_buckets_keep_every_row_through_moves(events: list[tuple[int, int]]) -> None:
+    """An event adds a sequence, or removes it if it is there; all others grow by a token."""
+    kv, length, content = BucketedKV(SHAPE), np.zeros(6, np.int64), {}
+    for slot, size in events:
+        if slot in content:
+            kv.remove(slot)
+            del content[slot]
+        else:
+            rows = torch.rand(2, size, 1, 2)
+            kv.add(slot, rows, rows + 1)
+            content[slot], length[slot] = rows, size
+        kv.make_room(length)
+        for bucket in kv.in_use:
+            for row, owner in enumerate(bucket.slots):
+                assert length[owner] < bucket.capacity
+                stored = int(length[owner])
+                assert torch.equal(bucket.keys[:, row, :stored], content[owner])
+                assert torch.equal(bucket.values[:, row, :stored], content[owner] + 1)
+                bucket.keys[:, row, stored] = 5.0
+                bucket.values[:, row, stored] = 6.0
+                content[owner] = torch.cat([content[owner], torch.full((2, 1, 1, 2), 5.0)], 1)
+        for owner in content:
+            length[owner] += 1
+    assert sorted(s for b in kv.in_use for s in b.slots) == sorted(content)
+
+
+def test_tied_weights_count_once_and_fusing_changes_no_digest() -> None:
+    import tiny
+
+    from penstock.engine.fuse import fuse_norms, fuse_projections
+
+    model = tiny.tiny_model(0)
+    names = [name for name, _ in named_weights(model)]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    before = model_digest(model)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        plain = model(ids).logits
+        assert fuse_projections(model) == 4
+        assert fuse_norms(model) == 9
+        assert torch.allclose(model(ids).logits, plain, atol=1e-5)
+    assert [name for name, _ in named_weights(model)] == names
+    assert model_digest(model) == before
+
+
+def test_bfloat16_travels_as_bits() -> None:
+    model = torch.nn.Linear(3, 2, bias=False).to(torch.bfloat16)
+    assert model_digest(model) != model_digest(model.float())

@@ -1,0 +1,97 @@
+"""Sampling on hand-worked numbers and against its own distribution."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.engine.randomness import stream_key, uniforms
+from penstock.engine.sampling import RowSampling, keep_likely, pick, sample
+
+
+def how(rows: int, uniform: list[float] | None = None, **fields: object) -> RowSampling:
+    given = {
+        "uniform_N": torch.tensor(uniform or [0.5] * rows),
+        "temperature_N": torch.ones(rows),
+        "greedy_N": None,
+        "top_k_N": None,
+        "top_p_N": None,
+        **fields,
+    }
+    return RowSampling(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("uniform", "token"), [(0.0, 0), (0.099, 0), (0.1, 1), (0.39, 1), (0.41, 3), (0.9999, 3)]
+)
+def test_inverse_cdf_by_hand(uniform: float, token: int) -> None:
+    probs = torch.tensor([[0.1, 0.3, 0.0, 0.6, 0.0]])
+    assert pick(probs, torch.tensor([uniform])).item() == token
+
+
+@pytest.mark.parametrize("vocabulary", [50, 512, 513, 5000])
+def test_a_token_without_probability_never_comes(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(64, vocabulary, generator=generator)
+    probs[:, ::2] = 0
+    probs[:, vocabulary // 2 :] = 0
+    edge = torch.tensor([0.0, 1 - 2**-23] * 32)
+    token = pick(probs, edge)
+    assert (probs.gather(1, token[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1000])
+def test_frequencies_are_those_of_the_distribution(vocabulary: int) -> None:
+    draws = 20_000
+    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1))
+    keys = np.full(draws, stream_key(3), np.uint64)
+    uniform = torch.from_numpy(uniforms(keys, np.arange(draws)))
+    token, logprob = sample(
+        logits.expand(draws, -1),
+        how(draws, uniform_N=uniform, temperature_N=torch.full((draws,), 0.7)),
+    )
+    wanted = (logits[0] / 0.7).softmax(0)
+    got = torch.bincount(token, minlength=vocabulary) / draws
+    assert (got - wanted).abs().max() < 0.015
+    assert torch.allclose(logprob, wanted.log()[token], atol=1e-5)
+
+
+def test_greedy_is_judged_at_temperature_one() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    token, logprob = sample(logits, how(1, greedy_N=torch.tensor([True])))
+    assert token.item() == 1
+    assert logprob.item() == pytest.approx(logits.log_softmax(1)[0, 1].item(), abs=1e-6)
+
+
+def test_filters_by_hand() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(4, -1)
+    top_k = torch.tensor([0, 2, 0, 3])
+    top_p = torch.tensor([1.0, 1.0, 0.6, 0.5])
+    kept = keep_likely(logits, top_k, top_p) > -torch.inf
+    # the last row: of the top three, 4/9 is below one half, so the second stays
+    assert kept.tolist() == [
+        [True, True, True, True],
+        [True, True, False, False],
+        [True, True, False, False],
+        [True, True, False, False],
+    ]
+
+
+def test_banned_tokens_never_come_and_the_rest_is_renormalised() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    banned = (torch.tensor([0]), torch.tensor([0]))
+    token, logprob = sample(logits, how(1, [0.1], banned=banned))
+    assert token.item() == 1
+    assert logprob.item() == pytest.approx(np.log(0.5), abs=1e-6)
+
+
+def test_streams_are_uniform_and_unlike() -> None:
+    index = np.arange(4000)
+    streams = [uniforms(np.full(4000, stream_key(seed), np.uint64), index) for seed in range(4)]
+    for stream in streams:
+        assert stream.min() >= 0
+        assert stream.max() < 1
+        assert abs(stream.mean() - 0.5) < 0.02
+        assert abs(np.corrcoef(stream[:-1], stream[1:])[0, 1]) < 0.05
+    assert abs(np.corrcoef(streams[0], streams[1])[0, 1]) < 0.05
