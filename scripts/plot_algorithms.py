@@ -1,0 +1,179 @@
+"""Trains the demo policy with every algorithm on a CPU and draws the curves of docs/algorithms.md.
+
+    python scripts/plot_algorithms.py [--steps 40] [--groups 32] [--names grpo,dapo] [--seed 0]
+
+Writes docs/images/algorithms.svg and docs/images/algorithms.json. One process, one thread: engine and
+consumer take turns, so staleness is exactly what is asked for: at lag k a batch is sampled with the
+weights of k updates before. Needs matplotlib for the figure (not for the figures in the JSON).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.agent.single_turn import SingleTurn
+from penstock.algo import ALGORITHMS
+from penstock.algo.settings import check, keep_group, resolve
+from penstock.config import Config
+from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.dataset import load_dataset
+from penstock.data.sampler import Sampler
+from penstock.engine.transformers_engine import TransformersEngine
+from penstock.reward import build_reward
+from penstock.train.consumer import Consumer
+from penstock.types import Batch, Group, WeightHandle
+
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
+MAX_DRAWS = 4  # dynamic sampling gives up past so many times the batch
+LAG = 4
+STALE = {
+    "grpo, staleness 4": {"name": "grpo"},
+    "decoupled, staleness 4": {"name": "grpo", "decoupled": True},
+}
+
+
+class WeightShelf:
+    """Published weights by version; old versions are kept as long as the lag needs them."""
+
+    def __init__(self, consumer: Consumer, keep: int) -> None:
+        self._consumer, self._keep = consumer, keep
+        self._held: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
+
+    def publish(self) -> None:
+        version = self._consumer.policy_version
+        weights = {name: tensor.clone() for name, tensor in self._consumer.weights()}
+        self._held[version] = (self._consumer.digest(), weights)
+        self._held.pop(version - self._keep - 1, None)
+
+    def handle(self, version: int) -> WeightHandle:
+        return WeightHandle(version=version, digest=self._held[version][0], kind="shelf")
+
+    def fetch(self, handle: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._held[handle.version][1].items()
+
+
+def demo_config(algorithm: dict[str, Any], **fields: Any) -> Config:
+    """The demo's task under one algorithm."""
+    settings: dict[str, Any] = {
+        "tasks": {"train": {"data": "addition", "max_prompt_tokens": 16}},
+        "sampling": {"num_generations": 8, "max_tokens": 24},
+        "engine": {"max_slots": 256},
+        "train": {"lr": 2e-4, "groups_per_step": 32},
+        "algorithm": algorithm,
+    }
+    for section, values in fields.items():
+        settings[section] = settings.get(section, {}) | values
+    config = Config.model_validate(settings)
+    check(config)
+    return config
+
+
+async def train_curve(config: Config, steps: int, lag: int = 0) -> list[float]:
+    """Mean accuracy of what was sampled at each step; filtered groups count too."""
+    torch.set_num_threads(config.train.threads)
+    task, sampling = config.tasks["train"], config.task_sampling("train")
+    chat = ChatTemplate(load_tokenizer(config.model.path))
+    sampler = Sampler(
+        load_dataset("train", task, chat),
+        task_name="train",
+        prompt_repeat_k=sampling.num_generations,
+        seed=config.seed,
+    )
+    consumer = Consumer.from_config(config, total_steps=steps)
+    shelf = WeightShelf(consumer, keep=lag)
+    engine = TransformersEngine.from_config(config, fetch=shelf.fetch)
+    reward = build_reward(task.rewards, max_tokens=sampling.max_tokens)
+    agent = SingleTurn(engine=engine, reward=reward, sampling=sampling, decode=chat.decode)
+    accuracies = []
+    await engine.start()
+    try:
+        for step in range(1, steps + 1):
+            shelf.publish()
+            version = max(step - 1 - lag, 0)
+            await engine.update_weights(version, shelf.handle(version))
+            groups, accuracy = await _sample(config, sampler, agent)
+            accuracies.append(accuracy)
+            await asyncio.to_thread(consumer.train, Batch(step=step, groups=tuple(groups)))
+    finally:
+        await engine.close()
+        await reward.close()
+    return accuracies
+
+
+async def _sample(config: Config, sampler: Sampler, agent: SingleTurn) -> tuple[list[Group], float]:
+    """One batch of groups that the algorithm's filter keeps, and the accuracy of all drawn."""
+    settings, wanted = resolve(config.algorithm), config.train.groups_per_step
+    kept: list[Group] = []
+    verdicts: list[bool] = []
+    spare: list[Group] = []
+    for _ in range(MAX_DRAWS):
+        drawn = [sampler.sample_now("train") for _ in range(wanted - len(kept))]
+        await asyncio.gather(*(agent.generate_group(group.rollouts) for group in drawn))
+        for group in drawn:
+            verdicts += [bool(r.score and r.score.answer_ok) for r in group.rollouts]
+            (kept if keep_group(group.rollouts, settings) else spare).append(group)
+        if len(kept) == wanted:
+            break
+    kept += spare[: wanted - len(kept)]
+    return kept, sum(verdicts) / len(verdicts)
+
+
+def draw(curves: dict[str, list[float]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "penstock"
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for name, values in curves.items():
+        stale = "staleness" in name
+        for side in (1,) if stale else (0, 1) if name == "grpo" else (0,):
+            label = "grpo, on-policy" if side and not stale else name
+            axes[side].plot(range(1, len(values) + 1), _smooth(values), label=label)
+    for side, title in zip(axes, ("on-policy", f"staleness {LAG}"), strict=True):
+        side.set_title(title)
+        side.set_xlabel("step")
+        side.grid(alpha=0.3)
+        side.legend(fontsize=8)
+    axes[0].set_ylabel("accuracy of sampled answers (mean of 3 steps)")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _smooth(values: list[float], width: int = 3) -> list[float]:
+    parts = [values[max(0, index - width + 1) : index + 1] for index in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--names", default=",".join([*ALGORITHMS, *STALE]).replace(", ", ";"))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    names = [name.replace(";", ", ") for name in args.names.split(",")]
+    table = IMAGES / "algorithms.json"
+    curves = json.loads(table.read_text()) if table.is_file() else {}
+    for name in names:
+        config = demo_config(
+            STALE.get(name, {"name": name}), train={"groups_per_step": args.groups}
+        ).model_copy(update={"seed": args.seed})
+        curves[name] = asyncio.run(train_curve(config, args.steps, LAG if name in STALE else 0))
+        print(f"{name}: {curves[name][0]:.2f} -> {_smooth(curves[name])[-1]:.2f}", flush=True)
+        IMAGES.mkdir(parents=True, exist_ok=True)
+        rounded = {key: [round(value, 4) for value in curves[key]] for key in curves}
+        table.write_text(json.dumps(rounded, indent=None) + "\n")
+    draw(curves, IMAGES / "algorithms.svg")
+
+
+if __name__ == "__main__":
+    main()
