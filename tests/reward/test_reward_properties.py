@@ -60,7 +60,7 @@ def _rewards() -> list[VerifiableReward]:
     return [build_reward([kind], max_tokens=100) for kind in kinds]
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(text=TEXT, gold=TEXT)
 @example(text=tagged("1e999999999"), gold="1")
 @example(text=tagged("1/0"), gold="0/0")
@@ -72,7 +72,7 @@ def test_a_reward_never_raises_and_never_changes_its_mind(text: str, gold: str) 
         assert first.value in (0.0, 1.0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(text=TEXT, gold=TEXT)
 def test_extraction_and_equality_never_raise(text: str, gold: str) -> None:
     for extract in (tagged_answer, boxed_answer, python_block):
@@ -80,6 +80,7 @@ def test_extraction_and_equality_never_raise(text: str, gold: str) -> None:
     assert decide(gold, text) is decide(gold, text)
 
 
+@settings(deadline=None)
 @given(number=st.integers(-(10**30), 10**30), other=st.integers(-(10**30), 10**30))
 def test_integers_are_equal_only_to_themselves(number: int, other: int) -> None:
     assert decide(str(number), f"{number:,}") is True

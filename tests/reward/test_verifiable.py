@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_samples import prompt, rollout, tagged
 
@@ -146,6 +146,7 @@ def test_length_shaping() -> None:
     assert [score(around, "", tokens=n).value for n in (0, 20, 40)] == [0.5, 1, 0.5]
 
 
+@settings(deadline=None)
 @given(
     finished=st.integers(1, 100),
     cut=st.integers(1, 100),

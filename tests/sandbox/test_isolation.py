@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sandbox_pools import left_over, make_pool
 
@@ -109,6 +109,7 @@ def test_the_filter_decides_as_meant(
     assert run_filter(program, audit, number, *arguments) == verdict
 
 
+@settings(deadline=None)
 @given(number=st.integers(0, 2**31 - 1), arch=st.sampled_from(["x86_64", "aarch64"]))
 def test_what_is_not_named_is_not_allowed(number: int, arch: str) -> None:
     column, audit = (0, 0xC000003E) if arch == "x86_64" else (1, 0xC00000B7)
@@ -125,6 +126,7 @@ def test_dangerous_calls_are_in_no_list() -> None:
     assert not set(dangerous.split()) & set(TABLE | seccomp.WITH_PROCESSES)
 
 
+@settings(deadline=None)
 @given(
     st.recursive(
         st.none()

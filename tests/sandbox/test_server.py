@@ -184,7 +184,7 @@ def test_a_full_queue_answers_429_and_clients_come_back() -> None:
         hold = "import time\ntime.sleep(30)"
         with ThreadPoolExecutor(2) as threads:
             held = threads.submit(server.check, generation=hold, timeout=0.5)
-            while not server.request("GET", "/healthz")[1]["running"]:
+            while not held.done() and not server.request("GET", "/healthz")[1]["running"]:
                 continue
             status, reply, headers = server.check()
             if not held.done():

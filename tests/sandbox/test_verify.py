@@ -152,7 +152,7 @@ def test_a_test_that_takes_too_long_is_an_error(pool: SandboxPool) -> None:
     for tests in (ADD, ASSERTS):
         verdict = verify(pool, tests, slow, 0.2)
         assert verdict.result == [-1, -1]
-        assert "time-out after 0.2 s" in verdict.metadata[0]["note"]
+        assert "time-out" in verdict.metadata[0]["note"]
     assert codes(pool, ASSERTS, "while True: pass", 0.2) == [-1, -1]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from penstock.errors import SandboxError
@@ -28,6 +29,7 @@ class SandboxPool:
         self._warm: deque[Sandbox] = deque()
         self._isolation = isolation
         self._closed = False
+        self._gardener = ThreadPoolExecutor(1, thread_name_prefix="sandbox-refill")
 
     @property
     def isolation(self) -> Isolation:
@@ -44,7 +46,9 @@ class SandboxPool:
             yield sandbox
         finally:
             sandbox.end()
-            self._refill()
+            with self._lock:
+                if not self._closed:
+                    self._gardener.submit(self._refill)
 
     def _take(self) -> Sandbox:
         for _ in range(2):  # a warm one may have died with its nursery
@@ -81,6 +85,7 @@ class SandboxPool:
         nursery.close()
 
     def _refill(self) -> None:
+        """Have as many ready as may be asked for at once. Woken by: a sandbox that was used."""
         with self._lock:
             nursery = self._nursery
             if nursery is None or len(self._warm) > self.settings.workers:
@@ -104,5 +109,6 @@ class SandboxPool:
             self._warm.clear()
         for sandbox in warm:
             sandbox.end()
+        self._gardener.shutdown(wait=True, cancel_futures=True)
         if nursery is not None:
             nursery.close()
