@@ -270,10 +270,10 @@ def test_raw_rewards_are_counted_before_filtering_and_read_once(tmp_path: Path) 
 def test_pause_of_nothing_takes_no_time(tmp_path: Path) -> None:
     async def main() -> None:
         stage = Stage(tmp_path, AsyncProduceStrategyConfig())
-        assert await stage.strategy.pause_produce(stage.ctx) == 0.0
-        assert await stage.producer.pause() == 0.0
+        assert await stage.strategy.pause_produce(stage.ctx) < 1e-9
+        assert await stage.producer.pause() < 1e-9
 
-    assert on_virtual_time(main) == 0.0
+    assert on_virtual_time(main) < 1e-9
 
 
 def test_pause_aborts_at_once_and_everything_lands(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_pause_aborts_at_once_and_everything_lands(tmp_path: Path) -> None:
         task = asyncio.create_task(stage.strategy.produce_batch(stage.ctx))
         await turns()
         stage.ctx.update_event.set()
-        assert await stage.strategy.pause_produce(stage.ctx) == 0.0
+        assert await stage.strategy.pause_produce(stage.ctx) < 1e-9
         assert stage.count(Status.ABORTED) == 3
         assert stage.loop.pauses == 1
         await task

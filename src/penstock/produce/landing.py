@@ -330,7 +330,9 @@ def _check_versions(group: Group, kept: list[int]) -> None:
             continue
         newest = rollout.segments[-1].version
         if newest < rollout.issued_version:
-            rollout.error = f"sampled under version {newest} after version {rollout.issued_version} was confirmed"
+            confirmed = rollout.issued_version
+            rollout.error = f"sampled under version {newest} after version {confirmed} was confirmed"
+            rollout.finish_reason = "error"  # not a response that could be kept
             rollout.move_to(Status.FAILED)
 
 
