@@ -93,6 +93,23 @@ def resume(run: Run, overrides: Overrides = None) -> None:
     resume_run(find(run), overrides or [])
 
 
+@app.command(rich_help_panel="Run")
+def replay(
+    run: Run,
+    overrides: Overrides = None,
+    to: Annotated[int | None, typer.Option(min=1, help="The last step to take.")] = None,
+    algo: Annotated[str | None, typer.Option(help="Fork: train with this algorithm.")] = None,
+) -> None:
+    """Recompute a run from its journal and compare every digest; exit 1 at a difference.
+
+    With --algo or KEY=VALUE: fork a new run that trains on the recorded rollouts, generating nothing.
+    """
+    from penstock.run_folder import find
+    from penstock.session import replay_run
+
+    replay_run(find(run), to_step=to, algorithm=algo, overrides=overrides or [])
+
+
 @app.command("eval", rich_help_panel="Run")
 def evaluate(
     arguments: Arguments = None,
@@ -142,6 +159,27 @@ def rollouts(
     from penstock.run_folder import find
 
     show_rollouts(find(run), where=where, step=step, task=task, limit=limit, as_json=json_out)
+
+
+@app.command(rich_help_panel="Look")
+def generate(
+    prompt: Annotated[list[str], typer.Option(help="A question; may be given several times.")],
+    arguments: Arguments = None,
+    samples: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 1,
+    raw: Annotated[
+        bool, typer.Option(help="Send the text as it is, without a chat template.")
+    ] = False,
+) -> None:
+    """Sample from a config's model and show every token with its log-probability."""
+    from penstock import preflight
+    from penstock.config_source import load_config
+    from penstock.generate import describe, generate_samples
+
+    path, overrides = _split(arguments)
+    loaded = load_config(path, overrides).config
+    preflight.check_engine(loaded)
+    for line in describe(generate_samples(loaded, prompt, num_generations=samples, raw=raw)):
+        typer.echo(line)
 
 
 @app.command(rich_help_panel="Look")

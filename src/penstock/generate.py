@@ -97,7 +97,7 @@ def _sample(prompt: str, made: Generation, tokenizer: Any) -> Sample:
     ids = made.token_ids.tolist()
     return Sample(
         prompt=prompt,
-        text=tokenizer.decode(ids, skip_special_tokens=True),
+        text=ChatTemplate(tokenizer).decode(ids),
         tokens=tuple(tokenizer.decode([token], skip_special_tokens=False) for token in ids),
         logprobs=tuple(float(value) for value in made.logprobs),
         finish_reason=made.finish_reason,

@@ -51,10 +51,15 @@ def check(config: Config) -> None:
 
 def check_for_evaluation(config: Config) -> None:
     """The same, for what an evaluation uses."""
+    check_engine(config)
+    check_tasks("eval.tasks", config.eval.tasks.items())
+
+
+def check_engine(config: Config) -> None:
+    """The engine is known and installed, and the model is one."""
     check_name("engine.name", config.engine.name, ENGINES)
     _check_installed(config.engine.name)
     check_model(config.model.path, "model.path")
-    check_tasks("eval.tasks", config.eval.tasks.items())
 
 
 def check_tasks(key: str, tasks: Iterable[tuple[str, TaskConfig]]) -> None:
