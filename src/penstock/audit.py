@@ -1,0 +1,275 @@
+"""`penstock audit RUN`: does the journal balance? Layer 7: reads the run folder, changes nothing.
+
+Checks every law that the journal can prove: conservation per task, drops with reasons, batches that
+agree with their groups, nothing trained twice, the staleness bound by the oldest token of each rollout,
+weights confirmed with the digest that was committed. Shows where asynchrony bent what is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from penstock.journal import Journal
+from penstock.produce import calculate_stale_threshold
+from penstock.run_folder import RunFolder
+
+_BIAS_LIMIT = 0.05  # share by which a trained mean may differ from the drawn one
+_ENOUGH = 50  # groups below which a difference says nothing
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskAudit:
+    """One task's account."""
+
+    drawn: int = 0
+    trained: int = 0
+    buffered: int = 0
+    in_flight: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    length_drawn: float | None = None  # mean response tokens per group, first time it completed
+    length_trained: float | None = None
+    reward_drawn: float | None = None
+    reward_trained: float | None = None
+
+    @property
+    def balanced(self) -> bool:
+        accounted = self.trained + self.buffered + self.in_flight + sum(self.dropped.values())
+        return self.drawn == accounted
+
+
+@dataclass(slots=True, kw_only=True)
+class Audit:
+    """The whole account; `faults` is empty when every law holds."""
+
+    tasks: dict[str, TaskAudit]
+    max_staleness_trained: int
+    max_staleness_allowed: int
+    committed_steps: int
+    faults: list[str]
+    warnings: list[str]
+
+    @property
+    def balanced(self) -> bool:
+        return not self.faults
+
+    def as_json(self) -> dict[str, Any]:
+        total = TaskAudit()
+        for task in self.tasks.values():
+            for name in ("drawn", "trained", "buffered", "in_flight"):
+                setattr(total, name, getattr(total, name) + getattr(task, name))
+            for reason, number in task.dropped.items():
+                total.dropped[reason] = total.dropped.get(reason, 0) + number
+        return {
+            "drawn": total.drawn,
+            "trained": total.trained,
+            "buffered": total.buffered,
+            "in_flight": total.in_flight,
+            "dropped": total.dropped,
+            "balanced": self.balanced,
+            "max_staleness_trained": self.max_staleness_trained,
+            "max_staleness_allowed": self.max_staleness_allowed,
+            "committed_steps": self.committed_steps,
+            "tasks": {name: asdict(task) for name, task in self.tasks.items()},
+            "faults": self.faults,
+            "warnings": self.warnings,
+        }
+
+
+def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | None = None) -> int:
+    """Print the account of a run; 0 when it balances, else 1."""
+    config = folder.config()
+    allowed = {
+        name: calculate_stale_threshold(
+            0 if produce.strategy == "sync" else produce.max_staleness, config.sync.every_steps
+        )
+        - 1
+        for name in config.tasks
+        for produce in [config.task_produce(name)]
+    }
+    journal = Journal.open(folder.journal, readonly=True)
+    try:
+        found = audit_journal(journal, allowed)
+    finally:
+        journal.close()
+    console = console or Console()
+    if as_json:
+        console.print_json(json.dumps(found.as_json()))
+    else:
+        _print(found, console)
+    return 0 if found.balanced else 1
+
+
+def audit_journal(journal: Journal, max_staleness_allowed: dict[str, int]) -> Audit:
+    """The account of a journal; `max_staleness_allowed` in updates, per task."""
+    tasks = _count(journal)
+    stalest, stale_faults = _staleness(journal, max_staleness_allowed)
+    faults = [
+        *(
+            f"task {name}: does not balance: {task}"
+            for name, task in tasks.items()
+            if not task.balanced
+        ),
+        *_life_faults(journal),
+        *_batch_faults(journal),
+        *_weight_faults(journal),
+        *stale_faults,
+    ]
+    for name, task in tasks.items():
+        _measure(journal, name, task)
+    return Audit(
+        tasks=tasks,
+        max_staleness_trained=stalest,
+        max_staleness_allowed=max(max_staleness_allowed.values(), default=0),
+        committed_steps=journal.last_committed_step(),
+        faults=faults,
+        warnings=[line for name, task in tasks.items() for line in _bias(name, task)],
+    )
+
+
+def _count(journal: Journal) -> dict[str, TaskAudit]:
+    """Each number from its own source: cursors, batches of committed steps, places, drop reasons."""
+    tasks = {name: TaskAudit(drawn=cursor) for name, cursor in sorted(journal.cursors().items())}
+    trained = journal.query(
+        "SELECT substr(value, 1, instr(value, ':') - 1), COUNT(*) FROM steps, json_each(group_ids)"
+        " WHERE committed GROUP BY 1"
+    )
+    for name, number in trained:
+        tasks.setdefault(name, TaskAudit()).trained = number
+    places = journal.query(
+        "SELECT task, CASE state WHEN 'taken' THEN 'buffered' ELSE state END, COUNT(*) FROM groups"
+        " WHERE state IN ('buffered', 'taken', 'in_flight') GROUP BY 1, 2"
+    )
+    for name, place, number in places:
+        setattr(tasks[name], place, number)
+    for name, drops in journal.drops().items():
+        tasks[name].dropped = drops
+    return tasks
+
+
+def _life_faults(journal: Journal) -> list[str]:
+    """Lives that cannot be: dropped without a reason, trained without having landed."""
+    rules = {
+        "was dropped without a reason": "state = 'dropped' AND drop_reason IS NULL",
+        "was taken but is not completed": "state IN ('taken', 'trained') AND status != 'completed'",
+        "was taken but never landed": "state IN ('taken', 'trained') AND landed_at IS NULL",
+        "was taken but has no tokens": "state IN ('taken', 'trained') AND NOT EXISTS"
+        " (SELECT 1 FROM rollouts WHERE rollouts.group_id = groups.group_id)",
+    }
+    return [
+        f"group {group_id}: {what}"
+        for what, where in rules.items()
+        for (group_id,) in journal.query(f"SELECT group_id FROM groups WHERE {where} LIMIT 20")
+    ]
+
+
+def _batch_faults(journal: Journal) -> list[str]:
+    """Batches against groups: each group in one batch, each batch as its groups say, no step missing."""
+    faults = [
+        f"group {group_id}: trained {number} times"
+        for group_id, number in journal.query(
+            "SELECT value, COUNT(*) FROM steps, json_each(group_ids) GROUP BY value HAVING COUNT(*) > 1"
+        )
+    ]
+    members: dict[int, list[str]] = {}
+    for step, group_id in journal.query(
+        "SELECT step, group_id FROM groups WHERE step IS NOT NULL ORDER BY step, position"
+    ):
+        members.setdefault(step, []).append(group_id)
+    rows = journal.query("SELECT step, group_ids, policy_version FROM steps ORDER BY step")
+    for expected, (step, group_ids, _) in enumerate(rows, start=1):
+        if step != expected:
+            faults.append(f"step {expected}: missing")
+            break
+        if group_ids is not None and json.loads(group_ids) != members.get(step, []):
+            faults.append(f"step {step}: its batch is not what its groups say")
+    return faults
+
+
+def _weight_faults(journal: Journal) -> list[str]:
+    """Whatever was published or confirmed must carry the digest that was committed for its version."""
+    return [
+        f"weights {version}: {kind} with digest {digest}, committed with {committed}"
+        for version, kind, digest, committed in journal.query(
+            "SELECT DISTINCT version, kind, weights.digest, steps.digest FROM weights"
+            " JOIN steps ON steps.policy_version = version AND committed"
+            " WHERE weights.digest != steps.digest"
+        )
+    ]
+
+
+def _staleness(journal: Journal, allowed: dict[str, int]) -> tuple[int, list[str]]:
+    """The largest staleness of any trained rollout, by its oldest token, and who is past the bound."""
+    rows = journal.query(
+        "SELECT task, MAX(step - oldest_version - 1) FROM rollouts WHERE step IS NOT NULL GROUP BY task"
+    )
+    stalest = {task: value for task, value in rows if value is not None}
+    faults = [
+        f"task {task}: trained a sample of staleness {value}, allowed: {allowed[task]}"
+        for task, value in stalest.items()
+        if task in allowed and value > allowed[task]
+    ]
+    return max(stalest.values(), default=0), faults
+
+
+def _measure(journal: Journal, name: str, task: TaskAudit) -> None:
+    """Means over groups: as each first completed, and as it was trained."""
+    first = journal.query(
+        "SELECT seen.num_tokens, seen.reward FROM (SELECT group_id, num_tokens, reward, MIN(at)"
+        " FROM events WHERE kind IN ('landed', 'filtered') AND status IN ('completed', 'filtered')"
+        " GROUP BY group_id) AS seen JOIN groups USING(group_id) WHERE task = ?",
+        (name,),
+    )
+    trained = journal.query(
+        "SELECT num_tokens, reward FROM groups WHERE task = ? AND state = 'trained'", (name,)
+    )
+    task.length_drawn, task.reward_drawn = _means(first)
+    task.length_trained, task.reward_trained = _means(trained)
+
+
+def _means(rows: Sequence[tuple]) -> tuple[float | None, float | None]:
+    columns = [[row[at] for row in rows if row[at] is not None] for at in (0, 1)]
+    means = [float(np.mean(column)) if column else None for column in columns]
+    return means[0], means[1]
+
+
+def _bias(name: str, task: TaskAudit) -> list[str]:
+    if task.trained < _ENOUGH or not task.length_drawn or task.length_trained is None:
+        return []
+    ratio = task.length_trained / task.length_drawn
+    if abs(ratio - 1) <= _BIAS_LIMIT:
+        return []
+    return [
+        f"task {name}: trained responses are {abs(ratio - 1):.0%} "
+        f"{'shorter' if ratio < 1 else 'longer'} than drawn ones "
+        f"({task.length_trained:.1f} against {task.length_drawn:.1f} tokens per group)"
+    ]
+
+
+def _print(found: Audit, console: Console) -> None:
+    counts = Table("task", "drawn", "trained", "buffered", "in flight", "dropped", "balance")
+    means = Table("task", "tokens drawn", "tokens trained", "reward drawn", "reward trained")
+    for name, task in found.tasks.items():
+        drops = ", ".join(f"{reason} {number}" for reason, number in sorted(task.dropped.items()))
+        numbers = (task.drawn, task.trained, task.buffered, task.in_flight)
+        counts.add_row(name, *map(str, numbers), drops or "0", "yes" if task.balanced else "NO")
+        values = (task.length_drawn, task.length_trained, task.reward_drawn, task.reward_trained)
+        means.add_row(name, *("-" if value is None else f"{value:.3f}" for value in values))
+    console.print(counts)
+    console.print(means)
+    console.print(
+        f"{found.committed_steps} steps committed; largest staleness trained: "
+        f"{found.max_staleness_trained}, allowed: {found.max_staleness_allowed}",
+        highlight=False,
+    )
+    for line in found.warnings:
+        console.print(f"warning: {line}", highlight=False)
+    for line in found.faults:
+        console.print(f"FAULT: {line}", highlight=False)
+    console.print("balanced" if found.balanced else "NOT balanced", highlight=False)

@@ -1,0 +1,167 @@
+"""The audit: a good run balances, and every way to break one is found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fakes import CountingReward, FakeEngine, VirtualClock, make_prompts
+from penstock.agent.single_turn import SingleTurn
+from penstock.audit import Audit, audit_journal, audit_run
+from penstock.config import SamplingConfig
+from penstock.data.sampler import Sampler
+from penstock.journal import Journal
+from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
+from penstock.replay import ReplayBuffer
+from penstock.run_folder import RunFolder
+from penstock.types import StepReport
+
+
+def make_run(path: Path) -> Path:
+    """Five async steps with refusals, failures, and groups left in the buffer."""
+
+    async def main() -> None:
+        journal = Journal.open(path / "journal.db", threaded=False)
+        buffer = ReplayBuffer()
+        engine = FakeEngine(
+            length=lambda r: 2 + r.seed % 7,
+            fail=lambda r: "broken" if r.request_id.startswith("train:5.") else "",
+        )
+        producer = Producer(
+            tasks=[
+                ProduceTask(
+                    name="train",
+                    weight=1.0,
+                    strategy=AsyncProduceStrategyConfig(max_staleness=1).build(),
+                    agent_loop=SingleTurn(
+                        engine=engine,
+                        reward=CountingReward(),
+                        sampling=SamplingConfig(),
+                        decode=str,
+                    ),
+                    sampler=Sampler(
+                        make_prompts(9),
+                        task_name="train",
+                        prompt_repeat_k=2,
+                        seed=0,
+                        replay_buffer=buffer,
+                    ),
+                    is_valid_sample_fn=lambda rollouts: rollouts[0].rollout_id != "train:3.0",
+                )
+            ],
+            replay_buffer=buffer,
+            journal=journal,
+            progress=ProduceProgress.build(["train"]),
+            groups_per_step=4,
+        )
+        running = asyncio.create_task(producer.run())
+        for step in range(1, 6):
+            await producer.take_batch(step)
+            await asyncio.sleep(0.1)
+            report = StepReport(step=step, policy_version=step, digest=f"digest-{step}")
+            await journal.commit_step(report)
+            journal.record_published(step, f"digest-{step}")
+            journal.record_confirmed("engine", step, await engine.update_weights(step))
+            producer.weights_updated(step)
+        running.cancel()
+        await asyncio.wait([running])
+        journal.close()
+
+    clock = VirtualClock()
+    clock.run(main())
+    clock.close()
+    (path / "config.toml").write_text("[produce]\nmax_staleness = 1\n")
+    return path
+
+
+def look(path: Path, allowed: int = 1) -> Audit:
+    journal = Journal.open(path / "journal.db", readonly=True)
+    found = audit_journal(journal, {"train": allowed})
+    journal.close()
+    return found
+
+
+def test_a_good_run_balances(tmp_path: Path) -> None:
+    found = look(make_run(tmp_path))
+    assert found.faults == []
+    task = found.tasks["train"]
+    assert task.trained == 20
+    assert task.dropped == {"failed": 1, "filtered": 1}
+    assert task.drawn == 20 + 2 + task.buffered + task.in_flight
+    assert found.max_staleness_trained == 1
+    assert task.length_drawn is not None
+
+
+def test_json_has_the_promised_keys(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make_run(tmp_path)
+    assert audit_run(RunFolder(tmp_path), as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["balanced"] is True
+    assert found["dropped"] == {"failed": 1, "filtered": 1}
+    assert (found["trained"], found["max_staleness_allowed"]) == (20, 1)
+    accounted = found["trained"] + found["buffered"] + found["in_flight"] + 2
+    assert found["drawn"] == accounted
+
+
+def test_the_table_says_that_it_balances(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    assert audit_run(RunFolder(tmp_path), console=console) == 0
+    text = console.export_text()
+    assert "balanced" in text
+    assert "failed 1, filtered 1" in text
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        ("DELETE FROM group_rows WHERE group_id = 'train:3'", "does not balance"),
+        ("UPDATE group_rows SET drop_reason = NULL WHERE place = 'dropped'", "without a reason"),
+        ("UPDATE group_rows SET status = 'aborted' WHERE step = 2", "is not completed"),
+        ("UPDATE group_rows SET landed_at = NULL WHERE step = 2", "never landed"),
+        ("DELETE FROM rollout_rows WHERE group_id = 'train:0'", "has no tokens"),
+        (
+            "UPDATE step_rows SET group_ids = (SELECT group_ids FROM step_rows WHERE step = 1) WHERE step = 2",
+            "trained 2 times",
+        ),
+        (
+            "UPDATE group_rows SET position = 9 - position WHERE step = 3",
+            "is not what its groups say",
+        ),
+        ("DELETE FROM step_rows WHERE step = 2", "step 2: missing"),
+        ("UPDATE weight_rows SET digest = 'torn' WHERE version = 3", "weights 3: "),
+        ("UPDATE rollout_rows SET oldest_version = -3 WHERE group_id = 'train:0'", "of staleness"),
+    ],
+)
+def test_every_damage_is_found(tmp_path: Path, damage: str, fault: str) -> None:
+    make_run(tmp_path)
+    database = sqlite3.connect(tmp_path / "journal.db")
+    assert database.execute(damage).rowcount > 0
+    database.commit()
+    database.close()
+    found = look(tmp_path)
+    assert any(fault in line for line in found.faults), found.faults
+    assert audit_run(RunFolder(tmp_path), console=Console(quiet=True)) == 1
+
+
+def test_a_bound_that_was_not_kept_is_found(tmp_path: Path) -> None:
+    assert not look(make_run(tmp_path), allowed=0).balanced
+
+
+def test_a_bias_in_length_is_a_warning(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    database = sqlite3.connect(tmp_path / "journal.db")
+    database.execute("UPDATE event_rows SET num_tokens = num_tokens * 4")
+    database.commit()
+    database.close()
+    found = look(tmp_path)
+    assert found.balanced
+    found.tasks["train"].trained = 60
+    from penstock.audit import _bias
+
+    assert "shorter" in _bias("train", found.tasks["train"])[0]
