@@ -8,14 +8,14 @@ journal is the truth: a checkpoint that is newer than its last step is put aside
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.checkpoint import Checkpoint, CheckpointStore
 from penstock.errors import DigestMismatch, JournalDamaged
 from penstock.job import Job, open_trainer
-from penstock.journal import Journal
+from penstock.journal import Journal, is_empty
 from penstock.launch.services import TrainerPart
 from penstock.run_folder import CONFIG, Era, RunFolder
 from penstock.track.jsonl import last_step_told
@@ -26,10 +26,12 @@ Note = Callable[[str], None]
 
 def check_journal(folder: RunFolder) -> list[str]:
     """What a person should know before a run goes on; raises where its journal cannot be used."""
-    if not folder.journal.exists():
-        if any(folder.checkpoints.glob("step-*")):
-            raise JournalDamaged(with_way_out(f"journal {folder.journal}: it is missing", folder))
-        return []
+    told = last_step_told(folder.metrics)
+    if not folder.journal.exists() or is_empty(folder.journal):
+        if told or any(folder.checkpoints.glob("step-*")):
+            fault = f"journal {folder.journal}: it is missing or empty"
+            raise JournalDamaged(with_way_out(fault, folder))
+        return []  # killed before the first record
     try:
         journal = Journal.open(folder.journal, readonly=True)
         try:
@@ -39,7 +41,6 @@ def check_journal(folder: RunFolder) -> list[str]:
             journal.close()
     except JournalDamaged as error:
         raise JournalDamaged(with_way_out(str(error), folder)) from error
-    told = last_step_told(folder.metrics)
     if told > committed:
         return [
             f"the journal ends at step {committed}, but {folder.metrics.name} tells of step {told}: "
@@ -106,16 +107,26 @@ def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> C
 
 
 async def redo(
-    trainer: TrainerPart, journal: Journal, first: int, last: int, note: Note
+    trainer: TrainerPart,
+    journal: Journal,
+    first: int,
+    last: int,
+    note: Note,
+    *,
+    repair: bool = True,
 ) -> AsyncIterator[StepReport]:
-    """Train the journalled steps again, each compared with its digest."""
+    """Train the journalled steps again, each compared with its digest.
+
+    A difference raises; with `repair`, on a device that does not repeat bits (a GPU), it is told
+    and the redone digest takes the lost one's place.
+    """
     journalled = {report.step: report for report in journal.steps()} if first <= last else {}
-    exact = await trainer.is_exact()
+    strict = not repair or await trainer.is_exact()
     for step in range(first, last + 1):
         report = await trainer.train(journal.batch(step))
         before = journalled[step]
         if report.digest != before.digest:
-            if exact:
+            if strict:
                 raise DigestMismatch(_difference(report, before))
             if step == first:
                 note(f"step {step} redone: this device does not repeat bits; going on from there")
@@ -140,7 +151,7 @@ async def catch_up(folder: RunFolder, journal: Journal, last: int, note: Note) -
         await store.save(trainer)
 
     eras = folder.eras()
-    async for report in recompute(eras, journal, checkpoint, last, note, at_end=save):
+    async for report in recompute(eras, journal, checkpoint, last, note=note, at_end=save):
         note(f"redoing step {report.step} of {last} with the settings it had")
 
 
@@ -154,9 +165,10 @@ async def recompute(
     journal: Journal,
     checkpoint: Checkpoint | None,
     last: int,
-    note: Note,
     *,
-    at_end: Callable[[TrainerPart], object] | None = None,
+    note: Note = lambda text: None,
+    repair: bool = True,
+    at_end: Callable[[TrainerPart], Awaitable[None]] | None = None,
 ) -> AsyncIterator[StepReport]:
     """Redo the steps up to `last` from a checkpoint or the start, era by era."""
     done = 0 if checkpoint is None else checkpoint.step
@@ -169,14 +181,26 @@ async def recompute(
             async with open_trainer(era.config) as trainer:
                 if state is not None:
                     await trainer.load(str(state))
-                async for report in redo(trainer, journal, done + 1, end, note):
+                else:
+                    await _check_start(trainer, journal)
+                async for report in redo(trainer, journal, done + 1, end, note, repair=repair):
                     yield report
                 done, state = end, Path(scratch) / f"step-{end}"
                 if end == last and at_end is not None:
-                    await at_end(trainer)  # type: ignore[misc]
+                    await at_end(trainer)
                 elif end < last:
                     await trainer.snapshot(str(state))
                     await trainer.write_snapshot()
+
+
+async def _check_start(trainer: TrainerPart, journal: Journal) -> None:
+    """The weights that a run starts from must be those that it started from."""
+    _, digest = await trainer.identity()
+    journalled = _digests(journal).get(0, digest)
+    if digest != journalled:
+        raise DigestMismatch(
+            f"step 0: the model at model.path has digest {digest}, the run began with {journalled}"
+        )
 
 
 def _digests(journal: Journal) -> dict[int, str]:

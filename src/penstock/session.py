@@ -31,10 +31,11 @@ from penstock.recover import (
     recover,
     with_way_out,
 )
+from penstock.replay_run import check_run, make_fork, read_origin, train_fork
 from penstock.report import write_report
 from penstock.run import Loop
 from penstock.run_folder import RunFolder
-from penstock.summary import print_evaluations, print_summary
+from penstock.summary import ReplayProgress, print_evaluations, print_summary
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -52,6 +53,13 @@ def train_new(config: Config) -> None:
 
 def resume_run(folder: RunFolder, overrides: Sequence[str]) -> None:
     """Go on with a run, with the changes that are allowed between its parts."""
+    if read_origin(folder) is not None:
+        if overrides:
+            raise UserError(
+                f"resume of a fork: got {overrides[0]}, allowed: no changes; fork again"
+            )
+        asyncio.run(_train_fork(folder))
+        return
     config = load_config(folder.path / run_folder.CONFIG, overrides).config
     changes = allowed_changes(folder.config(), config)
     for note in [*(f"changed: {change}" for change in changes), *check_journal(folder)]:
@@ -60,6 +68,31 @@ def resume_run(folder: RunFolder, overrides: Sequence[str]) -> None:
         asyncio.run(_resume(config, folder, changes))
     except JournalDamaged as error:
         raise JournalDamaged(with_way_out(str(error), folder)) from error
+
+
+def replay_run(
+    folder: RunFolder, *, to_step: int | None, algorithm: str | None, overrides: Sequence[str]
+) -> None:
+    """Recompute a run and compare its digests, or fork it with another algorithm or settings."""
+    if algorithm is not None or overrides:
+        fork = make_fork(folder, algorithm, overrides, to_step)
+        asyncio.run(_train_fork(fork))
+        return
+    with ReplayProgress(folder.name) as progress:
+        steps = asyncio.run(check_run(folder, to_step, progress.step))
+    print(f"{steps} steps recomputed: every digest is the journalled one")
+
+
+async def _train_fork(folder: RunFolder) -> None:
+    started = time.monotonic()
+    _tell(f"run folder: {folder.path}")
+    stopped = await _until_stopped(train_fork(folder, _tell))
+    write_report([folder])
+    if stopped:
+        raise StopRequested(
+            f"stopped, checkpoint written; go on with: penstock resume {folder.path}"
+        )
+    print_summary(Console(), folder, seconds=time.monotonic() - started)
 
 
 async def _resume(config: Config, folder: RunFolder, changes: list[Change]) -> None:
@@ -104,7 +137,7 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
     print_summary(Console(), folder, seconds=time.monotonic() - started)
 
 
-async def _until_stopped(work: Coroutine[Any, Any, None]) -> bool:
+async def _until_stopped(work: Coroutine[Any, Any, object]) -> bool:
     """Run to the end or to the first Ctrl-C; True where it was stopped."""
     task = asyncio.create_task(work, name="train")
     loop = asyncio.get_running_loop()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Self
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +18,7 @@ from penstock.evaluate import EvalResult
 from penstock.report.data import RunRecord, read_run
 from penstock.report.figures import Change, Figures, take_figures
 from penstock.run_folder import RunFolder
+from penstock.types import StepReport
 
 _BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=*#"
 _PLOT_WIDTH = 40
@@ -58,6 +61,35 @@ def print_evaluations(console: Console, results: list[EvalResult]) -> None:
             Text(str(result.failures), style="red" if result.failures else ""),
         )
     console.print(table, highlight=False)
+
+
+class ReplayProgress:
+    """A line for each recomputed step on stdout, and a bar on stderr where that is a terminal."""
+
+    def __init__(self, name: str) -> None:
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn(f"replaying {name}"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("replay", total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, report: StepReport, total: int) -> None:
+        """One step was recomputed and is equal."""
+        self._bar.update(self._task, completed=report.step, total=total)
+        print(f"step {report.step}/{total}  {report.digest}  equal", flush=True)
 
 
 def _lines(

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from penstock.journal.journal import InFlightRecord, Journal, Unfinished
+from penstock.journal.schema import is_empty
 
-__all__ = ["InFlightRecord", "Journal", "Unfinished"]
+__all__ = ["InFlightRecord", "Journal", "Unfinished", "is_empty"]

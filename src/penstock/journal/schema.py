@@ -89,6 +89,18 @@ def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
     return database
 
 
+def is_empty(path: Path) -> bool:
+    """Whether the file has no tables: its writer died before they were made, or they were lost."""
+    try:
+        database = _connect(path, readonly=True)
+        try:
+            return bool(database.execute("PRAGMA user_version").fetchone()[0] == 0)
+        finally:
+            database.close()
+    except sqlite3.Error:
+        return False  # damaged, not empty: opening it says so
+
+
 def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
     target = f"{path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}"
     database = sqlite3.connect(

@@ -64,9 +64,11 @@ def take_snapshot(consumer: Consumer, folder: Path) -> Callable[[], None]:
             return
         try:
             _save_model(consumer, weights, folder / "model")
-            torch.save(content, folder / "consumer.pt")
+            with (folder / "consumer.pt").open("wb") as file:
+                torch.save(content, file)
         except (RuntimeError, SafetensorError) as error:  # how the two formats tell of a full disk
-            raise OSError(f"{folder}: {error}") from error
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            raise OSError(f"{folder}: {cause}") from error
 
     return write
 

@@ -1,0 +1,63 @@
+"""A resumed run with other settings: steps that were done stay what they were, later ones follow."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_run import CrashServer, assert_sound, digests
+
+from penstock.run_folder import RunFolder
+
+
+@pytest.fixture
+def killed(server: CrashServer, request: pytest.FixtureRequest) -> RunFolder:
+    """Three steps are journalled, the newest checkpoint is of step 2."""
+    name = f"changed-{request.node.name}"
+    run, code = server.train(name, "produce.strategy=sync", point="after take", number=4)
+    assert code == -9, server.output()
+    assert len(digests(run)) == 3
+    return run
+
+
+def test_steps_are_redone_with_the_settings_they_had(
+    server: CrashServer, killed: RunFolder
+) -> None:
+    before = digests(killed)
+    changes = ["train.lr=2e-3", "train.steps=6", "train.schedule=cosine", "checkpoint.keep=1"]
+    assert server.run("resume", str(killed.path), *changes) == 0, server.output()
+    output = server.output()
+    assert "changed: train.lr 0.001 -> 0.002" in output
+    assert "redoing step 3 of 3 with the settings it had" in output
+    assert digests(killed)[:3] == before
+    assert_sound(killed, steps=6)
+    assert [era.last_step for era in killed.eras()] == [3, None]
+    assert killed.config().train.lr == 2e-3
+    assert server.run("replay", str(killed.path)) == 0, server.output()
+
+
+def test_a_lost_checkpoint_is_made_up_for_across_the_change(
+    server: CrashServer, killed: RunFolder
+) -> None:
+    words = ["train.lr=2e-3", "train.steps=5", "checkpoint.every_steps=0"]
+    code = server.run("resume", str(killed.path), *words, point="before step", number=3)
+    assert code == -9, server.output()
+    assert len(digests(killed)) == 4
+    newest = killed.checkpoints / "step-3" / "consumer.pt"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert server.run("resume", str(killed.path)) == 0, server.output()
+    assert "step-3: consumer.pt is not what was written" in server.output()
+    assert_sound(killed, steps=5)
+    assert server.run("replay", str(killed.path)) == 0, server.output()
+
+
+def test_a_refused_change_changes_nothing(server: CrashServer, killed: RunFolder) -> None:
+    before = (killed.path / "config.toml").read_text()
+    assert server.run("resume", str(killed.path), "seed=9") == 2
+    assert "seed: got 9 for a run with 0, allowed: the same value" in server.output()
+    assert (killed.path / "config.toml").read_text() == before
+
+
+def test_a_finished_run_can_be_made_longer(server: CrashServer) -> None:
+    run, code = server.train("longer", "train.steps=2")
+    assert code == 0
+    assert server.run("resume", str(run.path), "train.steps=3") == 0, server.output()
+    assert_sound(run, steps=3)
