@@ -267,6 +267,8 @@ class SyncConfig(Section):
 class EvalTaskConfig(TaskConfig):
     data: str = "addition:heldout"
     """A JSONL file, a built-in task, or `reasoning_gym:NAME`; never a training set."""
+    sampling: dict[str, Any] = {}
+    """Fields of [sampling] for this task alone, over those of [eval]."""
 
 
 class EvalConfig(Section):
@@ -276,6 +278,8 @@ class EvalConfig(Section):
     """Updates between evaluations; 0: only at the start and the end."""
     at_start: bool = True
     """Evaluate the policy before the first update."""
+    blocking: bool = False
+    """Training waits for an evaluation; off: it runs beside training, pinned to its version."""
     num_generations: int = Field(1, ge=1)
     """Responses per problem; more than 1 gives pass@k."""
     temperature: float = Field(0.0, ge=0)
@@ -329,6 +333,12 @@ class LaunchConfig(Section):
     """Engines and trainers share devices and take turns."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Longest wait for a worker to load its model."""
+    max_restarts: int = Field(3, ge=0)
+    """Times that a worker which dies is started again within restart_window_s; 0: never."""
+    restart_window_s: float = Field(600.0, gt=0)
+    """Time over which restarts are counted."""
+    restart_backoff_s: float = Field(1.0, ge=0)
+    """Wait before the second start of a worker in the window; doubles with each further one."""
 
 
 class WatchdogConfig(Section):
@@ -366,8 +376,22 @@ class Config(Section):
         """[produce] with the task's own fields laid over it."""
         return _overlay(self.produce, self.tasks[task].produce)
 
+    def eval_sampling(self, task: str) -> SamplingConfig:
+        """How an evaluation task is sampled: [eval], with the task's own fields laid over it."""
+        settings = self.eval
+        base = SamplingConfig(
+            num_generations=settings.num_generations,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_tokens=settings.max_tokens or self.sampling.max_tokens,
+            stop=self.sampling.stop,
+        )
+        return _overlay(base, settings.tasks[task].sampling)
+
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
+        for task in self.eval.tasks:
+            self.eval_sampling(task)
         _check_tasks(self)
         _check_train(self)
         return self
@@ -443,7 +467,7 @@ def _check_train(config: Config) -> None:
         raise ValueError(
             "train.ptx.data: got nothing, allowed: a JSONL file when ptx.coefficient > 0"
         )
-    if config.launch.kind != "ray" and config.launch.num_consumers > 1:
+    if config.launch.kind == "inline" and config.launch.num_consumers > 1:
         raise ValueError(
-            f"launch.num_consumers: got {config.launch.num_consumers}, allowed: 1 unless launch.kind = ray"
+            f"launch.num_consumers: got {config.launch.num_consumers}, allowed: 1 with launch.kind = inline"
         )

@@ -54,6 +54,7 @@ class Job:
     eval_tasks: list[EvalTask]
     rollout_log: RolloutLog
     tracker: Fanout
+    workers: Workers
     placement: str  # who sits where
     activity: str = "starting"  # what the trainer's side is doing now, for the display
 
@@ -96,9 +97,11 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
                 num_groups=config.track.rollouts_per_log,
             ),
             tracker=Fanout({}),
+            workers=workers,
             placement=workers.description,
         )
         job.tracker = _tracker(job)
+        workers.around.note = job.tracker.note
         closing.callback(job.tracker.close)
         closing.push_async_callback(job.checkpoints.settle)
         yield job
@@ -262,8 +265,8 @@ def _validity(config: Config, own_rule: str) -> IsValidSample:
 def _eval_tasks(config: Config, data: _Data, closing: AsyncExitStack) -> list[EvalTask]:
     settings, tasks = config.eval, []
     for name, task in settings.tasks.items():
-        max_tokens = settings.max_tokens or config.sampling.max_tokens
-        reward = build_reward(task.rewards, max_tokens=max_tokens)
+        sampling = config.eval_sampling(name)
+        reward = build_reward(task.rewards, max_tokens=sampling.max_tokens)
         closing.push_async_callback(reward.close)
         dataset = data.evaluation[name]
         count = min(len(dataset), settings.max_problems or len(dataset))
@@ -273,12 +276,14 @@ def _eval_tasks(config: Config, data: _Data, closing: AsyncExitStack) -> list[Ev
                 problems=[dataset[index] for index in range(count)],
                 reward=reward,
                 sampling=SamplingParams(
-                    temperature=settings.temperature,
-                    top_p=settings.top_p,
-                    max_tokens=max_tokens,
-                    stop=tuple(config.sampling.stop),
+                    temperature=sampling.temperature,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
+                    min_tokens=sampling.min_tokens,
+                    max_tokens=sampling.max_tokens,
+                    stop=tuple(sampling.stop),
                 ),
-                num_generations=settings.num_generations,
+                num_generations=sampling.num_generations,
                 decode=data.chat.decode,
                 seed=config.seed,
             )

@@ -68,17 +68,35 @@ async def begin(job: Job) -> int:
 
 
 async def recover(job: Job) -> int:
-    """Restore the trainer, redo what the journal has past the checkpoint, restore the producer."""
-    checkpoint = newest_checkpoint(job.checkpoints, job.journal, job.tracker.note)
-    first = 1 if checkpoint is None else checkpoint.step + 1
-    if checkpoint is not None:
-        await job.trainer.load(str(checkpoint.path))
-    last = job.journal.last_committed_step()
-    async for report in redo(job.trainer, job.journal, first, last, job.tracker.note):
-        job.activity = f"redoing step {report.step} of {last} from the journal"
+    """Restore the trainer, then the producer."""
+    last = await restore_trainer(job, job.trainer)
     await _agree_on_weights(job)
     await job.producer.restore(job.journal)
     return last
+
+
+async def restore_trainer(job: Job, trainer: TrainerPart) -> int:
+    """Bring a fresh trainer to the last journalled step: newest checkpoint, then redo."""
+    await job.checkpoints.settle()
+    checkpoint = newest_checkpoint(job.checkpoints, job.journal, job.tracker.note)
+    first = 1 if checkpoint is None else checkpoint.step + 1
+    if checkpoint is not None:
+        await trainer.load(str(checkpoint.path))
+    last = job.journal.last_committed_step()
+    async for report in redo(trainer, job.journal, first, last, job.tracker.note):
+        job.activity = f"redoing step {report.step} of {last} from the journal"
+    return last
+
+
+def keep_trainer_alive(job: Job) -> None:
+    """From now on a trainer that dies is started again, restored, and asked again."""
+
+    async def restore(trainer: TrainerPart) -> None:
+        activity = job.activity
+        await restore_trainer(job, trainer)
+        job.activity = activity
+
+    job.workers.restore_trainer_with(restore)
 
 
 def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> Checkpoint | None:

@@ -27,6 +27,7 @@ from penstock.recover import (
     begin,
     catch_up,
     check_journal,
+    keep_trainer_alive,
     last_step_of_old_configs,
     recover,
     with_way_out,
@@ -121,7 +122,10 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
         console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
     console.print(f"run folder: [bold]{folder.path}[/bold]", highlight=False, soft_wrap=True)
     async with open_job(config, folder) as job:
+        if config.launch.kind == "ray":
+            job.tracker.note(job.placement)
         first_step = await recover(job) if resumed else await begin(job)
+        keep_trainer_alive(job)
         if resumed and config != folder.config():
             folder.change_config(config, after_step=first_step)
         loop = Loop(job, first_step=first_step)
@@ -194,8 +198,11 @@ async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
 
 
 def _evaluation_config(path: str | None, overrides: Sequence[str]) -> Config:
-    if path is None or not Path(path).is_dir():
+    """From a config file, a bare model folder, or a run with its newest weights."""
+    if path is None or Path(path).is_file():
         return load_config(path, overrides).config
+    if (Path(path) / "config.json").is_file():
+        return load_config(None, [f"model.path={path}", *overrides], bare=True).config
     folder = run_folder.find(path)
     from penstock.checkpoint import CheckpointStore
 

@@ -9,4 +9,5 @@ from __future__ import annotations
 LAUNCHERS = {
     "local": "penstock.launch.local:start",
     "inline": "penstock.launch.inline:start",
+    "ray": "penstock.launch.ray_cluster:start",
 }

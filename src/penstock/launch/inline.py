@@ -10,11 +10,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from penstock.config import Config
+from penstock.edges import Edges
 from penstock.engine import ENGINES
+from penstock.engine.protocol import InferenceEngine
 from penstock.launch.services import InThread, TrainerPart, TrainerService, Workers
+from penstock.launch.supervise import Surroundings, Watched
 from penstock.plugins import load
 
 
@@ -49,9 +52,20 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         await trainer.close()
         sync.close()
 
+    around = Surroundings(edges=Edges())
     return Workers(
-        engine=engine,
-        trainer=cast(TrainerPart, trainer),
+        engine=cast(InferenceEngine, watched("engine-0", engine, around.edges)),
+        trainer=cast(TrainerPart, watched("trainer", trainer, around.edges)),
+        around=around,
         close=close,
         description="inline: engine and trainer are threads of this process",
     )
+
+
+def watched(name: str, part: Any, edges: Edges) -> Watched:
+    """A part of this process whose calls are edges, as those of a worker are."""
+
+    async def call(method: str, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(part, method)(*args, **kwargs)
+
+    return Watched(name, edges, call)

@@ -1,4 +1,4 @@
-"""This machine: one process for the trainer, one for each engine. Layer 5.
+"""This machine: one process for each trainer rank, one for each engine. Layer 5.
 
 Processes, not threads: small models are bound by Python itself, and one interpreter lock would let
 only one side run at a time. Weights go through shared memory.
@@ -7,89 +7,95 @@ only one side run at a time. Weights go through shared memory.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
-from collections.abc import Coroutine
+import socket
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
 
 from penstock.config import Config
-from penstock.engine.protocol import InferenceEngine
-from penstock.launch.remote import Remote
-from penstock.launch.services import TrainerPart, Workers
+from penstock.edges import Edges
+from penstock.launch.remote import Remote, Worker
+from penstock.launch.services import Workers
+from penstock.launch.supervise import Supervised, Surroundings
+from penstock.launch.together import all_or_first_error, join
+from penstock.launch.trainer import RankGroup
 from penstock.sync.shared_memory import make_folder
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     """Start the workers together; if one cannot start, the others are stopped and its error rises."""
     folder = make_folder()
-    started: list[Remote] = []
-
-    async def launch(name: str, factory: str, threads: int, *args: object) -> Remote:
-        remote = await Remote.start(
-            name,
-            f"penstock.launch.services:{factory}",
-            *args,
-            log_path=log_folder / f"{name}.log",
-            threads=threads,
-            timeout_s=config.launch.start_timeout_s,
-        )
-        started.append(remote)
-        return remote
+    settings = config.launch
+    around = Surroundings(edges=Edges())
+    trainer = Supervised(
+        "trainer", _spawn_trainer(config, total_steps, log_folder, folder), settings, around
+    )
+    engines = [
+        Supervised(f"engine-{n}", _spawn_engine(config, log_folder, folder, n), settings, around)
+        for n in range(settings.num_producers)
+    ]
 
     async def close() -> None:
-        await asyncio.gather(*(remote.close() for remote in started))
+        await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         shutil.rmtree(folder, ignore_errors=True)
 
     try:
-        trainer, *engines = await _all_or_first_error(
-            launch(
-                "trainer",
-                "shared_memory_trainer",
-                config.train.threads,
-                config,
-                total_steps,
-                str(folder),
-            ),
-            *(
-                launch(
-                    f"engine-{index}",
-                    "shared_memory_engine",
-                    config.engine.threads,
-                    config,
-                    str(folder),
-                    index,
-                )
-                for index in range(config.launch.num_producers)
-            ),
-        )
+        await all_or_first_error(*(one.start() for one in (trainer, *engines)))
     except BaseException:
         await close()
         raise
-    places = ", ".join(f"{remote._name} pid {remote.pid}" for remote in (trainer, *engines))
-    return Workers(
-        engine=_join(engines),
-        trainer=cast(TrainerPart, trainer),
-        close=close,
-        description=f"local: {places}",
-    )
+    return join("local", trainer, engines, close, around)
 
 
-async def _all_or_first_error(*starting: Coroutine[Any, Any, Remote]) -> list[Remote]:
-    tasks = [asyncio.create_task(work) for work in starting]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        with contextlib.suppress(BaseException):
-            await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+def _spawn_engine(
+    config: Config, log_folder: Path, folder: Path, number: int
+) -> Callable[[], Awaitable[Worker]]:
+    async def spawn() -> Worker:
+        return await Remote.start(
+            f"engine-{number}",
+            "penstock.launch.services:shared_memory_engine",
+            config,
+            str(folder),
+            number,
+            log_path=log_folder / f"engine-{number}.log",
+            threads=config.engine.threads,
+            timeout_s=config.launch.start_timeout_s,
+        )
+
+    return spawn
 
 
-def _join(engines: list[Remote]) -> InferenceEngine:
-    if len(engines) == 1:
-        return cast(InferenceEngine, engines[0])
-    from penstock.engine.pool import EnginePool
+def _spawn_trainer(
+    config: Config, total_steps: int, log_folder: Path, folder: Path
+) -> Callable[[], Awaitable[Worker]]:
+    world = config.launch.num_consumers
+    names = ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
 
-    return EnginePool([cast(InferenceEngine, engine) for engine in engines])
+    async def spawn() -> Worker:
+        meeting = ("127.0.0.1", _free_port())
+        ranks = await all_or_first_error(
+            *(
+                Remote.start(
+                    name,
+                    "penstock.launch.services:shared_memory_trainer",
+                    config,
+                    total_steps,
+                    str(folder),
+                    rank,
+                    meeting,
+                    log_path=log_folder / f"{name}.log",
+                    threads=config.train.threads,
+                    timeout_s=config.launch.start_timeout_s,
+                )
+                for rank, name in enumerate(names)
+            )
+        )
+        return RankGroup(ranks)
+
+    return spawn
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -8,22 +8,26 @@ socket. When the worker dies, every waiting call raises WorkerDied with the last
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import pickle
+import signal
 import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.errors import RunError, WorkerDied
 
 FRAME = struct.Struct("!Q")
 _STREAM_LIMIT = 1 << 20
 _CLOSE_TIMEOUT_S = 1.0
+_STACK_TIMEOUT_S = 2.0
+_SIGNAL_TIME_S = 0.3
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Any:
@@ -38,16 +42,42 @@ def write_frame(writer: asyncio.StreamWriter, message: Any) -> None:
     writer.write(payload)
 
 
+class Worker(Protocol):
+    """A part that lives elsewhere. Calls raise WorkerDied once it is gone."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def place(self) -> str:
+        """Where it sits: a process id, a node."""
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
+
+    async def ended(self) -> str:
+        """Returns, with the reason, when the worker is gone."""
+
+    async def stack(self) -> str:
+        """What its threads are doing."""
+
+    async def kill(self) -> None:
+        """End it now, whatever it does."""
+
+    async def close(self) -> None:
+        """End it in peace, and make sure of it."""
+
+
 class Remote:
     """Consumes method calls, produces their results from the object in the worker process."""
 
     def __init__(self, name: str, process: subprocess.Popen, log_path: Path) -> None:
-        self._name = name
+        self.name = name
         self._process = process
         self._log_path = log_path
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
         self._closed = False
+        self._gone = asyncio.Event()
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._receiving: asyncio.Task[None]
@@ -76,7 +106,7 @@ class Remote:
         remote._receiving = asyncio.create_task(remote._receive(), name=f"receive from {name}")
         try:
             async with asyncio.timeout(timeout_s):
-                await remote._call("__start__")
+                await remote.call("__start__")
         except TimeoutError:
             await remote.close()
             raise RunError(
@@ -91,18 +121,22 @@ class Remote:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def place(self) -> str:
+        return f"pid {self.pid}"
+
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            return await self._call(method, *args, **kwargs)
+            return await self.call(method, *args, **kwargs)
 
         return call
 
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._closed:
-            raise WorkerDied(f"{self._name}: the worker has ended{self._last_words()}")
+            raise WorkerDied(f"{self.name}: the worker has ended{self._last_words()}")
         call_id = next(self._ids)
         future = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
@@ -111,7 +145,7 @@ class Remote:
             await self._writer.drain()
             return await future
         except ConnectionError:
-            raise WorkerDied(f"{self._name}: the worker has ended{self._last_words()}") from None
+            raise WorkerDied(f"{self.name}: the worker has ended{self._last_words()}") from None
         finally:
             self._waiting.pop(call_id, None)
 
@@ -131,10 +165,31 @@ class Remote:
             pass
         finally:
             self._closed = True
-            died = WorkerDied(f"{self._name}: the worker ended unexpectedly{self._last_words()}")
+            died = WorkerDied(f"{self.name}: the worker ended unexpectedly{self._last_words()}")
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(died)
+            self._gone.set()
+
+    async def ended(self) -> str:
+        await self._gone.wait()
+        return f"{self.name}: the worker ended unexpectedly{self._last_words()}"
+
+    async def stack(self) -> str:
+        """From its event loop; where that is blocked, by a signal, from its log."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STACK_TIMEOUT_S):
+                return str(await self.call("__stack__"))
+        before = self._log_path.stat().st_size
+        self._process.send_signal(signal.SIGUSR1)
+        await asyncio.sleep(_SIGNAL_TIME_S)  # a signal has no answer to wait for
+        with self._log_path.open(errors="replace") as log:
+            log.seek(before)
+            return "its event loop is blocked; by signal:\n" + log.read().rstrip()
+
+    async def kill(self) -> None:
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
 
     def _last_words(self) -> str:
         lines = [

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from penstock.config import Config
 from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine
+from penstock.launch.supervise import Supervised, Surroundings
 from penstock.plugins import load
 from penstock.sync.protocol import WeightSync
 from penstock.types import Batch, StepReport, WeightHandle
@@ -57,6 +59,13 @@ class Workers:
     trainer: TrainerPart
     close: Callable[[], Awaitable[None]]
     description: str  # who sits where, in one line
+    around: Surroundings  # the open waits, and where notes to the user go
+    supervised: dict[str, Supervised] = field(default_factory=dict)  # workers that may come back
+
+    def restore_trainer_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
+        """From now on a trainer that dies is started again and given to `restore` first."""
+        if "trainer" in self.supervised:
+            self.supervised["trainer"].prepare = restore
 
 
 class TrainerService:
@@ -76,8 +85,17 @@ class TrainerService:
         return report
 
     def publish(self) -> WeightHandle:
+        """Every rank takes part, since shards are gathered; the first one hands them over."""
         consumer = self._consumer
+        if not consumer.ranks.is_first:
+            for _ in consumer.weights():
+                pass
+            return WeightHandle(version=consumer.policy_version, digest=self._digest, kind="rank")
         return self._sync.publish(consumer.policy_version, self._digest, consumer.weights())
+
+    def weight_chunk(self, number: int) -> Any:
+        """One part of what was published last, for the object store."""
+        return cast(Any, self._sync).chunk(number)
 
     def snapshot(self, folder: str) -> tuple[int, str]:
         from penstock.train.state import take_snapshot
@@ -105,10 +123,16 @@ class TrainerService:
         self._consumer.request_stop()
 
 
-def shared_memory_trainer(config: Config, total_steps: int, folder: str) -> TrainerService:
-    """The trainer of a worker process on this machine."""
+Meeting = tuple[str, int]  # address and port at which trainer ranks find each other
+
+
+def shared_memory_trainer(
+    config: Config, total_steps: int, folder: str, rank: int, meeting: Meeting
+) -> TrainerService:
+    """A trainer rank on this machine."""
     from penstock.sync.shared_memory import SharedMemorySync
 
+    _describe_ranks(config, rank, meeting)
     return TrainerService(config, total_steps, SharedMemorySync(folder))
 
 
@@ -116,8 +140,42 @@ def shared_memory_engine(config: Config, folder: str, index: int) -> InferenceEn
     """An engine of a worker process on this machine."""
     from penstock.sync.shared_memory import SharedMemorySync
 
+    return _engine(config, SharedMemorySync(folder), index)
+
+
+def object_store_trainer(
+    config: Config, total_steps: int, rank: int, meeting: Meeting
+) -> TrainerService:
+    """A trainer rank in a Ray actor."""
+    from penstock.sync.object_store import ObjectStoreSync
+
+    _describe_ranks(config, rank, meeting)
+    return TrainerService(config, total_steps, ObjectStoreSync())
+
+
+def object_store_engine(config: Config, index: int) -> InferenceEngine:
+    """An engine in a Ray actor."""
+    from penstock.sync.object_store import ObjectStoreSync
+
+    return _engine(config, ObjectStoreSync(), index)
+
+
+def _engine(config: Config, sync: WeightSync, index: int) -> InferenceEngine:
     engine_class = load("engine.name", config.engine.name, ENGINES)
-    return engine_class.from_config(config, fetch=SharedMemorySync(folder).fetch, index=index)
+    engine: InferenceEngine = engine_class.from_config(config, fetch=sync.fetch, index=index)
+    return engine
+
+
+def _describe_ranks(config: Config, rank: int, meeting: Meeting) -> None:
+    """What torch.distributed reads; a trainer that is alone needs none of it."""
+    if config.launch.num_consumers > 1:
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(config.launch.num_consumers),
+            LOCAL_RANK=str(rank),
+            MASTER_ADDR=meeting[0],
+            MASTER_PORT=str(meeting[1]),
+        )
 
 
 class InThread:

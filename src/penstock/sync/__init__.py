@@ -5,4 +5,5 @@ from __future__ import annotations
 WEIGHT_SYNCS = {
     "in_process": "penstock.sync.in_process:InProcessSync",
     "shared_memory": "penstock.sync.shared_memory:SharedMemorySync",
+    "object_store": "penstock.sync.object_store:ObjectStoreSync",
 }

@@ -1,0 +1,78 @@
+"""Every wait of the driver, by name: who is asked, for what, since when. Layer 0.
+
+An edge is open from the moment something is asked until it is answered. The watchdog looks at the
+open ones, the timeline keeps the closed ones; this file only counts time and knows neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class Edge:
+    """One wait. `culprit` must answer it; empty: it waits for other edges of the driver."""
+
+    lane: str  # whose time it is: trainer, engine-0, rewards of train, loop
+    what: str  # generate | reward | wait | train | publish | sync | eval | checkpoint | ...
+    detail: str = ""
+    culprit: str = ""
+    since: float = 0.0
+    until: float | None = None
+    task: asyncio.Task[Any] | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.detail})" if self.detail else self.what
+
+
+class Edges:
+    """The open edges, when each culprit last answered, and who wants to hear of closed ones."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.open: dict[int, Edge] = {}
+        self.answered: dict[str, float] = {}  # culprit -> when it last closed an edge
+        self.longest: dict[tuple[str, str], float] = {}  # (culprit, what) -> seconds
+        self.moved_at = clock()
+        self.on_close: Callable[[Edge], None] = lambda edge: None
+        self.on_open: Callable[[Edge], None] = lambda edge: None
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def wait(self, lane: str, what: str, detail: str = "", *, culprit: str = "") -> Iterator[Edge]:
+        """The edge is open inside; an error closes it too, since it is an answer."""
+        number = next(self._numbers)
+        edge = Edge(
+            lane=lane,
+            what=what,
+            detail=detail,
+            culprit=culprit,
+            since=self.clock(),
+            task=_current_task(),
+        )
+        self.open[number] = edge
+        self.on_open(edge)
+        try:
+            yield edge
+        finally:
+            del self.open[number]
+            edge.until = self.moved_at = self.clock()
+            edge.task = None
+            if culprit:
+                key, seconds = (culprit, what), edge.until - edge.since
+                self.answered[culprit] = edge.until
+                self.longest[key] = max(seconds, self.longest.get(key, 0.0))
+            self.on_close(edge)
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs here
+        return None

@@ -1,0 +1,203 @@
+"""The engines of a run as one, whose workers may die and come back. Layer 5.
+
+Requests of a worker that dies go to another engine at once; where none is left they wait for the
+first that is back and are asked again, so a death costs time and no group. A worker serves again
+only with the newest weights. Scheduling among living engines is the pool's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from penstock.edges import Edges
+from penstock.engine.pool import EnginePool
+from penstock.engine.protocol import (
+    EngineStats,
+    Generation,
+    GenerationRequest,
+    InferenceEngine,
+    PauseMode,
+)
+from penstock.errors import EngineError, WorkerDied
+from penstock.launch.supervise import Supervised, Watched
+from penstock.types import WeightHandle
+
+T = TypeVar("T")
+_TIMES_ASKED = 3  # a request that sees so many last engines die is a failure
+
+
+class EngineWorker:
+    """One supervised engine; its death is an EngineError, of requests a failed generation."""
+
+    def __init__(self, supervised: Supervised, edges: Edges) -> None:
+        self.supervised = supervised
+        self._part: Any = Watched(supervised.name, edges, self._call)
+        self._holds: tuple[object, int, str] | None = None  # worker, version, digest
+        self._tokens_of_dead, self._tokens = 0, 0
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return await self.supervised.call(method, *args)
+        except WorkerDied as error:
+            raise EngineError(str(error)) from error
+
+    async def start(self) -> None:
+        """The supervision has done it."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        try:
+            made: list[Generation] = await self._part.generate_many(requests)
+            return made
+        except EngineError as error:
+            return [_failed(request, str(error)) for request in requests]
+
+    async def abort(self, request_id: str) -> None:
+        if self.supervised.worker is not None:
+            await self._part.abort(request_id)
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        await self._part.pause(mode)
+
+    async def resume(self) -> None:
+        await self._part.resume()
+
+    async def update_weights(self, version: int, source: WeightHandle) -> str:
+        worker = self.supervised.worker
+        if self._holds is None or self._holds[:2] != (worker, version):
+            digest: str = await self._part.update_weights(version, source)
+            self._holds = (worker, version, digest)
+        return self._holds[2]
+
+    async def sleep(self) -> None:
+        await self._part.sleep()
+
+    async def wake(self) -> None:
+        await self._part.wake()
+
+    async def stats(self) -> EngineStats:
+        """Tokens are counted over all workers. An engine that died inside its worker ends it."""
+        try:
+            stats: EngineStats = await self._call("stats")
+        except EngineError as error:
+            await self.supervised.replace(str(error))
+            raise
+        self._tokens = stats.tokens_generated
+        return replace(stats, tokens_generated=self._tokens + self._tokens_of_dead)
+
+    async def close(self) -> None:
+        await self.supervised.close()
+
+    def came_back(self) -> None:
+        self._tokens_of_dead, self._tokens = self._tokens_of_dead + self._tokens, 0
+
+
+class Engines:
+    """See `InferenceEngine`. Waits for: the first worker that is back. Woken by: the supervision."""
+
+    def __init__(self, supervised: list[Supervised], edges: Edges) -> None:
+        self._workers = [EngineWorker(one, edges) for one in supervised]
+        members: list[InferenceEngine] = [*self._workers]
+        self._pool = EnginePool(members)
+        self._edges = edges
+        self._latest: tuple[int, WeightHandle] | None = None
+        self._switching = asyncio.Lock()  # an update and a return do not cross
+        self._news = asyncio.Event()
+        for index, one in enumerate(supervised):
+            one.prepare = self._load_newest
+            one.when_back = partial(self._take_back, index)
+            one.when_given_up = self._news.set
+
+    async def _load_newest(self, worker: Any) -> None:
+        if self._latest is not None:
+            await worker.update_weights(*self._latest)
+
+    async def _take_back(self, index: int) -> None:
+        async with self._switching:
+            self._workers[index].came_back()
+            await self._pool.restart(index)
+        self._news.set()
+
+    async def _until_one_is_back(self) -> None:
+        while not self._pool.alive:
+            final = [worker.supervised.given_up for worker in self._workers]
+            if all(final):
+                raise EngineError(f"no engine is left: {final[0]}")
+            self._news.clear()
+            with self._edges.wait("driver", "an engine to be started again"):
+                await self._news.wait()
+
+    async def _on_a_living_one(self, act: Callable[[], Awaitable[T]]) -> T:
+        while True:
+            try:
+                return await act()
+            except EngineError:
+                if self._pool.alive:
+                    raise
+            await self._until_one_is_back()
+
+    async def start(self) -> None: ...
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        made = await self._pool.generate_many(requests)
+        for _ in range(_TIMES_ASKED - 1):
+            failed = [n for n, one in enumerate(made) if one.finish_reason == "error"]
+            if not failed or self._pool.alive:
+                break
+            await self._until_one_is_back()
+            again = await self._pool.generate_many([requests[n] for n in failed])
+            for number, one in zip(failed, again, strict=True):
+                made[number] = one
+        return made
+
+    async def abort(self, request_id: str) -> None:
+        await self._pool.abort(request_id)
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        await self._on_a_living_one(lambda: self._pool.pause(mode))
+
+    async def resume(self) -> None:
+        await self._on_a_living_one(self._pool.resume)
+
+    async def sleep(self) -> None:
+        await self._on_a_living_one(self._pool.sleep)
+
+    async def wake(self) -> None:
+        await self._on_a_living_one(self._pool.wake)
+
+    async def update_weights(self, version: int, source: WeightHandle) -> str:
+        self._latest = (version, source)
+
+        async def switch() -> str:
+            async with self._switching:
+                return await self._pool.update_weights(version, source)
+
+        return await self._on_a_living_one(switch)
+
+    async def stats(self) -> EngineStats:
+        return await self._on_a_living_one(self._pool.stats)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+def _failed(request: GenerationRequest, reason: str) -> Generation:
+    return Generation(
+        request_id=request.request_id,
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        segments=(),
+        finish_reason="error",
+        error=reason,
+    )

@@ -1,0 +1,180 @@
+"""A part that lives in a Ray actor, called as if it were here. Layer 5.
+
+The actor serves its part as a worker process does (`served.py`). A call that is always open tells of
+the actor's end at once; nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from penstock.errors import RunError, WorkerDied
+from penstock.launch.served import Served, portable, stacks
+from penstock.types import WeightHandle
+
+_CALLS_AT_ONCE = 4096
+_STACK_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class ServingActor:
+    """What runs on the other side."""
+
+    def __init__(self, name: str, log_path: str, threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        _write_log_to(Path(log_path))
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        self._served = Served(name)
+
+    async def where(self) -> tuple[str, str, int, int]:
+        """Node, its address, process id, and a port that is free there."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        return ray.get_runtime_context().get_node_id(), address, os.getpid(), port
+
+    async def build(self, search_path: list[str], factory: str, args: tuple) -> Any:
+        try:
+            await self._served.build(search_path, factory, args, {})
+            return None, None
+        except Exception as error:
+            return portable(error), None
+
+    async def call(self, method: str, args: tuple, kwargs: dict) -> Any:
+        try:
+            return None, await self._served.call(method, args, kwargs)
+        except Exception as error:
+            return portable(error), None
+
+    async def chunk(self, number: int) -> Any:
+        """An object of its own in the store, which the caller owns."""
+        return await self._served.call("weight_chunk", (number,), {})
+
+    async def stack(self) -> str:
+        return stacks()
+
+    async def forever(self) -> None:
+        await asyncio.Event().wait()
+
+
+def _write_log_to(path: Path) -> None:
+    """The run's own log where its folder is reachable from this node, else Ray's."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+
+
+class RayRemote:
+    """See `Worker`. Consumes method calls, produces results from the actor."""
+
+    def __init__(self, name: str, actor: Any, where: tuple[str, str, int, int]) -> None:
+        self.name = name
+        self.node, self.address, self.pid, self.free_port = where
+        self._actor = actor
+        self._open_end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
+
+    @classmethod
+    async def create(
+        cls, name: str, log_path: Path, threads: int, timeout_s: float, **options: Any
+    ) -> RayRemote:
+        """An actor that serves nothing yet; `build` gives it its part."""
+        make: Any = ray.remote(ServingActor).options(max_concurrency=_CALLS_AT_ONCE, **options)
+        actor = make.remote(name, str(log_path), threads)
+        try:
+            async with asyncio.timeout(timeout_s):
+                where = await actor.where.remote()
+        except TimeoutError:
+            ray.kill(actor)
+            raise RunError(f"{name}: Ray gave it no place within {timeout_s:g} s") from None
+        except RayError as error:
+            raise WorkerDied(f"{name}: {_first_line(error)}") from error
+        return cls(name, actor, where)
+
+    async def build(self, factory: str, *args: Any, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ask(self._actor.build.remote(sys.path, factory, args))
+        except TimeoutError:
+            await self.kill()
+            raise RunError(f"{self.name}: not ready after {timeout_s:g} s") from None
+
+    @property
+    def place(self) -> str:
+        return f"node {self.address} pid {self.pid}"
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await self._ask(self._actor.call.remote(method, args, kwargs))
+
+    async def _ask(self, reference: Any) -> Any:
+        try:
+            error, result = await reference
+        except RayActorError as died:
+            ray.kill(self._actor)  # one that cannot be reached is not to come back
+            raise WorkerDied(f"{self.name}: {_first_line(died)}") from None
+        except RayError as fault:
+            raise RunError(f"{self.name}: {_first_line(fault)}") from fault
+        if error is not None:
+            raise error
+        return result
+
+    async def collect(self, handle: WeightHandle) -> WeightHandle:
+        """Take the staged chunks into the object store; they are owned here."""
+        references = [self._actor.chunk.remote(number) for number in range(handle.location)]
+        await asyncio.to_thread(
+            ray.wait, references, num_returns=len(references), fetch_local=False
+        )
+        return WeightHandle(
+            version=handle.version, digest=handle.digest, kind=handle.kind, location=references
+        )
+
+    async def ended(self) -> str:
+        await asyncio.wait([self._open_end])
+        fault = self._open_end.exception()
+        return f"{self.name}: the actor ended unexpectedly: {_first_line(fault)}"
+
+    async def stack(self) -> str:
+        """From its event loop; where that is blocked, into its log, by a signal on this machine."""
+        with contextlib.suppress(TimeoutError, RayError):
+            async with asyncio.timeout(_STACK_TIMEOUT_S):
+                return str(await self._actor.stack.remote())
+        if self.address != ray.util.get_node_ip_address():
+            return f"{self.name}: its event loop is blocked, on another machine ({self.place})"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        return f"{self.name}: its event loop is blocked; its stack is at the end of its log"
+
+    async def kill(self) -> None:
+        ray.kill(self._actor)
+
+    async def close(self) -> None:
+        ray.kill(self._actor)
+        with contextlib.suppress(Exception):
+            await asyncio.wait([self._open_end], timeout=_CLOSE_TIMEOUT_S)
+        self._open_end.cancel()
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+def _first_line(error: BaseException | None) -> str:
+    """Ray's errors are pages; the line that says why is kept."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines if line.startswith("The actor")), lines[0] if lines else "")
+    return f"{type(error).__name__}: {said[:200]}"

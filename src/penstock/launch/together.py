@@ -1,0 +1,48 @@
+"""Workers of a run, started together and joined to what the loop drives. Layer 5."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from penstock.launch.engines import Engines
+from penstock.launch.services import Workers
+from penstock.launch.supervise import Supervised, Surroundings
+from penstock.launch.trainer import RestartingTrainer
+
+T = TypeVar("T")
+
+
+async def all_or_first_error(*starting: Coroutine[Any, Any, T]) -> list[T]:
+    """Every result; at the first error the others are cancelled and it rises."""
+    tasks = [asyncio.create_task(work) for work in starting]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(BaseException):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def join(
+    kind: str,
+    trainer: Supervised,
+    engines: list[Supervised],
+    close: Callable[[], Awaitable[None]],
+    around: Surroundings,
+) -> Workers:
+    """What a launcher returns, from workers that have started."""
+    everyone = [trainer, *engines]
+    places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
+    return Workers(
+        engine=Engines(engines, around.edges),
+        trainer=RestartingTrainer(trainer, around.edges),
+        close=close,
+        description=f"{kind}: {places}",
+        around=around,
+        supervised={one.name: one for one in everyone},
+    )

@@ -1,0 +1,147 @@
+"""The trainer as the loop sees it: one or several rank workers that may die and come back. Layer 5.
+
+`RankGroup` makes several rank workers one worker: each gets only its share of a batch's groups, and
+the end of one is the end of all. `RestartingTrainer` asks again after a restart: `restore` (newest
+checkpoint, then redo from the journal) has brought the new worker to where the old one was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.edges import Edges
+from penstock.errors import WorkerDied
+from penstock.launch.remote import Worker
+from penstock.launch.supervise import Supervised, Watched
+from penstock.types import Batch, StepReport, WeightHandle
+
+Collect = Callable[[Worker, WeightHandle], Awaitable[WeightHandle]]
+_OTHERS_TIMEOUT_S = 30.0
+
+
+class RankGroup:
+    """Trainer ranks as one worker. `collect` completes a handle that rank 0 published."""
+
+    def __init__(self, ranks: Sequence[Worker], collect: Collect | None = None) -> None:
+        self.name = "trainer"
+        self._ranks = list(ranks)
+        self._collect = collect
+
+    @property
+    def place(self) -> str:
+        if len(self._ranks) == 1:
+            return self._ranks[0].place
+        return ", ".join(f"{rank.name} {rank.place}" for rank in self._ranks)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "train":
+            results = await self._each(
+                *(rank.call("train", share) for rank, share in self._shares(*args))
+            )
+        else:
+            results = await self._each(
+                *(rank.call(method, *args, **kwargs) for rank in self._ranks)
+            )
+        if method == "publish" and self._collect is not None:
+            return await self._collect(self._ranks[0], results[0])
+        return results[0]
+
+    def _shares(self, batch: Batch) -> list[tuple[Worker, Batch]]:
+        """Every world-th group to each rank, as `rank_share` of the trainer has it."""
+        world = len(self._ranks)
+        return [
+            (rank, replace(batch, groups=batch.groups[number::world]))
+            for number, rank in enumerate(self._ranks)
+        ]
+
+    async def _each(self, *calls: Awaitable[Any]) -> list[Any]:
+        """All answers. Ranks that wait in a collective for one that raised are ended with it."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            faults = [fault for task in done if (fault := task.exception()) is not None]
+            if not faults:
+                return [task.result() for task in tasks]
+            await self._end_the_rest(tasks, faults[0])
+            raise faults[0]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _end_the_rest(
+        self, tasks: Sequence[asyncio.Future[Any]], fault: BaseException
+    ) -> None:
+        _, waiting = await asyncio.wait(tasks, timeout=_OTHERS_TIMEOUT_S)
+        if waiting:
+            await self.kill()
+            raise WorkerDied(f"trainer: one rank failed and the others hung: {fault}")
+
+    async def ended(self) -> str:
+        tasks = [asyncio.create_task(rank.ended()) for rank in self._ranks]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def stack(self) -> str:
+        stacks = await asyncio.gather(*(rank.stack() for rank in self._ranks))
+        return "\n".join(
+            f"{rank.name}:\n{text}" for rank, text in zip(self._ranks, stacks, strict=True)
+        )
+
+    async def kill(self) -> None:
+        await asyncio.gather(*(rank.kill() for rank in self._ranks))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(rank.close() for rank in self._ranks))
+
+
+class RestartingTrainer:
+    """See `TrainerPart`. After a death the call that waited is made again on the restored worker."""
+
+    def __init__(self, supervised: Supervised, edges: Edges) -> None:
+        self._supervised = supervised
+        self._part: Any = Watched(supervised.name, edges, supervised.call)
+
+    async def _again_after_a_death(self, method: str, *args: Any) -> Any:
+        while True:
+            try:
+                return await getattr(self._part, method)(*args)
+            except WorkerDied:
+                await self._supervised.ready()
+
+    async def train(self, batch: Batch) -> StepReport:
+        report: StepReport = await self._again_after_a_death("train", batch)
+        return report
+
+    async def publish(self) -> WeightHandle:
+        handle: WeightHandle = await self._again_after_a_death("publish")
+        return handle
+
+    async def snapshot(self, folder: str) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._again_after_a_death("snapshot", folder)
+        return identity
+
+    async def write_snapshot(self) -> None:
+        """Not asked again: what it would write died with the worker."""
+        await self._part.write_snapshot()
+
+    async def load(self, folder: str) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._again_after_a_death("load", folder)
+        return identity
+
+    async def identity(self) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._again_after_a_death("identity")
+        return identity
+
+    async def is_exact(self) -> bool:
+        return bool(await self._again_after_a_death("is_exact"))
+
+    async def request_stop(self) -> None:
+        if self._supervised.worker is not None:
+            await self._supervised.call("request_stop")

@@ -1,0 +1,90 @@
+"""A small demo run in other processes, for tests that kill parts of it; and what must hold after."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from penstock.config import Config
+from penstock.config_source import load_config
+from penstock.job import Job, open_job
+from penstock.journal import Journal
+from penstock.recover import begin, keep_trainer_alive
+from penstock.run import Loop
+from penstock.run_folder import RunFolder, create
+
+STEPS, GROUPS = 3, 4
+SMALL = [
+    f"train.steps={STEPS}",
+    f"train.groups_per_step={GROUPS}",
+    "train.lr=1e-3",
+    "sampling.num_generations=4",
+    "sampling.max_tokens=8",
+    "engine.max_slots=16",
+    "eval.tasks={}",
+    "track.trackers=[]",
+    "launch.restart_backoff_s=0",
+    f"tasks.train.rewards=[{{type='{__file__}:odd_reward'}}]",
+]
+Disturb = Callable[[Job, int], Awaitable[None]]
+
+
+def odd_reward(rollout, prompt) -> float:
+    """Differs within nearly every group, and depends on nothing but the tokens."""
+    return float(int(rollout.response_ids.sum()) % 5) / 4
+
+
+def config_of(folder: Path, name: str, *overrides: str) -> Config:
+    words = [*SMALL, f"run.dir={folder}", f"run.name={name}", *overrides]
+    return load_config(None, words).config
+
+
+def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list[str]]:
+    """Train to the end; `disturb(job, step)` is called before each step. The notes of the run too."""
+    folder = create(config)
+    notes: list[str] = []
+
+    async def train() -> None:
+        async with open_job(config, folder) as job:
+            job.workers.around.note = notes.append
+            notes.append(job.placement)
+            await begin(job)
+            keep_trainer_alive(job)
+            if disturb is not None:
+                take = job.producer.take_batch
+
+                async def disturbed(step: int):
+                    await disturb(job, step)
+                    return await take(step)
+
+                job.producer.take_batch = disturbed  # type: ignore[method-assign]
+            await Loop(job).run()
+            await job.checkpoints.save(job.trainer)
+
+    asyncio.run(train())
+    return folder, notes
+
+
+def digests(folder: RunFolder) -> list[str]:
+    journal = Journal.open(folder.journal, readonly=True)
+    try:
+        return [report.digest for report in journal.steps()]
+    finally:
+        journal.close()
+
+
+def assert_balanced(folder: RunFolder) -> None:
+    """Every step whole and once, no group twice, every drawn group accounted for."""
+    from penstock.audit import audit_run
+
+    journal = Journal.open(folder.journal, readonly=True)
+    try:
+        batches = journal.query("SELECT step, group_ids FROM steps WHERE committed ORDER BY step")
+    finally:
+        journal.close()
+    assert [step for step, _ in batches] == list(range(1, STEPS + 1))
+    trained = [group for _, ids in batches for group in json.loads(ids)]
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS
+    assert audit_run(folder, as_json=True) == 0

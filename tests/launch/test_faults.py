@@ -1,0 +1,47 @@
+"""Workers that die are started again: nothing is lost, trained twice, or different from a quiet run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from cluster_runs import assert_balanced, config_of, digests, run
+
+from penstock.job import Job
+from penstock.run_folder import RunFolder
+
+SYNC = "produce.strategy=sync"
+
+
+def kill(job: Job, name: str) -> None:
+    worker = job.workers.supervised[name].worker
+    assert worker is not None
+    ranks = getattr(worker, "_ranks", [worker])
+    os.kill(ranks[-1].pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("quiet")
+    return run(config_of(folder, "quiet", SYNC, "launch.kind=inline"))[0]
+
+
+def test_killed_engine_and_trainer_leave_no_trace_in_the_weights(
+    quiet: RunFolder, tmp_path: Path
+) -> None:
+    async def disturb(job: Job, step: int) -> None:
+        if step == 2:
+            kill(job, "engine-0")
+        if step == 3:
+            kill(job, "trainer")
+
+    folder, notes = run(config_of(tmp_path, "killed", SYNC), disturb)
+    assert digests(folder) == digests(quiet)
+    assert_balanced(folder)
+    text = "\n".join(notes)
+    assert "engine-0: the worker ended unexpectedly" in text
+    assert "engine-0: serves again" in text
+    assert "trainer: serves again" in text
