@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -36,14 +37,14 @@ def make_pool(name: str, **settings: object) -> SandboxPool:
 
 
 def left_over() -> list[str]:
-    """Processes of any sandbox that this process started."""
-    found, mark = [], f"# of process {os.getpid()}"
+    """Nurseries of this process that still have processes, sandboxes included."""
+    found, mark = set[str](), re.compile(rf"# nursery \d+ of process {os.getpid()}\b")
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 command = (entry / "cmdline").read_bytes().decode(errors="replace")
             except OSError:
                 continue
-            if mark in command:
-                found.append(f"{entry.name}: {command}")
-    return found
+            if named := mark.search(command):
+                found.add(named.group())
+    return sorted(found)

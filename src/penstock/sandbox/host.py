@@ -6,6 +6,7 @@ read up to a bound. It decides nothing about right or wrong: that is `verify.py`
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
@@ -30,8 +31,9 @@ _PACKAGE_ROOT = str(Path(penstock.__file__).resolve().parent.parent)
 _BOOTSTRAP = (
     "import sys; sys.path.insert(0, {root!r}); "
     "from penstock.sandbox.inside.nursery import main; "
-    "sys.path.remove({root!r}); main({descriptor})  # of process {host}"
+    "sys.path.remove({root!r}); main({descriptor})  # nursery {number} of process {host}"
 )
+_numbers = itertools.count(1)
 _SYSTEM_PATHS = (
     "/lib",
     "/lib64",
@@ -115,7 +117,10 @@ def _interpreter_flags() -> list[str]:
 
 
 def _bootstrap(descriptor: int) -> str:
-    return _BOOTSTRAP.format(root=_PACKAGE_ROOT, descriptor=descriptor, host=os.getpid())
+    """The text also tells a person who looks at the process list whose it is."""
+    return _BOOTSTRAP.format(
+        root=_PACKAGE_ROOT, descriptor=descriptor, number=next(_numbers), host=os.getpid()
+    )
 
 
 class Nursery:
