@@ -22,6 +22,7 @@ CODEC_VERSION = 1
 _HEADER = struct.Struct("<BBHIIQdq")  # codec, flags, segments, tokens, tail bytes, seed, T, issued
 _GROUP = struct.Struct("<BHI")  # codec, rollouts, bytes of the JSON head
 _CHECK = struct.Struct("<I")  # at the end of a payload
+_SEGMENT = struct.Struct("<II")  # version, tokens
 _ALL_TRAINED = 1
 _STATUSES = {status.value: status for status in Status}
 
@@ -46,6 +47,10 @@ def encode_rollout(rollout: Rollout, *, with_text: bool = True) -> bytes:
     logprobs = np.asarray(rollout.logprobs, dtype="<f4").tobytes()
     body = b"".join((header, ids, logprobs, mask, segments, tail))
     return body + _check_sum(body, None if with_text else stored_text(rollout.text))
+
+
+def _little(array: np.ndarray, dtype: str) -> bytes:
+    return (array if array.dtype == dtype else array.astype(dtype)).tobytes()
 
 
 def decode_rollout(

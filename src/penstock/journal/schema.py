@@ -30,7 +30,7 @@ CREATE TABLE rollout_rows(
     group_id TEXT NOT NULL, number INTEGER NOT NULL, rollout_id TEXT NOT NULL, status TEXT NOT NULL,
     finish_reason TEXT, num_tokens INTEGER, oldest_version INTEGER, newest_version INTEGER,
     temperature REAL, reward REAL, text TEXT, error TEXT, data BLOB NOT NULL,
-    PRIMARY KEY(group_id, number));
+    PRIMARY KEY(group_id, number)) WITHOUT ROWID;
 CREATE TABLE step_rows(
     step INTEGER PRIMARY KEY, begun_at REAL, group_ids TEXT,
     committed_at REAL, policy_version INTEGER, digest TEXT, metrics TEXT);

@@ -11,6 +11,7 @@ import queue
 import sqlite3
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import PenstockError, RunError
@@ -19,13 +20,29 @@ from penstock.journal.records import Record
 _MOST_PER_COMMIT = 2048
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class _Waiter:
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[None]
+
+
+def _resolve(futures: list[asyncio.Future[None]], fault: PenstockError | None) -> None:
+    for future in futures:
+        if future.done():
+            continue
+        if fault is None:
+            future.set_result(None)
+        else:
+            future.set_exception(fault)
+
+
 class Writer:
     """Owns the writing connection. `threaded=False` writes in the caller's thread, for virtual time."""
 
     def __init__(self, database: sqlite3.Connection, path: Path, *, threaded: bool = True) -> None:
         self._database = database
         self._path = path
-        self._queue: queue.SimpleQueue[Record | Future[None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Record | Future[None] | _Waiter | None] = queue.SimpleQueue()
         self._fault: PenstockError | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -40,15 +57,23 @@ class Writer:
 
     async def durable(self) -> None:
         """Until everything that was submitted so far is committed."""
-        done = self._mark()
+        self._check()
         if self._thread is None:
-            done.result()
-        else:
-            await asyncio.wrap_future(done)
+            self.wait_durable()
+            return
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        self._queue.put(_Waiter(loop, done))
+        await done
 
     def wait_durable(self) -> None:
         """`durable` for callers without an event loop."""
-        self._mark().result()
+        self._check()
+        done: Future[None] = Future()
+        self._queue.put(done)
+        if self._thread is None:
+            self._drain(block=False)
+        done.result()
 
     def close(self) -> None:
         """Write what is queued and end the thread; safe to call twice."""
@@ -64,14 +89,6 @@ class Writer:
         if self._fault is not None:
             raise self._fault
 
-    def _mark(self) -> Future[None]:
-        self._check()
-        done: Future[None] = Future()
-        self._queue.put(done)
-        if self._thread is None:
-            self._drain(block=False)
-        return done
-
     def _check(self) -> None:
         if self._fault is not None:
             raise self._fault
@@ -85,7 +102,7 @@ class Writer:
     def _drain(self, *, block: bool) -> bool:
         """Commit one queue-full; False once the closing mark was seen."""
         records: list[Record] = []
-        waiters: list[Future[None]] = []
+        waiters: list[Future[None] | _Waiter] = []
         open_still = True
         while len(records) < _MOST_PER_COMMIT or not block:
             try:
@@ -95,17 +112,27 @@ class Writer:
             if item is None:
                 open_still = False
                 break
-            if isinstance(item, Future):
+            if isinstance(item, Future | _Waiter):
                 waiters.append(item)
             else:
                 records.append(item)
         self._commit(records)
+        self._wake(waiters)
+        return open_still
+
+    def _wake(self, waiters: list[Future[None] | _Waiter]) -> None:
+        """One message per event loop, however many wait in it."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for waiter in waiters:
-            if self._fault is None:
+            if isinstance(waiter, _Waiter):
+                by_loop.setdefault(waiter.loop, []).append(waiter.done)
+            elif self._fault is None:
                 waiter.set_result(None)
             else:
                 waiter.set_exception(self._fault)
-        return open_still
+        for loop, futures in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_resolve, futures, self._fault)
 
     def _commit(self, records: list[Record]) -> None:
         if not records or self._fault is not None:
