@@ -1,0 +1,114 @@
+"""What the control plane costs per group, from 1,000 to 1,000,000 groups; it must be flat.
+
+    python benchmarks/control_plane.py [--most 1000000] [--journal-most 100000]
+
+Prints nanoseconds of a count, microseconds of a put and a take, microseconds per group of an expiry, and
+journal groups per second (drawn + landed + begun, small groups of 4 rollouts of 16 tokens).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from fakes import finish_rollout, make_prompt, make_prompts
+from penstock.data.sampler import Sampler
+from penstock.journal import Journal
+from penstock.replay import ReplayBuffer
+from penstock.types import Group, Rollout, Status, StepReport
+
+SAMPLES = 1000
+
+
+def make_groups(count: int) -> list[Group]:
+    """Groups that share one rollout's arrays: the buffer never looks at them."""
+    prompt = make_prompt(0)
+    rollout = Rollout(rollout_id="t:0.0", prompt_ids=prompt.token_ids, seed=0)
+    finish_rollout(rollout, num_tokens=16)
+    return [
+        Group(group_id=f"t:{n}", task="t", cursor=n, prompt=prompt, rollouts=[rollout])
+        for n in range(count)
+    ]
+
+
+def seconds(function: object, times: int) -> float:
+    """Per call; the best of three, so that a neighbour's load counts less."""
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(times):
+            function()  # type: ignore[operator]
+        best = min(best, (time.perf_counter() - started) / times)
+    return best
+
+
+def buffer_costs(size: int) -> tuple[float, float, float]:
+    groups = make_groups(size + SAMPLES)
+    buffer = ReplayBuffer()
+    for group in groups[:size]:
+        buffer.put_now(group)
+    extra = iter(groups[size:])
+    started = time.perf_counter()
+    for group in extra:
+        buffer.put_now(group)
+    put = (time.perf_counter() - started) / SAMPLES
+    count = seconds(lambda: buffer.count_now("t", Status.COMPLETED), 10_000)
+    started = time.perf_counter()
+    for _ in range(SAMPLES):
+        buffer.take_now("t", Status.COMPLETED)
+    take = (time.perf_counter() - started) / SAMPLES
+    return count, put, take
+
+
+async def journal_rate(size: int, folder: str) -> float:
+    journal = Journal.open(Path(folder) / "journal.db")
+    sampler = Sampler(make_prompts(64), task_name="t", prompt_repeat_k=4, seed=0)
+    batch = 1000
+    spent = 0.0
+    for at in range(0, size, batch):
+        groups = [sampler.group_at(cursor) for cursor in range(at, at + batch)]
+        for group in groups:
+            for rollout in group.rollouts:
+                finish_rollout(rollout, num_tokens=16)
+        started = time.perf_counter()
+        for group in groups:
+            journal.drawn(group)
+        await asyncio.gather(*(journal.landed(group) for group in groups))
+        step = at // batch + 1
+        await journal.begin_step(step, groups)
+        await journal.commit_step(StepReport(step=step, policy_version=step, digest="d"))
+        spent += time.perf_counter() - started
+    journal.close()
+    return size / spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--most", type=int, default=1_000_000)
+    parser.add_argument("--journal-most", type=int, default=100_000)
+    options = parser.parse_args()
+    print("| groups | count ns | put us | take us | journal groups/s |\n|---|---|---|---|---|")
+    for size in (1_000, 10_000, 100_000, 1_000_000):
+        if size > options.most:
+            break
+        gc.collect()
+        gc.freeze()
+        count, put, take = buffer_costs(size)
+        rate = "-"
+        if size <= options.journal_most:
+            with tempfile.TemporaryDirectory() as folder:
+                rate = f"{asyncio.run(journal_rate(size, folder)):.0f}"
+        print(
+            f"| {size} | {count * 1e9:.0f} | {put * 1e6:.2f} | {take * 1e6:.2f} | {rate} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
