@@ -8,6 +8,7 @@ from penstock.produce.context import (
     ProduceContext,
     ShouldContinue,
 )
+from penstock.produce.display import ProgressDisplay, progress_line, progress_table
 from penstock.produce.failures import FailurePolicy
 from penstock.produce.lane import ProduceTask
 from penstock.produce.pending import InFlight, PendingSet
@@ -41,6 +42,7 @@ __all__ = [
     "ProduceTask",
     "Producer",
     "ProducerSnapshot",
+    "ProgressDisplay",
     "ShouldContinue",
     "SyncProduceStrategy",
     "SyncProduceStrategyConfig",
@@ -49,6 +51,8 @@ __all__ = [
     "Wait",
     "accept_all",
     "calculate_stale_threshold",
+    "progress_line",
+    "progress_table",
     "strategy_config",
     "until_batch_is_full",
 ]

@@ -331,7 +331,9 @@ def _check_versions(group: Group, kept: list[int]) -> None:
         newest = rollout.segments[-1].version
         if newest < rollout.issued_version:
             confirmed = rollout.issued_version
-            rollout.error = f"sampled under version {newest} after version {confirmed} was confirmed"
+            rollout.error = (
+                f"sampled under version {newest} after version {confirmed} was confirmed"
+            )
             rollout.finish_reason = "error"  # not a response that could be kept
             rollout.move_to(Status.FAILED)
 
