@@ -245,7 +245,7 @@ def test_files_that_are_no_journal_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no file"):
         Journal.open(tmp_path / "none.db", readonly=True)
     (tmp_path / "text.db").write_text("not a database, but long enough to look like one " * 20)
-    with pytest.raises(RunError, match="damaged|cannot be opened"):
+    with pytest.raises(RunError, match="damaged"):
         Journal.open(tmp_path / "text.db")
     database = open_database(tmp_path / "new.db")
     database.execute("PRAGMA user_version = 99")
