@@ -1,6 +1,6 @@
 """Trains the demo policy with every algorithm on a CPU and draws the curves of docs/algorithms.md.
 
-    python scripts/plot_algorithms.py [--steps 40] [--groups 32] [--names grpo,dapo] [--seed 0]
+    python scripts/plot_algorithms.py [--steps 30] [--groups 32] [--names grpo,dapo] [--seed 0]
 
 Writes docs/images/algorithms.svg and docs/images/algorithms.json. One process, one thread: engine and
 consumer take turns, so staleness is exactly what is asked for: at lag k a batch is sampled with the
@@ -33,10 +33,12 @@ from penstock.types import Batch, Group, WeightHandle
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 MAX_DRAWS = 4  # dynamic sampling gives up past so many times the batch
 LAG = 4
-STALE = {
-    "grpo, staleness 4": {"name": "grpo"},
-    "decoupled, staleness 4": {"name": "grpo", "decoupled": True},
+STALE = {  # name: (algorithm, lag); a lower rate and more steps than the curves above
+    "on-policy": ({"name": "grpo"}, 0),
+    "staleness 4, decoupled": ({"name": "grpo", "decoupled": True}, LAG),
+    "staleness 4, as it is": ({"name": "grpo"}, LAG),
 }
+STALE_RATE, STALE_STEPS = 1e-4, 40
 
 
 class WeightShelf:
@@ -134,11 +136,10 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     pyplot.rcParams["svg.hashsalt"] = "penstock"
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     for name, values in curves.items():
-        stale = "staleness" in name
-        for side in (1,) if stale else (0, 1) if name == "grpo" else (0,):
-            label = "grpo, on-policy" if side and not stale else name
-            axes[side].plot(range(1, len(values) + 1), _smooth(values), label=label)
-    for side, title in zip(axes, ("on-policy", f"staleness {LAG}"), strict=True):
+        side = axes[1 if name in STALE else 0]
+        side.plot(range(1, len(values) + 1), _smooth(values), label=name)
+    titles = ("every algorithm, on-policy", f"grpo at staleness {LAG}, lr {STALE_RATE:g}")
+    for side, title in zip(axes, titles, strict=True):
         side.set_title(title)
         side.set_xlabel("step")
         side.grid(alpha=0.3)
@@ -155,7 +156,7 @@ def _smooth(values: list[float], width: int = 3) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--names", default=",".join([*ALGORITHMS, *STALE]).replace(", ", ";"))
     parser.add_argument("--seed", type=int, default=0)
@@ -164,10 +165,13 @@ def main() -> None:
     table = IMAGES / "algorithms.json"
     curves = json.loads(table.read_text()) if table.is_file() else {}
     for name in names:
-        config = demo_config(
-            STALE.get(name, {"name": name}), train={"groups_per_step": args.groups}
-        ).model_copy(update={"seed": args.seed})
-        curves[name] = asyncio.run(train_curve(config, args.steps, LAG if name in STALE else 0))
+        algorithm, lag = STALE.get(name, ({"name": name}, 0))
+        train: dict[str, Any] = {"groups_per_step": args.groups}
+        if name in STALE:
+            train["lr"] = STALE_RATE
+        config = demo_config(algorithm, train=train).model_copy(update={"seed": args.seed})
+        steps = STALE_STEPS if name in STALE else args.steps
+        curves[name] = asyncio.run(train_curve(config, steps, lag))
         print(f"{name}: {curves[name][0]:.2f} -> {_smooth(curves[name])[-1]:.2f}", flush=True)
         IMAGES.mkdir(parents=True, exist_ok=True)
         rounded = {key: [round(value, 4) for value in curves[key]] for key in curves}

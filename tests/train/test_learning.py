@@ -1,0 +1,42 @@
+"""Every algorithm raises the demo policy's accuracy; the decoupled objective bears staleness."""
+
+import asyncio
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.algo import ALGORITHMS
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_algorithms.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("plot_algorithms", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def curve(script, algorithm, steps, lag=0, **train):
+    settings = {"groups_per_step": 16, "lr": 3e-4} | train
+    config = script.demo_config(algorithm, train=settings)
+    return asyncio.run(script.train_curve(config, steps, lag))
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_accuracy_rises(script, name) -> None:
+    accuracies = curve(script, {"name": name}, steps=7)
+    assert np.mean(accuracies[-2:]) > np.mean(accuracies[:2]) + 0.1
+
+
+@pytest.mark.slow
+def test_decoupled_at_staleness_4_ends_within_two_points_of_sync(script) -> None:
+    sync = curve(script, {"name": "grpo"}, steps=40, lr=1e-4)
+    stale = curve(script, {"name": "grpo", "decoupled": True}, steps=40, lag=4, lr=1e-4)
+    assert np.mean(sync[-6:]) > 0.9
+    assert np.mean(stale[-6:]) > np.mean(sync[-6:]) - 0.02
