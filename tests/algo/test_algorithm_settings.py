@@ -133,6 +133,32 @@ def test_a_users_class_without_defaults_is_refused() -> None:
         resolve(AlgorithmConfig(name="collections:OrderedDict"))
 
 
+USERS_FILE = """
+from penstock.algo.method import Algorithm, Surrogate
+from penstock.algo.settings import AlgorithmSettings
+
+class Mine(Algorithm):
+    defaults = AlgorithmSettings(baseline="leave_one_out", normalize="none", aggregation="token")
+
+    def surrogate(self, view):
+        ratio_N = self.log_ratio(view).exp()
+        return Surrogate(
+            loss_N=-ratio_N * view.advantages_N, ratio_N=ratio_N.detach(), clipped_N=ratio_N > 1e9
+        )
+"""
+
+
+def test_a_users_own_file_is_an_algorithm(tmp_path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(USERS_FILE)
+    settings = resolve(AlgorithmConfig(name=f"{path}:Mine", kl_beta=0.2))
+    assert (settings.baseline, settings.kl_beta, settings.needs_reference) == (
+        "leave_one_out",
+        0.2,
+        True,
+    )
+
+
 def scored(value: float, answer_ok: bool | None) -> Rollout:
     return Rollout(
         rollout_id="g.0",

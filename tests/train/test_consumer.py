@@ -7,9 +7,10 @@ import pytest
 import torch
 from training_data import VOCABULARY, config_of, consumer_of, random_batch, tiny_model
 
+from penstock.engine.weights import model_digest
 from penstock.errors import RunError, StopRequested, UserError
 from penstock.train.consumer import Consumer
-from penstock.train.weights import add_adapters
+from penstock.train.weights import add_adapters, digest_of
 
 METRICS = [
     "reward/mean",
@@ -91,6 +92,14 @@ def test_metrics_say_what_the_batch_holds(saved_model) -> None:
     assert metrics["staleness/mean"] == metrics["staleness/max"] == 2.0
     assert metrics["truncated/share"] == pytest.approx(4 / 24)
     assert metrics["ratio/log_gap_staleness_2"] > metrics["ratio/log_gap_staleness_0"] == 0.0
+
+
+def test_the_digest_does_not_depend_on_who_computes_it(saved_model) -> None:
+    consumer = from_disk(saved_model)
+    assert digest_of(consumer.weights(), workers=3) == consumer.digest()
+    from transformers import AutoModelForCausalLM
+
+    assert model_digest(AutoModelForCausalLM.from_pretrained(saved_model)) == consumer.digest()
 
 
 def test_same_batches_same_bits(saved_model) -> None:

@@ -90,3 +90,4 @@ def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other for float32
