@@ -7,7 +7,7 @@ is also what docs/engines.md tells users (a test compares them).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -30,10 +30,15 @@ class EngineCase:
     make: Callable[[], InferenceEngine]
     lacks: frozenset[str] = field(default_factory=frozenset)
     logprob_tolerance: float = 1e-4
+    shared: InferenceEngine | None = None  # one that is slow to start: used by all checks in turn
+    loop: asyncio.Runner | None = None  # where the shared one lives
 
     @property
     def live(self) -> bool:
         return "live tokens" not in self.lacks
+
+    def run(self, main: Callable[[], Awaitable[None]]) -> None:
+        run(main, self.loop)
 
     def needs(self, capability: str) -> None:
         if capability in self.lacks:
@@ -42,6 +47,12 @@ class EngineCase:
 
 @asynccontextmanager
 async def started(case: EngineCase) -> AsyncIterator[InferenceEngine]:
+    if case.shared is not None:
+        yield case.shared
+        await case.shared.resume()
+        if (await case.shared.stats()).policy_version:
+            await case.shared.update_weights(0, tiny.handle(0))
+        return
     engine = case.make()
     await engine.start()
     try:
@@ -50,12 +61,15 @@ async def started(case: EngineCase) -> AsyncIterator[InferenceEngine]:
         await engine.close()
 
 
-def run(main: Callable[[], object]) -> None:
+def run(main: Callable[[], Awaitable[None]], loop: asyncio.Runner | None = None) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(TIMEOUT_S):
-            await main()  # type: ignore[misc]
+            await main()
 
-    asyncio.run(bounded())
+    if loop is None:
+        asyncio.run(bounded())
+    else:
+        loop.run(bounded())
 
 
 def assert_true_logprobs(
@@ -69,9 +83,10 @@ def assert_true_logprobs(
 
 async def until_running(engine: InferenceEngine, tokens: int = 1, *, live: bool = True) -> None:
     """Yield to the engine until it has made some tokens, or has requests where it counts late."""
+    before = (await engine.stats()).tokens_generated
     while True:
         stats = await engine.stats()
-        if stats.tokens_generated >= tokens or (not live and stats.running):
+        if stats.tokens_generated >= before + tokens or (not live and stats.running):
             return
         await asyncio.sleep(0)
 
@@ -95,7 +110,7 @@ def check_logprobs_and_length(case: EngineCase) -> None:
             free = await engine.generate(tiny.request("b", [9, 9, 3, 30], seed=4))
             assert_true_logprobs(case, free, [9, 9, 3, 30])
 
-    run(main)
+    case.run(main)
 
 
 def check_greedy(case: EngineCase) -> None:
@@ -110,7 +125,7 @@ def check_greedy(case: EngineCase) -> None:
                 ids.append(int(token))
             assert_true_logprobs(case, made, prompt)
 
-    run(main)
+    case.run(main)
 
 
 def check_top_k_and_top_p(case: EngineCase) -> None:
@@ -124,7 +139,7 @@ def check_top_k_and_top_p(case: EngineCase) -> None:
             assert (few.logprobs >= wanted - 1e-4).all()
             assert few.logprobs.mean() > wanted.mean()
 
-    run(main)
+    case.run(main)
 
 
 def check_stops(case: EngineCase) -> None:
@@ -142,7 +157,7 @@ def check_stops(case: EngineCase) -> None:
                 assert stop_id not in by_id.token_ids[:-1]
             assert first <= 6
 
-    run(main)
+    case.run(main)
 
 
 def check_stop_strings(case: EngineCase) -> None:
@@ -158,7 +173,7 @@ def check_stop_strings(case: EngineCase) -> None:
                 assert whole.endswith(text)
                 assert text not in whole[:-1]
 
-    run(main)
+    case.run(main)
 
 
 def check_seed_decides(case: EngineCase) -> None:
@@ -171,7 +186,7 @@ def check_seed_decides(case: EngineCase) -> None:
             assert same[0].token_ids.tolist() == same[1].token_ids.tolist()
             assert same[0].token_ids.tolist() != other.token_ids.tolist()
 
-    run(main)
+    case.run(main)
 
 
 def check_group_and_many(case: EngineCase) -> None:
@@ -192,7 +207,7 @@ def check_group_and_many(case: EngineCase) -> None:
                 assert got.finish_reason == "length" or got.token_ids[-1] == tiny.EOS
                 assert_true_logprobs(case, got, asked.prompt_ids.tolist())
 
-    run(main)
+    case.run(main)
 
 
 def check_goes_on_from_partial(case: EngineCase) -> None:
@@ -206,7 +221,7 @@ def check_goes_on_from_partial(case: EngineCase) -> None:
             wanted = tiny.expected_logprobs(0, np.array(prompt + partial), made.token_ids)
             assert (made.logprobs >= wanted - case.logprob_tolerance).all()
 
-    run(main)
+    case.run(main)
 
 
 def check_refuses_what_cannot_fit(case: EngineCase) -> None:
@@ -217,7 +232,7 @@ def check_refuses_what_cannot_fit(case: EngineCase) -> None:
             with pytest.raises(UserError, match="allowed"):
                 await engine.generate(tiny.request("b", []))
 
-    run(main)
+    case.run(main)
 
 
 # ---- control
@@ -240,7 +255,7 @@ def check_abort_one(case: EngineCase) -> None:
             assert (await tasks[1]).finish_reason in ("abort", "length")
             await engine.abort("nobody")
 
-    run(main)
+    case.run(main)
 
 
 def check_pause_abort(case: EngineCase) -> None:
@@ -252,13 +267,17 @@ def check_pause_abort(case: EngineCase) -> None:
             await engine.pause("abort")
             made = await asyncio.gather(*tasks)
             assert {m.finish_reason for m in made} == {"abort"}
+            if "partials" not in case.lacks:
+                assert any(len(m.token_ids) for m in made)
+                for one in made:
+                    assert len(one.token_ids) == len(expand_segments(one.segments))
             held = asyncio.create_task(engine.generate(tiny.request("later", max_tokens=4)))
             assert (await engine.stats()).paused
             assert not held.done()
             await engine.resume()
             assert len((await held).token_ids) <= 4
 
-    run(main)
+    case.run(main)
 
 
 def check_pause_wait(case: EngineCase) -> None:
@@ -274,7 +293,7 @@ def check_pause_wait(case: EngineCase) -> None:
             assert len(made.token_ids) == 60
             await engine.resume()
 
-    run(main)
+    case.run(main)
 
 
 def check_pause_keep_and_update(case: EngineCase) -> None:
@@ -297,7 +316,7 @@ def check_pause_keep_and_update(case: EngineCase) -> None:
             assert sorted(set(versions)) == [0, 1]
             assert versions == sorted(versions)
 
-    run(main)
+    case.run(main)
 
 
 def check_update_changes_every_weight(case: EngineCase) -> None:
@@ -316,7 +335,7 @@ def check_update_changes_every_weight(case: EngineCase) -> None:
                 assert {s.version for s in made.segments} == {version}
                 assert_true_logprobs(case, made, [7, 8, 9])
 
-    run(main)
+    case.run(main)
 
 
 def check_update_while_running(case: EngineCase) -> None:
@@ -337,7 +356,7 @@ def check_update_while_running(case: EngineCase) -> None:
             after = await engine.generate(tiny.request("b", [7, 8, 9]))
             assert_true_logprobs(case, after, [7, 8, 9])
 
-    run(main)
+    case.run(main)
 
 
 def check_wrong_digest_is_refused(case: EngineCase) -> None:
@@ -352,7 +371,7 @@ def check_wrong_digest_is_refused(case: EngineCase) -> None:
             made = await engine.generate(tiny.request("a", [7, 8, 9]))
             assert_true_logprobs(case, made, [7, 8, 9])
 
-    run(main)
+    case.run(main)
 
 
 def check_sleep_and_wake(case: EngineCase) -> None:
@@ -366,7 +385,7 @@ def check_sleep_and_wake(case: EngineCase) -> None:
             after = await engine.generate(tiny.request("b", seed=4, min_tokens=20))
             assert before.token_ids.tolist() == after.token_ids.tolist()
 
-    run(main)
+    case.run(main)
 
 
 def check_close_returns_partials(case: EngineCase) -> None:
@@ -383,7 +402,7 @@ def check_close_returns_partials(case: EngineCase) -> None:
         assert gone.finish_reason == "error"
         assert gone.error
 
-    run(main)
+    case.run(main)
 
 
 CHECKS: dict[str, Callable[[EngineCase], None]] = {

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import tiny
 from engine_contract import CHECKS, EngineCase, run
+from engine_lacks import LACKS
 from fake_server import FakeServer
 
 from penstock.engine.openai_engine import OpenAIEngine, OpenAIOptions
 from penstock.errors import EngineError, UserError
-
-# what a client cannot do from outside; docs/engines.md says the same
-LACKS = frozenset({"hold", "live tokens"})
 
 
 class ServedEngine(OpenAIEngine):
@@ -41,7 +39,7 @@ class ServedEngine(OpenAIEngine):
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_contract(check: str, tmp_path: Path) -> None:
-    CHECKS[check](EngineCase("openai", lambda: ServedEngine(tmp_path), LACKS))
+    CHECKS[check](EngineCase("openai", lambda: ServedEngine(tmp_path), LACKS["openai"]))
 
 
 @pytest.mark.parametrize("fault", ["500", "half", "counts", "no ids", "cut"])

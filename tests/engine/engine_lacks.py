@@ -1,0 +1,16 @@
+"""What each engine cannot do. The contract tests honour it and docs/engines.md must say the same."""
+
+CAPABILITIES = {
+    "stop strings": "stop strings end a response",
+    "weight updates": "new weights while it runs, digest confirmed",
+    "hold": "pause `keep`: running responses go on under new weights",
+    "partials": "an aborted response comes back with its tokens so far",
+    "live tokens": "token counts while a response is being made",
+    "same bits": "a rollout has the same bits in any batch",
+}
+
+LACKS: dict[str, frozenset[str]] = {
+    "transformers": frozenset(),
+    "vllm": frozenset({"same bits"}),
+    "openai": frozenset({"hold", "partials", "live tokens", "same bits"}),
+}

@@ -1,0 +1,33 @@
+"""docs/engines.md says what the contract tests hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine_lacks import CAPABILITIES, LACKS
+
+from penstock.engine import ENGINES
+from penstock.engine.loading import TransformersOptions
+from penstock.engine.openai_engine import OpenAIOptions
+
+DOC = (Path(__file__).parents[2] / "docs" / "engines.md").read_text("utf-8")
+
+
+def test_the_capability_table_is_true() -> None:
+    rows = [line for line in DOC.splitlines() if line.startswith("|")]
+    header = [cell.strip() for cell in rows[0].strip("|").split("|")]
+    assert header[1:] == list(ENGINES) == list(LACKS)
+    said = {}
+    for line in rows[2 : 2 + len(CAPABILITIES)]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        said[cells[0]] = cells[1:]
+    wanted = {
+        words: ["no" if name in LACKS[engine] else "yes" for engine in ENGINES]
+        for name, words in CAPABILITIES.items()
+    }
+    assert said == wanted
+
+
+def test_every_option_is_documented() -> None:
+    for name in (*TransformersOptions.OPTION_NAMES, *OpenAIOptions.__dataclass_fields__):
+        assert f"`{name}`" in DOC, name
