@@ -182,9 +182,7 @@ def main() -> None:
     speeds: dict[str, dict[str, float]] = {name: {} for name in loads}
 
     if args.only != "generate":
-        options = TransformersOptions(
-            device=args.device, max_slots=slots, threads=args.threads, prefill_rows=32768
-        )
+        options = TransformersOptions(device=args.device, max_slots=slots, threads=args.threads)
         engine = TransformersEngine(
             lambda: build(args.model, args.device, "penstock"), fetch=lambda _: [], options=options
         )

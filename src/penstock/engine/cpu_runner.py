@@ -45,10 +45,10 @@ class CpuRunner:
         self.longest = longest_request(model, options)
         self._text_of = text_of
         shape = probe_shape(model)
-        self._quantum, self.batch_invariant = find_row_quantum(model, shape, options.threads)
+        fused = fuse_projections(model) if options.fuse else []
         if options.fuse:
-            fuse_projections(model)
             fuse_norms(model)
+        self._quantum, self.batch_invariant = find_row_quantum(model, fused, shape, options.threads)
         self._kv = BucketedKV(shape)
         self._prompts: dict[bytes, Prefilled] = {}
         self._cache = StepCache()

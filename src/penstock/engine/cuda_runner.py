@@ -95,7 +95,7 @@ class CudaRunner:
         self._rows_changed = True
         self._host_weights: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._tokens = self._pool_tokens()
-        self.longest = min(longest_request(model, options), self._tokens - 1)
+        self.longest = min(longest_request(model, options), self._tokens - 2)
         self._open()
 
     def _pool_tokens(self) -> int:

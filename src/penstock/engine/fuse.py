@@ -16,16 +16,16 @@ from torch import nn
 FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def fuse_projections(model: nn.Module) -> int:
-    """Fuse every family whose members are plain linear layers of one input; returns how many."""
-    count = 0
+def fuse_projections(model: nn.Module) -> list[tuple[int, int]]:
+    """Fuse every family whose members are plain linear layers of one input; returns their sizes."""
+    sizes = []
     for parent in model.modules():
         for names in FAMILIES:
             parts: list[Any] = [getattr(parent, name, None) for name in names]
             if _fusible(parts):
                 _Fused(parts)
-                count += 1
-    return count
+                sizes.append((parts[0].in_features, sum(part.out_features for part in parts)))
+    return sizes
 
 
 def fuse_with_kernels(model: nn.Module) -> dict[str, int]:

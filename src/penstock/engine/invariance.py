@@ -16,15 +16,21 @@ from penstock.engine.buckets import KVShape
 log = logging.getLogger(__name__)
 
 QUANTA = (16, 32, 64)
-_MOST_ROWS = 256
+_MOST_ROWS = 208
+_MOST_OUTPUTS = 65536  # of a product that is probed; larger vocabularies only cost time
 
 
-def find_row_quantum(model: nn.Module, shape: KVShape, threads: int) -> tuple[int, bool]:
-    """The row multiple to pad to, and whether rows are then independent of their neighbours."""
+def find_row_quantum(
+    model: nn.Module, fused: list[tuple[int, int]], shape: KVShape, threads: int
+) -> tuple[int, bool]:
+    """The row multiple to pad to, and whether rows are then independent of their neighbours.
+
+    `fused` are the (inputs, outputs) of products that stand for several layers of the model.
+    """
     if threads == 1 and _attention_holds(shape):
-        sizes = _linear_sizes(model)
+        sizes = _linear_sizes(model) | set(fused)
         for quantum in QUANTA:
-            if all(_linear_holds(*size, quantum) for size in sizes):
+            if all(_linear_holds(*size, shape.dtype, quantum) for size in sizes):
                 return quantum, True
     log.warning(
         "rollouts are correct, but their last bits depend on the batch: "
@@ -34,9 +40,9 @@ def find_row_quantum(model: nn.Module, shape: KVShape, threads: int) -> tuple[in
     return QUANTA[0], False
 
 
-def _linear_sizes(model: nn.Module) -> set[tuple[int, int, torch.dtype]]:
+def _linear_sizes(model: nn.Module) -> set[tuple[int, int]]:
     return {
-        (module.in_features, module.out_features, module.weight.dtype)
+        (module.in_features, module.out_features)
         for module in model.modules()
         if isinstance(module, nn.Linear)
     }
@@ -44,7 +50,7 @@ def _linear_sizes(model: nn.Module) -> set[tuple[int, int, torch.dtype]]:
 
 def _linear_holds(inputs: int, outputs: int, dtype: torch.dtype, quantum: int) -> bool:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(min(outputs, 4096), inputs, generator=generator).to(dtype)
+    weight = torch.randn(min(outputs, _MOST_OUTPUTS), inputs, generator=generator).to(dtype)
     rows = torch.randn(_MOST_ROWS, inputs, generator=generator).to(dtype)
     whole = nn.functional.linear(rows, weight)
     for count in (quantum, 2 * quantum, 3 * quantum):

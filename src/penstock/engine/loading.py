@@ -33,12 +33,16 @@ class TransformersOptions:
     max_tokens_in_flight: int = 0  # 0: what the slots and the memory can hold
     threads: int = 1
     # [engine.options]
-    prefill_rows: int = 2048  # most prompt tokens that are prefilled within one step
+    prefill_rows: int = 0  # most prompt tokens prefilled within one step; 0: by the device
     fuse: bool = True  # q, k, v and gate, up as one matrix product each
     cuda_graphs: bool = True
     kv_memory_share: float = 0.6  # of the free device memory, for keys and values
 
     OPTION_NAMES = ("prefill_rows", "fuse", "cuda_graphs", "kv_memory_share")
+
+    @property
+    def prefill_limit(self) -> int:
+        return self.prefill_rows or (16384 if self.device.startswith("cuda") else 2048)
 
     @classmethod
     def from_config(cls, config: Config, index: int) -> Self:

@@ -258,7 +258,7 @@ class TransformersEngine:
             sequence = self._waiting[0]
             cost = 0 if sequence.prompt_key in seen else runner.rows_of(sequence)
             size = sequence.request.num_tokens
-            if (chosen and rows + cost > self._options.prefill_rows) or (
+            if (chosen and rows + cost > self._options.prefill_limit) or (
                 limit and self._tokens_held + size > limit
             ):
                 break
