@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from cluster_runs import assert_balanced, config_of, digests, run
 
 from penstock.job import Job
@@ -20,13 +19,6 @@ def kill(job: Job, name: str) -> None:
     assert worker is not None
     ranks = getattr(worker, "_ranks", [worker])
     os.kill(ranks[-1].pid, signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("quiet")
-    return run(config_of(folder, "quiet", SYNC, "launch.kind=inline"))[0]
 
 
 def test_killed_engine_and_trainer_leave_no_trace_in_the_weights(

@@ -1,0 +1,16 @@
+"""One undisturbed run that the disturbed ones are compared with."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_runs import config_of, run
+
+from penstock.run_folder import RunFolder
+
+
+@pytest.fixture(scope="session")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """In this process, sync, nobody dies."""
+    folder = tmp_path_factory.mktemp("quiet")
+    words = ["produce.strategy=sync", "launch.kind=inline", "checkpoint.every_steps=1"]
+    return run(config_of(folder, "quiet", *words, "checkpoint.keep=3"))[0]

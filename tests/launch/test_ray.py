@@ -1,0 +1,110 @@
+"""The same run as Ray actors: the same bits, the same account after kills, and clear refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_runs import assert_balanced, config_of, digests, run
+
+from penstock.config import LaunchConfig
+from penstock.errors import UserError
+from penstock.job import Job
+from penstock.run_folder import RunFolder
+
+ray = pytest.importorskip("ray")
+from penstock.launch.ray_cluster import bundles, check_fit  # noqa: E402
+
+pytestmark = pytest.mark.ray
+RAY = ["launch.kind=ray", "launch.num_producers=2"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=2**27,
+    )
+    yield
+    ray.shutdown()
+
+
+def kill(job: Job, name: str) -> None:
+    worker = job.workers.supervised[name].worker
+    assert worker is not None
+    os.kill(getattr(worker, "_ranks", [worker])[-1].pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_actors_give_the_bits_of_one_process_though_an_engine_is_killed(
+    cluster: None, quiet: RunFolder, tmp_path: Path
+) -> None:
+    async def disturb(job: Job, step: int) -> None:
+        if step == 2:
+            kill(job, "engine-1")
+
+    folder, notes = run(config_of(tmp_path, "ray", "produce.strategy=sync", *RAY), disturb)
+    assert digests(folder) == digests(quiet)
+    assert_balanced(folder)
+    assert notes[0].startswith("ray: trainer node ")
+    assert any("engine-1: the actor ended unexpectedly" in note for note in notes)
+
+
+@pytest.mark.slow
+def test_two_ranks_as_actors_go_on_after_one_is_killed(cluster: None, tmp_path: Path) -> None:
+    async def disturb(job: Job, step: int) -> None:
+        if step == 3:
+            kill(job, "trainer")
+
+    words = [*RAY, "launch.num_consumers=2", "launch.num_producers=1", "checkpoint.every_steps=2"]
+    folder, notes = run(config_of(tmp_path, "ranks", *words), disturb)
+    assert_balanced(folder)
+    assert any("trainer-1: the actor ended unexpectedly" in note for note in notes)
+    assert any("trainer: serves again" in note for note in notes)
+
+
+def test_what_the_cluster_cannot_hold_is_refused_in_one_line(cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        run(config_of(tmp_path, "gpu", *RAY, "launch.gpus_per_producer=1"))
+    line = str(refused.value)
+    assert "1 consumers of 1 CPU, 0 GPU and 2 producers of 1 CPU, 1 GPU" in line
+    assert "allowed: what 1 nodes have: 4 CPU, 0 GPU" in line
+
+
+def settings(**fields: object) -> LaunchConfig:
+    return LaunchConfig.model_validate({"kind": "ray", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes", "fits"),
+    [
+        ({"num_producers": 3}, [{"CPU": 2}, {"CPU": 2}], True),
+        ({"num_producers": 4}, [{"CPU": 2}, {"CPU": 2}], False),
+        ({"cpus_per_consumer": 3}, [{"CPU": 2}, {"CPU": 2}], False),
+        ({"gpus_per_consumer": 1, "gpus_per_producer": 1}, [{"CPU": 8, "GPU": 1}], False),
+        (
+            {"gpus_per_consumer": 1, "gpus_per_producer": 1, "colocate": True},
+            [{"CPU": 8, "GPU": 1}],
+            True,
+        ),
+    ],
+)
+def test_fit(fields: dict, nodes: list, fits: bool) -> None:
+    if fits:
+        check_fit(settings(**fields), nodes)
+    else:
+        with pytest.raises(UserError, match="launch: got"):
+            check_fit(settings(**fields), nodes)
+
+
+def test_colocated_parts_share_a_bundle() -> None:
+    asked = settings(num_producers=2, gpus_per_producer=1, gpus_per_consumer=1, colocate=True)
+    assert bundles(asked) == ([{"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 1}], [])
