@@ -59,6 +59,8 @@ def make_run(path: Path) -> Path:
             progress=ProduceProgress.build(["train"]),
             groups_per_step=4,
         )
+        journal.record_published(0, "digest-0")
+        journal.record_confirmed("engine", 0, "digest-0")
         running = asyncio.create_task(producer.run())
         for step in range(1, 6):
             await producer.take_batch(step)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
+from penstock.errors import RunError
 from penstock.evaluate import EvalTask, append_summary, evaluate, interval, mean_pass_at, wilson
 from penstock.types import Prompt, Rollout, Score, VersionSegment
 
@@ -17,8 +18,9 @@ from penstock.types import Prompt, Rollout, Score, VersionSegment
 class ScriptedEngine:
     """Answers with the problem's number; every third request fails."""
 
-    def __init__(self, failing: bool) -> None:
+    def __init__(self, failing: bool, version: int = 2) -> None:
         self.asked: list[GenerationRequest] = []
+        self._version = version
         self._failing = failing
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
@@ -32,7 +34,7 @@ class ScriptedEngine:
             request_id=request.request_id,
             token_ids=request.prompt_ids[:count],
             logprobs=np.zeros(count, dtype=np.float32),
-            segments=(VersionSegment(0, 1),) if count else (),
+            segments=(VersionSegment(self._version, 1),) if count else (),
             finish_reason="error" if failed else "stop",
             error="engine died" if failed else "",
         )
@@ -95,6 +97,11 @@ def test_a_failed_request_is_a_wrong_answer_and_is_counted(tmp_path: Path) -> No
         "ans_valid",
         "response_length",
     } <= set(lines[0])
+
+
+def test_samples_of_other_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="samples of versions .1., allowed: 2"):
+        run(ScriptedEngine(failing=False, version=1), task(2, 1), tmp_path)
 
 
 def test_pass_at_k_by_hand() -> None:

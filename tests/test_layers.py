@@ -40,6 +40,7 @@ LAYERS = {
     "launch": 5,
     "preflight": 6,
     "job": 6,
+    "attest": 6,
     "run": 7,
     "recover": 7,
     "replay_run": 7,

@@ -16,6 +16,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from penstock.attest import chain_faults, redone_versions
+from penstock.config import Config
 from penstock.journal import Journal
 from penstock.produce import calculate_stale_threshold
 from penstock.run_folder import RunFolder
@@ -84,20 +86,18 @@ class Audit:
 
 def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | None = None) -> int:
     """Print the account of a run; 0 when it balances, else 1."""
-    config = folder.config()
-    allowed = {
-        name: calculate_stale_threshold(
-            0 if produce.strategy == "sync" else produce.max_staleness, config.sync.every_steps
-        )
-        - 1
-        for name in config.tasks
-        for produce in [config.task_produce(name)]
-    }
+    origin = folder.origin()
+    allowed: dict[str, int] = {}
+    for era in folder.eras() if origin is None else []:
+        for name, bound in _bounds(era.config).items():
+            allowed[name] = max(bound, allowed.get(name, 0))
     journal = Journal.open(folder.journal, readonly=True)
     try:
-        found = audit_journal(journal, allowed)
+        found = audit_journal(journal, allowed, recorded=origin is not None)
     finally:
         journal.close()
+    if origin is not None:
+        found.warnings.append(f"a fork: rollouts and versions of weights are those of {origin.run}")
     console = console or Console()
     if as_json:
         console.print_json(json.dumps(found.as_json()))
@@ -106,9 +106,26 @@ def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | No
     return 0 if found.balanced else 1
 
 
-def audit_journal(journal: Journal, max_staleness_allowed: dict[str, int]) -> Audit:
-    """The account of a journal; `max_staleness_allowed` in updates, per task."""
-    tasks = _count(journal)
+def _bounds(config: Config) -> dict[str, int]:
+    """Per task, the updates that a sample may be behind."""
+    return {
+        name: calculate_stale_threshold(
+            0 if produce.strategy == "sync" else produce.max_staleness, config.sync.every_steps
+        )
+        - 1
+        for name in config.tasks
+        for produce in [config.task_produce(name)]
+    }
+
+
+def audit_journal(
+    journal: Journal, max_staleness_allowed: dict[str, int], *, recorded: bool = False
+) -> Audit:
+    """The account of a journal; `max_staleness_allowed` in updates, per task.
+
+    `recorded`: a fork, whose groups are a choice of another run's.
+    """
+    tasks = _count(journal, recorded)
     stalest, stale_faults = _staleness(journal, max_staleness_allowed)
     faults = [
         *(
@@ -118,7 +135,7 @@ def audit_journal(journal: Journal, max_staleness_allowed: dict[str, int]) -> Au
         ),
         *_life_faults(journal),
         *_batch_faults(journal),
-        *_weight_faults(journal),
+        *chain_faults(journal, recorded=recorded),
         *stale_faults,
     ]
     for name, task in tasks.items():
@@ -129,13 +146,19 @@ def audit_journal(journal: Journal, max_staleness_allowed: dict[str, int]) -> Au
         max_staleness_allowed=max(max_staleness_allowed.values(), default=0),
         committed_steps=journal.last_committed_step(),
         faults=faults,
-        warnings=[line for name, task in tasks.items() for line in _bias(name, task)],
+        warnings=[
+            *redone_versions(journal),
+            *(line for name, task in tasks.items() for line in _bias(name, task)),
+        ],
     )
 
 
-def _count(journal: Journal) -> dict[str, TaskAudit]:
+def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
     """Each number from its own source: cursors, batches of committed steps, places, drop reasons."""
-    tasks = {name: TaskAudit(drawn=cursor) for name, cursor in sorted(journal.cursors().items())}
+    drawn = journal.cursors()
+    if recorded:  # the cursors are those of the run that drew
+        drawn = dict(journal.query("SELECT task, COUNT(*) FROM groups GROUP BY task"))
+    tasks = {name: TaskAudit(drawn=number) for name, number in sorted(drawn.items())}
     trained = journal.query(
         "SELECT substr(value, 1, instr(value, ':') - 1), COUNT(*) FROM steps, json_each(group_ids)"
         " WHERE committed GROUP BY 1"
@@ -190,18 +213,6 @@ def _batch_faults(journal: Journal) -> list[str]:
         if group_ids is not None and json.loads(group_ids) != members.get(step, []):
             faults.append(f"step {step}: its batch is not what its groups say")
     return faults
-
-
-def _weight_faults(journal: Journal) -> list[str]:
-    """Whatever was published or confirmed must carry the digest that was committed for its version."""
-    return [
-        f"weights {version}: {kind} with digest {digest}, committed with {committed}"
-        for version, kind, digest, committed in journal.query(
-            "SELECT DISTINCT version, kind, weights.digest, steps.digest FROM weights"
-            " JOIN steps ON steps.policy_version = version AND committed"
-            " WHERE weights.digest != steps.digest"
-        )
-    ]
 
 
 def _staleness(journal: Journal, allowed: dict[str, int]) -> tuple[int, list[str]]:

@@ -115,7 +115,10 @@ def evaluate(
     arguments: Arguments = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the per-sample JSONL files.")] = None,
 ) -> None:
-    """One exact pass over the evaluation tasks of a CONFIG, or of a RUN's newest weights."""
+    """One exact pass over the evaluation tasks: of a CONFIG, of a RUN's newest weights, of a model.
+
+    A bare model folder needs its tasks as KEY=VALUE: eval.tasks.NAME.data=FILE.
+    """
     from penstock.session import evaluate_once
 
     path, overrides = _split(arguments)

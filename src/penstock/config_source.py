@@ -30,10 +30,12 @@ class LoadedConfig:
     origins: dict[str, str]  # dotted key -> "file NAME" | "command line"
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read and check a config. With neither a file nor `model.path`, the built-in demo."""
+def load_config(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, bare: bool = False
+) -> LoadedConfig:
+    """Read and check a config. Without a file: the built-in demo, or if `bare` the defaults alone."""
     source = DEMO_CONFIG if path is None else Path(path)
-    tree = _read_toml(source)
+    tree = {} if bare else _read_toml(source)
     label = "built-in demo" if path is None else f"file {source}"
     origins = {key: label for key, _ in _leaves(tree)}
     for text in overrides:

@@ -22,6 +22,7 @@ from penstock.engine.protocol import (
     InferenceEngine,
     SamplingParams,
 )
+from penstock.errors import RunError
 from penstock.reward.protocol import Reward
 from penstock.types import Prompt, Rollout, Score, Status
 
@@ -83,8 +84,18 @@ async def evaluate(
     scores = await asyncio.gather(
         *(_score(task, rollout, owner) for rollout, owner in zip(rollouts, owners, strict=True))
     )
+    _check_pinned(task, rollouts, version)
     _write_samples(folder / f"{task.name}-step-{step}.jsonl", owners, rollouts, scores)
     return _summarise(task, rollouts, scores, step=step, version=version)
+
+
+def _check_pinned(task: EvalTask, rollouts: Sequence[Rollout], version: int) -> None:
+    """One evaluation is of one policy: a sample of other weights would make its figures mean nothing."""
+    others = {s.version for rollout in rollouts for s in rollout.segments} - {version}
+    if others:
+        raise RunError(
+            f"evaluation {task.name}: got samples of versions {sorted(others)}, allowed: {version}"
+        )
 
 
 def _request(task: EvalTask, problem: Prompt, index: int) -> GenerationRequest:
@@ -197,6 +208,7 @@ def _write_samples(
                 "response_length": len(rollout.response_ids),
                 "reward": score.value,
                 "finish_reason": rollout.finish_reason,
+                "policy_version": rollout.segments[0].version if rollout.segments else None,
                 "error": rollout.error,
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from penstock import run_folder
@@ -27,23 +27,13 @@ from penstock.job import open_trainer
 from penstock.journal import Journal
 from penstock.launch.services import TrainerPart
 from penstock.recover import newest_checkpoint, recompute, redo
-from penstock.run_folder import CONFIG, RunFolder
+from penstock.run_folder import CONFIG, ORIGIN, Origin, RunFolder
 from penstock.track.fanout import Fanout
 from penstock.track.jsonl import restore_metrics
 from penstock.track.protocol import RunInfo
 from penstock.types import Batch, Group, StepReport
 
-ORIGIN = "origin.json"
 CORRECTION = "algorithm.correction.kind=token_truncate"
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Origin:
-    """Where the rollouts of a fork came from."""
-
-    run: str  # folder of the run that generated them
-    steps: int  # of that run, whose groups are used
-    digest: str  # of its weights after the last of them
 
 
 async def check_run(
@@ -109,12 +99,6 @@ def make_fork(
     return folder
 
 
-def read_origin(folder: RunFolder) -> Origin | None:
-    """Where a fork came from; None: the run generated its own rollouts."""
-    path = folder.path / ORIGIN
-    return Origin(**json.loads(path.read_text())) if path.is_file() else None
-
-
 def _unused_name(parent: RunFolder, algorithm: str | None) -> str:
     name = f"{parent.name}-{(algorithm or 'fork').split(':')[-1]}"
     taken, number = parent.path.with_name(name), 2
@@ -133,7 +117,7 @@ def recorded_groups(journal: Journal, config: Config, last: int) -> Iterator[tup
 
 async def train_fork(folder: RunFolder, note: Callable[[str], None]) -> int:
     """Train a fork, new or resumed, to its end; the number of steps. Cancelled: a checkpoint."""
-    origin = read_origin(folder)
+    origin = folder.origin()
     assert origin is not None, "only a fork is trained from another journal"
     config = folder.config()
     assert config.train.steps is not None, "a fork is made with its number of steps"

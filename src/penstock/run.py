@@ -39,7 +39,7 @@ class Loop:
         async with asyncio.TaskGroup() as self._tasks:
             producing = self._tasks.create_task(job.producer.run(), name="produce")
             if self.step == 0 and job.config.eval.at_start:
-                self._start_evaluation()
+                await self._start_evaluation()
             while self.step < job.total_steps:
                 await self._one_step(self.step + 1)
             await self._settle()
@@ -61,7 +61,7 @@ class Loop:
         job.tracker.log_step(step, report.metrics)
         job.rollout_log.write(batch)
         if self._due(job.config.eval.every_steps) or step == job.total_steps:
-            self._start_evaluation()
+            await self._start_evaluation()
         if job.checkpoints.due(step):
             job.activity = f"copying the state of step {step} for its checkpoint"
             await job.checkpoints.begin(job.trainer)
@@ -78,8 +78,11 @@ class Loop:
         self._job.journal.record_confirmed("engine", handle.version, digest)
         self._job.producer.weights_updated(handle.version)
 
-    def _start_evaluation(self) -> None:
+    async def _start_evaluation(self) -> None:
         self._evaluating = self._tasks.create_task(self._evaluate(self.step), name="evaluate")
+        if self._job.config.eval.blocking:
+            self._job.activity = f"evaluating after step {self.step}"
+            await self._evaluating
 
     async def _evaluate(self, step: int) -> None:
         """Runs beside training; the next weights wait for it, so it is pinned to one version."""

@@ -6,6 +6,7 @@ runs/NAME/  config.toml  configs/until-step-N.toml (earlier ones)  journal.db  m
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import time
@@ -17,7 +18,7 @@ from penstock.config_source import load_config, to_toml
 from penstock.errors import UserError
 
 _UNTIL = "until-step-"
-CONFIG, JOURNAL, METRICS = "config.toml", "journal.db", "metrics.jsonl"
+CONFIG, JOURNAL, METRICS, ORIGIN = "config.toml", "journal.db", "metrics.jsonl", "origin.json"
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,6 +69,20 @@ class RunFolder:
         if after_step and not kept.exists():  # else: no step was done under the config that goes
             _write_whole(kept, (self.path / CONFIG).read_text(encoding="utf-8"))
         _write_whole(self.path / CONFIG, to_toml(config))
+
+    def origin(self) -> Origin | None:
+        """Where a fork's rollouts came from; None: the run generated its own."""
+        path = self.path / ORIGIN
+        return Origin(**json.loads(path.read_text())) if path.is_file() else None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Origin:
+    """Where the rollouts of a fork came from."""
+
+    run: str  # folder of the run that generated them
+    steps: int  # of that run, whose groups are used
+    digest: str  # of its weights after the last of them
 
 
 @dataclass(slots=True, frozen=True)

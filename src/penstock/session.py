@@ -32,7 +32,7 @@ from penstock.recover import (
     recover,
     with_way_out,
 )
-from penstock.replay_run import check_run, make_fork, read_origin, train_fork
+from penstock.replay_run import check_run, make_fork, train_fork
 from penstock.report import write_report
 from penstock.run import Loop
 from penstock.run_folder import RunFolder
@@ -54,7 +54,7 @@ def train_new(config: Config) -> None:
 
 def resume_run(folder: RunFolder, overrides: Sequence[str]) -> None:
     """Go on with a run, with the changes that are allowed between its parts."""
-    if read_origin(folder) is not None:
+    if folder.origin() is not None:
         if overrides:
             raise UserError(
                 f"resume of a fork: got {overrides[0]}, allowed: no changes; fork again"

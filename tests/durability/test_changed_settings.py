@@ -32,6 +32,7 @@ def test_steps_are_redone_with_the_settings_they_had(
     assert [era.last_step for era in killed.eras()] == [3, None]
     assert killed.config().train.lr == 2e-3
     assert server.run("replay", str(killed.path)) == 0, server.output()
+    assert server.run("audit", str(killed.path)) == 0, server.output()
 
 
 def test_a_lost_checkpoint_is_made_up_for_across_the_change(

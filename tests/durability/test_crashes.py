@@ -9,7 +9,10 @@ import os
 import random
 
 import pytest
+from rich.console import Console
 from tiny_run import CrashServer, assert_sound, digests
+
+from penstock.audit import audit_run
 
 CRASHES = int(os.environ.get("PENSTOCK_CRASHES", "25"))
 SEED = int(os.environ.get("PENSTOCK_CRASH_SEED", "0"))
@@ -53,5 +56,6 @@ def test_killed_anywhere_it_goes_on_to_the_same_end(
     assert code == 0, f"{place}, then {again}: {server.output()}"
     assert "Traceback" not in server.output()
     assert_sound(run)
+    assert audit_run(run, console=Console(quiet=True)) == 0
     if strategy == "sync":
         assert digests(run) == expected, f"{place}, then {again}"

@@ -77,6 +77,7 @@ def test_a_fork_with_another_algorithm_stands_on_its_own(
     assert server.run("replay", str(other.path)) == 0, server.output()
     assert equal_steps(server.output()) == STEPS
     assert server.run("report", str(other.path)) == 0, server.output()
+    assert server.run("audit", str(other.path)) == 0, server.output()
     assert recorded_versions(other) == recorded_versions(parent)
 
 
