@@ -7,11 +7,16 @@ sharing a framework. Names are sorted; dtype and shape are part of the identity.
 from __future__ import annotations
 
 import hashlib
+import os
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 DIGEST_BYTES = 16
+BIG_BYTES = 1 << 20  # from here on a tensor is worth a thread's while
+THREADS = min(8, os.cpu_count() or 1)
 
 
 def tensor_digest(name: str, dtype: str, array: np.ndarray) -> bytes:
@@ -31,7 +36,21 @@ def combine_digests(tensor_digests: dict[str, bytes]) -> str:
 
 
 def weights_digest(tensors: Iterable[tuple[str, str, np.ndarray]]) -> str:
-    """Digest of (name, dtype, array) triples. A dtype numpy lacks travels as its bits (uint16)."""
-    return combine_digests(
-        {name: tensor_digest(name, dtype, array) for name, dtype, array in tensors}
-    )
+    """Digest of (name, dtype, array) triples. A dtype numpy lacks travels as its bits (uint16).
+
+    Big tensors are hashed on several threads (hashing lets the interpreter go); at most two for
+    each thread are held at a time, so that an iterable that makes copies stays cheap.
+    """
+    digests: dict[str, bytes] = {}
+    running: deque[tuple[str, Future[bytes]]] = deque()
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as pool:
+        for name, dtype, array in tensors:
+            if array.nbytes < BIG_BYTES:
+                digests[name] = tensor_digest(name, dtype, array)
+                continue
+            running.append((name, pool.submit(tensor_digest, name, dtype, array)))
+            if len(running) >= 2 * THREADS:
+                first, result = running.popleft()
+                digests[first] = result.result()
+        digests.update((name, result.result()) for name, result in running)
+    return combine_digests(digests)
