@@ -38,7 +38,8 @@ STALE = {  # name: (algorithm, lag); a lower rate and more steps than the curves
     "staleness 4, decoupled": ({"name": "grpo", "decoupled": True}, LAG),
     "staleness 4, as it is": ({"name": "grpo"}, LAG),
 }
-STALE_RATE, STALE_STEPS = 1e-4, 40
+STALE_RATE, STALE_STEPS = 1e-4, 48
+FINAL_GROUPS = 64
 
 
 class WeightShelf:
@@ -77,8 +78,11 @@ def demo_config(algorithm: dict[str, Any], **fields: Any) -> Config:
     return config
 
 
-async def train_curve(config: Config, steps: int, lag: int = 0) -> list[float]:
-    """Mean accuracy of what was sampled at each step; filtered groups count too."""
+async def train_curve(config: Config, steps: int, lag: int = 0) -> tuple[list[float], float]:
+    """(accuracy of what was sampled at each step, accuracy of the final weights on new prompts).
+
+    At a lag the samples of a step come from weights of `lag` updates before. Filtered groups count.
+    """
     torch.set_num_threads(config.train.threads)
     task, sampling = config.tasks["train"], config.task_sampling("train")
     chat = ChatTemplate(load_tokenizer(config.model.path))
@@ -103,28 +107,40 @@ async def train_curve(config: Config, steps: int, lag: int = 0) -> list[float]:
             groups, accuracy = await _sample(config, sampler, agent)
             accuracies.append(accuracy)
             await asyncio.to_thread(consumer.train, Batch(step=step, groups=tuple(groups)))
+        shelf.publish()
+        await engine.update_weights(steps, shelf.handle(steps))
+        judged = [sampler.sample_now("train") for _ in range(FINAL_GROUPS)]
+        await asyncio.gather(*(agent.generate_group(group.rollouts) for group in judged))
+        final = _accuracy(judged)
     finally:
         await engine.close()
         await reward.close()
-    return accuracies
+    return accuracies, final
+
+
+def _accuracy(groups: list[Group]) -> float:
+    verdicts = [
+        bool(rollout.score and rollout.score.answer_ok)
+        for group in groups
+        for rollout in group.rollouts
+    ]
+    return sum(verdicts) / len(verdicts)
 
 
 async def _sample(config: Config, sampler: Sampler, agent: SingleTurn) -> tuple[list[Group], float]:
     """One batch of groups that the algorithm's filter keeps, and the accuracy of all drawn."""
     settings, wanted = resolve(config.algorithm), config.train.groups_per_step
     kept: list[Group] = []
-    verdicts: list[bool] = []
     spare: list[Group] = []
     for _ in range(MAX_DRAWS):
         drawn = [sampler.sample_now("train") for _ in range(wanted - len(kept))]
         await asyncio.gather(*(agent.generate_group(group.rollouts) for group in drawn))
         for group in drawn:
-            verdicts += [bool(r.score and r.score.answer_ok) for r in group.rollouts]
             (kept if keep_group(group.rollouts, settings) else spare).append(group)
         if len(kept) == wanted:
             break
-    kept += spare[: wanted - len(kept)]
-    return kept, sum(verdicts) / len(verdicts)
+    accuracy = _accuracy(kept + spare)
+    return kept + spare[: wanted - len(kept)], accuracy
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
@@ -171,8 +187,8 @@ def main() -> None:
             train["lr"] = STALE_RATE
         config = demo_config(algorithm, train=train).model_copy(update={"seed": args.seed})
         steps = STALE_STEPS if name in STALE else args.steps
-        curves[name] = asyncio.run(train_curve(config, steps, lag))
-        print(f"{name}: {curves[name][0]:.2f} -> {_smooth(curves[name])[-1]:.2f}", flush=True)
+        curves[name], final = asyncio.run(train_curve(config, steps, lag))
+        print(f"{name}: {curves[name][0]:.3f} -> {final:.3f} with the final weights", flush=True)
         IMAGES.mkdir(parents=True, exist_ok=True)
         rounded = {key: [round(value, 4) for value in curves[key]] for key in curves}
         table.write_text(json.dumps(rounded, indent=None) + "\n")

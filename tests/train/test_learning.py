@@ -30,13 +30,13 @@ def curve(script, algorithm, steps, lag=0, **train):
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_accuracy_rises(script, name) -> None:
-    accuracies = curve(script, {"name": name}, steps=7)
+    accuracies, _ = curve(script, {"name": name}, steps=7)
     assert np.mean(accuracies[-2:]) > np.mean(accuracies[:2]) + 0.1
 
 
 @pytest.mark.slow
 def test_decoupled_at_staleness_4_ends_within_two_points_of_sync(script) -> None:
-    sync = curve(script, {"name": "grpo"}, steps=40, lr=1e-4)
-    stale = curve(script, {"name": "grpo", "decoupled": True}, steps=40, lag=4, lr=1e-4)
-    assert np.mean(sync[-6:]) > 0.9
-    assert np.mean(stale[-6:]) > np.mean(sync[-6:]) - 0.02
+    _, sync = curve(script, {"name": "grpo"}, steps=48, lr=1e-4)
+    _, stale = curve(script, {"name": "grpo", "decoupled": True}, steps=48, lag=4, lr=1e-4)
+    assert sync > 0.9
+    assert stale > sync - 0.02
