@@ -10,7 +10,7 @@ from fakes import CountingReward, FakeEngine, VirtualClock, make_prompts
 from penstock.agent.single_turn import SingleTurn, annealed_temperature
 from penstock.config import AnnealConfig, SamplingConfig
 from penstock.data.sampler import Sampler
-from penstock.types import Group, Status, expand_segments
+from penstock.types import Group, Rollout, Score, Status, expand_segments
 
 
 def make_group(k: int = 3) -> Group:
@@ -159,5 +159,57 @@ def test_the_temperature_is_annealed_by_policy_version() -> None:
         )
         await loop.generate_group(group.rollouts)
         assert all(r.temperature == pytest.approx(1.0) for r in group.rollouts)
+
+    run(main())
+
+
+class RankReward:
+    """Compares the members of a group: the first gets 0, the next 1, and so on."""
+
+    needs_group = True
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.broken = False
+
+    async def score_group(self, rollouts: list[Rollout], prompts: list[object]) -> list[Score]:
+        self.calls.append(len(rollouts))
+        if self.broken:
+            raise RuntimeError("503")
+        return [Score(float(rank)) for rank in range(len(rollouts))]
+
+
+def test_a_reward_over_the_group_is_asked_once_when_all_are_finished() -> None:
+    async def main() -> None:
+        engine = FakeEngine(length=lambda r: 3 if r.request_id.startswith("t:0.0") else 10)
+        reward = RankReward()
+        loop, group = make_loop(engine, reward), make_group()
+        running = asyncio.create_task(loop.generate_group(group.rollouts))
+        await asyncio.sleep(0.055)
+        await loop.pause()
+        await running
+        assert reward.calls == []
+        assert group.status is Status.ABORTED
+        calls = engine.calls
+        await loop.generate_group(group.rollouts)
+        assert engine.calls == calls + 2  # the finished one is not generated again
+        assert [r.reward for r in group.rollouts] == [0.0, 1.0, 2.0]
+        assert reward.calls == [3]
+
+    run(main())
+
+
+def test_a_fault_of_a_group_reward_fails_the_group_and_keeps_its_responses() -> None:
+    async def main() -> None:
+        engine, reward = FakeEngine(), RankReward()
+        loop, group = make_loop(engine, reward), make_group()
+        reward.broken = True
+        await loop.generate_group(group.rollouts)
+        assert group.status is Status.FAILED
+        assert group.rollouts[0].error == "reward: RuntimeError: 503"
+        reward.broken = False
+        await loop.generate_group(group.rollouts)
+        assert group.status is Status.COMPLETED
+        assert engine.calls == 3
 
     run(main())

@@ -57,7 +57,10 @@ class SingleTurn:
             self._prepare(rollout, enable_partial_rollout)
         await self._generate([r for r in todo if r.finish_reason not in _FINISHED])
         finished = [r for r in todo if r.finish_reason in _FINISHED]
-        await asyncio.gather(*(self._score(rollout) for rollout in finished))
+        if getattr(self._reward, "needs_group", False):
+            await self._score_together(rollouts)
+        else:
+            await asyncio.gather(*(self._score(rollout) for rollout in finished))
         return rollouts
 
     async def pause(self) -> None:
@@ -65,7 +68,8 @@ class SingleTurn:
         await self._abort(list(self._running))
 
     def _prepare(self, rollout: Rollout, keep_partial: bool) -> None:
-        if rollout.status is Status.ABORTED and not keep_partial:
+        finished = rollout.finish_reason in _FINISHED  # and waits for the others to be scored with
+        if rollout.status is Status.ABORTED and not keep_partial and not finished:
             rollout.restart()
         rollout.move_to(Status.INIT)
         rollout.error = ""
@@ -160,6 +164,24 @@ class SingleTurn:
                 _fail(rollout, f"reward: {type(error).__name__}: {error}")
                 return
         rollout.move_to(Status.COMPLETED)
+
+    async def _score_together(self, rollouts: list[Rollout]) -> None:
+        """A reward that compares the members is asked once, when all of them are finished."""
+        if any(rollout.finish_reason not in _FINISHED for rollout in rollouts):
+            for rollout in rollouts:
+                if rollout.status is Status.INIT:
+                    rollout.move_to(Status.ABORTED)  # finished, waiting for the others
+            return
+        prompts = [rollout.prompt for rollout in rollouts]
+        try:
+            scores = await self._reward.score_group(rollouts, prompts)  # type: ignore[attr-defined]
+        except Exception as error:
+            for rollout in rollouts:
+                _fail(rollout, f"reward: {type(error).__name__}: {error}")
+            return
+        for rollout, score in zip(rollouts, scores, strict=True):
+            rollout.score = score
+            rollout.move_to(Status.COMPLETED)
 
 
 def _fail(rollout: Rollout, reason: str) -> None:

@@ -30,6 +30,7 @@ class RolloutLog:
                         "prompt": list(group.prompt.messages),
                         "response": rollout.text,
                         "gt_answer": group.prompt.gt_answer,
+                        "test_cases": group.prompt.test_cases,
                         "reward": rollout.reward,
                         "parts": rollout.score.parts if rollout.score else {},
                         "versions": sorted(set(expand_segments(rollout.segments))),
