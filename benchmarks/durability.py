@@ -1,0 +1,217 @@
+"""What durability costs: journal, digest and checkpoint as a share of a step, and as a run gets longer.
+
+    python benchmarks/durability.py [--steps 40] [--groups 20000] [--digest-mib 512]
+
+Three parts. A real run of the built-in demo in this process, with a checkpoint every fourth step, where the
+calls that wait are timed: their shares of a step, in the first and in the last third of the run. Then the
+journal alone over a long run, to see whether a record costs more when many are there. Then the digest
+alone on weights of a big model's size, on one thread and on all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+console = Console()
+
+
+class Stopwatch:
+    """Seconds spent in chosen methods, per step of the run."""
+
+    def __init__(self) -> None:
+        self.step = 1
+        self.seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+
+    def watch(self, name: str, owner: Any, method: str) -> None:
+        function = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name][self.step] += time.perf_counter() - started
+
+        async def timed_async(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return await function(*args, **kwargs)
+            finally:
+                self.seconds[name][self.step] += time.perf_counter() - started
+
+        setattr(owner, method, timed_async if asyncio.iscoroutinefunction(function) else timed)
+
+    def next_step_after(self, owner: Any, method: str) -> None:
+        function: Callable = getattr(owner, method)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self.step += 1
+            return result
+
+        setattr(owner, method, counted)
+
+
+WATCHED = {
+    "journal: written by its thread": "beside",
+    "journal: loop waits for a batch": "waits",
+    "journal: loop waits for a commit": "waits",
+    "digest in the trainer": "waits",
+    "digest in the engine": "beside",
+    "checkpoint: copy": "waits",
+    "checkpoint: write": "beside",
+}
+
+
+def measure_run(steps: int, every: int) -> None:
+    """Train the demo and print what each part took of a step."""
+    import penstock.engine.weights as engine_weights
+    from penstock.config_source import load_config
+    from penstock.journal import Journal
+    from penstock.journal.writer import Writer
+    from penstock.launch.services import TrainerService
+    from penstock.session import train_new
+    from penstock.track.jsonl import JsonlTracker
+    from penstock.train.consumer import Consumer
+
+    watch = Stopwatch()
+    watch.watch("journal: written by its thread", Writer, "_commit")
+    watch.watch("journal: loop waits for a batch", Journal, "begin_step")
+    watch.watch("journal: loop waits for a commit", Journal, "commit_step")
+    watch.watch("digest in the trainer", Consumer, "digest")
+    watch.watch("digest in the engine", engine_weights, "model_digest")
+    watch.watch("checkpoint: copy", TrainerService, "snapshot")
+    watch.watch("checkpoint: write", TrainerService, "write_snapshot")
+    watch.next_step_after(JsonlTracker, "log_step")
+    with tempfile.TemporaryDirectory() as folder:
+        words = [
+            f"run.dir={folder}",
+            "run.name=run",
+            f"train.steps={steps}",
+            f"checkpoint.every_steps={every}",
+            "launch.kind=inline",
+            "eval.tasks={}",
+            "track.trackers=[]",
+        ]
+        started = time.perf_counter()
+        train_new(load_config(None, words).config)
+        step_s = (time.perf_counter() - started) / steps
+        size = (Path(folder) / "run" / "journal.db").stat().st_size
+    third = steps // 3
+    table = Table("part", "first third, ms", "last third, ms", "share of a step", "", box=None)
+    for name, kind in WATCHED.items():
+        spent = watch.seconds[name]
+        first = statistics.mean(spent[step] for step in range(2, third + 2))
+        last = statistics.mean(spent[step] for step in range(steps - third + 1, steps + 1))
+        share = statistics.mean(spent[step] for step in range(2, steps + 1)) / step_s
+        table.add_row(name, f"{1e3 * first:.2f}", f"{1e3 * last:.2f}", f"{share:.2%}", kind)
+    console.print(
+        f"\nthe demo, {steps} steps of {1e3 * step_s:.0f} ms, a checkpoint every {every}:"
+    )
+    console.print(table)
+    console.print(f"journal: {size / steps / 1024:.1f} KiB a step\n", highlight=False)
+
+
+def measure_long_journal(groups: int, per_step: int = 32) -> None:
+    """Write a long run's records and print the cost of a step in each tenth of it."""
+    from penstock.journal import Journal
+    from penstock.types import StepReport
+
+    async def write(journal: Journal) -> list[float]:
+        times = []
+        for step in range(1, groups // per_step + 1):
+            batch = [made_group((step - 1) * per_step + index) for index in range(per_step)]
+            started = time.perf_counter()
+            for group in batch:
+                journal.drawn(group)
+                await journal.landed(group)
+            await journal.begin_step(step, batch)
+            await journal.commit_step(StepReport(step=step, policy_version=step, digest="d" * 32))
+            times.append(time.perf_counter() - started)
+        return times
+
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal.open(Path(folder) / "journal.db")
+        times = asyncio.run(write(journal))
+        started = time.perf_counter()
+        journal.batch(len(times) // 2)
+        read_ms = 1e3 * (time.perf_counter() - started)
+        journal.close()
+        size = (Path(folder) / "journal.db").stat().st_size
+    tenth = len(times) // 10
+    medians = [statistics.median(times[i * tenth : (i + 1) * tenth]) for i in range(10)]
+    console.print(f"the journal alone, {groups:,} groups of 8 responses of 24 tokens:")
+    console.print(
+        "  ms per step of 32 groups, by tenth of the run: "
+        + " ".join(f"{1e3 * value:.1f}" for value in medians),
+        highlight=False,
+    )
+    console.print(
+        f"  last tenth / first tenth: {medians[-1] / medians[0]:.2f}; a batch is read in "
+        f"{read_ms:.1f} ms; {size / 2**20:.0f} MiB\n",
+        highlight=False,
+    )
+
+
+def made_group(number: int) -> Any:
+    from penstock.types import Group, Prompt, Rollout, Score, Status, VersionSegment
+
+    ids = np.arange(24)
+    prompt = Prompt(f"p:{number}", ({"role": "user", "content": f"question {number}"},), ids[:8])
+    rollouts = []
+    for index in range(8):
+        rollout = Rollout(rollout_id=f"t:{number}.{index}", prompt_ids=prompt.token_ids, seed=0)
+        rollout.append(ids, np.zeros(24, dtype=np.float32), (VersionSegment(number // 32, 24),))
+        rollout.score, rollout.text = Score(1.0), "an answer of about this length"
+        rollout.move_to(Status.COMPLETED)
+        rollouts.append(rollout)
+    return Group(group_id=f"t:{number}", task="t", cursor=number, prompt=prompt, rollouts=rollouts)
+
+
+def measure_digest(mebibytes: int) -> None:
+    """Hash weights of that size on one thread and on all."""
+    from penstock import digest
+
+    tensors = [
+        (f"layer.{i}", "float32", np.full(4 * 2**20, float(i), dtype=np.float32))
+        for i in range(max(1, mebibytes // 16))
+    ]
+    rates = {}
+    for threads in sorted({1, digest.THREADS}):
+        digest.THREADS = threads
+        started = time.perf_counter()
+        digest.weights_digest(tensors)
+        rates[threads] = len(tensors) / 64 / (time.perf_counter() - started)
+    words = ", ".join(f"{rate:.2f} GiB/s on {threads} thread(s)" for threads, rate in rates.items())
+    console.print(f"the digest alone, {mebibytes} MiB: {words}", highlight=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--checkpoint-every", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=20_000)
+    parser.add_argument("--digest-mib", type=int, default=512)
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    console.print(f"{os.cpu_count()} cores, load {load:.1f} before the start", highlight=False)
+    measure_digest(options.digest_mib)
+    measure_long_journal(options.groups)
+    measure_run(options.steps, options.checkpoint_every)
+
+
+if __name__ == "__main__":
+    main()
