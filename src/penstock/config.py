@@ -343,9 +343,9 @@ class LaunchConfig(Section):
 
 class WatchdogConfig(Section):
     stall_s: float = Field(300.0, gt=0)
-    """Report a wait as stuck when nothing moved for so long."""
-    action: Literal["report", "stop"] = "stop"
-    """What follows the report."""
+    """A wait is stuck when its culprit answered nothing and made no progress for so long."""
+    action: Literal["report", "restart", "stop"] = "restart"
+    """What follows the report; restart ends a worker that is stuck (it comes back), and stops for others."""
 
 
 class Config(Section):

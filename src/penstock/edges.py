@@ -37,16 +37,15 @@ class Edges:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.open: dict[int, Edge] = {}
-        self.answered: dict[str, float] = {}  # culprit -> when it last closed an edge
+        self.answered: dict[tuple[str, str], float] = {}  # (culprit, what) -> when, the last time
         self.longest: dict[tuple[str, str], float] = {}  # (culprit, what) -> seconds
         self.moved_at = clock()
         self.on_close: Callable[[Edge], None] = lambda edge: None
-        self.on_open: Callable[[Edge], None] = lambda edge: None
         self._numbers = itertools.count()
 
     @contextmanager
     def wait(self, lane: str, what: str, detail: str = "", *, culprit: str = "") -> Iterator[Edge]:
-        """The edge is open inside; an error closes it too, since it is an answer."""
+        """The edge is open inside. An error is an answer too; a wait that was cancelled had none."""
         number = next(self._numbers)
         edge = Edge(
             lane=lane,
@@ -57,18 +56,25 @@ class Edges:
             task=_current_task(),
         )
         self.open[number] = edge
-        self.on_open(edge)
+        answered = True
         try:
             yield edge
+        except asyncio.CancelledError:
+            answered = False
+            raise
         finally:
             del self.open[number]
-            edge.until = self.moved_at = self.clock()
-            edge.task = None
-            if culprit:
-                key, seconds = (culprit, what), edge.until - edge.since
-                self.answered[culprit] = edge.until
-                self.longest[key] = max(seconds, self.longest.get(key, 0.0))
+            edge.until, edge.task = self.clock(), None
+            if answered:
+                self._note_answer(edge, edge.until)
             self.on_close(edge)
+
+    def _note_answer(self, edge: Edge, now: float) -> None:
+        self.moved_at = now
+        if edge.culprit:
+            key = (edge.culprit, edge.what)
+            self.answered[key] = now
+            self.longest[key] = max(now - edge.since, self.longest.get(key, 0.0))
 
 
 def _current_task() -> asyncio.Task[Any] | None:

@@ -19,6 +19,7 @@ from penstock.config import Config
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.sampler import Sampler
+from penstock.edges import Edges
 from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
@@ -32,11 +33,13 @@ from penstock.produce import IsValidSample, ProduceProgress, Producer, ProduceTa
 from penstock.replay import ReplayBuffer
 from penstock.reward import build_reward
 from penstock.run_folder import RunFolder
+from penstock.timeline_log import TimelineLog
 from penstock.track.fanout import Fanout
 from penstock.track.jsonl import restore_metrics
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
-from penstock.types import Rollout, WeightHandle
+from penstock.types import Batch, Rollout, StepReport, WeightHandle
+from penstock.watchdog import Watchdog, WatchedReward
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,14 +61,40 @@ class Job:
     placement: str  # who sits where
     activity: str = "starting"  # what the trainer's side is doing now, for the display
 
-    def live(self) -> str:
-        """One line: what the trainer does, and who waits for what since when."""
-        waits = [
+    @property
+    def edges(self) -> Edges:
+        return self.workers.around.edges
+
+    def waits(self) -> list[str]:
+        """Who waits for what on the producing side, since when."""
+        return [
             f"{wait.who} waits for {wait.what} ({wait.seconds:.1f} s)"
             for wait in self.producer.snapshot().waits
             if wait.seconds >= 0.1
         ]
-        return "; ".join([self.activity, *waits])
+
+    def live(self) -> str:
+        """One line: what the trainer does, and who waits for what since when."""
+        return "; ".join([self.activity, *self.waits()])
+
+    async def take_batch(self, step: int) -> Batch:
+        with self.edges.wait("loop", "wait", f"groups of step {step}"):
+            return await self.producer.take_batch(step)
+
+    async def commit_step(self, report: StepReport) -> None:
+        with self.edges.wait("loop", "journal", f"step {report.step}", culprit="journal"):
+            await self.journal.commit_step(report)
+
+    def watchdog(self) -> Watchdog:
+        return Watchdog(
+            self.edges,
+            self.config.watchdog,
+            note=self.tracker.note,
+            stack_of=self.workers.stack_of,
+            restart=self.workers.restart,
+            progress_of=self.workers.progress_of,
+            waits=self.waits,
+        )
 
 
 @asynccontextmanager
@@ -75,7 +104,7 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         journal = Journal.open(folder.journal)
         closing.callback(journal.close)
         data, total_steps, workers = await _load_and_launch(config, folder, closing)
-        producer = _producer(config, data, workers.engine, journal, total_steps, closing)
+        producer = _producer(config, data, workers, journal, total_steps, closing)
         job = Job(
             config=config,
             folder=folder,
@@ -102,6 +131,7 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         )
         job.tracker = _tracker(job)
         workers.around.note = job.tracker.note
+        closing.callback(TimelineLog(folder.path / "timeline", workers.around.edges).flush)
         closing.callback(job.tracker.close)
         closing.push_async_callback(job.checkpoints.settle)
         yield job
@@ -196,14 +226,14 @@ def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:
 def _producer(
     config: Config,
     data: _Data,
-    engine: InferenceEngine,
+    workers: Workers,
     journal: Journal,
     total_steps: int,
     closing: AsyncExitStack,
 ) -> Producer:
     buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
     return Producer(
-        tasks=[_task(config, name, data, engine, buffer, closing) for name in config.tasks],
+        tasks=[_task(config, name, data, workers, buffer, closing) for name in config.tasks],
         replay_buffer=buffer,
         journal=journal,
         progress=ProduceProgress.build(list(config.tasks)),
@@ -217,7 +247,7 @@ def _task(
     config: Config,
     name: str,
     data: _Data,
-    engine: InferenceEngine,
+    workers: Workers,
     buffer: ReplayBuffer,
     closing: AsyncExitStack,
 ) -> ProduceTask:
@@ -234,8 +264,8 @@ def _task(
         weight=task.weight,
         strategy=strategy_config(produce).build(sync_weights_interval=config.sync.every_steps),
         agent_loop=agent_class(
-            engine=engine,
-            reward=reward,
+            engine=workers.engine,
+            reward=WatchedReward(reward, name, workers.around.edges),
             sampling=sampling,
             decode=data.chat.decode,
             **task.agent_options,

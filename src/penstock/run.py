@@ -30,31 +30,32 @@ class Loop:
         self._tasks: asyncio.TaskGroup
         self._updating: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
-        self._tokens_before = 0
-        self._waited_before = 0.0
+        self._tokens_before, self._waited_before = 0, 0.0
 
     async def run(self) -> None:
         """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
         job = self._job
         async with asyncio.TaskGroup() as self._tasks:
             producing = self._tasks.create_task(job.producer.run(), name="produce")
+            watching = self._tasks.create_task(job.watchdog().run(), name="watchdog")
             if self.step == 0 and job.config.eval.at_start:
                 await self._start_evaluation()
             while self.step < job.total_steps:
                 await self._one_step(self.step + 1)
             await self._settle()
             producing.cancel()
+            watching.cancel()
         job.activity = "done"
 
     async def _one_step(self, step: int) -> None:
         job, started = self._job, time.monotonic()
         job.activity = f"waiting for the groups of step {step}"
-        batch = await job.producer.take_batch(step)
+        batch = await job.take_batch(step)
         waited = time.monotonic() - started
         job.activity = f"training step {step}"
         report = await job.trainer.train(batch)
         report = await self._with_times(report, started, waited)
-        await job.journal.commit_step(report)
+        await job.commit_step(report)
         self.step = step
         if step % job.config.sync.every_steps == 0 or step == job.total_steps:
             await self._publish()
@@ -88,14 +89,13 @@ class Loop:
         """Runs beside training; the next weights wait for it, so it is pinned to one version."""
         if self._updating is not None:
             await self._updating
-        version = (await self._job.engine.stats()).policy_version
-        folder = self._job.folder.evaluations
-        for task in self._job.eval_tasks:
-            result = await evaluate(
-                self._job.engine, task, step=step, version=version, folder=folder
-            )
+        job, folder = self._job, self._job.folder.evaluations
+        version = (await job.engine.stats()).policy_version
+        for task in job.eval_tasks:
+            with job.edges.wait("eval", "eval", f"{task.name} after step {step}"):
+                result = await evaluate(job.engine, task, step=step, version=version, folder=folder)
             append_summary(folder, result)
-            self._job.tracker.log_eval(step, result.metrics())
+            job.tracker.log_eval(step, result.metrics())
 
     async def _settle(self) -> None:
         """Wait for an update and an evaluation that are under way."""

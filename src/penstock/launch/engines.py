@@ -25,7 +25,7 @@ from penstock.engine.protocol import (
     PauseMode,
 )
 from penstock.errors import EngineError, WorkerDied
-from penstock.launch.supervise import Supervised, Watched
+from penstock.launch.supervise import RESTART, Supervised, Watched
 from penstock.types import WeightHandle
 
 T = TypeVar("T")
@@ -132,7 +132,7 @@ class Engines:
             if all(final):
                 raise EngineError(f"no engine is left: {final[0]}")
             self._news.clear()
-            with self._edges.wait("driver", "an engine to be started again"):
+            with self._edges.wait("driver", RESTART, "engines"):
                 await self._news.wait()
 
     async def _on_a_living_one(self, act: Callable[[], Awaitable[T]]) -> T:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 from penstock.config import Config
 from penstock.engine import ENGINES
-from penstock.engine.protocol import InferenceEngine
+from penstock.engine.protocol import EngineStats, InferenceEngine
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.plugins import load
 from penstock.sync.protocol import WeightSync
@@ -66,6 +66,26 @@ class Workers:
         """From now on a trainer that dies is started again and given to `restore` first."""
         if "trainer" in self.supervised:
             self.supervised["trainer"].prepare = restore
+
+    async def stack_of(self, name: str) -> str:
+        """What a worker is doing; empty where it is a part of this process."""
+        return await self.supervised[name].stack() if name in self.supervised else ""
+
+    async def progress_of(self, name: str) -> object:
+        """A number that changes while an engine decodes; None: it cannot be told."""
+        if not name.startswith("engine"):
+            return None
+        worker = self.supervised.get(name)
+        stats = await (self.engine.stats() if worker is None else worker.call("stats"))
+        return cast(EngineStats, stats).tokens_generated
+
+    async def restart(self, name: str, reason: str) -> bool:
+        """End a worker that does not answer, to have it started again; False: it cannot be."""
+        worker = self.supervised.get(name)
+        if worker is None or worker.prepare is None:
+            return False
+        await worker.replace(reason)
+        return True
 
 
 class TrainerService:

@@ -22,6 +22,7 @@ from penstock.launch.remote import Worker
 
 Spawn = Callable[[], Awaitable[Worker]]
 Prepare = Callable[[Any], Awaitable[None]]
+RESTART = "restart"  # the edge on which others wait for a worker to come back
 _LONGEST_BACKOFF_S = 60.0
 _WHAT = {
     "generate_many": "generate",
@@ -100,7 +101,7 @@ class Supervised:
 
     async def ready(self) -> None:
         """Waits until the worker serves; raises where it was given up. Woken by its supervision."""
-        with self._around.edges.wait("driver", f"{self.name} to be started again"):
+        with self._around.edges.wait("driver", RESTART, self.name):
             await self._settled.wait()
         if self.given_up is not None:
             raise self.given_up
