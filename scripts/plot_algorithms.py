@@ -39,7 +39,7 @@ STALE = {  # name: (algorithm, lag); a lower rate and more steps than the curves
     "staleness 4, as it is": ({"name": "grpo"}, LAG),
 }
 STALE_RATE, STALE_STEPS = 1e-4, 48
-FINAL_GROUPS = 64
+FINAL_GROUPS = 128
 
 
 class WeightShelf:
