@@ -35,12 +35,15 @@ class WandbTracker:
             dir=str(info.folder),
             config=info.config.model_dump(),
         )
+        # An evaluation may end after the next step; W&B's own step only goes up.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
+        self._run.log({**metrics, "step": step})
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
+        self._run.log({**metrics, "step": step})
 
     def note(self, text: str) -> None:
         """Notes are for people."""
