@@ -27,6 +27,8 @@ class Silent:
 
     generate_many = score = train = publish = update_weights = _never
 
+    async def abort(self, request_id: str) -> None: ...
+
 
 class Stage:
     """A virtual clock, edges on it, and a watchdog whose notes are kept."""

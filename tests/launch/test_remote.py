@@ -43,6 +43,9 @@ class Echo:
         self._stopped.wait()
         return "stopped"
 
+    async def block_the_loop(self) -> None:
+        self._stopped.wait()
+
     def request_stop(self) -> None:
         self._stopped.set()
 

@@ -35,8 +35,9 @@ _TIMES_ASKED = 3  # a request that sees so many last engines die is a failure
 class EngineWorker:
     """One supervised engine; its death is an EngineError, of requests a failed generation."""
 
-    def __init__(self, supervised: Supervised, edges: Edges) -> None:
+    def __init__(self, supervised: Supervised, edges: Edges, lost: set[str]) -> None:
         self.supervised = supervised
+        self._lost = lost  # requests that saw their worker die
         self._part: Any = Watched(supervised.name, edges, self._call)
         self._holds: tuple[object, int, str] | None = None  # worker, version, digest
         self._tokens_of_dead, self._tokens = 0, 0
@@ -58,6 +59,7 @@ class EngineWorker:
             made: list[Generation] = await self._part.generate_many(requests)
             return made
         except EngineError as error:
+            self._lost.update(request.request_id for request in requests)
             return [_failed(request, str(error)) for request in requests]
 
     async def abort(self, request_id: str) -> None:
@@ -104,7 +106,8 @@ class Engines:
     """See `InferenceEngine`. Waits for: the first worker that is back. Woken by: the supervision."""
 
     def __init__(self, supervised: list[Supervised], edges: Edges) -> None:
-        self._workers = [EngineWorker(one, edges) for one in supervised]
+        self._lost: set[str] = set()
+        self._workers = [EngineWorker(one, edges, self._lost) for one in supervised]
         members: list[InferenceEngine] = [*self._workers]
         self._pool = EnginePool(members)
         self._edges = edges
@@ -152,14 +155,20 @@ class Engines:
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
         made = await self._pool.generate_many(requests)
         for _ in range(_TIMES_ASKED - 1):
-            failed = [n for n, one in enumerate(made) if one.finish_reason == "error"]
-            if not failed or self._pool.alive:
+            failed = [n for n, one in enumerate(made) if self._is_lost(one)]
+            if not failed:
                 break
             await self._until_one_is_back()
             again = await self._pool.generate_many([requests[n] for n in failed])
             for number, one in zip(failed, again, strict=True):
                 made[number] = one
+        self._lost.difference_update(request.request_id for request in requests)
         return made
+
+    def _is_lost(self, generation: Generation) -> bool:
+        """It failed because its engine died, or because none was left."""
+        dead = generation.request_id in self._lost or not self._pool.alive
+        return generation.finish_reason == "error" and dead
 
     async def abort(self, request_id: str) -> None:
         await self._pool.abort(request_id)

@@ -1,0 +1,291 @@
+"""Restarts: bounded, prepared, told in one line; requests of a dead engine find another one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_remote import Echo  # noqa: F401  (what the worker serves)
+
+from fakes import FakeEngine
+from penstock.config import LaunchConfig
+from penstock.edges import Edges
+from penstock.engine.protocol import GenerationRequest, SamplingParams
+from penstock.errors import EngineError, RunError, WorkerDied
+from penstock.launch.engines import Engines
+from penstock.launch.remote import Remote
+from penstock.launch.supervise import Supervised, Surroundings
+from penstock.types import WeightHandle
+
+ECHO = f"{Path(__file__).with_name('test_remote.py')}:Echo"
+
+
+def settings(**fields: Any) -> LaunchConfig:
+    return LaunchConfig.model_validate({"restart_backoff_s": 0, **fields})
+
+
+class Play:
+    """Supervised workers and what was told of them."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.around = Surroundings(edges=Edges(), note=self.notes.append)
+
+    def echo(self, folder: Path, **fields: Any) -> Supervised:
+        async def spawn() -> Remote:
+            log = folder / "echo.log"
+            return await Remote.start("echo", ECHO, "hello", log_path=log, threads=1, timeout_s=60)
+
+        return Supervised("echo", spawn, settings(**fields), self.around)
+
+
+async def nothing(worker: Any) -> None: ...
+
+
+def test_a_hung_process_is_replaced_and_its_call_fails_at_once(tmp_path: Path) -> None:
+    play = Play()
+
+    async def run() -> str:
+        one = play.echo(tmp_path)
+        one.prepare = nothing
+        await one.start()
+        hanging = asyncio.create_task(one.call("wait_for_stop"))
+        await one.call("greet_async", "is up")
+        assert "wait_for_stop" in await one.stack()
+        await one.replace("it does not answer")
+        with pytest.raises(WorkerDied):
+            await hanging
+        await one.ready()
+        try:
+            return await one.call("greet", "again")
+        finally:
+            await one.close()
+
+    assert asyncio.run(run()) == "hello again"
+    assert play.notes[0] == "echo: it does not answer; it is ended"
+    assert "starting it again (1 of 3)" in play.notes[1]
+    assert play.notes[2].startswith("echo: serves again (pid ")
+
+
+def test_a_blocked_event_loop_still_shows_its_stack(tmp_path: Path) -> None:
+    async def run() -> str:
+        remote = await Remote.start(
+            "echo", ECHO, "hello", log_path=tmp_path / "log", threads=1, timeout_s=60
+        )
+        try:
+            blocked = asyncio.create_task(remote.block_the_loop())
+            await asyncio.sleep(0)
+            text = await remote.stack()
+            blocked.cancel()
+            return text
+        finally:
+            await remote.close()
+
+    assert "block_the_loop" in asyncio.run(run())
+
+
+class FakeWorker:
+    """A worker in memory around a FakeEngine; `die` is its kill -9."""
+
+    def __init__(self, name: str, engine: FakeEngine) -> None:
+        self.name, self.place, self.engine = name, "memory", engine
+        self._dead = asyncio.Event()
+
+    def die(self) -> None:
+        self._dead.set()
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._dead.is_set():
+            raise WorkerDied(f"{self.name}: gone")
+        work = asyncio.ensure_future(getattr(self.engine, method)(*args, **kwargs))
+        dying = asyncio.ensure_future(self._dead.wait())
+        await asyncio.wait([work, dying], return_when=asyncio.FIRST_COMPLETED)
+        dying.cancel()
+        if self._dead.is_set():
+            work.cancel()
+            raise WorkerDied(f"{self.name}: gone")
+        return work.result()
+
+    async def ended(self) -> str:
+        await self._dead.wait()
+        return f"{self.name}: killed"
+
+    async def stack(self) -> str:
+        return ""
+
+    async def kill(self) -> None:
+        self.die()
+
+    async def close(self) -> None:
+        self.die()
+
+
+class Crew(Play):
+    """Engines over fake workers; `made` lists every worker that was ever started, by its engine."""
+
+    def __init__(self, count: int, *, poison: str = "", **fields: Any) -> None:
+        super().__init__()
+        self.made: dict[str, list[FakeWorker]] = {f"engine-{n}": [] for n in range(count)}
+        self._poison = poison
+        self._fields = fields
+
+    async def start(self) -> Engines:
+        supervised = [
+            Supervised(name, self._spawner(name), settings(**self._fields), self.around)
+            for name in self.made
+        ]
+        for one in supervised:
+            await one.start()
+        return Engines(supervised, self.around.edges)
+
+    def _spawner(self, name: str) -> Any:
+        async def spawn() -> FakeWorker:
+            def fail(request: GenerationRequest) -> str:
+                if request.request_id == self._poison:
+                    worker.die()
+                return ""
+
+            worker = FakeWorker(name, FakeEngine(seconds_per_token=0, fail=fail))
+            self.made[name].append(worker)
+            return worker
+
+        return spawn
+
+
+def request(name: str) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_ids=np.array([len(name)], np.int32),
+        sampling=SamplingParams(),
+        seed=1,
+    )
+
+
+HANDLE = WeightHandle(version=1, digest="digest-1", kind="none")
+
+
+def test_requests_of_a_dead_engine_go_to_another_at_once() -> None:
+    async def run() -> None:
+        crew = Crew(2)
+        engines = await crew.start()
+        crew.made["engine-0"][0].die()
+        made = await engines.generate_many([request("a"), request("bb")])
+        assert [one.finish_reason for one in made] == ["stop", "stop"]
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_with_no_engine_left_requests_wait_and_the_new_one_has_the_newest_weights() -> None:
+    async def run() -> None:
+        crew = Crew(1)
+        engines = await crew.start()
+        await engines.update_weights(1, HANDLE)
+        crew.made["engine-0"][0].die()
+        made = await engines.generate(request("a"))
+        assert (made.finish_reason, made.segments[0].version) == ("stop", 1)
+        assert len(crew.made["engine-0"]) == 2
+        assert (await engines.stats()).policy_version == 1
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_weights_that_meet_a_dead_engine_wait_for_its_return() -> None:
+    async def run() -> None:
+        crew = Crew(1)
+        engines = await crew.start()
+        crew.made["engine-0"][0].die()
+        assert await engines.update_weights(1, HANDLE) == "digest-1"
+        assert crew.made["engine-0"][1].engine.version == 1
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_kills_every_engine_is_a_failure_not_the_end() -> None:
+    async def run() -> None:
+        crew = Crew(1, poison="bad", max_restarts=5)
+        engines = await crew.start()
+        assert (await engines.generate(request("bad"))).finish_reason == "error"
+        assert (await engines.generate(request("good"))).finish_reason == "stop"
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_restarts_are_bounded_and_the_end_says_so() -> None:
+    async def run() -> None:
+        crew = Crew(1, poison="bad", max_restarts=1)
+        engines = await crew.start()
+        with pytest.raises(EngineError, match=r"no engine is left: .*launch.max_restarts = 1"):
+            await engines.generate(request("bad"))
+        with pytest.raises(EngineError, match="no engine is left"):
+            await engines.stats()
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_died_inside_its_worker_is_started_again() -> None:
+    async def run() -> None:
+        crew = Crew(2)
+        engines = await crew.start()
+
+        async def broken(*args: Any) -> Any:
+            raise EngineError("engine 0: it died: out of memory")
+
+        crew.made["engine-0"][0].engine.stats = broken  # type: ignore[method-assign]
+        crew.made["engine-0"][0].engine.generate_many = broken  # type: ignore[method-assign]
+        made = await engines.generate_many([request("a"), request("bb"), request("ccc")])
+        assert {one.finish_reason for one in made} == {"stop"}
+        assert any("out of memory; it is ended" in note for note in crew.notes)
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_may_not_be_restarted_is_given_up_with_its_reason(tmp_path: Path) -> None:
+    play = Play()
+
+    async def run() -> None:
+        one = play.echo(tmp_path)
+        await one.start()
+        assert isinstance(one.worker, Remote)
+        os.kill(one.worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="ended unexpectedly"):
+            await one.call("wait_for_stop")
+        with pytest.raises(WorkerDied, match="ended unexpectedly"):
+            await one.ready()
+        await one.close()
+
+    asyncio.run(run())
+    assert play.notes == []
+
+
+def test_a_preparation_that_fails_is_tried_again_and_counted(tmp_path: Path) -> None:
+    play = Play()
+    tries: list[int] = []
+
+    async def prepare(worker: Any) -> None:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise RunError("weights could not be fetched")
+
+    async def run() -> None:
+        one = play.echo(tmp_path)
+        one.prepare = prepare
+        await one.start()
+        await one.replace("a test")
+        await one.ready()
+        assert await one.call("greet", "you") == "hello you"
+        await one.close()
+
+    asyncio.run(run())
+    assert tries == [0, 1]
+    assert "weights could not be fetched; starting it again (2 of 3)" in play.notes[2]
