@@ -149,6 +149,23 @@ def report(
 
 
 @app.command(rich_help_panel="Look")
+def timeline(
+    run: Run,
+    out: Annotated[
+        Path | None, typer.Option(help="Default: RUN/timeline/timeline.html; trace.json beside it.")
+    ] = None,
+) -> None:
+    """Draw who was busy when, with the idle share of each side; and a trace for Perfetto."""
+    from penstock.run_folder import find
+    from penstock.timeline import summary_lines, write_timeline
+
+    folder = find(run)
+    for line in summary_lines(folder):
+        typer.echo(line)
+    typer.echo(write_timeline(folder, out))
+
+
+@app.command(rich_help_panel="Look")
 def rollouts(
     run: Run,
     where: Annotated[str | None, typer.Option(help="SQL condition on the view `rollouts`.")] = None,

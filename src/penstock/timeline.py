@@ -1,0 +1,223 @@
+"""`penstock timeline RUN`: who was busy when, as a Gantt page and as a Chrome trace. Layer 7.
+
+Reads RUN/timeline/events.jsonl (`timeline_log.py`). A lane is busy while at least one of its calls
+is under way; its idle share is the rest of the run's time. The page needs nothing but a browser; the
+trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import UserError
+from penstock.run_folder import RunFolder
+from penstock.timeline_log import FILE
+
+_WIDTH, _ROW, _LEFT, _TOP = 1200, 26, 150, 34
+_MOST_BARS = 4000  # in a lane; closer ones are drawn as one
+_COLOURS = {
+    "generate": "#2a78b5",
+    "train": "#c2571a",
+    "sync": "#7a4fa3",
+    "publish": "#a3719f",
+    "reward": "#3a8f5c",
+    "wait": "#c9c9c9",
+    "eval": "#b08b1e",
+    "checkpoint": "#6b6b6b",
+    "write checkpoint": "#9a9a9a",
+    "journal": "#84a59d",
+    "restart": "#c0392b",
+}
+_WAITING = ("wait", "restart")  # an open wait is not work
+
+
+@dataclass(slots=True, frozen=True)
+class Event:
+    """One closed edge; seconds since the epoch."""
+
+    lane: str
+    what: str
+    start: float
+    end: float
+    detail: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class Lane:
+    """One side's time."""
+
+    name: str
+    busy_s: float
+    total_s: float
+
+    @property
+    def idle_share(self) -> float:
+        return 1.0 - self.busy_s / self.total_s if self.total_s else 0.0
+
+
+def read_events(folder: RunFolder) -> list[Event]:
+    """The events of a run in time order; a last line that was cut off is left out."""
+    path = folder.path / "timeline" / FILE
+    if not path.exists():
+        raise UserError(f"run {folder.path}: got no {path.name}, allowed: a run that wrote one")
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            events.append(Event(**json.loads(line)))
+        except (json.JSONDecodeError, TypeError):
+            continue
+    return sorted(events, key=lambda event: (event.start, -event.end))
+
+
+def lanes(events: list[Event]) -> list[Lane]:
+    """Busy and total time of every lane: trainer, engines, then the others."""
+    if not events:
+        return []
+    total = max(event.end for event in events) - min(event.start for event in events)
+    by_lane: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        by_lane[event.lane].append(event)
+    found = [
+        Lane(
+            name,
+            sum(end - start for start, end in merge(e for e in own if e.what not in _WAITING)),
+            total,
+        )
+        for name, own in by_lane.items()
+    ]
+    return sorted(found, key=lambda lane: (_rank(lane.name), lane.name))
+
+
+def _rank(name: str) -> int:
+    order = ("trainer", "engine", "rewards", "eval", "checkpoint", "loop")
+    return next((n for n, start in enumerate(order) if name.startswith(start)), len(order))
+
+
+def merge(events: Iterable[Event], gap_s: float = 0.0) -> list[tuple[float, float]]:
+    """Intervals in which at least one event is open; closer than `gap_s` are one."""
+    merged: list[tuple[float, float]] = []
+    for event in sorted(events, key=lambda e: e.start):
+        if merged and event.start <= merged[-1][1] + gap_s:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], event.end))
+        else:
+            merged.append((event.start, event.end))
+    return merged
+
+
+def chrome_trace(events: list[Event]) -> dict[str, object]:
+    """The Trace Event Format: complete events, one thread for each lane and overlapping call."""
+    begin = events[0].start if events else 0.0
+    rows: dict[tuple[str, int], int] = {}
+    free_at: dict[str, list[float]] = defaultdict(list)
+    trace: list[dict[str, object]] = []
+    for event in events:
+        ends = free_at[event.lane]
+        depth = next((n for n, end in enumerate(ends) if end <= event.start), len(ends))
+        ends[depth : depth + 1] = [event.end]
+        row = rows.setdefault((event.lane, depth), len(rows) + 1)
+        trace.append(
+            {
+                "name": event.what,
+                "cat": event.lane,
+                "ph": "X",
+                "ts": round((event.start - begin) * 1e6),
+                "dur": round((event.end - event.start) * 1e6),
+                "pid": 1,
+                "tid": row,
+                "args": {"detail": event.detail},
+            }
+        )
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": row, "args": {"name": lane}}
+        for (lane, _), row in rows.items()
+    ]
+    return {"traceEvents": [*names, *trace], "displayTimeUnit": "ms"}
+
+
+def write_timeline(folder: RunFolder, out: Path | None = None) -> Path:
+    """Write the page (RUN/timeline/timeline.html by default) and trace.json beside it."""
+    events = read_events(folder)
+    path = out or folder.path / "timeline" / "timeline.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(folder.name, events), encoding="utf-8")
+    path.with_name("trace.json").write_text(json.dumps(chrome_trace(events)), encoding="utf-8")
+    return path
+
+
+def summary_lines(folder: RunFolder) -> list[str]:
+    """The idle share of every side, in words."""
+    return [
+        f"{lane.name:<20} busy {lane.busy_s:8.1f} s of {lane.total_s:.1f} s, idle {lane.idle_share:5.1%}"
+        for lane in lanes(read_events(folder))
+    ]
+
+
+def render(name: str, events: list[Event]) -> str:
+    """One HTML page with an SVG inside: no script, nothing fetched."""
+    sides = lanes(events)
+    height = _TOP + _ROW * len(sides) + 20
+    begin = events[0].start if events else 0.0
+    total = sides[0].total_s if sides else 1.0
+    body = [_axis(total, height)]
+    for row, lane in enumerate(sides):
+        own = [event for event in events if event.lane == lane.name]
+        body.append(_row(row, lane, own, begin, total))
+    legend = " ".join(
+        f'<span><i style="background:{colour}"></i>{what}</span>'
+        for what, colour in _COLOURS.items()
+        if any(event.what == what for event in events)
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(name)}: timeline</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<style>
+body {{ font: 14px/1.4 system-ui, sans-serif; margin: 24px; color: #222; background: #fff; }}
+svg {{ width: 100%; height: auto; }} text {{ font: 12px system-ui, sans-serif; fill: #222; }}
+.idle {{ fill: #777; }} span {{ margin-right: 14px; }}
+i {{ display: inline-block; width: 10px; height: 10px; margin-right: 4px; }}
+</style></head><body>
+<h1>{html.escape(name)}: who was busy when</h1>
+<p>{legend}</p>
+<svg viewBox="0 0 {_LEFT + _WIDTH + 90} {height}" role="img" aria-label="Gantt chart of the run">
+{"".join(body)}
+</svg></body></html>
+"""
+
+
+def _axis(total: float, height: int) -> str:
+    ticks = []
+    for part in range(6):
+        x = _LEFT + _WIDTH * part / 5
+        ticks.append(
+            f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{_TOP - 8}" y2="{height - 16}" stroke="#ddd"/>'
+            f'<text x="{x:.0f}" y="{_TOP - 14}" text-anchor="middle">{total * part / 5:.1f} s</text>'
+        )
+    ticks.append(f'<text x="{_LEFT + _WIDTH + 40}" y="{_TOP - 14}">idle</text>')
+    return "".join(ticks)
+
+
+def _row(row: int, lane: Lane, events: list[Event], begin: float, total: float) -> str:
+    y = _TOP + _ROW * row
+    bars = [f'<text x="0" y="{y + 16}">{html.escape(lane.name)}</text>']
+    kinds: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        kinds[event.what].append(event)
+    waits_first = sorted(kinds, key=lambda what: what not in _WAITING)
+    for what in waits_first:
+        colour = _COLOURS.get(what, "#444")
+        for start, end in merge(kinds[what], gap_s=total / _MOST_BARS):
+            x = _LEFT + _WIDTH * (start - begin) / total
+            width = max(0.4, _WIDTH * (end - start) / total)
+            bars.append(
+                f'<rect x="{x:.2f}" y="{y + 3}" width="{width:.2f}" height="{_ROW - 8}" fill="{colour}">'
+                f"<title>{html.escape(what)} {end - start:.2f} s</title></rect>"
+            )
+    bars.append(
+        f'<text class="idle" x="{_LEFT + _WIDTH + 40}" y="{y + 16}">{lane.idle_share:.1%}</text>'
+    )
+    return "".join(bars)

@@ -1,0 +1,79 @@
+"""The timeline adds up: busy time is a union, idle shares follow, page and trace are whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.edges import Edges
+from penstock.errors import UserError
+from penstock.run_folder import RunFolder
+from penstock.timeline import chrome_trace, lanes, read_events, summary_lines, write_timeline
+from penstock.timeline_log import TimelineLog
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """Two overlapping generations of 2 s in 10 s, one step of 4 s, a wait of 6 s before it."""
+    clock = Clock()
+    edges = Edges(clock)
+    log = TimelineLog(tmp_path / "timeline", edges)
+    with edges.wait("loop", "wait", "groups of step <1>"):
+        with edges.wait("engine-0", "generate", culprit="engine-0"):
+            clock.now += 1
+            with edges.wait("engine-0", "generate", culprit="engine-0"):
+                clock.now += 1
+        clock.now += 4
+    with edges.wait("trainer", "train", culprit="trainer"):
+        clock.now += 4
+    log.flush()
+    return RunFolder(tmp_path)
+
+
+def test_busy_time_is_a_union_and_waits_are_idle(run: RunFolder) -> None:
+    found = {lane.name: lane for lane in lanes(read_events(run))}
+    assert list(found) == ["trainer", "engine-0", "loop"]
+    assert found["engine-0"].busy_s == pytest.approx(2)
+    assert found["engine-0"].idle_share == pytest.approx(0.8)
+    assert found["trainer"].idle_share == pytest.approx(0.6)
+    assert found["loop"].busy_s == 0
+    assert "idle 80.0%" in summary_lines(run)[1]
+
+
+def test_the_trace_has_every_event_and_overlaps_get_rows_of_their_own(run: RunFolder) -> None:
+    trace = chrome_trace(read_events(run))["traceEvents"]
+    calls = [event for event in trace if event["ph"] == "X"]
+    assert [event["name"] for event in calls] == ["wait", "generate", "generate", "train"]
+    first, second = (event for event in calls if event["name"] == "generate")
+    assert first["tid"] != second["tid"]
+    assert (first["dur"], second["dur"]) == (2_000_000, 1_000_000)
+
+
+def test_page_and_trace_are_written_and_text_is_escaped(run: RunFolder) -> None:
+    page = write_timeline(run)
+    text = page.read_text()
+    assert "<svg" in text
+    assert "80.0%" in text
+    assert "<1>" not in text
+    assert "<script" not in text
+    assert json.loads(page.with_name("trace.json").read_text())["traceEvents"]
+
+
+def test_a_cut_off_last_line_is_left_out(run: RunFolder) -> None:
+    path = run.path / "timeline" / "events.jsonl"
+    path.write_text(path.read_text() + '{"lane": "tr')
+    assert len(read_events(run)) == 4
+
+
+def test_a_run_without_events_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"got no events\.jsonl"):
+        read_events(RunFolder(tmp_path))
