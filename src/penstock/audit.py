@@ -93,6 +93,7 @@ def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | No
             allowed[name] = max(bound, allowed.get(name, 0))
     journal = Journal.open(folder.journal, readonly=True)
     try:
+        journal.check_file()
         found = audit_journal(journal, allowed, recorded=origin is not None)
     finally:
         journal.close()
@@ -136,6 +137,7 @@ def audit_journal(
         *_life_faults(journal),
         *_batch_faults(journal),
         *chain_faults(journal, recorded=recorded),
+        *(f"{what}: it is not what was written" for what in journal.damaged_payloads()),
         *stale_faults,
     ]
     for name, task in tasks.items():

@@ -7,12 +7,14 @@ depend on the problem alone. A failed request counts as a wrong answer and is co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from penstock.errors import RunError
 from penstock.reward.protocol import Reward
 from penstock.types import Prompt, Rollout, Score, Status
 
+SUMMARY = "summary.jsonl"
 _Z95 = 1.959963984540054
 
 
@@ -217,5 +220,29 @@ def _write_samples(
 def append_summary(folder: Path, result: EvalResult) -> None:
     """One line per evaluation in eval/summary.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "summary.jsonl").open("a", encoding="utf-8") as file:
+    with (folder / SUMMARY).open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(result)) + "\n")
+
+
+def restore_summaries(folder: Path, last_step: int) -> None:
+    """Before a run goes on: cut a torn line, and lines of steps that were lost."""
+    path = folder / SUMMARY
+    if path.is_file():
+        lines = [json.dumps(line) for line in _summaries(folder) if line["step"] <= last_step]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def not_evaluated(tasks: Sequence[EvalTask], folder: Path, step: int) -> list[EvalTask]:
+    """The tasks that have no result of that step yet; a resumed run asks."""
+    done = {line["task"] for line in _summaries(folder) if line["step"] == step}
+    return [task for task in tasks if task.name not in done]
+
+
+def _summaries(folder: Path) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    path = folder / SUMMARY
+    if path.is_file():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict) and {"task", "step"} <= line.keys()]

@@ -140,13 +140,15 @@ async def redo(
     """
     journalled = {report.step: report for report in journal.steps()} if first <= last else {}
     strict = not repair or await trainer.is_exact()
+    told = False
     for step in range(first, last + 1):
         report = await trainer.train(journal.batch(step))
         before = journalled[step]
         if report.digest != before.digest:
             if strict:
                 raise DigestMismatch(_difference(report, before))
-            if step == first:
+            if not told:
+                told = True
                 note(f"step {step} redone: this device does not repeat bits; going on from there")
             await journal.commit_step(replace(report, metrics=before.metrics))
         yield report

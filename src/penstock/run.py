@@ -16,7 +16,7 @@ import asyncio
 import time
 from dataclasses import replace
 
-from penstock.evaluate import append_summary, evaluate
+from penstock.evaluate import append_summary, evaluate, not_evaluated
 from penstock.job import Job
 from penstock.types import StepReport, WeightHandle
 
@@ -38,7 +38,7 @@ class Loop:
         async with asyncio.TaskGroup() as self._tasks:
             producing = self._tasks.create_task(job.producer.run(), name="produce")
             watching = self._tasks.create_task(job.watchdog().run(), name="watchdog")
-            if self.step == 0 and job.config.eval.at_start:
+            if self._evaluation_due():  # of a resumed run: where it was not done yet
                 await self._start_evaluation()
             while self.step < job.total_steps:
                 await self._one_step(self.step + 1)
@@ -61,7 +61,7 @@ class Loop:
             await self._publish()
         job.tracker.log_step(step, report.metrics)
         job.rollout_log.write(batch)
-        if self._due(job.config.eval.every_steps) or step == job.total_steps:
+        if self._evaluation_due():
             await self._start_evaluation()
         if job.checkpoints.due(step):
             job.activity = f"copying the state of step {step} for its checkpoint"
@@ -91,7 +91,7 @@ class Loop:
             await self._updating
         job, folder = self._job, self._job.folder.evaluations
         version = (await job.engine.stats()).policy_version
-        for task in job.eval_tasks:
+        for task in not_evaluated(job.eval_tasks, folder, step):
             with job.edges.wait("eval", "eval", f"{task.name} after step {step}"):
                 result = await evaluate(job.engine, task, step=step, version=version, folder=folder)
             append_summary(folder, result)
@@ -116,5 +116,9 @@ class Loop:
         self._tokens_before, self._waited_before = tokens, producer_waited
         return replace(report, metrics={**report.metrics, **times})
 
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+    def _evaluation_due(self) -> bool:
+        settings = self._job.config.eval
+        if self.step == 0:
+            return settings.at_start
+        every, last = settings.every_steps, self.step == self._job.total_steps
+        return last or (every > 0 and self.step % every == 0)

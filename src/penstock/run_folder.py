@@ -6,10 +6,12 @@ runs/NAME/  config.toml  configs/until-step-N.toml (earlier ones)  journal.db  m
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +71,23 @@ class RunFolder:
         if after_step and not kept.exists():  # else: no step was done under the config that goes
             _write_whole(kept, (self.path / CONFIG).read_text(encoding="utf-8"))
         _write_whole(self.path / CONFIG, to_toml(config))
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """One process writes a run; a dead one, however it died, holds no lock."""
+        with (self.path / "lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read().strip()
+                raise UserError(
+                    f"run: {self.path} is being trained by process {owner}; allowed: one at a time"
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
 
     def origin(self) -> Origin | None:
         """Where a fork's rollouts came from; None: the run generated its own."""

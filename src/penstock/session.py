@@ -20,7 +20,7 @@ from penstock.config import Config
 from penstock.config_changes import Change, allowed_changes
 from penstock.config_source import load_config
 from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError
-from penstock.evaluate import EvalResult, evaluate
+from penstock.evaluate import EvalResult, evaluate, restore_summaries
 from penstock.job import open_evaluation, open_job
 from penstock.journal import Journal
 from penstock.recover import (
@@ -45,7 +45,8 @@ def train_new(config: Config) -> None:
     """Make the run folder and train to the end."""
     folder = run_folder.create(config)
     try:
-        asyncio.run(_train(config, folder, resumed=False))
+        with folder.lock():
+            asyncio.run(_train(config, folder, resumed=False))
     except UserError:
         if not run_folder.has_progress(folder.path):
             run_folder.remove(folder)
@@ -54,6 +55,11 @@ def train_new(config: Config) -> None:
 
 def resume_run(folder: RunFolder, overrides: Sequence[str]) -> None:
     """Go on with a run, with the changes that are allowed between its parts."""
+    with folder.lock():
+        _resume_locked(folder, overrides)
+
+
+def _resume_locked(folder: RunFolder, overrides: Sequence[str]) -> None:
     if folder.origin() is not None:
         if overrides:
             raise UserError(
@@ -77,7 +83,8 @@ def replay_run(
     """Recompute a run and compare its digests, or fork it with another algorithm or settings."""
     if algorithm is not None or overrides:
         fork = make_fork(folder, algorithm, overrides, to_step)
-        asyncio.run(_train_fork(fork))
+        with fork.lock():
+            asyncio.run(_train_fork(fork))
         return
     with ReplayProgress(folder.name) as progress:
         steps = asyncio.run(check_run(folder, to_step, progress.step))
@@ -126,6 +133,8 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
             job.tracker.note(job.placement)
         first_step = await recover(job) if resumed else await begin(job)
         keep_trainer_alive(job)
+        if resumed:
+            restore_summaries(folder.evaluations, first_step)
         if resumed and config != folder.config():
             folder.change_config(config, after_step=first_step)
         loop = Loop(job, first_step=first_step)

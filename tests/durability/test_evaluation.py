@@ -45,6 +45,20 @@ def test_every_sample_of_an_evaluation_is_of_one_version(evaluated: RunFolder) -
         assert summary["policy_version"] == summary["step"]
 
 
+def test_an_evaluation_that_a_kill_cut_short_is_made_up_for(server: CrashServer) -> None:
+    """Killed while the start is being evaluated, and again after the last step was committed."""
+    name, place = "evaluated-killed", ["eval.every_steps=2", "produce.strategy=sync"]
+    run, code = server.train(name, *TASKS, *place, point="before step", number=1)
+    assert code == -9
+    assert server.run("resume", str(run.path), point="after metrics line", number=4) == -9
+    assert server.run("resume", str(run.path)) == 0, server.output()
+    summaries = lines(run.evaluations / "summary.jsonl")
+    assert sorted((s["step"], s["task"]) for s in summaries) == [
+        (step, task) for step in (0, 2, 4) for task in ("a", "b")
+    ]
+    assert all(s["policy_version"] == s["step"] for s in summaries)
+
+
 def test_each_task_has_its_own_sampling(evaluated: RunFolder) -> None:
     counts = {
         s["task"]: (s["samples"], sorted(s["pass_at"]))

@@ -57,7 +57,7 @@ def decode_rollout(
     data: bytes, rollout_id: str, prompt: Prompt, *, text: str | None = None
 ) -> Rollout:
     """The inverse; `text` where it was kept elsewhere."""
-    if data[-_CHECK.size :] != _check_sum(data[: -_CHECK.size], text):
+    if not is_intact(data, text):
         raise JournalDamaged(f"journal: rollout {rollout_id} is not what was written")
     codec, flags, num_segments, tokens, tail_bytes, seed, temperature, issued = _HEADER.unpack_from(
         data
@@ -129,7 +129,7 @@ def encode_prompt(prompt: Prompt) -> bytes:
 
 def decode_prompt(stored: bytes) -> Prompt:
     data = stored[: -_CHECK.size]
-    if stored[-_CHECK.size :] != _check_sum(data):
+    if not is_intact(stored):
         raise JournalDamaged(f"journal: a prompt is not what was written: {data[:60]!r}")
     codec, _, size = _GROUP.unpack_from(data)
     _check_codec(codec)
@@ -189,6 +189,11 @@ def decode_group(data: bytes) -> Group:
 def stored_text(text: str) -> str:
     """The text as SQLite can hold it: without lone surrogates."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def is_intact(data: bytes, text: str | None = None) -> bool:
+    """Whether a stored payload is what was written."""
+    return data[-_CHECK.size :] == _check_sum(data[: -_CHECK.size], text)
 
 
 def _check_sum(body: bytes, text: str | None = None) -> bytes:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock.errors import JournalDamaged, RunError
 from penstock.journal import records
-from penstock.journal.codec import decode_prompt, decode_rollout
+from penstock.journal.codec import decode_prompt, decode_rollout, is_intact
 from penstock.journal.schema import open_database
 from penstock.journal.writer import Writer
 from penstock.types import Batch, Group, Prompt, Status, StepReport
@@ -182,6 +182,13 @@ class Journal:
             raise RunError(f"journal {self.path}: cannot read: {error}") from error
         except sqlite3.Error as error:
             raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
+
+    def damaged_payloads(self) -> list[str]:
+        """Rollouts and prompts that are not what was written; reads all of them."""
+        rollouts = self._reader.execute("SELECT rollout_id, data, text FROM rollout_rows")
+        damaged = [f"rollout {name}" for name, data, text in rollouts if not is_intact(data, text)]
+        prompts = self._reader.execute("SELECT prompt_id, data FROM prompt_rows")
+        return damaged + [f"prompt {name}" for name, data in prompts if not is_intact(data)]
 
     def check_file(self) -> None:
         """Raise where the file's structure is damaged; reads all of it."""
