@@ -24,13 +24,14 @@ _GROUP = struct.Struct("<BHI")  # codec, rollouts, bytes of the JSON head
 _CHECK = struct.Struct("<I")  # at the end of a payload
 _SEGMENT = struct.Struct("<II")  # version, tokens
 _ALL_TRAINED = 1
+_IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _STATUSES = {status.value: status for status in Status}
 
 
 def encode_rollout(rollout: Rollout, *, with_text: bool = True) -> bytes:
     """All of a rollout but its prompt; the text may be kept elsewhere."""
     tail = _to_json(_tail(rollout, with_text))
-    all_trained = bool(rollout.loss_mask.all())
+    all_trained = 0 not in rollout.loss_mask.tobytes()
     header = _HEADER.pack(
         CODEC_VERSION,
         _ALL_TRAINED if all_trained else 0,
@@ -41,15 +42,15 @@ def encode_rollout(rollout: Rollout, *, with_text: bool = True) -> bytes:
         rollout.temperature,
         rollout.issued_version,
     )
-    segments = b"".join(struct.pack("<II", s.version, s.length) for s in rollout.segments)
+    segments = b"".join([_SEGMENT.pack(s.version, s.length) for s in rollout.segments])
     mask = b"" if all_trained else np.packbits(rollout.loss_mask).tobytes()
-    ids = np.asarray(rollout.response_ids, dtype="<i4").tobytes()
-    logprobs = np.asarray(rollout.logprobs, dtype="<f4").tobytes()
+    ids = _little(rollout.response_ids, _IDS)
+    logprobs = _little(rollout.logprobs, _LOGPROBS)
     body = b"".join((header, ids, logprobs, mask, segments, tail))
     return body + _check_sum(body, None if with_text else stored_text(rollout.text))
 
 
-def _little(array: np.ndarray, dtype: str) -> bytes:
+def _little(array: np.ndarray, dtype: np.dtype) -> bytes:
     return (array if array.dtype == dtype else array.astype(dtype)).tobytes()
 
 

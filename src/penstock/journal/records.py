@@ -6,10 +6,12 @@ here, on the writer's side. Callers leave a group alone until its record is dura
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from penstock.errors import RunError
 from penstock.journal.codec import encode_prompt, encode_rollout, stored_text
@@ -33,14 +35,20 @@ class Drawn:
     prompt: Prompt
     new_prompt: bool
 
-    def write(self, db: sqlite3.Connection) -> None:
-        if self.new_prompt:
-            row = (self.task, self.prompt.prompt_id, encode_prompt(self.prompt))
-            db.execute("INSERT OR IGNORE INTO prompt_rows VALUES (?, ?, ?)", row)
-        db.execute(
+    @classmethod
+    def write_all(cls, db: sqlite3.Connection, records: Sequence[Drawn]) -> None:
+        db.executemany(
+            "INSERT OR IGNORE INTO prompt_rows VALUES (?, ?, ?)",
+            [
+                (r.task, r.prompt.prompt_id, encode_prompt(r.prompt))
+                for r in records
+                if r.new_prompt
+            ],
+        )
+        db.executemany(
             "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place)"
             " VALUES (?, ?, ?, ?, ?, 'in_flight')",
-            (self.group_id, self.task, self.cursor, self.prompt.prompt_id, self.at),
+            [(r.group_id, r.task, r.cursor, r.prompt.prompt_id, r.at) for r in records],
         )
 
 
@@ -53,35 +61,36 @@ class Landed:
     place: str  # buffered | dropped | in_flight (it failed and will be tried again at once)
     drop_reason: str | None = None
 
-    def write(self, db: sqlite3.Connection) -> None:
+    @classmethod
+    def write_all(cls, db: sqlite3.Connection, records: Sequence[Landed]) -> None:
+        rollouts: list[tuple] = []
+        groups: list[tuple] = []
+        events: list[tuple] = []
+        for record in records:
+            record._add_rows(rollouts, groups, events)
+        db.executemany(_INSERT_ROLLOUT, rollouts)
+        changed = db.executemany(
+            "UPDATE group_rows SET place = ?, status = ?, tries = ?, oldest_version = ?, num_tokens = ?,"
+            " reward = ?, landed_at = ?, drop_reason = ?, error = ? WHERE group_id = ?",
+            groups,
+        ).rowcount
+        _expect(len(records), changed, [record.group.group_id for record in records])
+        db.executemany(_INSERT_EVENT, events)
+
+    def _add_rows(self, rollouts: list[tuple], groups: list[tuple], events: list[tuple]) -> None:
         group, status = self.group, self.group.status.value
         scores = [r.score.value for r in group.rollouts if r.score is not None]
         reward = sum(scores) / len(scores) if scores else None
         oldest, tokens = group.oldest_version, group.num_response_tokens
-        db.executemany(
-            _INSERT_ROLLOUT,
-            [_rollout_row(group.group_id, number, r) for number, r in enumerate(group.rollouts)],
+        error = stored_text(group.error)
+        rollouts.extend(
+            _rollout_row(group.group_id, number, r) for number, r in enumerate(group.rollouts)
         )
-        changed = db.execute(
-            "UPDATE group_rows SET place = ?, status = ?, tries = ?, oldest_version = ?, num_tokens = ?,"
-            " reward = ?, landed_at = ?, drop_reason = ?, error = ? WHERE group_id = ?",
-            (
-                self.place,
-                status,
-                group.tries,
-                oldest,
-                tokens,
-                reward,
-                self.at,
-                self.drop_reason,
-                stored_text(group.error),
-                group.group_id,
-            ),
-        ).rowcount
-        _expect_one(changed, group.group_id)
+        fate = (oldest, tokens, reward, self.at, self.drop_reason, error, group.group_id)
+        groups.append((self.place, status, group.tries, *fate))
         kind = self.drop_reason if self.drop_reason == "filtered" else "landed"
-        event = (self.at, group.group_id, kind, status, group.tries, stored_text(group.error))
-        db.execute(_INSERT_EVENT, (*event, tokens, reward, oldest))
+        event = (self.at, group.group_id, kind, status, group.tries, error)
+        events.append((*event, tokens, reward, oldest))
 
 
 @dataclass(slots=True, frozen=True)
@@ -102,7 +111,7 @@ class Moved:
             "UPDATE group_rows SET place = ?, status = ?, tries = ?, drop_reason = ? WHERE group_id = ?",
             (self.place, self.status, self.tries, self.drop_reason, self.group_id),
         ).rowcount
-        _expect_one(changed, self.group_id)
+        _expect(1, changed, [self.group_id])
         event = (self.at, self.group_id, self.kind, self.status, self.tries)
         db.execute(_INSERT_EVENT, (*event, stored_text(self.reason), None, None, None))
 
@@ -175,6 +184,17 @@ class WeightsSeen:
 Record = Drawn | Landed | Moved | StepBegun | StepCommitted | WeightsSeen
 
 
+def write_in_order(db: sqlite3.Connection, records: Sequence[Record]) -> None:
+    """Write the records one after another; runs of those that come in numbers go in one call."""
+    for kind, run in itertools.groupby(records, type):
+        same = cast(Any, list(run))
+        if kind in (Drawn, Landed):
+            cast(Any, kind).write_all(db, same)
+        else:
+            for record in same:
+                record.write(db)
+
+
 def _rollout_row(group_id: str, number: int, rollout: Rollout) -> tuple:
     segments = rollout.segments
     return (
@@ -194,6 +214,7 @@ def _rollout_row(group_id: str, number: int, rollout: Rollout) -> tuple:
     )
 
 
-def _expect_one(changed: int, group_id: str) -> None:
-    if changed != 1:
-        raise RunError(f"journal: got a record of group {group_id}, which was never drawn")
+def _expect(expected: int, changed: int, group_ids: Sequence[str]) -> None:
+    if changed != expected:
+        named = ", ".join(group_ids[:5])
+        raise RunError(f"journal: got a record of a group that was never drawn, among {named}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import PenstockError, RunError
-from penstock.journal.records import Record
+from penstock.journal.records import Record, write_in_order
 
 _MOST_PER_COMMIT = 2048
 
@@ -139,8 +139,7 @@ class Writer:
             return
         try:
             self._database.execute("BEGIN IMMEDIATE")
-            for record in records:
-                record.write(self._database)
+            write_in_order(self._database, records)
             self._database.execute("COMMIT")
         except PenstockError as error:
             self._fail(error)
