@@ -109,7 +109,8 @@ def run_trl(model: str, steps: int, folder: str) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     class Timer(TrainerCallback):
-        times: list[float] = []
+        def __init__(self) -> None:
+            self.times: list[float] = []
 
         def on_step_begin(self, *args: object, **kwargs: object) -> None:
             self.started = time.perf_counter()
@@ -150,7 +151,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--trl"]:
         run_trl(sys.argv[2], int(sys.argv[3]), sys.argv[4])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", default="small", help="small, demo, smollm2, or a model folder")
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
@@ -159,7 +162,9 @@ def main() -> None:
         model = model_path(options.model, folder)
         ours = {bound: penstock_step_s(model, options.steps, bound, folder) for bound in (0, 1)}
         peer = trl_step_s(model, options.steps, folder)
-    print(f"\none GRPO step, {PROMPTS} x {SAMPLES} x {NEW_TOKENS} tokens, model {options.model}, CPU")
+    print(
+        f"\none GRPO step, {PROMPTS} x {SAMPLES} x {NEW_TOKENS} tokens, model {options.model}, CPU"
+    )
     for bound, seconds in ours.items():
         ratio = f"{peer / seconds:6.1f}x" if peer else "   -  "
         print(f"  Penstock, max_staleness {bound}   {seconds:8.3f} s   {ratio}")
