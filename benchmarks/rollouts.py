@@ -47,7 +47,7 @@ class Case:
 
 CASES = {
     "demo": Case(256, 64, 16, 64, 48, 400),
-    "smollm2": Case(64, 32, 16, 16, 16, 96),
+    "smollm2": Case(128, 32, 16, 16, 16, 96),
     "qwen0.5b": Case(512, 512, 64, 256, 306, 2048),
 }
 
@@ -172,6 +172,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=["ours", "generate"], default=None)
     parser.add_argument("--slots", type=int, default=0, help="rows that run together")
+    parser.add_argument(
+        "--generate-loads", nargs="*", default=["equal", "lognormal"], help="loads for `generate`"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     case = CASES[args.model]
@@ -198,19 +201,24 @@ def main() -> None:
                 args.device,
             )
             speeds[name]["penstock"] = sum(lengths) / seconds
+            print(f"  {name:10} penstock {sum(lengths) / seconds:10,.0f}", flush=True)
         loop.run_until_complete(engine.close())
         loop.close()
         del engine
         gc.collect()
+        if args.device.startswith("cuda"):
+            torch.cuda.empty_cache()
 
     if args.only != "ours":
         model = build(args.model, args.device, "sdpa")
         run_generate(model, prompts[:slots], [4] * min(slots, case.requests), slots)
-        for name, lengths in loads.items():
+        for name in args.generate_loads:
+            lengths = loads[name]
             seconds = timed(
                 lambda lengths=lengths: run_generate(model, prompts, lengths, slots), 1, args.device
             )
             speeds[name]["generate"] = sum(lengths) / seconds
+            print(f"  {name:10} generate {sum(lengths) / seconds:10,.0f}", flush=True)
 
     unit = "tokens/s" if args.device.startswith("cuda") else "tokens per CPU second"
     print(f"{args.model} on {args.device}, {slots} slots, {args.threads} threads; {unit}")
