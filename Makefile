@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test check format clean help
+.PHONY: demo test test-vllm check format clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -32,6 +32,9 @@ check: $(DEV_STAMP)  ## format, lint and types
 
 test: check  ## everything that CI runs
 	$(BIN)/python -m pytest -n 2 --dist loadscope --durations=15
+
+test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in an environment of its own
+	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh
 
 format: $(DEV_STAMP)  ## rewrite to the project's format
 	$(BIN)/ruff format src tests benchmarks scripts

@@ -2,7 +2,8 @@
 
 CAPABILITIES = {
     "stop strings": "stop strings end a response",
-    "weight updates": "new weights while it runs, digest confirmed",
+    "weight updates": "new weights while it runs",
+    "digest": "confirms the digest of what it loaded",
     "hold": "pause `keep`: running responses go on under new weights",
     "partials": "an aborted response comes back with its tokens so far",
     "live tokens": "token counts while a response is being made",
@@ -12,5 +13,5 @@ CAPABILITIES = {
 LACKS: dict[str, frozenset[str]] = {
     "transformers": frozenset(),
     "vllm": frozenset({"same bits"}),
-    "openai": frozenset({"hold", "partials", "live tokens", "same bits"}),
+    "openai": frozenset({"digest", "hold", "partials", "live tokens", "same bits"}),
 }
