@@ -187,6 +187,10 @@ class CheckpointStore:
     def _prune(self) -> None:
         for path in self._paths()[self._settings.keep :]:
             shutil.rmtree(path, ignore_errors=True)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Remove what a process that died was writing; only for the one that writes the run."""
         for path in self._folder.glob(".draft-*"):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -102,6 +102,7 @@ def keep_trainer_alive(job: Job) -> None:
 def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> Checkpoint | None:
     """The newest good checkpoint that the journal knows; what is wrong with newer ones is told."""
     committed = journal.last_committed_step()
+    store.sweep()
     for path in store.put_aside(beyond=committed):
         note(
             f"the journal ends at step {committed}: its end was lost, since a newer checkpoint is "

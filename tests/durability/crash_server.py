@@ -36,14 +36,10 @@ from penstock.track.jsonl import JsonlTracker
 
 POINTS: dict[str, list[tuple[Any, str]]] = {
     "journal record": [
-        (kind, "write")
-        for kind in (
-            records.Drawn,
-            records.Landed,
-            records.StepBegun,
-            records.StepCommitted,
-            records.WeightsSeen,
-        )
+        (writer, "write_in_order"),
+        (records.StepBegun, "write"),
+        (records.StepCommitted, "write"),
+        (records.WeightsSeen, "write"),
     ],
     "journal commit": [(writer.Writer, "_commit")],
     "step": [(TrainerService, "train")],
