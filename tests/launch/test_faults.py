@@ -37,3 +37,17 @@ def test_killed_engine_and_trainer_leave_no_trace_in_the_weights(
     assert "engine-0: the worker ended unexpectedly" in text
     assert "engine-0: serves again" in text
     assert "trainer: serves again" in text
+
+
+def test_a_broadcast_leaves_the_same_weights_though_one_of_two_engines_dies(
+    quiet: RunFolder, tmp_path: Path
+) -> None:
+    async def disturb(job: Job, step: int) -> None:
+        if step == 2:
+            kill(job, "engine-1")
+
+    words = [SYNC, "sync.kind=collective", "launch.num_producers=2"]
+    folder, notes = run(config_of(tmp_path, "broadcast", *words), disturb)
+    assert digests(folder) == digests(quiet)
+    assert_balanced(folder)
+    assert any("engine-1: the worker ended unexpectedly" in note for note in notes)

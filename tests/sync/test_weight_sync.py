@@ -1,15 +1,20 @@
-"""Both local paths carry every byte, keep the last version readable, and leave nothing behind."""
+"""Every path carries every byte, keeps the last version readable, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import os
+import pickle
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.errors import RunError
+from penstock.sync.collective import CollectiveSync
 from penstock.sync.in_process import InProcessSync
+from penstock.sync.object_store import ObjectStoreSync, tensor_of
 from penstock.sync.protocol import WeightSync
 from penstock.sync.shared_memory import SharedMemorySync, make_folder, sweep_stale
 
@@ -23,8 +28,33 @@ def weights(value: float) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-@pytest.fixture(params=["in_process", "shared_memory"])
+class Sent(CollectiveSync):
+    """The trainer's side of a broadcast to engine 0 alone, which is told at once."""
+
+    def publish(self, version, digest, weights):
+        return self.open_group(super().publish(version, digest, weights), "group", [0])
+
+
+class Stored(ObjectStoreSync):
+    """The object store without a store: chunks are handed over as they are."""
+
+    def publish(self, version, digest, weights):
+        handle = super().publish(version, digest, weights)
+        chunks = [pickle.loads(pickle.dumps(self.chunk(n))) for n in range(handle.location)]
+        return replace(handle, location=chunks)
+
+    def fetch(self, handle):
+        for chunk in handle.location:
+            for name, dtype, array in chunk:
+                yield name, tensor_of(dtype, array)
+
+
+@pytest.fixture(params=["in_process", "shared_memory", "collective", "object_store"])
 def sides(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[WeightSync, WeightSync]:
+    if request.param == "collective":
+        return Sent(), CollectiveSync(0)
+    if request.param == "object_store":
+        return Stored(chunk_bytes=64), Stored()
     if request.param == "in_process":
         both = InProcessSync()
         return both, both
@@ -48,6 +78,7 @@ def test_the_next_publication_does_not_touch_the_last(sides: tuple[WeightSync, W
     second = consumer.publish(2, "d2", weights(2.0))
     assert torch.equal(views["a"], torch.full((3, 5), 1.0))
     assert torch.equal(dict(engine.fetch(second))["a"], torch.full((3, 5), 2.0))
+    assert torch.equal(views["a"], torch.full((3, 5), 1.0))
 
 
 def test_publishing_copies(sides: tuple[WeightSync, WeightSync]) -> None:
@@ -82,3 +113,45 @@ def test_a_new_folder_is_private() -> None:
         assert folder.stat().st_mode & 0o077 == 0
     finally:
         folder.rmdir()
+
+
+def fetch_together(handle, engines: list[CollectiveSync]) -> list[dict[str, torch.Tensor]]:
+    """Every engine in a thread of its own, as they are in life."""
+    found: list[dict[str, torch.Tensor]] = [{} for _ in engines]
+
+    def fetch(number: int) -> None:
+        found[number].update(engines[number].fetch(handle))
+
+    threads = [threading.Thread(target=fetch, args=(n,)) for n in range(len(engines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_a_broadcast_reaches_those_that_live_now() -> None:
+    trainer, engines = CollectiveSync(), [CollectiveSync(n) for n in range(3)]
+    meetings = [("two", [0, 1]), ("two", [0, 1]), ("joined", [0, 1, 2]), ("left", [0, 2])]
+    for version, (key, members) in enumerate(meetings, 1):
+        handle = trainer.publish(version, "d", weights(version))
+        sent = trainer.open_group(handle, key, members)
+        for found in fetch_together(sent, [engines[n] for n in members]):
+            assert torch.equal(found["a"], torch.full((3, 5), float(version)))
+    trainer.close()
+
+
+def test_a_member_that_does_not_come_ends_the_broadcast_with_a_line() -> None:
+    trainer, engine = CollectiveSync(timeout_s=0.5), CollectiveSync(0, timeout_s=0.5)
+    sent = trainer.open_group(trainer.publish(1, "d", weights(1.0)), "group", [0, 1])
+    with pytest.raises(RunError, match="broadcast of version 1"):
+        list(engine.fetch(sent))
+    again = trainer.open_group(trainer.publish(2, "d", weights(2.0)), "others", [0])
+    assert torch.equal(dict(engine.fetch(again))["scalar"], torch.tensor(2.0))
+
+
+def test_an_engine_that_was_not_named_refuses() -> None:
+    trainer = CollectiveSync(timeout_s=0.1)
+    sent = trainer.open_group(trainer.publish(1, "d", weights(1.0)), "group", [1])
+    with pytest.raises(RunError, match="were not sent to this engine"):
+        list(CollectiveSync(0).fetch(sent))

@@ -8,6 +8,7 @@ only with the newest weights. Scheduling among living engines is the pool's busi
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,8 @@ from penstock.launch.supervise import RESTART, Supervised, Watched
 from penstock.types import WeightHandle
 
 T = TypeVar("T")
+Announce = Callable[[WeightHandle, str, list[int]], Awaitable[WeightHandle]]
+_TIMES_SENT = 3
 _TIMES_ASKED = 3  # a request that sees so many last engines die is a failure
 
 
@@ -39,7 +42,7 @@ class EngineWorker:
         self.supervised = supervised
         self._lost = lost  # requests that saw their worker die
         self._part: Any = Watched(supervised.name, edges, self._call)
-        self._holds: tuple[object, int, str] | None = None  # worker, version, digest
+        self.loaded: tuple[int, str] | None = None  # version and digest, by this worker
         self._tokens_of_dead, self._tokens = 0, 0
 
     async def _call(self, method: str, *args: Any) -> Any:
@@ -73,11 +76,14 @@ class EngineWorker:
         await self._part.resume()
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        worker = self.supervised.worker
-        if self._holds is None or self._holds[:2] != (worker, version):
-            digest: str = await self._part.update_weights(version, source)
-            self._holds = (worker, version, digest)
-        return self._holds[2]
+        """Weights that it holds already, or older ones than those, are not loaded again."""
+        held = self.loaded
+        if held is not None and (held[0] > version or held == (version, source.digest)):
+            return held[1]
+        self.loaded = None
+        digest: str = await self._part.update_weights(version, source)
+        self.loaded = (version, digest)
+        return digest
 
     async def sleep(self) -> None:
         await self._part.sleep()
@@ -105,23 +111,50 @@ class EngineWorker:
 class Engines:
     """See `InferenceEngine`. Waits for: the first worker that is back. Woken by: the supervision."""
 
-    def __init__(self, supervised: list[Supervised], edges: Edges) -> None:
+    def __init__(
+        self, supervised: list[Supervised], edges: Edges, announce: Announce | None = None
+    ) -> None:
         self._lost: set[str] = set()
         self._workers = [EngineWorker(one, edges, self._lost) for one in supervised]
         members: list[InferenceEngine] = [*self._workers]
         self._pool = EnginePool(members)
-        self._edges = edges
+        self._edges, self._announce = edges, announce
+        self._groups = itertools.count()
+        self._key: tuple[list[object], str] = ([], "")
         self._latest: tuple[int, WeightHandle] | None = None
         self._switching = asyncio.Lock()  # an update and a return do not cross
         self._news = asyncio.Event()
         for index, one in enumerate(supervised):
-            one.prepare = self._load_newest
+            one.prepare = partial(self._load_newest, index)
             one.when_back = partial(self._take_back, index)
             one.when_given_up = self._news.set
 
-    async def _load_newest(self, worker: Any) -> None:
+    async def _load_newest(self, index: int, worker: Any) -> None:
+        self._workers[index].loaded = None
         if self._latest is not None:
-            await worker.update_weights(*self._latest)
+            version, source = self._latest
+            if self._announce is not None:
+                source = await self._announce(source, f"alone-{next(self._groups)}", [index])
+            await worker.update_weights(version, source)
+            self._workers[index].loaded = (version, source.digest)
+
+    async def _announced(self, source: WeightHandle) -> WeightHandle:
+        """Where weights are sent and not fetched: to those that live and lack them, in a group."""
+        if self._announce is None:
+            return source
+        held = (source.version, source.digest)
+        serving = {n: worker.supervised.worker for n, worker in enumerate(self._workers)}
+        lacking = (n for n in self._pool.alive if self._workers[n].loaded != held)
+        members = [n for n in lacking if serving[n] is not None]
+        if not members:
+            return source
+        who = [serving[n] for n in members]
+        if self._key[0] != who:
+            self._key = (list(who), f"all-{next(self._groups)}")
+        try:
+            return await self._announce(source, self._key[1], members)
+        except WorkerDied as error:
+            raise EngineError(f"weights could not be sent: {error}") from error
 
     async def _take_back(self, index: int) -> None:
         async with self._switching:
@@ -190,8 +223,15 @@ class Engines:
 
         async def switch() -> str:
             async with self._switching:
-                return await self._pool.update_weights(version, source)
+                return await self._pool.update_weights(version, await self._announced(source))
 
+        for _ in range(_TIMES_SENT - 1):
+            try:
+                return await self._on_a_living_one(switch)
+            except EngineError:
+                if self._announce is None:
+                    raise
+                self._key = ([], "")  # somebody left while it was sent: the others meet anew
         return await self._on_a_living_one(switch)
 
     async def stats(self) -> EngineStats:

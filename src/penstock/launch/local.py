@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.edges import Edges
 from penstock.launch.remote import Remote, Worker
-from penstock.launch.services import Workers
+from penstock.launch.services import Workers, sync_kind
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.launch.together import all_or_first_error, join
 from penstock.launch.trainer import RankGroup
@@ -24,14 +24,15 @@ from penstock.sync.shared_memory import make_folder
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     """Start the workers together; if one cannot start, the others are stopped and its error rises."""
-    folder = make_folder()
-    settings = config.launch
+    settings, kind = config.launch, sync_kind(config, "shared_memory", "collective")
     around = Surroundings(edges=Edges())
+    folder = make_folder()
+    link = (kind, str(folder))
     trainer = Supervised(
-        "trainer", _spawn_trainer(config, total_steps, log_folder, folder), settings, around
+        "trainer", _spawn_trainer(config, total_steps, log_folder, link), settings, around
     )
     engines = [
-        Supervised(f"engine-{n}", _spawn_engine(config, log_folder, folder, n), settings, around)
+        Supervised(f"engine-{n}", _spawn_engine(config, log_folder, link, n), settings, around)
         for n in range(settings.num_producers)
     ]
 
@@ -44,18 +45,18 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     except BaseException:
         await close()
         raise
-    return join("local", trainer, engines, close, around)
+    return join("local", trainer, engines, close, around, kind)
 
 
 def _spawn_engine(
-    config: Config, log_folder: Path, folder: Path, number: int
+    config: Config, log_folder: Path, link: tuple[str, str], number: int
 ) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
         return await Remote.start(
             f"engine-{number}",
-            "penstock.launch.services:shared_memory_engine",
+            "penstock.launch.services:engine_part",
             config,
-            str(folder),
+            *link,
             number,
             log_path=log_folder / f"engine-{number}.log",
             threads=config.engine.threads,
@@ -66,7 +67,7 @@ def _spawn_engine(
 
 
 def _spawn_trainer(
-    config: Config, total_steps: int, log_folder: Path, folder: Path
+    config: Config, total_steps: int, log_folder: Path, link: tuple[str, str]
 ) -> Callable[[], Awaitable[Worker]]:
     world = config.launch.num_consumers
     names = ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
@@ -77,10 +78,10 @@ def _spawn_trainer(
             *(
                 Remote.start(
                     name,
-                    "penstock.launch.services:shared_memory_trainer",
+                    "penstock.launch.services:trainer_part",
                     config,
                     total_steps,
-                    str(folder),
+                    *link,
                     rank,
                     meeting,
                     log_path=log_folder / f"{name}.log",

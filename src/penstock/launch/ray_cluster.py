@@ -19,7 +19,7 @@ from penstock.edges import Edges
 from penstock.errors import RunError, UserError, WorkerDied
 from penstock.launch.ray_actor import RayRemote
 from penstock.launch.remote import Worker
-from penstock.launch.services import Workers
+from penstock.launch.services import Workers, sync_kind
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.launch.together import all_or_first_error, join
 from penstock.launch.trainer import RankGroup
@@ -30,11 +30,12 @@ Resources = dict[str, float]
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     """Join or start the cluster, place the actors, build the parts."""
+    kind = sync_kind(config, "object_store", "collective")
     ours = connect(config.launch)
     places: Places | None = None
     try:
         places = await Places.reserve(config.launch)
-        return await _start_parts(config, total_steps, log_folder, places, ours)
+        return await _start_parts(config, total_steps, log_folder, places, ours, kind)
     except BaseException:
         if places is not None:
             places.release()
@@ -190,16 +191,18 @@ class Places:
 
 
 async def _start_parts(
-    config: Config, total_steps: int, log_folder: Path, places: Places, ours: bool
+    config: Config, total_steps: int, log_folder: Path, places: Places, ours: bool, kind: str
 ) -> Workers:
     settings = config.launch
     around = Surroundings(edges=Edges())
     log_folder.mkdir(parents=True, exist_ok=True)
     trainer = Supervised(
-        "trainer", _spawn_trainer(config, total_steps, log_folder, places), settings, around
+        "trainer", _spawn_trainer(config, total_steps, log_folder, places, kind), settings, around
     )
     engines = [
-        Supervised(f"engine-{n}", _spawn_engine(config, log_folder, places, n), settings, around)
+        Supervised(
+            f"engine-{n}", _spawn_engine(config, log_folder, places, n, kind), settings, around
+        )
         for n in range(settings.num_producers)
     ]
 
@@ -213,11 +216,11 @@ async def _start_parts(
     except BaseException:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         raise
-    return join("ray", trainer, engines, close, around)
+    return join("ray", trainer, engines, close, around, kind)
 
 
 def _spawn_engine(
-    config: Config, log_folder: Path, places: Places, number: int
+    config: Config, log_folder: Path, places: Places, number: int, kind: str
 ) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
         name, timeout_s = f"engine-{number}", config.launch.start_timeout_s
@@ -228,18 +231,18 @@ def _spawn_engine(
             timeout_s,
             **places.producer(number),
         )
-        factory = "penstock.launch.services:object_store_engine"
-        return await _built(remote, factory, config, number, timeout_s=timeout_s)
+        factory = "penstock.launch.services:engine_part"
+        return await _built(remote, factory, config, kind, "", number, timeout_s=timeout_s)
 
     return spawn
 
 
 def _spawn_trainer(
-    config: Config, total_steps: int, log_folder: Path, places: Places
+    config: Config, total_steps: int, log_folder: Path, places: Places, kind: str
 ) -> Callable[[], Awaitable[Worker]]:
     world, timeout_s = config.launch.num_consumers, config.launch.start_timeout_s
     names = ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
-    factory = "penstock.launch.services:object_store_trainer"
+    factory = "penstock.launch.services:trainer_part"
 
     async def spawn() -> Worker:
         ranks = await all_or_first_error(
@@ -257,11 +260,21 @@ def _spawn_trainer(
         meeting = (ranks[0].address, ranks[0].free_port)
         await all_or_first_error(
             *(
-                _built(remote, factory, config, total_steps, rank, meeting, timeout_s=timeout_s)
+                _built(
+                    remote,
+                    factory,
+                    config,
+                    total_steps,
+                    kind,
+                    "",
+                    rank,
+                    meeting,
+                    timeout_s=timeout_s,
+                )
                 for rank, remote in enumerate(ranks)
             )
         )
-        return RankGroup(ranks, _collect)
+        return RankGroup(ranks, _collect if kind == "object_store" else None)
 
     return spawn
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 from penstock.config import Config
 from penstock.engine import ENGINES
 from penstock.engine.protocol import EngineStats, InferenceEngine
+from penstock.errors import UserError
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.plugins import load
 from penstock.sync.protocol import WeightSync
@@ -117,6 +118,14 @@ class TrainerService:
         """One part of what was published last, for the object store."""
         return cast(Any, self._sync).chunk(number)
 
+    async def open_group(
+        self, handle: WeightHandle, key: str, members: list[int]
+    ) -> WeightHandle | None:
+        """Send what was published to these engines, beside training; the first rank does it."""
+        if not self._consumer.ranks.is_first:
+            return None
+        return await asyncio.to_thread(cast(Any, self._sync).open_group, handle, key, members)
+
     def snapshot(self, folder: str) -> tuple[int, str]:
         from penstock.train.state import take_snapshot
 
@@ -146,44 +155,45 @@ class TrainerService:
 Meeting = tuple[str, int]  # address and port at which trainer ranks find each other
 
 
-def shared_memory_trainer(
-    config: Config, total_steps: int, folder: str, rank: int, meeting: Meeting
+def sync_kind(config: Config, *allowed: str) -> str:
+    """The weight sync of a launcher; the first of those it can use where the config says auto."""
+    kind = allowed[0] if config.sync.kind == "auto" else config.sync.kind
+    if kind not in allowed:
+        raise UserError(
+            f"sync.kind: got {kind!r} with launch.kind = {config.launch.kind}, "
+            f"allowed: auto, {', '.join(allowed)}"
+        )
+    return kind
+
+
+def trainer_part(
+    config: Config, total_steps: int, kind: str, folder: str, rank: int, meeting: Meeting
 ) -> TrainerService:
-    """A trainer rank on this machine."""
-    from penstock.sync.shared_memory import SharedMemorySync
-
+    """A trainer rank in a worker."""
     _describe_ranks(config, rank, meeting)
-    return TrainerService(config, total_steps, SharedMemorySync(folder))
+    return TrainerService(config, total_steps, _make_sync(kind, folder, None, meeting[0]))
 
 
-def shared_memory_engine(config: Config, folder: str, index: int) -> InferenceEngine:
-    """An engine of a worker process on this machine."""
-    from penstock.sync.shared_memory import SharedMemorySync
-
-    return _engine(config, SharedMemorySync(folder), index)
-
-
-def object_store_trainer(
-    config: Config, total_steps: int, rank: int, meeting: Meeting
-) -> TrainerService:
-    """A trainer rank in a Ray actor."""
-    from penstock.sync.object_store import ObjectStoreSync
-
-    _describe_ranks(config, rank, meeting)
-    return TrainerService(config, total_steps, ObjectStoreSync())
-
-
-def object_store_engine(config: Config, index: int) -> InferenceEngine:
-    """An engine in a Ray actor."""
-    from penstock.sync.object_store import ObjectStoreSync
-
-    return _engine(config, ObjectStoreSync(), index)
-
-
-def _engine(config: Config, sync: WeightSync, index: int) -> InferenceEngine:
+def engine_part(config: Config, kind: str, folder: str, index: int) -> InferenceEngine:
+    """An engine in a worker."""
+    sync = _make_sync(kind, folder, index, "")
     engine_class = load("engine.name", config.engine.name, ENGINES)
     engine: InferenceEngine = engine_class.from_config(config, fetch=sync.fetch, index=index)
     return engine
+
+
+def _make_sync(kind: str, folder: str, index: int | None, address: str) -> WeightSync:
+    if kind == "shared_memory":
+        from penstock.sync.shared_memory import SharedMemorySync
+
+        return SharedMemorySync(folder)
+    if kind == "collective":
+        from penstock.sync.collective import CollectiveSync
+
+        return CollectiveSync(index, address=address)
+    from penstock.sync.object_store import ObjectStoreSync
+
+    return ObjectStoreSync()
 
 
 def _describe_ranks(config: Config, rank: int, meeting: Meeting) -> None:

@@ -132,10 +132,16 @@ class Supervised:
             self._settled.clear()
             await self._worker.close()
             if await self._start_again(reason):
-                await self.when_back()
+                await self._tell_of_return()
             else:
                 self._settled.set()
                 self.when_given_up()
+
+    async def _tell_of_return(self) -> None:
+        try:
+            await self.when_back()
+        except PenstockError as error:
+            await self.replace(f"it came back but cannot serve: {error}")
 
     async def _start_again(self, reason: str) -> bool:
         began = time.monotonic()

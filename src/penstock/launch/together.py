@@ -11,6 +11,7 @@ from penstock.launch.engines import Engines
 from penstock.launch.services import Workers
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.launch.trainer import RestartingTrainer
+from penstock.types import WeightHandle
 
 T = TypeVar("T")
 
@@ -34,12 +35,19 @@ def join(
     engines: list[Supervised],
     close: Callable[[], Awaitable[None]],
     around: Surroundings,
+    sync: str,
 ) -> Workers:
     """What a launcher returns, from workers that have started."""
     everyone = [trainer, *engines]
     places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
+    announce = None
+    if sync == "collective":
+
+        async def announce(handle: WeightHandle, key: str, members: list[int]) -> WeightHandle:
+            return await trainer.call("open_group", handle, key, members)
+
     return Workers(
-        engine=Engines(engines, around.edges),
+        engine=Engines(engines, around.edges, announce),
         trainer=RestartingTrainer(trainer, around.edges),
         close=close,
         description=f"{kind}: {places}",

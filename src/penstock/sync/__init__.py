@@ -6,4 +6,5 @@ WEIGHT_SYNCS = {
     "in_process": "penstock.sync.in_process:InProcessSync",
     "shared_memory": "penstock.sync.shared_memory:SharedMemorySync",
     "object_store": "penstock.sync.object_store:ObjectStoreSync",
+    "collective": "penstock.sync.collective:CollectiveSync",
 }
