@@ -229,12 +229,12 @@ def _write_manifest(folder: Path, step: int, digest: str) -> None:
 
 def _seal_of(manifest: dict[str, object]) -> str:
     text = json.dumps(manifest, sort_keys=True).encode()
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
+    return hashlib.sha256(text).hexdigest()
 
 
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:
