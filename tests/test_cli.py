@@ -23,7 +23,9 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_lines(path: Path, *lines: object) -> str:
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    path.write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    )
     return str(path)
 
 
@@ -32,7 +34,17 @@ def test_help_is_a_page_with_every_command(
 ) -> None:
     assert run(monkeypatch, "--help") == 0
     text = capsys.readouterr().out
-    for command in ("train", "resume", "eval", "config", "audit", "report", "rollouts", "score", "sandbox"):
+    for command in (
+        "train",
+        "resume",
+        "eval",
+        "config",
+        "audit",
+        "report",
+        "rollouts",
+        "score",
+        "sandbox",
+    ):
         assert command in text
 
 

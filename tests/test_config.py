@@ -11,7 +11,25 @@ from penstock.config import Config
 from penstock.config_source import describe, load_config, to_toml, valid_keys, validate
 from penstock.errors import UserError
 
-PROMISED_KEYS = ["seed", "run.dir", "run.name", "model.path", "train.steps", "train.episodes", "train.lr", "train.groups_per_step", "sampling.num_generations", "sampling.temperature", "algorithm.name", "engine.name", "produce.max_staleness", "sync.every_steps", "eval.every_steps", "checkpoint.every_steps", "launch.kind"]
+PROMISED_KEYS = [
+    "seed",
+    "run.dir",
+    "run.name",
+    "model.path",
+    "train.steps",
+    "train.episodes",
+    "train.lr",
+    "train.groups_per_step",
+    "sampling.num_generations",
+    "sampling.temperature",
+    "algorithm.name",
+    "engine.name",
+    "produce.max_staleness",
+    "sync.every_steps",
+    "eval.every_steps",
+    "checkpoint.every_steps",
+    "launch.kind",
+]
 
 
 def write(tmp_path: Path, text: str) -> Path:
