@@ -100,7 +100,7 @@ def test_a_failed_request_is_a_wrong_answer_and_is_counted(tmp_path: Path) -> No
 
 
 def test_samples_of_other_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="samples of versions .1., allowed: 2"):
+    with pytest.raises(RunError, match=r"samples of versions .1., allowed: 2"):
         run(ScriptedEngine(failing=False, version=1), task(2, 1), tmp_path)
 
 
