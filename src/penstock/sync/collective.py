@@ -21,6 +21,7 @@ from penstock.errors import RunError
 from penstock.types import WeightHandle
 
 BUCKET_BYTES = 64 * 2**20
+SLOWEST_BYTES_PER_S = 50e6  # a broadcast that is slower has lost a member
 _ALIGN = 64
 Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, offset
 
@@ -29,10 +30,10 @@ class CollectiveSync:
     """One side: the trainer's (index None) or that of engine `index`."""
 
     def __init__(
-        self, index: int | None = None, *, address: str = "127.0.0.1", timeout_s: float = 30.0
+        self, index: int | None = None, *, address: str = "127.0.0.1", timeout_s: float = 10.0
     ) -> None:
         self._index, self._address = index, address
-        self._timeout = timedelta(seconds=timeout_s)
+        self._meeting_timeout_s = timeout_s
         self._sides: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._groups: dict[str, Any] = {}  # the newest group by its key
         self._store: Any = None
@@ -58,9 +59,7 @@ class CollectiveSync:
     def open_group(self, handle: WeightHandle, key: str, members: list[int]) -> WeightHandle:
         """Send what `handle` names to these engines, in the background; the handle they need."""
         if self._store is None:
-            self._store = dist.TCPStore(
-                self._address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
-            )
+            self._store = dist.TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         buffer = self._sides[handle.version % 2][: handle.location["size"]]
         thread = threading.Thread(
             target=self._send,
@@ -76,7 +75,7 @@ class CollectiveSync:
     def _send(self, buffer: torch.Tensor, key: str, world: int) -> None:
         """In a thread of its own. An engine that went away ends the group; the engines tell of it."""
         try:
-            self._broadcast(buffer, self._group(key, self._store, 0, world))
+            self._broadcast(buffer, self._group(key, self._store, 0, world, len(buffer)))
         except RuntimeError as error:
             self._groups.pop(key, None)
             print(f"broadcast to group {key} ended: {error}")
@@ -97,10 +96,8 @@ class CollectiveSync:
         try:
             group = self._groups.get(where["key"])
             if group is None:
-                store = dist.TCPStore(
-                    where["address"], where["port"], is_master=False, timeout=self._timeout
-                )
-                group = self._group(where["key"], store, rank, len(where["to"]) + 1)
+                store = dist.TCPStore(where["address"], where["port"], is_master=False)
+                group = self._group(where["key"], store, rank, len(where["to"]) + 1, len(buffer))
             self._broadcast(buffer, group)
         except RuntimeError as error:
             self._groups.pop(where["key"], None)
@@ -110,12 +107,14 @@ class CollectiveSync:
 
     # ---- both
 
-    def _group(self, key: str, store: Any, rank: int, world: int) -> Any:
+    def _group(self, key: str, store: Any, rank: int, world: int, size: int) -> Any:
         """The standing group of these members; another one than the last replaces it."""
         if key not in self._groups:
             self._groups.clear()
-            prefixed = dist.PrefixStore(key, store)
-            self._groups[key] = dist.ProcessGroupGloo(prefixed, rank, world, self._timeout)
+            timeout_s = self._meeting_timeout_s + size / SLOWEST_BYTES_PER_S
+            self._groups[key] = dist.ProcessGroupGloo(
+                dist.PrefixStore(key, store), rank, world, timedelta(seconds=timeout_s)
+            )
         return self._groups[key]
 
     def _broadcast(self, buffer: torch.Tensor, group: Any) -> None:
@@ -126,7 +125,7 @@ class CollectiveSync:
             for start in range(0, len(buffer), BUCKET_BYTES)
         ]
         for work in pending:
-            work.wait(self._timeout)
+            work.wait()
 
     def _side(self, number: int, size: int) -> torch.Tensor:
         if len(self._sides[number]) < size:
