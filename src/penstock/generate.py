@@ -67,16 +67,7 @@ def _requests(
 ) -> list[GenerationRequest]:
     import numpy as np
 
-    sampling = config.sampling
-    how = SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_tokens=sampling.min_tokens,
-        max_tokens=sampling.max_tokens,
-        stop=tuple(sampling.stop),
-        stop_token_ids=chat.eos_ids,
-    )
+    how = SamplingParams.from_config(config.sampling, stop_token_ids=chat.eos_ids)
     requests = []
     for i, prompt in enumerate(prompts):
         if raw:

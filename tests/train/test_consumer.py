@@ -10,7 +10,7 @@ from training_data import VOCABULARY, config_of, consumer_of, random_batch, tiny
 from penstock.engine.weights import model_digest
 from penstock.errors import RunError, StopRequested, UserError
 from penstock.train.consumer import Consumer
-from penstock.train.weights import add_adapters, digest_of
+from penstock.train.weights import add_adapters
 
 METRICS = [
     "reward/mean",
@@ -96,7 +96,6 @@ def test_metrics_say_what_the_batch_holds(saved_model) -> None:
 
 def test_the_digest_does_not_depend_on_who_computes_it(saved_model) -> None:
     consumer = from_disk(saved_model)
-    assert digest_of(consumer.weights(), workers=3) == consumer.digest()
     from transformers import AutoModelForCausalLM
 
     assert model_digest(AutoModelForCausalLM.from_pretrained(saved_model)) == consumer.digest()

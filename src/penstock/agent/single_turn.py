@@ -129,19 +129,11 @@ class SingleTurn:
         task.add_done_callback(self._aborting.discard)
 
     def _request(self, rollout: Rollout) -> GenerationRequest:
-        sampling = self._sampling
         self._requests += 1
         return GenerationRequest(
             request_id=f"{rollout.rollout_id}/{self._requests}",
             prompt_ids=rollout.prompt_ids,
-            sampling=SamplingParams(
-                temperature=rollout.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_tokens=sampling.min_tokens,
-                max_tokens=sampling.max_tokens,
-                stop=tuple(sampling.stop),
-            ),
+            sampling=SamplingParams.from_config(self._sampling, temperature=rollout.temperature),
             seed=rollout.seed,
             response_ids=rollout.response_ids,
         )

@@ -241,11 +241,10 @@ class OpenAIEngine:
         """Write the weights whole or not at all; returns their digest."""
         from safetensors.torch import save_file
 
-        from penstock.digest import weights_digest
-        from penstock.engine.weights import weight_bits
+        from penstock.engine.weights import digest_of
 
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._fetch(source)}
-        digest = weights_digest((name, *weight_bits(tensor)) for name, tensor in tensors.items())
+        digest = digest_of(tensors.items())
         if digest != source.digest:
             raise DigestMismatch(
                 f"weights refused, the old ones stay: got digest {digest}, "

@@ -7,11 +7,14 @@ It never sees text except to watch for stop strings, and never judges what it ma
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 
 from penstock.types import VersionSegment, WeightHandle
+
+if TYPE_CHECKING:
+    from penstock.config import SamplingConfig
 
 PauseMode = Literal["abort", "wait", "keep"]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -28,6 +31,19 @@ class SamplingParams:
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()  # added to the model's own end of sequence
     stop: tuple[str, ...] = ()  # strings; the text that matched stays in the response
+
+    @classmethod
+    def from_config(cls, config: SamplingConfig, **changes: Any) -> Self:
+        """The fields of [sampling], with `changes` over them."""
+        fields = {
+            "temperature": config.temperature,
+            "top_k": config.top_k,
+            "top_p": config.top_p,
+            "min_tokens": config.min_tokens,
+            "max_tokens": config.max_tokens,
+            "stop": tuple(config.stop),
+        }
+        return cls(**{**fields, **changes})
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.digest import weights_digest
 from penstock.engine.protocol import (
     EngineStats,
     FinishReason,
@@ -28,7 +27,7 @@ from penstock.engine.protocol import (
     PauseMode,
 )
 from penstock.engine.sequences import check_request
-from penstock.engine.weights import weight_bits
+from penstock.engine.weights import digest_of
 from penstock.errors import DigestMismatch, EngineError, UserError
 from penstock.types import VersionSegment, WeightHandle, extend_segments
 
@@ -90,7 +89,7 @@ class FileTransfer(WeightTransferEngine):
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         tensors = load_file(update_info.path)
-        digest = weights_digest((name, *weight_bits(t)) for name, t in tensors.items())
+        digest = digest_of(tensors.items())
         if digest != update_info.digest:
             raise ValueError(f"weights in {update_info.path} have digest {digest}")
         self.model.load_weights(iter(tensors.items()))
@@ -256,7 +255,7 @@ class VllmEngine:
 
         def digest() -> str:
             tensors = {name: t for file in files for name, t in load_file(file).items()}
-            return weights_digest((name, *weight_bits(t)) for name, t in tensors.items())
+            return digest_of(tensors.items())
 
         return await asyncio.to_thread(digest) if files else ""
 
@@ -441,7 +440,7 @@ def _write(path: Path, fetch: Fetch, source: WeightHandle) -> str:
         raise EngineError(
             f"engine vllm: weights {source.version} could not be fetched: {error}"
         ) from error
-    digest = weights_digest((name, *weight_bits(tensor)) for name, tensor in tensors.items())
+    digest = digest_of(tensors.items())
     if digest != source.digest:
         raise DigestMismatch(
             f"weights refused, the old ones stay: got digest {digest}, announced was {source.digest}"

@@ -30,9 +30,14 @@ def weight_bits(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
     return dtype, host.numpy()
 
 
+def digest_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The identity of named weights, wherever they are."""
+    return weights_digest((name, *weight_bits(tensor)) for name, tensor in weights)
+
+
 def model_digest(model: torch.nn.Module) -> str:
     """The digest of what the model holds now."""
-    return weights_digest((name, *weight_bits(tensor)) for name, tensor in named_weights(model))
+    return digest_of(named_weights(model))
 
 
 def load_weights(

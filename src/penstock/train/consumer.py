@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.algo.settings import method_class, resolve
 from penstock.config import Config
+from penstock.engine.weights import digest_of
 from penstock.errors import RunError, StopRequested
 from penstock.train import state
 from penstock.train.measure import step_metrics
@@ -32,13 +33,10 @@ from penstock.train.weights import (
     add_adapters,
     compute_dtype,
     device_of,
-    digest_of,
     load_model,
     published_weights,
 )
 from penstock.types import Batch, StepReport
-
-DIGEST_WORKERS = 8
 
 
 class Consumer:
@@ -144,9 +142,7 @@ class Consumer:
 
     def digest(self) -> str:
         """The identity of `weights()`."""
-        # On a GPU the CPU cores are idle meanwhile; a sharded model is gathered one by one.
-        alone = self.policy.device.type == "cpu" or self.ranks.world > 1
-        return digest_of(self.weights(), 1 if alone else DIGEST_WORKERS)
+        return digest_of(self.weights())
 
     def save(self, folder: Path) -> None:
         """Write model and training state under `folder`."""

@@ -8,8 +8,7 @@ backward pass, and `publish` writes them back. Sharded models keep their masters
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 from penstock.config import Config, LoraConfig, ModelConfig
 from penstock.data.chat import load_tokenizer
 from penstock.demo import resolve_model_path
-from penstock.digest import combine_digests, tensor_digest
-from penstock.engine.weights import weight_bits
 from penstock.errors import UserError
 from penstock.train import attention
 
@@ -120,19 +117,6 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     gather = getattr(tensor, "full_tensor", None)
     whole: Tensor = tensor if gather is None else gather()
     return whole
-
-
-def digest_of(weights: Iterable[tuple[str, Tensor]], workers: int = 1) -> str:
-    """The identity of published weights; hashing leaves the interpreter free, so threads help."""
-
-    def one(item: tuple[str, Tensor]) -> tuple[str, bytes]:
-        name, tensor = item
-        return name, tensor_digest(name, *weight_bits(tensor))
-
-    if workers == 1:
-        return combine_digests(dict(map(one, weights)))
-    with ThreadPoolExecutor(workers) as pool:
-        return combine_digests(dict(pool.map(one, weights)))
 
 
 class Masters:
