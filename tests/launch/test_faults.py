@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -51,3 +52,20 @@ def test_a_broadcast_leaves_the_same_weights_though_one_of_two_engines_dies(
     assert digests(folder) == digests(quiet)
     assert_balanced(folder)
     assert any("engine-1: the worker ended unexpectedly" in note for note in notes)
+
+
+def test_colocated_parts_take_turns_and_leave_the_same_weights(
+    quiet: RunFolder, tmp_path: Path
+) -> None:
+    """Killed while it trains and the engine sleeps: the turn goes on after the restart."""
+
+    async def disturb(job: Job, step: int) -> None:
+        if step == 2:
+            kill(job, "trainer")
+
+    folder, _ = run(config_of(tmp_path, "colocated", SYNC, "launch.colocate=true"), disturb)
+    assert digests(folder) == digests(quiet)
+    assert_balanced(folder)
+    events = [json.loads(x) for x in (folder.path / "timeline/events.jsonl").open()]
+    asleep = [(e["what"], e["start"]) for e in events if e["what"] in ("sleep", "wake")]
+    assert [what for what, _ in sorted(asleep, key=lambda e: e[1])] == ["sleep", "wake"] * 3

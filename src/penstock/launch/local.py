@@ -45,7 +45,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     except BaseException:
         await close()
         raise
-    return join("local", trainer, engines, close, around, kind)
+    return join("local", trainer, engines, close, around, kind, colocate=settings.colocate)
 
 
 def _spawn_engine(

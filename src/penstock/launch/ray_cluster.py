@@ -216,7 +216,7 @@ async def _start_parts(
     except BaseException:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         raise
-    return join("ray", trainer, engines, close, around, kind)
+    return join("ray", trainer, engines, close, around, kind, colocate=settings.colocate)
 
 
 def _spawn_engine(

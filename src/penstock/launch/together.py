@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from penstock.launch.engines import Engines
 from penstock.launch.services import Workers
 from penstock.launch.supervise import Supervised, Surroundings
-from penstock.launch.trainer import RestartingTrainer
+from penstock.launch.trainer import ColocatedTrainer, RestartingTrainer
 from penstock.types import WeightHandle
 
 T = TypeVar("T")
@@ -36,6 +36,8 @@ def join(
     close: Callable[[], Awaitable[None]],
     around: Surroundings,
     sync: str,
+    *,
+    colocate: bool = False,
 ) -> Workers:
     """What a launcher returns, from workers that have started."""
     everyone = [trainer, *engines]
@@ -46,9 +48,13 @@ def join(
         async def announce(handle: WeightHandle, key: str, members: list[int]) -> WeightHandle:
             return await trainer.call("open_group", handle, key, members)
 
+    engine = Engines(engines, around.edges, announce)
+    part = RestartingTrainer(trainer, around.edges)
+    if colocate:
+        part = ColocatedTrainer(trainer, around.edges, engine)
     return Workers(
-        engine=Engines(engines, around.edges, announce),
-        trainer=RestartingTrainer(trainer, around.edges),
+        engine=engine,
+        trainer=part,
         close=close,
         description=f"{kind}: {places}",
         around=around,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.edges import Edges
+from penstock.engine.protocol import InferenceEngine
 from penstock.errors import WorkerDied
 from penstock.launch.remote import Worker
 from penstock.launch.supervise import Supervised, Watched
@@ -145,3 +146,23 @@ class RestartingTrainer:
     async def request_stop(self) -> None:
         if self._supervised.worker is not None:
             await self._supervised.call("request_stop")
+
+
+class ColocatedTrainer(RestartingTrainer):
+    """Shares its devices with the engines: they sleep while it trains.
+
+    Running responses finish first and new ones wait, so taking turns loses nothing.
+    """
+
+    def __init__(self, supervised: Supervised, edges: Edges, engine: InferenceEngine) -> None:
+        super().__init__(supervised, edges)
+        self._engine = engine
+
+    async def train(self, batch: Batch) -> StepReport:
+        await self._engine.pause("wait")
+        await self._engine.sleep()
+        try:
+            return await super().train(batch)
+        finally:
+            await self._engine.wake()
+            await self._engine.resume()
