@@ -54,6 +54,7 @@ LAYERS = {
     "score": 7,
     "generate": 7,
     "session": 8,
+    "distributed": 9,
     "cli": 9,
 }
 # A layer-0 file may use these of its own layer; within a folder files may use each other.

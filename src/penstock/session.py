@@ -41,7 +41,7 @@ from penstock.summary import ReplayProgress, print_evaluations, print_summary
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def train_new(config: Config) -> None:
+def train_new(config: Config) -> RunFolder:
     """Make the run folder and train to the end."""
     folder = run_folder.create(config)
     try:
@@ -51,6 +51,7 @@ def train_new(config: Config) -> None:
         if not run_folder.has_progress(folder.path):
             run_folder.remove(folder)
         raise
+    return folder
 
 
 def resume_run(folder: RunFolder, overrides: Sequence[str]) -> None:

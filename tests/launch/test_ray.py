@@ -71,6 +71,28 @@ def test_two_ranks_as_actors_go_on_after_one_is_killed(cluster: None, tmp_path: 
     assert any("trainer: serves again" in note for note in notes)
 
 
+@pytest.mark.slow
+def test_one_call_does_a_whole_run(cluster: None, tmp_path: Path) -> None:
+    from penstock.distributed import launch_distributed
+
+    folder = launch_distributed(
+        num_producers=1,
+        num_consumer_procs=1,
+        num_episodes=1,
+        train_batch_size=4,
+        train_dataset_config={"path": "addition", "data_options": {"size": 8}},
+        model_config={"path": "demo"},
+        generate_config={"max_new_tokens": 8},
+        grpo_config={"algo": "RLOO", "reward_fn_type": "think_answer_tags"},
+        num_generations=2,
+        n_behind=1,
+        run_dir=str(tmp_path),
+        run_name="call",
+        overrides={"track": {"trackers": []}},
+    )
+    assert len(digests(RunFolder(folder))) == 2  # 8 prompts, 4 a step
+
+
 def test_what_the_cluster_cannot_hold_is_refused_in_one_line(cluster: None, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         run(config_of(tmp_path, "gpu", *RAY, "launch.gpus_per_producer=1"))

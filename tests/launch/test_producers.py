@@ -1,0 +1,105 @@
+"""Producers driven from plain Python: named tensors, new weights, whole passes, and a whole run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from penstock.errors import UserError
+from penstock.launch.producers import SimpleProducer
+
+ARGUMENTS = {
+    "producer_idx": 0,
+    "num_producers": 2,
+    "num_consumer_procs": 1,
+    "num_episodes": 2,
+    "batch_size": 2,
+    "microbatch_size": 2,
+    "train_dataset_config": {"path": "addition", "data_options": {"size": 8}},
+    "model_config": {"path": "demo"},
+    "generate_config": {"temperature": 0.7, "top_k": -1, "max_new_tokens": 12},
+    "num_generations": 3,
+    "grpo_config": {"reward_fn_type": "think_answer_tags"},
+}
+
+
+@pytest.fixture(scope="module")
+def producer(tmp_path_factory: pytest.TempPathFactory) -> SimpleProducer:
+    folder = tmp_path_factory.mktemp("producer")
+    made = SimpleProducer(
+        **ARGUMENTS,
+        eval_dataset_config={"heldout": "addition:heldout"},
+        eval_save_dir=str(folder / "eval"),
+        log_rollout_interval=1,
+        rollout_log_file=str(folder / "rollouts.jsonl"),
+    )
+    yield made
+    made.close()
+
+
+def test_rollout_gives_the_named_tensors(producer: SimpleProducer) -> None:
+    prompts = [producer._dataset[0], producer._dataset[1]]
+    width = max(len(prompt.token_ids) for prompt in prompts) + 1
+    ids = torch.zeros((2, width), dtype=torch.long)
+    mask = torch.zeros((2, width), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt.token_ids) :] = torch.from_numpy(prompt.token_ids)
+        mask[row, width - len(prompt.token_ids) :] = 1
+    answers = [prompt.gt_answer for prompt in prompts]
+    made = producer.rollout(ids, mask, gt_answer=answers)
+    length = made["input_ids"].shape[2]
+    actions = made["action_mask"].shape[2]
+    assert made["input_ids"].shape == made["attention_mask"].shape == (2, 3, length)
+    assert made["action_log_probs"].shape == (2, 3, actions)
+    for name in ("reward", "format_acc", "ans_acc", "temperature", "advantages"):
+        assert made[name].shape == (2, 3, 1), name
+    assert torch.all(made["temperature"] == torch.tensor(0.7))
+    for p, prompt in enumerate(prompts):
+        for g in range(3):
+            start, end = made["response_idx"][p, g].tolist()
+            size = end - start + 1
+            assert made["action_mask"][p, g].sum() == size
+            seen = made["input_ids"][p, g][made["attention_mask"][p, g].bool()]
+            assert seen[:-size].tolist() == prompt.token_ids.tolist()
+            assert torch.all(made["action_log_probs"][p, g, :size] <= 0)
+    assert torch.allclose(made["advantages"].sum(dim=1), torch.zeros(2, 1), atol=1e-4)
+
+
+def test_wrong_fields_are_refused(producer: SimpleProducer) -> None:
+    ids = torch.ones((2, 3), dtype=torch.long)
+    with pytest.raises(UserError, match="gt_answer got 1 entries, allowed: 2"):
+        producer.rollout(ids, ids, gt_answer=["1"])
+    with pytest.raises(UserError, match="producer_idx: got 2, allowed: 0 to 1"):
+        SimpleProducer(**{**ARGUMENTS, "producer_idx": 2})
+
+
+def test_new_weights_are_loaded_and_told_by_their_digest(producer: SimpleProducer) -> None:
+    from penstock.demo import policy_path
+    from penstock.train.weights import load_model
+
+    model = load_model(str(policy_path()), producer.config.model, torch.float32)
+    state = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+    before = producer.policy_version
+    digest = producer.load_state_dict(state)
+    stats = producer._wait(producer._engine.stats())
+    assert (stats.policy_version, stats.digest) == (before + 1, digest)
+
+
+def test_loop_goes_over_its_own_share_of_every_episode(producer: SimpleProducer) -> None:
+    own = len(range(0, len(producer._dataset), 2))
+    producer.delivered.clear()
+    assert producer.loop() == 2 * own
+    assert sum(len(made["reward"]) for made in producer.delivered) == 2 * own
+    assert producer._log_file is not None
+    lines = [json.loads(line) for line in producer._log_file.read_text().splitlines()]
+    assert len(lines) == 2 * own * 3
+    assert {"text", "reward", "policy_version"} <= set(lines[0])
+
+
+def test_an_evaluation_is_one_exact_pass(producer: SimpleProducer) -> None:
+    (result,) = producer.evaluate(step=1)
+    assert result.problems == result.samples > 0
+    path = producer._eval_folder / "heldout-step-1.jsonl"
+    assert len(path.read_text().splitlines()) == result.samples
