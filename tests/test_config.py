@@ -80,7 +80,7 @@ def test_the_resolved_tree_survives_toml() -> None:
         (["produce.strategy=later"], ["produce.strategy: got 'later'", "'async' or 'sync'"]),
         (["tasks.train.sampling.top_k=-1"], ["top_k"]),
         (["tasks.train.sampling.topk=1"], ["topk"]),
-        (["launch.num_consumers=2"], ["launch.num_consumers"]),
+        (["launch.kind=inline", "launch.num_consumers=2"], ["launch.num_consumers: got 2"]),
         (["novalue"], ["override: got 'novalue'"]),
         (["train.lr.deep=1"], ["train.lr"]),
     ],

@@ -7,13 +7,16 @@ import json
 import sqlite3
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from made_run import GROUP_SIZE, make_run
 from penstock.errors import UserError
+from penstock.journal.codec import decode_rollout, encode_rollout
 from penstock.rollouts import Sample, show_rollouts
 from penstock.run_folder import RunFolder
+from penstock.types import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +116,24 @@ def test_bad_arguments_are_refused(run: RunFolder, tmp_path: Path) -> None:
         shown(RunFolder(tmp_path))
 
 
+def set_texts(run: RunFolder, text: str) -> None:
+    """Give every recorded response that text, with payloads that fit it."""
+    prompt = Prompt("p:1", (), np.array([1]))
+    with sqlite3.connect(run.journal) as database:
+        rows = database.execute("SELECT rollout_id, text, data FROM rollout_rows").fetchall()
+        for rollout_id, old, data in rows:
+            rollout = decode_rollout(data, rollout_id, prompt, text=old)
+            rollout.text = text
+            database.execute(
+                "UPDATE rollout_rows SET text = ?, data = ? WHERE rollout_id = ?",
+                (text, encode_rollout(rollout, with_text=False), rollout_id),
+            )
+    database.close()
+
+
 def test_text_of_a_model_is_neither_markup_nor_control(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1, groups_per_step=1)
-    with sqlite3.connect(run.journal) as database:
-        database.execute("UPDATE rollout_rows SET text = '[bold]x[/bold] [/nothing] \x1b[2J\x07'")
-    database.close()
+    set_texts(run, "[bold]x[/bold] [/nothing] \x1b[2J\x07")
     text = shown(run, limit=1)
     assert "[bold]x[/bold] [/nothing]" in text
     assert "\x1b" not in text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import shutil
 import sqlite3
 import threading
 from concurrent.futures import Future
@@ -144,7 +145,10 @@ class Writer:
         except PenstockError as error:
             self._fail(error)
         except Exception as error:  # disk full, input/output, a value that cannot be stored
-            fault = RunError(f"journal {self._path}: cannot write: {error}")
+            free = shutil.disk_usage(self._path.parent).free >> 20
+            fault = RunError(
+                f"journal {self._path}: cannot write: {error} ({free:,} MiB free there)"
+            )
             fault.__cause__ = error
             self._fail(fault)
 
