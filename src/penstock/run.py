@@ -1,4 +1,4 @@
-"""The loop, on one screen. Layer 6.
+"""The loop, on one screen. Layer 7.
 
     producer --groups--> replay buffer --batch--> trainer --digest--> journal
        ^                 (journalled first)          |
@@ -6,7 +6,7 @@
 
 One loop for sync and async: with `max_staleness = 0` the producer waits for each update, with more
 it runs ahead. A batch is journalled before the trainer sees it, a step before its weights are
-published; so a run that is killed anywhere goes on from its journal (`resume.py`). No process, no
+published; so a run that is killed anywhere goes on from its journal (`recover.py`). No process, no
 tensor and no log format is known here.
 """
 
