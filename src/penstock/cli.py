@@ -110,6 +110,17 @@ def replay(
     replay_run(find(run), to_step=to, algorithm=algo, overrides=overrides or [])
 
 
+@app.command(rich_help_panel="Run")
+def scale(
+    run: Run, setting: Annotated[str, typer.Argument(metavar="producers=N", help="How many.")]
+) -> None:
+    """Change the number of engines of a run that is under way, by adding or draining."""
+    from penstock.launch.control import scale_run
+    from penstock.run_folder import find
+
+    typer.echo(scale_run(find(run).path, setting))
+
+
 @app.command("eval", rich_help_panel="Run")
 def evaluate(
     arguments: Arguments = None,

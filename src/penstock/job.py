@@ -26,6 +26,7 @@ from penstock.errors import UserError
 from penstock.evaluate import EvalTask
 from penstock.journal import Journal
 from penstock.launch import LAUNCHERS
+from penstock.launch.control import Control
 from penstock.launch.inline import trainer_alone
 from penstock.launch.services import TrainerPart, Workers
 from penstock.plugins import load
@@ -131,10 +132,18 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         )
         job.tracker = _tracker(job)
         workers.around.note = job.tracker.note
+        await _serve_control(folder, workers, closing)
         closing.callback(TimelineLog(folder.path / "timeline", workers.around.edges).flush)
         closing.callback(job.tracker.close)
         closing.push_async_callback(job.checkpoints.settle)
         yield job
+
+
+async def _serve_control(folder: RunFolder, workers: Workers, closing: AsyncExitStack) -> None:
+    if workers.scale is not None:
+        control = Control(folder.path / "control", {"scale": workers.scale})
+        await control.start()
+        closing.push_async_callback(control.close)
 
 
 async def _load_and_launch(

@@ -23,7 +23,7 @@ from penstock.plugins import check_name
 from penstock.sync import WEIGHT_SYNCS
 from penstock.track import TRACKERS
 
-_OPTIONAL = {"vllm": ("vllm", "vllm"), "wandb": ("wandb", "wandb")}
+_OPTIONAL = {"vllm": ("vllm", "vllm"), "wandb": ("wandb", "wandb"), "ray": ("ray", "ray")}
 
 
 def check(config: Config) -> None:
@@ -34,7 +34,7 @@ def check(config: Config) -> None:
     check_name("sync.kind", config.sync.kind, {"auto": "", **WEIGHT_SYNCS})
     for tracker in config.track.trackers:
         check_name("track.trackers", tracker, TRACKERS)
-    for name in (config.engine.name, *config.track.trackers):
+    for name in (config.engine.name, config.launch.kind, *config.track.trackers):
         _check_installed(name)
     settings.check(config)
     check_model(config.model.path, "model.path")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 from cluster_runs import assert_balanced, config_of, digests, run
 
 from penstock.job import Job
+from penstock.launch.control import scale_run
 from penstock.run_folder import RunFolder
 
 SYNC = "produce.strategy=sync"
@@ -22,12 +24,13 @@ def kill(job: Job, name: str) -> None:
     os.kill(ranks[-1].pid, signal.SIGKILL)
 
 
-def test_killed_engine_and_trainer_leave_no_trace_in_the_weights(
+def test_killed_engine_and_trainer_and_one_more_engine_leave_no_trace_in_the_weights(
     quiet: RunFolder, tmp_path: Path
 ) -> None:
     async def disturb(job: Job, step: int) -> None:
         if step == 2:
             kill(job, "engine-0")
+            await asyncio.to_thread(scale_run, job.folder.path, "producers=2")
         if step == 3:
             kill(job, "trainer")
 
@@ -38,6 +41,7 @@ def test_killed_engine_and_trainer_leave_no_trace_in_the_weights(
     assert "engine-0: the worker ended unexpectedly" in text
     assert "engine-0: serves again" in text
     assert "trainer: serves again" in text
+    assert "producers: 1 -> 2" in text
 
 
 def test_a_broadcast_leaves_the_same_weights_though_one_of_two_engines_dies(

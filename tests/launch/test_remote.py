@@ -23,6 +23,7 @@ class Echo:
             raise UserError("greeting: got 'refuse', allowed: anything else")
         self._greeting = greeting
         self._stopped = threading.Event()
+        self._waiting = threading.Event()
 
     def greet(self, name: str) -> str:
         return f"{self._greeting} {name}"
@@ -40,8 +41,12 @@ class Echo:
         raise Local("cannot be pickled")
 
     def wait_for_stop(self) -> str:
+        self._waiting.set()
         self._stopped.wait()
         return "stopped"
+
+    async def until_waiting(self) -> None:
+        await asyncio.to_thread(self._waiting.wait)
 
     async def block_the_loop(self) -> None:
         self._stopped.wait()

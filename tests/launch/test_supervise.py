@@ -16,7 +16,8 @@ from fakes import FakeEngine
 from penstock.config import LaunchConfig
 from penstock.edges import Edges
 from penstock.engine.protocol import GenerationRequest, SamplingParams
-from penstock.errors import EngineError, RunError, WorkerDied
+from penstock.errors import EngineError, RunError, UserError, WorkerDied
+from penstock.launch.control import Control, scale_run
 from penstock.launch.engines import Engines
 from penstock.launch.remote import Remote
 from penstock.launch.supervise import Supervised, Surroundings
@@ -55,7 +56,7 @@ def test_a_hung_process_is_replaced_and_its_call_fails_at_once(tmp_path: Path) -
         one.prepare = nothing
         await one.start()
         hanging = asyncio.create_task(one.call("wait_for_stop"))
-        await one.call("greet_async", "is up")
+        await one.call("until_waiting")
         assert "wait_for_stop" in await one.stack()
         await one.replace("it does not answer")
         with pytest.raises(WorkerDied):
@@ -141,7 +142,12 @@ class Crew(Play):
         ]
         for one in supervised:
             await one.start()
-        return Engines(supervised, self.around.edges)
+        return Engines(supervised, self.around.edges, make=self._make)
+
+    def _make(self, number: int) -> Supervised:
+        name = f"engine-{number}"
+        self.made[name] = []
+        return Supervised(name, self._spawner(name), settings(**self._fields), self.around)
 
     def _spawner(self, name: str) -> Any:
         async def spawn() -> FakeWorker:
@@ -289,3 +295,61 @@ def test_a_preparation_that_fails_is_tried_again_and_counted(tmp_path: Path) -> 
     asyncio.run(run())
     assert tries == [0, 1]
     assert "weights could not be fetched; starting it again (2 of 3)" in play.notes[2]
+
+
+def test_scaling_up_gives_a_new_engine_the_newest_weights_and_work() -> None:
+    async def run() -> None:
+        crew = Crew(1)
+        engines = await crew.start()
+        await engines.update_weights(1, HANDLE)
+        started = await engines.scale(3)
+        assert [one.name for one in started] == ["engine-1", "engine-2"]
+        assert crew.made["engine-2"][0].engine.version == 1
+        await engines.generate_many([request("a" * n) for n in range(1, 7)])
+        assert all(crew.made[f"engine-{n}"][0].engine.calls for n in range(3))
+        crew.made["engine-2"][0].die()  # it is tended like the first ones
+        assert (await engines.generate(request("later"))).finish_reason == "stop"
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_scaling_down_drains_the_last_ones_and_loses_nothing() -> None:
+    async def run() -> None:
+        crew = Crew(3)
+        engines = await crew.start()
+        work = [asyncio.create_task(engines.generate(request("a" * n))) for n in range(1, 10)]
+        await asyncio.sleep(0)
+        assert await engines.scale(1) == []
+        made = await asyncio.gather(*work)
+        assert {one.finish_reason for one in made} <= {"stop", "abort"}
+        assert engines.count == 1
+        await engines.generate(request("b"))
+        with pytest.raises(UserError, match="producers: got 0, allowed: 1 or more"):
+            await engines.scale(0)
+        assert await engines.scale(2)
+        assert engines.count == 2
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_the_control_channel_answers_and_refuses(tmp_path: Path) -> None:
+    async def scale(count: int) -> str:
+        if count > 4:
+            raise RunError("no place for so many")
+        return f"producers: 1 -> {count}"
+
+    async def run() -> None:
+        control = Control(tmp_path / "control", {"scale": scale})
+        await control.start()
+        assert await asyncio.to_thread(scale_run, tmp_path, "producers=3") == "producers: 1 -> 3"
+        with pytest.raises(RunError, match="no place"):
+            await asyncio.to_thread(scale_run, tmp_path, "producers=5")
+        with pytest.raises(UserError, match="allowed: producers=N"):
+            scale_run(tmp_path, "consumers=2")
+        await control.close()
+        with pytest.raises(UserError, match="got no driver that answers"):
+            scale_run(tmp_path, "producers=2")
+
+    asyncio.run(run())

@@ -57,6 +57,18 @@ class EnginePool:
             await self._engines[index].update_weights(*self._latest)
         self._dead.pop(index, None)
 
+    def add(self, engine: InferenceEngine) -> int:
+        """A further engine, by its index; `restart` gives it the newest weights and work."""
+        self._engines.append(engine)
+        self._outstanding.append(0)
+        index = len(self._engines) - 1
+        self._dead[index] = f"engine {index}: it has not joined yet"
+        return index
+
+    def retire(self, index: int) -> None:
+        """No new requests for this engine; those that run there go on."""
+        self._dead[index] = f"engine {index}: it was drained"
+
     async def generate(self, request: GenerationRequest) -> Generation:
         return (await self.generate_many([request]))[0]
 

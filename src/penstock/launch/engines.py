@@ -8,6 +8,7 @@ only with the newest weights. Scheduling among living engines is the pool's busi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from penstock.engine.protocol import (
     InferenceEngine,
     PauseMode,
 )
-from penstock.errors import EngineError, WorkerDied
+from penstock.errors import EngineError, UserError, WorkerDied
 from penstock.launch.supervise import RESTART, Supervised, Watched
 from penstock.types import WeightHandle
 
@@ -112,22 +113,78 @@ class Engines:
     """See `InferenceEngine`. Waits for: the first worker that is back. Woken by: the supervision."""
 
     def __init__(
-        self, supervised: list[Supervised], edges: Edges, announce: Announce | None = None
+        self,
+        supervised: list[Supervised],
+        edges: Edges,
+        announce: Announce | None = None,
+        make: Callable[[int], Supervised] | None = None,
     ) -> None:
         self._lost: set[str] = set()
         self._workers = [EngineWorker(one, edges, self._lost) for one in supervised]
         members: list[InferenceEngine] = [*self._workers]
         self._pool = EnginePool(members)
-        self._edges, self._announce = edges, announce
+        self._edges, self._announce, self._make = edges, announce, make
+        self._retired: set[int] = set()
+        self._scaling = asyncio.Lock()
         self._groups = itertools.count()
         self._key: tuple[list[object], str] = ([], "")
         self._latest: tuple[int, WeightHandle] | None = None
         self._switching = asyncio.Lock()  # an update and a return do not cross
         self._news = asyncio.Event()
         for index, one in enumerate(supervised):
-            one.prepare = partial(self._load_newest, index)
-            one.when_back = partial(self._take_back, index)
-            one.when_given_up = self._news.set
+            self._adopt(index, one)
+
+    def _adopt(self, index: int, one: Supervised) -> None:
+        one.prepare = partial(self._load_newest, index)
+        one.when_back = partial(self._take_back, index)
+        one.when_given_up = self._news.set
+
+    # ---- more and fewer of them
+
+    @property
+    def count(self) -> int:
+        """Engines that are meant to serve."""
+        return len(self._serving())
+
+    def _serving(self) -> list[int]:
+        return [
+            index
+            for index, worker in enumerate(self._workers)
+            if index not in self._retired and worker.supervised.given_up is None
+        ]
+
+    async def scale(self, count: int) -> list[Supervised]:
+        """Start engines or drain the last ones until `count` serve; those that were started."""
+        if count < 1 or self._make is None:
+            raise UserError(f"producers: got {count}, allowed: 1 or more, in a run with workers")
+        async with self._scaling:
+            now = self._serving()
+            for index in now[count:]:
+                await self._drain(index)
+            return [await self._add() for _ in range(count - len(now))]
+
+    async def _add(self) -> Supervised:
+        assert self._make is not None
+        index = len(self._workers)
+        one = self._make(index)
+        await one.start()
+        worker = EngineWorker(one, self._edges, self._lost)
+        self._workers.append(worker)
+        self._pool.add(worker)
+        self._adopt(index, one)
+        await self._load_newest(index, Watched(one.name, self._edges, one.call))
+        await self._take_back(index)
+        return one
+
+    async def _drain(self, index: int) -> None:
+        """What runs there finishes; what waited there is asked elsewhere."""
+        self._pool.retire(index)
+        self._retired.add(index)
+        supervised = self._workers[index].supervised
+        with contextlib.suppress(EngineError):  # it died meanwhile: the same end
+            await self._workers[index].pause("wait")
+        await supervised.close()
+        supervised.given_up = WorkerDied(f"{supervised.name}: it was drained")
 
     async def _load_newest(self, index: int, worker: Any) -> None:
         self._workers[index].loaded = None

@@ -31,21 +31,32 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     trainer = Supervised(
         "trainer", _spawn_trainer(config, total_steps, log_folder, link), settings, around
     )
-    engines = [
-        Supervised(f"engine-{n}", _spawn_engine(config, log_folder, link, n), settings, around)
-        for n in range(settings.num_producers)
-    ]
 
-    async def close() -> None:
-        await asyncio.gather(*(one.close() for one in (trainer, *engines)))
+    def make_engine(number: int) -> Supervised:
+        spawn = _spawn_engine(config, log_folder, link, number)
+        return Supervised(f"engine-{number}", spawn, settings, around)
+
+    engines = [make_engine(number) for number in range(settings.num_producers)]
+
+    def clean_up() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
     try:
         await all_or_first_error(*(one.start() for one in (trainer, *engines)))
     except BaseException:
-        await close()
+        await asyncio.gather(*(one.close() for one in (trainer, *engines)))
+        clean_up()
         raise
-    return join("local", trainer, engines, close, around, kind, colocate=settings.colocate)
+    return join(
+        "local",
+        trainer,
+        engines,
+        clean_up,
+        around,
+        kind,
+        make_engine,
+        colocate=settings.colocate,
+    )
 
 
 def _spawn_engine(

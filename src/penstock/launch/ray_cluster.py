@@ -171,6 +171,12 @@ class Places:
 
     def producer(self, number: int) -> dict[str, Any]:
         settings = self.settings
+        if number >= settings.num_producers:  # one that joined later has no bundle
+            return {
+                "num_cpus": settings.cpus_per_producer,
+                "num_gpus": settings.gpus_per_producer,
+                "scheduling_strategy": "SPREAD",
+            }
         group = self.producers or self.consumers
         return self._options(group, number, settings.cpus_per_producer, settings.gpus_per_producer)
 
@@ -199,15 +205,14 @@ async def _start_parts(
     trainer = Supervised(
         "trainer", _spawn_trainer(config, total_steps, log_folder, places, kind), settings, around
     )
-    engines = [
-        Supervised(
-            f"engine-{n}", _spawn_engine(config, log_folder, places, n, kind), settings, around
-        )
-        for n in range(settings.num_producers)
-    ]
 
-    async def close() -> None:
-        await asyncio.gather(*(one.close() for one in (trainer, *engines)))
+    def make_engine(number: int) -> Supervised:
+        spawn = _spawn_engine(config, log_folder, places, number, kind)
+        return Supervised(f"engine-{number}", spawn, settings, around)
+
+    engines = [make_engine(number) for number in range(settings.num_producers)]
+
+    def clean_up() -> None:
         places.release()
         disconnect(ours)
 
@@ -216,7 +221,9 @@ async def _start_parts(
     except BaseException:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         raise
-    return join("ray", trainer, engines, close, around, kind, colocate=settings.colocate)
+    return join(
+        "ray", trainer, engines, clean_up, around, kind, make_engine, colocate=settings.colocate
+    )
 
 
 def _spawn_engine(

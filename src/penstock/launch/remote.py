@@ -27,7 +27,7 @@ FRAME = struct.Struct("!Q")
 _STREAM_LIMIT = 1 << 20
 _CLOSE_TIMEOUT_S = 1.0
 _STACK_TIMEOUT_S = 2.0
-_SIGNAL_TIME_S = 0.3
+_SIGNAL_TIME_S = 1.0
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Any:

@@ -63,6 +63,8 @@ class Workers:
     around: Surroundings  # the open waits, and where notes to the user go
     supervised: dict[str, Supervised] = field(default_factory=dict)  # workers that may come back
 
+    scale: Callable[[int], Awaitable[str]] | None = None  # to so many engines; what was done
+
     def restore_trainer_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
         """From now on a trainer that dies is started again and given to `restore` first."""
         if "trainer" in self.supervised:

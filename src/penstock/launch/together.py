@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from penstock.launch.engines import Engines
@@ -33,13 +33,14 @@ def join(
     kind: str,
     trainer: Supervised,
     engines: list[Supervised],
-    close: Callable[[], Awaitable[None]],
+    clean_up: Callable[[], None],
     around: Surroundings,
     sync: str,
+    make_engine: Callable[[int], Supervised],
     *,
     colocate: bool = False,
 ) -> Workers:
-    """What a launcher returns, from workers that have started."""
+    """What a launcher returns, from workers that have started; `clean_up` comes after their end."""
     everyone = [trainer, *engines]
     places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
     announce = None
@@ -48,15 +49,29 @@ def join(
         async def announce(handle: WeightHandle, key: str, members: list[int]) -> WeightHandle:
             return await trainer.call("open_group", handle, key, members)
 
-    engine = Engines(engines, around.edges, announce)
+    engine = Engines(engines, around.edges, announce, make_engine)
     part = RestartingTrainer(trainer, around.edges)
     if colocate:
         part = ColocatedTrainer(trainer, around.edges, engine)
+    supervised = {one.name: one for one in everyone}
+
+    async def scale(count: int) -> str:
+        before = engine.count
+        for one in await engine.scale(count):
+            supervised[one.name] = one
+        around.note(line := f"producers: {before} -> {engine.count}")
+        return line
+
+    async def close() -> None:
+        await asyncio.gather(*(one.close() for one in supervised.values()))
+        clean_up()
+
     return Workers(
         engine=engine,
         trainer=part,
         close=close,
         description=f"{kind}: {places}",
         around=around,
-        supervised={one.name: one for one in everyone},
+        supervised=supervised,
+        scale=scale,
     )

@@ -1,0 +1,78 @@
+"""The control channel of a run that is under way: one line asks, one line answers. Layer 5.
+
+The driver listens on a Unix socket that only its user can reach; RUN/control holds its path (a
+socket's own path may not be as long as that of a run folder). Nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from penstock.errors import PenstockError, RunError, UserError
+
+_ANSWER_TIMEOUT_S = 900.0  # an engine may load its model for long
+
+
+class Control:
+    """Consumes commands with one number, produces the lines that their handlers return."""
+
+    def __init__(self, pointer: Path, handlers: Mapping[str, Callable[[int], Awaitable[str]]]):
+        self._pointer, self._handlers = pointer, handlers
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))  # mode 0700
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        path = self._folder / "control"
+        self._server = await asyncio.start_unix_server(self._answer, path)
+        self._pointer.write_text(str(path))
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._pointer.unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            command, number = json.loads(await reader.readline())
+            answer = {"done": await self._handlers[command](number)}
+        except (PenstockError, KeyError, TypeError, ValueError, OSError) as error:
+            answer = {"error": f"{error}"}
+        with contextlib.suppress(ConnectionError):
+            writer.write(json.dumps(answer).encode() + b"\n")
+            await writer.drain()
+        writer.close()
+
+
+def scale_run(folder: Path, setting: str) -> str:
+    """Ask the driver of a run for another number of engines: `producers=N`."""
+    name, _, value = setting.partition("=")
+    if name != "producers" or not value.isdigit() or int(value) < 1:
+        raise UserError(f"scale: got {setting!r}, allowed: producers=N with N of 1 or more")
+    return ask(folder / "control", "scale", int(value))
+
+
+def ask(pointer: Path, command: str, number: int) -> str:
+    """One command to a driver; blocks until it is done."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ANSWER_TIMEOUT_S)
+        try:
+            connection.connect(pointer.read_text())
+            connection.sendall(json.dumps([command, number]).encode() + b"\n")
+            line = connection.makefile().readline()
+        except (OSError, ValueError):
+            raise UserError(
+                f"run {pointer.parent}: got no driver that answers, allowed: a run that is under way "
+                "with launch.kind local or ray"
+            ) from None
+    answer = json.loads(line or '{"error": "the driver ended"}')
+    if "error" in answer:
+        raise RunError(answer["error"])
+    return str(answer["done"])
