@@ -22,7 +22,7 @@ $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,compare]'
 	touch $@
 
-demo: $(STAMP)  ## install and train the small policy on this machine's CPU (about two minutes)
+demo: $(STAMP)  ## install and train the small policy on this machine's CPU (about a minute)
 	$(BIN)/penstock train
 
 check: $(DEV_STAMP)  ## format, lint and types
