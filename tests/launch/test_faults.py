@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from cluster_runs import assert_balanced, config_of, digests, run
+from cluster_runs import STEPS, assert_balanced, config_of, digests, run
 
 from penstock.job import Job
 from penstock.launch.control import scale_run
@@ -44,32 +44,25 @@ def test_killed_engine_and_trainer_and_one_more_engine_leave_no_trace_in_the_wei
     assert "producers: 1 -> 2" in text
 
 
-def test_a_broadcast_leaves_the_same_weights_though_one_of_two_engines_dies(
+def test_colocated_engines_fed_by_broadcast_leave_the_same_weights_though_one_dies(
     quiet: RunFolder, tmp_path: Path
 ) -> None:
+    """It is killed while the first weights are being sent to both."""
+
     async def disturb(job: Job, step: int) -> None:
         if step == 2:
             kill(job, "engine-1")
 
-    words = [SYNC, "sync.kind=collective", "launch.num_producers=2"]
+    words = [SYNC, "sync.kind=collective", "launch.num_producers=2", "launch.colocate=true"]
     folder, notes = run(config_of(tmp_path, "broadcast", *words), disturb)
     assert digests(folder) == digests(quiet)
     assert_balanced(folder)
     assert any("engine-1: the worker ended unexpectedly" in note for note in notes)
-
-
-def test_colocated_parts_take_turns_and_leave_the_same_weights(
-    quiet: RunFolder, tmp_path: Path
-) -> None:
-    """Killed while it trains and the engine sleeps: the turn goes on after the restart."""
-
-    async def disturb(job: Job, step: int) -> None:
-        if step == 2:
-            kill(job, "trainer")
-
-    folder, _ = run(config_of(tmp_path, "colocated", SYNC, "launch.colocate=true"), disturb)
-    assert digests(folder) == digests(quiet)
-    assert_balanced(folder)
-    events = [json.loads(x) for x in (folder.path / "timeline/events.jsonl").open()]
-    asleep = [(e["what"], e["start"]) for e in events if e["what"] in ("sleep", "wake")]
-    assert [what for what, _ in sorted(asleep, key=lambda e: e[1])] == ["sleep", "wake"] * 3
+    events = [json.loads(line) for line in (folder.path / "timeline/events.jsonl").open()]
+    turns = [e for e in events if e["lane"] == "engine-0" and e["what"] in ("sleep", "wake")]
+    turns.sort(key=lambda event: event["start"])
+    assert [event["what"] for event in turns] == ["sleep", "wake"] * STEPS
+    training = [event for event in events if event["what"] == "train"]
+    for asleep, awake, step in zip(turns[::2], turns[1::2], training, strict=True):
+        assert asleep["end"] <= step["start"]
+        assert step["end"] <= awake["start"]
