@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,19 +23,31 @@ pytestmark = pytest.mark.ray
 RAY = ["launch.kind=ray", "launch.num_producers=2"]
 
 
+class Nodes:
+    """A cluster of two nodes on this machine; the second one can leave."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        size = {"object_store_memory": 2**27, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, **size})
+        self._second = self._cluster.add_node(num_cpus=1, **size)
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
+
+    def second_leaves(self) -> None:
+        self._cluster.remove_node(self._second)
+
+    def close(self) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster() -> Iterator[Nodes]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=2**27,
-    )
-    yield
-    ray.shutdown()
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
 
 
 def kill(job: Job, name: str) -> None:
@@ -44,22 +57,22 @@ def kill(job: Job, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_actors_give_the_bits_of_one_process_though_an_engine_is_killed(
-    cluster: None, quiet: RunFolder, tmp_path: Path
+def test_actors_give_the_bits_of_one_process_though_a_node_leaves(
+    cluster: Nodes, quiet: RunFolder, tmp_path: Path
 ) -> None:
     async def disturb(job: Job, step: int) -> None:
         if step == 2:
-            kill(job, "engine-1")
+            cluster.second_leaves()
 
     folder, notes = run(config_of(tmp_path, "ray", "produce.strategy=sync", *RAY), disturb)
     assert digests(folder) == digests(quiet)
     assert_balanced(folder)
     assert notes[0].startswith("ray: trainer node ")
-    assert any("engine-1: the actor ended unexpectedly" in note for note in notes)
+    assert any("the actor ended unexpectedly" in note for note in notes)
 
 
 @pytest.mark.slow
-def test_two_ranks_as_actors_go_on_after_one_is_killed(cluster: None, tmp_path: Path) -> None:
+def test_two_ranks_as_actors_go_on_after_one_is_killed(cluster: Nodes, tmp_path: Path) -> None:
     async def disturb(job: Job, step: int) -> None:
         if step == 3:
             kill(job, "trainer")
@@ -72,7 +85,7 @@ def test_two_ranks_as_actors_go_on_after_one_is_killed(cluster: None, tmp_path: 
 
 
 @pytest.mark.slow
-def test_one_call_does_a_whole_run(cluster: None, tmp_path: Path) -> None:
+def test_one_call_does_a_whole_run(cluster: Nodes, tmp_path: Path) -> None:
     from penstock.distributed import launch_distributed
 
     folder = launch_distributed(
@@ -93,12 +106,14 @@ def test_one_call_does_a_whole_run(cluster: None, tmp_path: Path) -> None:
     assert len(digests(RunFolder(folder))) == 2  # 8 prompts, 4 a step
 
 
-def test_what_the_cluster_cannot_hold_is_refused_in_one_line(cluster: None, tmp_path: Path) -> None:
+def test_what_the_cluster_cannot_hold_is_refused_in_one_line(
+    cluster: Nodes, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as refused:
         run(config_of(tmp_path, "gpu", *RAY, "launch.gpus_per_producer=1"))
     line = str(refused.value)
     assert "1 consumers of 1 CPU, 0 GPU and 2 producers of 1 CPU, 1 GPU" in line
-    assert "allowed: what 1 nodes have: 4 CPU, 0 GPU" in line
+    assert re.search(r"allowed: what \d nodes have: 3 CPU, 0 GPU", line)
 
 
 def settings(**fields: object) -> LaunchConfig:
