@@ -14,6 +14,7 @@ import multiprocessing
 import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,19 @@ def take(fetched: Any, own: dict[str, torch.Tensor]) -> None:
             own[name].copy_(tensor)
         else:
             own[name] = tensor.clone()
+
+
+def memory_needed(kind: str, size: int, producers: int) -> int:
+    """The trainer's weights, two published copies, each producer's own; and what it receives."""
+    received = 2 if kind == "collective" else 1
+    return size * (3 + producers * received)
+
+
+def memory_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(int(line.split()[1]) * 1024 * 0.9)
+    return 2**63
 
 
 Publish = Callable[[int], WeightHandle]
@@ -165,6 +179,9 @@ def main() -> None:
         size = sum(tensor.nbytes for _, tensor in weights)
         for kind in arguments.paths:
             for producers in arguments.producers if kind != "in_process" else [1]:
+                if memory_needed(kind, size, producers) > memory_available():
+                    print(f"  {kind:<14} {producers} producers  not enough memory", flush=True)
+                    continue
                 if kind == "in_process":
                     publish_s, all_s = in_process(weights)
                 elif kind == "object_store":

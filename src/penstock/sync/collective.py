@@ -8,12 +8,14 @@ Needs no shared memory and no Ray. Weights on a GPU travel through the host.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,6 +37,7 @@ class CollectiveSync:
         self._index, self._address = index, address
         self._meeting_timeout_s = timeout_s
         self._sides: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._standing = np.empty(0, dtype=np.uint8)
         self._groups: dict[str, Any] = {}  # the newest group by its key
         self._store: Any = None
         self._sending: list[threading.Thread] = []
@@ -91,7 +94,7 @@ class CollectiveSync:
         where = handle.location
         if self._index not in where["to"]:
             raise RunError(f"weights of version {handle.version} were not sent to this engine")
-        buffer = self._side(handle.version % 2, where["size"])
+        buffer = self._receiving(where["size"])
         rank = where["to"].index(self._index) + 1
         try:
             group = self._groups.get(where["key"])
@@ -104,6 +107,12 @@ class CollectiveSync:
             raise RunError(f"broadcast of version {handle.version}: {error}") from error
         for name, dtype, shape, offset in where["tensors"]:
             yield name, _view(buffer, offset, shape, getattr(torch, dtype))
+
+    def _receiving(self, size: int) -> torch.Tensor:
+        """The standing buffer, unless somebody still holds a view of what it received last."""
+        if len(self._standing) < size or sys.getrefcount(self._standing) > 2:
+            self._standing = np.empty(size, dtype=np.uint8)
+        return torch.from_numpy(self._standing)[:size]
 
     # ---- both
 
