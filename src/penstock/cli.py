@@ -25,7 +25,7 @@ app = typer.Typer(
     help="""Post-train language models with reinforcement learning from verifiable rewards.
 
 Producers sample and score answers, a journal keeps every one of them, consumers train. With no
-config `penstock train` runs a demo on this machine's CPU in about two minutes.""",
+config `penstock train` runs a demo on this machine's CPU in about a minute.""",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
