@@ -264,7 +264,7 @@ def test_a_worker_that_may_not_be_restarted_is_given_up_with_its_reason(tmp_path
         await one.start()
         assert isinstance(one.worker, Remote)
         os.kill(one.worker.pid, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="ended unexpectedly"):
+        with pytest.raises(WorkerDied, match="echo: the worker"):
             await one.call("wait_for_stop")
         with pytest.raises(WorkerDied, match="ended unexpectedly"):
             await one.ready()
