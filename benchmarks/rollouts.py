@@ -1,11 +1,12 @@
-"""Rollout speed of the transformers engine beside transformers `generate`, in one run.
+"""Rollout speed of the transformers engine beside `generate` and `generate_batch`, in one run.
 
     python benchmarks/rollouts.py                        # CPU: the 1M-parameter shape of the demo
     python benchmarks/rollouts.py --model smollm2        # CPU: SmolLM2-135M (see smollm2.py)
     python benchmarks/rollouts.py --model qwen0.5b --device cuda
 
 Two loads: equal lengths, and log-normal ones. Both sides make exactly the asked number of tokens with
-temperature 1; ours also returns log-probs. `generate` gets batches of as many rows as ours has slots.
+temperature 1; ours also returns log-probs. `generate` gets batches of as many rows as ours has slots;
+`generate_batch` is transformers' own continuous batching.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 from smollm2 import load_smollm2
 from transformers import (
     AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
     Qwen2Config,
     Qwen3Config,
     StoppingCriteria,
@@ -33,6 +36,11 @@ from transformers import (
 from penstock.engine.loading import TransformersOptions
 from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.engine.transformers_engine import TransformersEngine
+
+CACHE_BLOCKS, CACHE_BATCH_TOKENS = (
+    4096,
+    512,
+)  # of transformers' paged cache: room for every load here
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,26 @@ def run_generate(
         )
 
 
+def run_generate_batch(model: torch.nn.Module, prompts: np.ndarray, lengths: list[int]) -> None:
+    """transformers' own continuous batching, each request with its own number of tokens."""
+    how = GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=max(lengths), eos_token_id=-1, pad_token_id=0
+    )
+    blocks = ContinuousBatchingConfig(num_blocks=CACHE_BLOCKS, max_batch_tokens=CACHE_BATCH_TOKENS)
+    with model.continuous_batching_context_manager(
+        generation_config=how, continuous_batching_config=blocks, block=True, timeout=5
+    ) as manager:
+        for prompt, length in zip(prompts, lengths, strict=True):
+            manager.add_request(prompt.tolist(), max_new_tokens=length)
+        made = 0
+        while made < sum(lengths):
+            result = manager.get_result(timeout=60)
+            assert result is not None, "transformers gave no result for a minute"
+            assert result.error is None, result.error
+            if result.is_finished():
+                made += len(result.generated_tokens)
+
+
 def run_engine(
     engine: TransformersEngine,
     prompts: np.ndarray,
@@ -170,7 +198,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=["ours", "generate"], default=None)
+    parser.add_argument("--only", choices=["ours", "peers"], default=None)
     parser.add_argument("--slots", type=int, default=0, help="rows that run together")
     parser.add_argument(
         "--generate-loads", nargs="*", default=["equal", "lognormal"], help="loads for `generate`"
@@ -186,7 +214,7 @@ def main() -> None:
     }
     speeds: dict[str, dict[str, float]] = {name: {} for name in loads}
 
-    if args.only != "generate":
+    if args.only != "peers":
         options = TransformersOptions(device=args.device, max_slots=slots, threads=args.threads)
         engine = TransformersEngine(
             lambda: build(args.model, args.device, "penstock"), fetch=lambda _: [], options=options
@@ -219,13 +247,19 @@ def main() -> None:
             )
             speeds[name]["generate"] = sum(lengths) / seconds
             print(f"  {name:10} generate {sum(lengths) / seconds:10,.0f}", flush=True)
+            seconds = timed(
+                lambda lengths=lengths: run_generate_batch(model, prompts, lengths), 1, args.device
+            )
+            speeds[name]["generate_batch"] = sum(lengths) / seconds
+            print(f"  {name:10} generate_batch {sum(lengths) / seconds:10,.0f}", flush=True)
 
     unit = "tokens/s" if args.device.startswith("cuda") else "tokens per CPU second"
     print(f"{args.model} on {args.device}, {slots} slots, {args.threads} threads; {unit}")
     for name, row in speeds.items():
-        ratio = row.get("penstock", 0) / row["generate"] if "generate" in row else float("nan")
-        cells = "  ".join(f"{who} {speed:10,.0f}" for who, speed in row.items())
-        print(f"  {name:10} {cells}  ratio {ratio:.2f}")
+        cells = "  ".join(f"{who} {speed:,.0f}" for who, speed in row.items())
+        ours = row.get("penstock", float("nan"))
+        ratios = "  ".join(f"{ours / v:.2f}x {k}" for k, v in row.items() if k != "penstock")
+        print(f"  {name:10} {cells}  ratios: {ratios}")
     print(json.dumps({"model": args.model, "device": args.device, "speeds": speeds}))
 
 
