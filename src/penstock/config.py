@@ -342,7 +342,7 @@ class LaunchConfig(Section):
 
 
 class WatchdogConfig(Section):
-    stall_s: float = Field(300.0, gt=0)
+    stall_s: float = Field(1800.0, gt=0)
     """A wait is stuck when its culprit answered nothing and made no progress for so long."""
     action: Literal["report", "restart", "stop"] = "restart"
     """What follows the report; restart ends a worker that is stuck (it comes back), and stops for others."""

@@ -108,7 +108,7 @@ class Loop:
         producer_waited = self._job.producer.snapshot().producer_wait_s
         times = {
             "policy_version": float(report.policy_version),
-            "tokens/generated": float(tokens - self._tokens_before),
+            "tokens/generated": float(max(0, tokens - self._tokens_before)),  # 0: it restarted
             "time/step_s": time.monotonic() - started,
             "time/consumer_wait_s": waited,
             "time/producer_wait_s": producer_waited - self._waited_before,
