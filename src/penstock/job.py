@@ -30,7 +30,14 @@ from penstock.launch.control import Control
 from penstock.launch.inline import trainer_alone
 from penstock.launch.services import TrainerPart, Workers
 from penstock.plugins import load
-from penstock.produce import IsValidSample, ProduceProgress, Producer, ProduceTask, strategy_config
+from penstock.produce import (
+    IsValidSample,
+    ProduceProgress,
+    Producer,
+    ProduceTask,
+    strategy_config,
+    task_lines,
+)
 from penstock.replay import ReplayBuffer
 from penstock.reward import build_reward
 from penstock.run_folder import RunFolder
@@ -75,8 +82,9 @@ class Job:
         ]
 
     def live(self) -> str:
-        """One line: what the trainer does, and who waits for what since when."""
-        return "; ".join([self.activity, *self.waits()])
+        """What the trainer does and who waits for what, then where the groups of each task are."""
+        first = "; ".join([self.activity, *self.waits()])
+        return "\n".join([first, *task_lines(self.producer.snapshot())])
 
     async def take_batch(self, step: int) -> Batch:
         with self.edges.wait("loop", "wait", f"groups of step {step}"):

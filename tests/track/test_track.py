@@ -29,7 +29,7 @@ def info(tmp_path: Path, *trackers: str) -> RunInfo:
         name="run",
         total_steps=10,
         first_step=0,
-        live=lambda: "trainer waits for groups",
+        live=lambda: "trainer waits for groups\nmath: drawn 8, trained 4",
     )
 
 
@@ -103,6 +103,7 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path) -> No
     assert "reward 0.500" in text
     assert "tokens/s 200" in text
     assert "heldout accuracy 0.250" in text
+    assert "    math: drawn 8, trained 4" in text
     assert "\x1b" not in text
 
 

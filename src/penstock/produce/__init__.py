@@ -8,7 +8,7 @@ from penstock.produce.context import (
     ProduceContext,
     ShouldContinue,
 )
-from penstock.produce.display import ProgressDisplay, progress_line, progress_table
+from penstock.produce.display import task_lines
 from penstock.produce.failures import FailurePolicy
 from penstock.produce.lane import ProduceTask
 from penstock.produce.pending import InFlight, PendingSet
@@ -42,7 +42,6 @@ __all__ = [
     "ProduceTask",
     "Producer",
     "ProducerSnapshot",
-    "ProgressDisplay",
     "ShouldContinue",
     "SyncProduceStrategy",
     "SyncProduceStrategyConfig",
@@ -51,8 +50,7 @@ __all__ = [
     "Wait",
     "accept_all",
     "calculate_stale_threshold",
-    "progress_line",
-    "progress_table",
     "strategy_config",
+    "task_lines",
     "until_batch_is_full",
 ]

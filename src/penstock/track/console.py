@@ -70,6 +70,8 @@ class ConsoleTracker:
         self._console.print(
             f"step {step}/{self._info.total_steps}  {figures}", highlight=False, soft_wrap=True
         )
+        for line in self._info.live().splitlines()[1:]:
+            self._console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
 
     def _figures(self) -> list[tuple[str, str]]:
         get = self._metrics.get
