@@ -14,11 +14,13 @@ help:  ## show the targets
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) scripts/check_python.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): torch first, then the rest; about two minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
 $(DEV_STAMP): $(STAMP)
+	@echo "installing what the tests need; about a minute"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,compare]'
 	touch $@
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -24,8 +23,7 @@ async def all_or_first_error(*starting: Coroutine[Any, Any, T]) -> list[T]:
     except BaseException:
         for task in tasks:
             task.cancel()
-        with contextlib.suppress(BaseException):
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         raise
 
 
