@@ -7,8 +7,18 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from fakes import FakeAgentLoop, VirtualClock, finish_rollout, make_prompts
+from fakes import (
+    CountingReward,
+    FakeAgentLoop,
+    FakeEngine,
+    VirtualClock,
+    finish_rollout,
+    make_prompts,
+)
+from penstock.agent.single_turn import SingleTurn
+from penstock.config import SamplingConfig
 from penstock.data.sampler import Sampler
+from penstock.engine.protocol import GenerationRequest
 from penstock.journal import Journal
 from penstock.produce import (
     ProduceContext,
@@ -118,3 +128,47 @@ async def turns(count: int = 20) -> None:
     """Let everything that can run at this instant run."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+def single_turn(engine: FakeEngine, reward: CountingReward | None = None) -> SingleTurn:
+    return SingleTurn(
+        engine=engine,
+        reward=reward or CountingReward(),
+        sampling=SamplingConfig(),
+        decode=lambda ids: " ".join(map(str, ids)),
+    )
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def fingerprint(batch: Batch) -> list[tuple]:
+    return [
+        (
+            r.rollout_id,
+            r.seed,
+            r.response_ids.tolist(),
+            r.logprobs.tolist(),
+            r.segments,
+            r.temperature,
+        )
+        for r in batch.rollouts
+    ]
+
+
+def uneven(request: GenerationRequest) -> int:
+    return 1 + request.seed % 9
+
+
+async def train_steps(stage: Stage, engine: FakeEngine, first: int, last: int) -> list:
+    seen = []
+    for step in range(first, last + 1):
+        batch = await stage.producer.take_batch(step)
+        seen.append(fingerprint(batch))
+        await asyncio.sleep(0.07)
+        await stage.train(batch, publish=False)
+        await engine.update_weights(step)
+        stage.publish(step)
+    return seen

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
-from stage import Stage, on_virtual_time, turns
+from stage import (
+    Stage,
+    cancel,
+    on_virtual_time,
+    single_turn,
+    train_steps,
+    turns,
+    uneven,
+)
 
-from fakes import CountingReward, FakeAgentLoop, FakeEngine, make_prompts
-from penstock.agent.single_turn import SingleTurn
-from penstock.config import SamplingConfig
+from fakes import FakeAgentLoop, FakeEngine, make_prompts
 from penstock.data.sampler import Sampler
-from penstock.engine.protocol import GenerationRequest
-from penstock.errors import RunError, TooManyFailures, UserError
+from penstock.errors import UserError
 from penstock.journal import Journal
 from penstock.produce import (
     AsyncProduceStrategyConfig,
@@ -24,46 +28,7 @@ from penstock.produce import (
     SyncProduceStrategyConfig,
 )
 from penstock.replay import ReplayBuffer
-from penstock.types import Batch, Rollout, Status
-
-
-def single_turn(engine: FakeEngine, reward: CountingReward | None = None) -> SingleTurn:
-    return SingleTurn(
-        engine=engine,
-        reward=reward or CountingReward(),
-        sampling=SamplingConfig(),
-        decode=lambda ids: " ".join(map(str, ids)),
-    )
-
-
-def fingerprint(batch: Batch) -> list[tuple]:
-    return [
-        (
-            r.rollout_id,
-            r.seed,
-            r.response_ids.tolist(),
-            r.logprobs.tolist(),
-            r.segments,
-            r.temperature,
-        )
-        for r in batch.rollouts
-    ]
-
-
-def uneven(request: GenerationRequest) -> int:
-    return 1 + request.seed % 9
-
-
-async def train_steps(stage: Stage, engine: FakeEngine, first: int, last: int) -> list:
-    seen = []
-    for step in range(first, last + 1):
-        batch = await stage.producer.take_batch(step)
-        seen.append(fingerprint(batch))
-        await asyncio.sleep(0.07)
-        await stage.train(batch, publish=False)
-        await engine.update_weights(step)
-        stage.publish(step)
-    return seen
+from penstock.types import Status
 
 
 def run_batches(path: Path, config: SyncProduceStrategyConfig, *, refuse: bool = False) -> list:
@@ -80,11 +45,6 @@ def run_batches(path: Path, config: SyncProduceStrategyConfig, *, refuse: bool =
 
     on_virtual_time(main)
     return seen
-
-
-async def cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 @pytest.mark.parametrize("refuse", [False, True])
@@ -170,182 +130,6 @@ def test_an_expired_group_is_generated_again_with_new_seeds(tmp_path: Path) -> N
 
 
 # -- failures ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["no such model", "raise"])
-def test_an_all_failing_backend_makes_few_calls_then_stops_with_one_line(
-    tmp_path: Path, how: str
-) -> None:
-    async def main() -> None:
-        engine = FakeEngine(fail=lambda request: how)
-        stage = Stage(
-            tmp_path, AsyncProduceStrategyConfig(), batch=16, k=2, agent_loop=single_turn(engine)
-        )
-        running = asyncio.create_task(stage.producer.run())
-        with pytest.raises(TooManyFailures, match="of the last 32 groups failed") as caught:
-            await stage.producer.take_batch(1)
-        assert "\n" not in str(caught.value)
-        with pytest.raises(TooManyFailures):
-            await running
-        assert engine.calls < 100 * (2 if how == "raise" else 1)
-        assert stage.sampler.cursor <= 32
-
-    assert on_virtual_time(main) < 2.0
-
-
-def test_a_reward_that_answers_503_is_asked_again_without_generating_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = FakeEngine()
-        broken = {"count": 3}
-
-        def fail(rollout: Rollout) -> str:
-            if rollout.rollout_id == "t:1.0" and broken["count"] > 1:
-                broken["count"] -= 1
-                return "503 Service Unavailable"
-            return ""
-
-        reward = CountingReward(fail)
-        stage = Stage(
-            tmp_path, SyncProduceStrategyConfig(), batch=2, agent_loop=single_turn(engine, reward)
-        )
-        running = asyncio.create_task(stage.producer.run())
-        batch = await stage.producer.take_batch(1)
-        assert engine.calls == 4  # once per rollout
-        assert reward.calls.count("t:1.0") == 3
-        assert reward.calls.count("t:1.1") == 1  # finished members are not scored again
-        assert [group.tries for group in batch.groups] == [1, 3]
-        assert stage.strategy.counters["failed"] == 2
-        await cancel(running)
-
-    on_virtual_time(main)
-
-
-def test_one_raising_group_is_isolated_and_dropped_with_its_reason(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = FakeEngine(fail=lambda r: "bad prompt" if r.request_id.startswith("t:1.") else "")
-        stage = Stage(
-            tmp_path, SyncProduceStrategyConfig(), batch=3, agent_loop=single_turn(engine)
-        )
-        running = asyncio.create_task(stage.producer.run())
-        batch = await stage.producer.take_batch(1)
-        assert [group.cursor for group in batch.groups] == [0, 2, 3]
-        task = stage.producer.snapshot().tasks[0]
-        assert task.dropped == {"failed": 1}
-        assert task.balanced
-        rows = stage.journal.query("SELECT reason FROM events WHERE kind = 'dropped'")
-        assert rows == [("engine: bad prompt",)]
-        await cancel(running)
-
-    on_virtual_time(main)
-
-
-def test_a_raising_validity_rule_fails_its_groups_and_stops_the_run(tmp_path: Path) -> None:
-    async def main() -> None:
-        def rule(rollouts: list[Rollout]) -> bool:
-            raise KeyError("score")
-
-        stage = Stage(
-            tmp_path,
-            SyncProduceStrategyConfig(),
-            agent_loop=single_turn(FakeEngine()),
-            is_valid=rule,
-        )
-        running = asyncio.create_task(stage.producer.run())
-        with pytest.raises(TooManyFailures, match="validity rule: KeyError"):
-            await stage.producer.take_batch(1)
-        await cancel(running)
-
-    on_virtual_time(main)
-
-
-# -- never a hang --------------------------------------------------------------------------------
-
-
-def test_filters_that_refuse_everything_end_the_run(tmp_path: Path) -> None:
-    async def main() -> None:
-        config = SyncProduceStrategyConfig(max_refused_in_a_row=50)
-        stage = Stage(
-            tmp_path, config, agent_loop=single_turn(FakeEngine()), is_valid=lambda rollouts: False
-        )
-        running = asyncio.create_task(stage.producer.run())
-        with pytest.raises(RunError, match="refused 50 groups in a row"):
-            await stage.producer.take_batch(1)
-        await cancel(running)
-
-    on_virtual_time(main)
-
-
-def test_the_end_of_the_prompts_ends_the_run(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = FakeEngine()
-        stage = Stage(
-            tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(engine), max_prompts=6
-        )
-        running = asyncio.create_task(stage.producer.run())
-        await train_steps(stage, engine, 1, 1)
-        with pytest.raises(RunError, match=r"2 groups of task t are missing .* all 6 prompts"):
-            await stage.producer.take_batch(2)
-        await cancel(running)
-
-    on_virtual_time(main)
-
-
-def test_a_rule_that_stops_too_early_ends_the_run(tmp_path: Path) -> None:
-    async def main() -> None:
-        config = AsyncProduceStrategyConfig(
-            should_continue_fn=lambda done, batch: done < batch - 1, max_tries=1
-        )
-        stage = Stage(tmp_path, config)
-        running = asyncio.create_task(stage.producer.run())
-        await turns()
-        stage.loop.fail("t:3")  # dropped: the other three are enough for the rule, not for the step
-        stage.finish_all()
-        with pytest.raises(RunError, match="should_continue_fn"):
-            await stage.producer.take_batch(1)
-        await cancel(running)
-
-    on_virtual_time(main)
-
-
-def test_an_engine_with_older_weights_than_it_confirmed_stops_the_run(tmp_path: Path) -> None:
-    async def main() -> None:
-        stage = Stage(tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(FakeEngine()))
-        stage.producer.weights_updated(3)
-        stage.progress.next_consumer_step = 4
-        stage.progress.target_upto["t"] = 3
-        running = asyncio.create_task(stage.producer.run())
-        with pytest.raises(TooManyFailures, match="under version 0 after version 3"):
-            await stage.producer.take_batch(4)
-        await cancel(running)
-
-    on_virtual_time(main)
-
-
-def test_a_stopped_producer_is_not_waited_for(tmp_path: Path) -> None:
-    async def main() -> None:
-        stage = Stage(tmp_path, SyncProduceStrategyConfig())
-        running = asyncio.create_task(stage.producer.run())
-        taking = asyncio.create_task(stage.producer.take_batch(1))
-        await turns()
-        stage.producer.stop()
-        await running
-        with pytest.raises(RunError, match="the producer was stopped"):
-            await taking
-        assert stage.producer.snapshot().tasks[0].balanced
-
-    on_virtual_time(main)
-
-
-def test_a_journal_that_cannot_write_reaches_the_consumer(tmp_path: Path) -> None:
-    async def main() -> None:
-        stage = Stage(tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(FakeEngine()))
-        stage.journal._writer._database.execute("DROP TABLE rollout_rows")
-        running = asyncio.create_task(stage.producer.run())
-        with pytest.raises(RunError, match="cannot write"):
-            await stage.producer.take_batch(1)
-        await cancel(running)
-
-    on_virtual_time(main)
 
 
 def test_steps_are_taken_in_order(tmp_path: Path) -> None:
