@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from tiny_run import CrashServer, assert_sound, digests
 
@@ -12,9 +14,13 @@ from penstock.run_folder import RunFolder
 def killed(server: CrashServer, request: pytest.FixtureRequest) -> RunFolder:
     """Three steps are journalled, the newest checkpoint is of step 2."""
     name = f"changed-{request.node.name}"
-    run, code = server.train(name, "produce.strategy=sync", point="after take", number=4)
+    words = ("produce.strategy=sync", "checkpoint.every_steps=1", "checkpoint.keep=3")
+    run, code = server.train(name, *words, point="after take", number=4)
     assert code == -9, server.output()
     assert len(digests(run)) == 3
+    # that of step 2 was whole before that of step 3 was begun; whether this one is, is chance
+    assert (run.checkpoints / "step-2").is_dir()
+    shutil.rmtree(run.checkpoints / "step-3", ignore_errors=True)
     return run
 
 
