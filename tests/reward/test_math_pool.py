@@ -21,12 +21,12 @@ TOWER = "9^{9^{9^{9^{9}}}}"
 
 def test_hostile_answers_cost_one_time_out_and_the_pool_goes_on() -> None:
     async def run() -> None:
-        pool = MathPool(1, timeout_s=1.0)
+        pool = MathPool(1, timeout_s=3.0)
         try:
             assert (await pool.compare("x+1", "1+x")).equal
             first = pool._idle[0]
             slow = await pool.compare("42", TOWER)
-            assert (slow.equal, slow.note) == (False, "comparison took more than 1 s")
+            assert (slow.equal, slow.note) == (False, "comparison took more than 3 s")
             assert pool.num_workers == 0
             assert (await pool.compare("2x", "x+x")).equal
             second = pool._idle[0]
