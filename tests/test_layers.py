@@ -39,6 +39,7 @@ LAYERS = {
     "checkpoint": 4,
     "evaluate": 4,
     "run_folder": 4,
+    "evaluations": 5,
     "launch": 5,
     "preflight": 6,
     "job": 6,

@@ -69,6 +69,10 @@ class EvalResult:
         return {f"{prefix}/accuracy": self.accuracy, f"{prefix}/reward": self.reward, **named}
 
 
+class OtherWeights(RunError):
+    """Samples of an evaluation are not all of the version that it is of."""
+
+
 async def evaluate(
     engine: InferenceEngine, task: EvalTask, *, step: int, version: int, folder: Path
 ) -> EvalResult:
@@ -96,7 +100,7 @@ def _check_pinned(task: EvalTask, rollouts: Sequence[Rollout], version: int) -> 
     """One evaluation is of one policy: a sample of other weights would make its figures mean nothing."""
     others = {s.version for rollout in rollouts for s in rollout.segments} - {version}
     if others:
-        raise RunError(
+        raise OtherWeights(
             f"evaluation {task.name}: got samples of versions {sorted(others)}, allowed: {version}"
         )
 

@@ -24,6 +24,7 @@ from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
 from penstock.evaluate import EvalTask
+from penstock.evaluations import Evaluations
 from penstock.journal import Journal
 from penstock.launch import LAUNCHERS
 from penstock.launch.control import Control
@@ -62,7 +63,7 @@ class Job:
     producer: Producer
     journal: Journal
     checkpoints: CheckpointStore
-    eval_tasks: list[EvalTask]
+    evaluations: Evaluations
     rollout_log: RolloutLog
     tracker: Fanout
     workers: Workers
@@ -128,7 +129,14 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
                 report=lambda text: job.tracker.note(text),
                 before_rename=journal.sync,
             ),
-            eval_tasks=_eval_tasks(config, data, closing),
+            evaluations=Evaluations(
+                tasks=_eval_tasks(config, data, closing),
+                folder=folder.evaluations,
+                engine=workers.engine,
+                edges=workers.around.edges,
+                log=lambda step, metrics: job.tracker.log_eval(step, metrics),
+                set_aside=workers.set_aside,
+            ),
             rollout_log=RolloutLog(
                 folder.path / "rollouts.jsonl",
                 every_steps=config.track.rollouts_every_steps,

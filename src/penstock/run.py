@@ -16,7 +16,6 @@ import asyncio
 import time
 from dataclasses import replace
 
-from penstock.evaluate import append_summary, evaluate, not_evaluated
 from penstock.job import Job
 from penstock.types import StepReport, WeightHandle
 
@@ -29,7 +28,6 @@ class Loop:
         self.step = first_step  # updates done
         self._tasks: asyncio.TaskGroup
         self._updating: asyncio.Task[None] | None = None
-        self._evaluating: asyncio.Task[None] | None = None
         self._tokens_before, self._waited_before = 0, 0.0
 
     async def run(self) -> None:
@@ -43,6 +41,7 @@ class Loop:
             while self.step < job.total_steps:
                 await self._one_step(self.step + 1)
             await self._settle()
+            await job.evaluations.finished()
             producing.cancel()
             watching.cancel()
         job.activity = "done"
@@ -80,28 +79,22 @@ class Loop:
         self._job.producer.weights_updated(handle.version)
 
     async def _start_evaluation(self) -> None:
-        self._evaluating = self._tasks.create_task(self._evaluate(self.step), name="evaluate")
-        if self._job.config.eval.blocking:
+        waits = self._job.config.eval.blocking
+        evaluating = self._job.evaluations.begin(
+            self._tasks,
+            self.step,
+            after=self._updating,
+            beside=not waits and self.step < self._job.total_steps,
+        )
+        if waits:
             self._job.activity = f"evaluating after step {self.step}"
-            await self._evaluating
-
-    async def _evaluate(self, step: int) -> None:
-        """Runs beside training; the next weights wait for it, so it is pinned to one version."""
-        if self._updating is not None:
-            await self._updating
-        job, folder = self._job, self._job.folder.evaluations
-        version = (await job.engine.stats()).policy_version
-        for task in not_evaluated(job.eval_tasks, folder, step):
-            with job.edges.wait("eval", "eval", f"{task.name} after step {step}"):
-                result = await evaluate(job.engine, task, step=step, version=version, folder=folder)
-            append_summary(folder, result)
-            job.tracker.log_eval(step, result.metrics())
+            await evaluating
 
     async def _settle(self) -> None:
-        """Wait for an update and an evaluation that are under way."""
-        for task in (self._updating, self._evaluating):
-            if task is not None:
-                await task
+        """Until weights may be replaced: the last ones are loaded, and no evaluation needs them."""
+        if self._updating is not None:
+            await self._updating
+        await self._job.evaluations.pinned()
 
     async def _with_times(self, report: StepReport, started: float, waited: float) -> StepReport:
         tokens = (await self._job.engine.stats()).tokens_generated

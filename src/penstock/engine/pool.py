@@ -2,12 +2,14 @@
 
 A request goes to the engine with the fewest outstanding tokens; requests of one prompt go together,
 and a rollout that goes on returns to the engine that knows it. A dead engine is taken out and its
-requests are retried elsewhere; its owner may restart it. Knows nothing of what an engine is inside.
+requests are retried elsewhere; its owner may restart it. One engine can be set aside: it keeps its
+weights and takes no requests of the pool. Knows nothing of what an engine is inside.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, TypeVar
@@ -40,12 +42,32 @@ class EnginePool:
         self._engines, self._update = list(engines), update
         self._outstanding = [0] * len(engines)
         self._dead: dict[int, str] = {}
+        self._aside: set[int] = set()
         self._owner: OrderedDict[str, int] = OrderedDict()
         self._latest: tuple[int, WeightHandle] | None = None
 
     @property
     def alive(self) -> list[int]:
+        return [i for i in self._living if i not in self._aside]
+
+    @property
+    def _living(self) -> list[int]:
         return [i for i in range(len(self._engines)) if i not in self._dead]
+
+    def set_aside(self) -> int | None:
+        """The least busy engine gets no new requests and no new weights; None: no other would be left.
+
+        What runs there goes on. Pausing, sleeping and counting include it.
+        """
+        if len(self.alive) < 2:
+            return None
+        index = min(self.alive, key=lambda i: self._outstanding[i])
+        self._aside.add(index)
+        return index
+
+    def take_in(self, index: int) -> None:
+        """Undo `set_aside`; its owner has given it the newest weights."""
+        self._aside.discard(index)
 
     async def start(self) -> None:
         await asyncio.gather(*(engine.start() for engine in self._engines))
@@ -116,7 +138,7 @@ class EnginePool:
 
     def _choose(self, request_id: str) -> int | None:
         owner = self._owner.get(request_id)
-        if owner is not None and owner not in self._dead:
+        if owner in self.alive:
             return owner
         return min(self.alive, key=lambda i: self._outstanding[i], default=None)
 
@@ -147,7 +169,9 @@ class EnginePool:
     async def update_weights(self, version: int, source: WeightHandle) -> str:
         """`rolling` switches one engine after another, so that the others serve meanwhile."""
         if self._update == "together":
-            digests = await self._all(lambda engine: engine.update_weights(version, source))
+            digests = await self._all(
+                lambda engine: engine.update_weights(version, source), self.alive
+            )
         else:
             digests = []
             for index in self.alive:
@@ -158,9 +182,12 @@ class EnginePool:
         return digests[0]
 
     async def stats(self) -> EngineStats:
-        """Sums; the version is the oldest one that still samples."""
-        all_stats: list[EngineStats] = await self._all(lambda engine: engine.stats())
+        """Sums; the version is the oldest one that still samples for the pool."""
+        all_stats: list[EngineStats] = await self._all(lambda engine: engine.stats(), self.alive)
         oldest = min(all_stats, key=lambda stats: stats.policy_version)
+        for index in self._aside.intersection(self._living):
+            with contextlib.suppress(EngineError):  # it died: whoever has it will find out
+                all_stats += await self._all(lambda engine: engine.stats(), [index])
         return EngineStats(
             policy_version=oldest.policy_version,
             digest=oldest.digest,
@@ -174,13 +201,13 @@ class EnginePool:
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
-        self._dead.update({i: f"engine {i}: it was closed" for i in self.alive})
+        self._dead.update({i: f"engine {i}: it was closed" for i in self._living})
 
     async def _all(
         self, call: Callable[[InferenceEngine], Awaitable[T]], indices: list[int] | None = None
     ) -> list[T]:
         """The call on every live engine; one that is found dead drops out, any other error rises."""
-        chosen = self.alive if indices is None else indices
+        chosen = self._living if indices is None else indices
         results = await asyncio.gather(
             *(call(self._engines[i]) for i in chosen), return_exceptions=True
         )

@@ -6,6 +6,8 @@ It never sees text except to watch for stop strings, and never judges what it ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 PauseMode = Literal["abort", "wait", "keep"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+SetAside = Callable[[], AbstractAsyncContextManager[Any]]  # lends one engine of several, or None
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

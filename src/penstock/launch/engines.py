@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from penstock.engine.protocol import (
     InferenceEngine,
     PauseMode,
 )
-from penstock.errors import EngineError, UserError, WorkerDied
+from penstock.errors import EngineError, RunError, UserError, WorkerDied
 from penstock.launch.supervise import RESTART, Supervised, Watched
 from penstock.types import WeightHandle
 
@@ -109,6 +109,31 @@ class EngineWorker:
         self._tokens_of_dead, self._tokens = self._tokens_of_dead + self._tokens, 0
 
 
+class Lent:
+    """An engine that was set aside for one user; its death is an EngineError to that user."""
+
+    def __init__(self, worker: EngineWorker, lost: set[str]) -> None:
+        self._worker, self._lost = worker, lost
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        made = await self._worker.generate_many(requests)
+        lost = self._lost.intersection(request.request_id for request in requests)
+        self._lost -= lost
+        if lost:
+            raise EngineError(f"{self._worker.supervised.name}: it died with {len(lost)} requests")
+        if any(one.finish_reason == "error" for one in made):
+            await self._worker.stats()  # raises where the engine died inside its worker
+        return made
+
+    async def stats(self) -> EngineStats:
+        """Waits for a worker that is being started again."""
+        try:
+            await self._worker.supervised.ready()
+        except WorkerDied as error:
+            raise EngineError(str(error)) from error
+        return await self._worker.stats()
+
+
 class Engines:
     """See `InferenceEngine`. Waits for: the first worker that is back. Woken by: the supervision."""
 
@@ -138,6 +163,44 @@ class Engines:
         one.prepare = partial(self._load_newest, index)
         one.when_back = partial(self._take_back, index)
         one.when_given_up = self._news.set
+
+    # ---- one of them for itself
+
+    @contextlib.asynccontextmanager
+    async def set_aside(self) -> AsyncIterator[Lent | None]:
+        """One engine that keeps its weights while the others get newer ones; None: there is one alone.
+
+        It takes no other requests meanwhile. At the end it gets the newest weights and serves again.
+        """
+        async with self._switching:
+            index = self._pool.set_aside()
+        if index is None:
+            yield None
+            return
+        try:
+            yield Lent(self._workers[index], self._lost)
+        except RunError:
+            await self._take_in(index)
+            raise
+        await self._take_in(index)  # not where the run is ending
+
+    async def _take_in(self, index: int) -> None:
+        worker = self._workers[index]
+        async with self._switching:
+            try:
+                if worker.supervised.worker is not None:  # else it comes back with the newest
+                    await self._catch_up(worker, index)
+            except (EngineError, WorkerDied) as error:
+                await worker.supervised.replace(f"it did not get the newest weights: {error}")
+            self._pool.take_in(index)
+        self._news.set()
+
+    async def _catch_up(self, worker: EngineWorker, index: int) -> None:
+        if self._latest is not None and worker.loaded != (self._latest[0], self._latest[1].digest):
+            version, source = self._latest
+            if self._announce is not None:
+                source = await self._announce(source, f"alone-{next(self._groups)}", [index])
+            await worker.update_weights(version, source)
 
     # ---- more and fewer of them
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 from penstock.config import Config
 from penstock.engine import ENGINES
-from penstock.engine.protocol import EngineStats, InferenceEngine
+from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
 from penstock.errors import UserError
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.plugins import load
@@ -67,6 +67,7 @@ class Workers:
 
     def restore_trainer_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
         """From now on a trainer that dies is started again and given to `restore` first."""
+    set_aside: SetAside | None = None  # lends an engine that keeps its weights meanwhile
         if "trainer" in self.supervised:
             self.supervised["trainer"].prepare = restore
 

@@ -72,4 +72,5 @@ def join(
         around=around,
         supervised=supervised,
         scale=scale,
+        set_aside=engine.set_aside,
     )
