@@ -3,6 +3,7 @@
 Run as a program: reads one JSON request a line, answers with one JSON line. A request names the
 arguments of `penstock`, a log file for its output, and where to die: the n-th time that a point is
 passed the child sends itself SIGKILL. Without one the child counts how often each point is passed.
+The child is the driver: of a run in several processes only what the driver passes is seen.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from typing import Any
 
 import torch
 from tiny_run import TINY
+from warm_workers import Nursery
 
 import penstock.engine.transformers_engine as engine
 import penstock.train.state as state
 from penstock.checkpoint import CheckpointStore
 from penstock.cli import main
 from penstock.journal import records, writer
+from penstock.launch.engines import Engines
 from penstock.launch.services import TrainerService
+from penstock.launch.trainer import RestartingTrainer
 from penstock.produce.producer import Producer
 from penstock.sync.in_process import InProcessSync
 from penstock.track.jsonl import JsonlTracker
@@ -42,12 +46,19 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
         (records.WeightsSeen, "write"),
     ],
     "journal commit": [(writer.Writer, "_commit")],
-    "step": [(TrainerService, "train")],
+    "step": [(TrainerService, "train"), (RestartingTrainer, "train")],
     "take": [(Producer, "take_batch")],
-    "publish": [(InProcessSync, "publish")],
-    "engine update": [(engine.TransformersEngine, "update_weights")],
-    "snapshot": [(TrainerService, "snapshot")],
-    "snapshot write": [(state, "_save_model"), (torch, "save")],
+    "publish": [(InProcessSync, "publish"), (RestartingTrainer, "publish")],
+    "engine update": [
+        (engine.TransformersEngine, "update_weights"),
+        (Engines, "update_weights"),
+    ],
+    "snapshot": [(TrainerService, "snapshot"), (RestartingTrainer, "snapshot")],
+    "snapshot write": [
+        (state, "_save_model"),
+        (torch, "save"),
+        (RestartingTrainer, "write_snapshot"),
+    ],
     "seal": [(CheckpointStore, "_seal")],
     "sync to disk": [(os, "fsync")],
     "rename": [(Path, "rename")],
@@ -95,8 +106,9 @@ class Points:
         return async_call if inspect.iscoroutinefunction(function) else call
 
 
-def run_child(request: dict[str, Any]) -> int:
+def run_child(request: dict[str, Any], nursery: Nursery) -> int:
     """In the child: the command line with the points installed; the exit code."""
+    nursery.install()
     log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -126,13 +138,18 @@ def serve() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         warm_up(folder)
-    print("ready", flush=True)
+        nursery = Nursery(Path(folder) / "nursery")
+        print("ready", flush=True)
+        answer_requests(nursery)
+
+
+def answer_requests(nursery: Nursery) -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
             code = 70
             try:
-                code = run_child(json.loads(line))
+                code = run_child(json.loads(line), nursery)
             except BaseException:
                 import traceback
 
@@ -141,7 +158,8 @@ def serve() -> None:
                 sys.stderr.flush()
                 os._exit(code)
         _, status = os.waitpid(child, 0)
-        print(json.dumps(os.waitstatus_to_exitcode(status)), flush=True)
+        answer = {"code": os.waitstatus_to_exitcode(status), "pid": child}
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

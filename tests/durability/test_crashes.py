@@ -1,36 +1,94 @@
-"""kill -9 at any boundary, then resume to the end: nothing lost, nothing twice, the same bits.
+"""kill -9 of the driver at any boundary, then resume to the end: nothing lost, nothing twice, the same bits.
 
-25 crashes by default; PENSTOCK_CRASHES=100 for more. PENSTOCK_CRASH_SEED chooses others.
+25 crashes by default, in one process, in workers of this machine and on a Ray cluster;
+PENSTOCK_CRASHES=100 for more in the same shares. PENSTOCK_CRASH_SEED chooses others.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
-from tiny_run import CrashServer, assert_sound, digests
+from tiny_run import (
+    CrashServer,
+    assert_no_memory_is_left,
+    assert_no_worker_is_left,
+    assert_sound,
+    digests,
+)
 
 from penstock.audit import audit_run
+from penstock.run_folder import RunFolder
 
 CRASHES = int(os.environ.get("PENSTOCK_CRASHES", "25"))
 SEED = int(os.environ.get("PENSTOCK_CRASH_SEED", "0"))
 KILLED = -9
-STRATEGIES = ("sync", "async")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a run is launched and how it produces."""
+
+    launch: str
+    strategy: str
+
+    @classmethod
+    def of(cls, number: int) -> Kind:
+        """Of 25 in a row: 13 inline, 9 local, 3 on Ray; every other one is sync."""
+        place = number % 25
+        launch = "ray" if place % 9 == 4 else "local" if place % 3 == 0 else "inline"
+        return cls(launch, ("sync", "async")[number % 2])
+
+    def words(self) -> list[str]:
+        return [f"launch.kind={self.launch}", f"produce.strategy={self.strategy}"]
+
+
+class Whole:
+    """Runs that were never killed, made when first asked for."""
+
+    def __init__(self, server: CrashServer) -> None:
+        self._server = server
+        self._runs: dict[Kind, tuple[RunFolder, dict[str, int]]] = {}
+
+    def counts(self, kind: Kind) -> dict[str, int]:
+        """How often a run's driver passes each point; on Ray it is the driver of local workers."""
+        return self._run("inline" if kind.launch == "inline" else "local", kind.strategy)[1]
+
+    def digests(self) -> list[str]:
+        """Of a sync run, wherever it runs."""
+        return digests(self._run("inline", "sync")[0])
+
+    def _run(self, launch: str, strategy: str) -> tuple[RunFolder, dict[str, int]]:
+        kind = Kind(launch, strategy)
+        if kind not in self._runs:
+            run, code = self._server.train(f"whole-{launch}-{strategy}", *kind.words())
+            assert code == 0, self._server.output()
+            assert_sound(run)
+            assert len(set(digests(run))) > 1  # it does train
+            self._runs[kind] = (run, self._server.counts())
+        return self._runs[kind]
 
 
 @pytest.fixture(scope="module")
-def whole(server: CrashServer) -> dict[str, tuple[list[str], dict[str, int]]]:
-    """Runs that were never killed: their digests, and how often each point was passed."""
-    found = {}
-    for strategy in STRATEGIES:
-        run, code = server.train(f"whole-{strategy}", f"produce.strategy={strategy}")
-        assert code == 0, server.output()
-        assert_sound(run)
-        assert len(set(digests(run))) > 1  # it does train
-        found[strategy] = (digests(run), server.counts())
-    return found
+def whole(server: CrashServer) -> Whole:
+    return Whole(server)
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    """A cluster with room for one run: what a dead driver still held would keep the next one out."""
+    pytest.importorskip("ray")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    size = {"num_cpus": 2, "object_store_memory": 2**27, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=size)
+    yield cluster.address
+    cluster.shutdown()
 
 
 def death(choice: random.Random, counts: dict[str, int]) -> dict[str, str | int]:
@@ -39,23 +97,41 @@ def death(choice: random.Random, counts: dict[str, int]) -> dict[str, str | int]
     return {"point": point, "number": choice.randint(1, counts[point])}
 
 
-@pytest.mark.parametrize("number", range(CRASHES))
+def crash_marks(number: int) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.ray, pytest.mark.slow] if Kind.of(number).launch == "ray" else []
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(n, id=f"{n}-{Kind.of(n).launch}-{Kind.of(n).strategy}", marks=crash_marks(n))
+        for n in range(CRASHES)
+    ],
+)
 def test_killed_anywhere_it_goes_on_to_the_same_end(
-    number: int, server: CrashServer, whole: dict[str, tuple[list[str], dict[str, int]]]
+    number: int, server: CrashServer, whole: Whole, request: pytest.FixtureRequest
 ) -> None:
-    choice = random.Random(f"{SEED}/{number}")
-    strategy = STRATEGIES[number % 2]
-    expected, counts = whole[strategy]
+    choice, kind = random.Random(f"{SEED}/{number}"), Kind.of(number)
+    words, counts = kind.words(), whole.counts(kind)
+    if kind.launch == "ray":
+        words.append(f"launch.address={request.getfixturevalue('ray_address')}")
     place = death(choice, counts)
-    run, code = server.train(f"killed-{number}", f"produce.strategy={strategy}", **place)
+    run, code = server.train(f"killed-{number}", *words, **place)
+    drivers = [server.pid]
     assert code in (KILLED, 0), server.output()
+    assert_no_worker_is_left(run)
     again = death(choice, counts) if choice.random() < 0.3 else {}
     code = server.run("resume", str(run.path), **again)
     if code == KILLED:
+        drivers.append(server.pid)
+        assert_no_worker_is_left(run)
         code = server.run("resume", str(run.path))
     assert code == 0, f"{place}, then {again}: {server.output()}"
     assert "Traceback" not in server.output()
+    assert_no_worker_is_left(run)
     assert_sound(run)
     assert audit_run(run, console=Console(quiet=True)) == 0
-    if strategy == "sync":
-        assert digests(run) == expected, f"{place}, then {again}"
+    if kind.strategy == "sync":
+        assert digests(run) == whole.digests(), f"{place}, then {again}"
+    if kind.launch == "local":
+        assert_no_memory_is_left(drivers)

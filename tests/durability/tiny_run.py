@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.checkpoint import CheckpointStore
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
+from penstock.sync.shared_memory import _PREFIX
 
 STEPS, GROUPS = 4, 2
+LEAVING_S = 60.0  # for workers whose driver is gone; they need a fraction of a second
 TINY = [
     "launch.kind=inline",
     f"train.steps={STEPS}",
@@ -40,6 +46,7 @@ class CrashServer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "output.log"
+        self.pid = 0  # of the last command
         single = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
         environment = {
             **os.environ,
@@ -74,7 +81,9 @@ class CrashServer:
         self._process.stdin.write(json.dumps(request) + "\n")
         answer = self._process.stdout.readline()
         assert answer, "the crash server has died"
-        return int(json.loads(answer))
+        reply = json.loads(answer)
+        self.pid = reply["pid"]
+        return int(reply["code"])
 
     def train(self, name: str, *overrides: str, **death: str | int) -> tuple[RunFolder, int]:
         words = ["train", *TINY, f"run.dir={self.folder}", f"run.name={name}", *overrides]
@@ -122,3 +131,36 @@ def assert_sound(run: RunFolder, *, steps: int = STEPS, groups: int = GROUPS) ->
     assert newest is not None
     assert (newest.step, newest.digest) == (steps, digests(run)[-1])
     assert not list(run.checkpoints.glob(".draft*"))
+
+
+def assert_no_worker_is_left(run: RunFolder) -> None:
+    """Workers and actors whose driver is gone leave by themselves; waits for them, woken by each."""
+    until = time.monotonic() + LEAVING_S
+    for pid in workers_of(run):
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        select.select([handle], [], [], max(0.0, until - time.monotonic()))
+        os.close(handle)
+    assert not workers_of(run)
+
+
+def workers_of(run: RunFolder) -> list[int]:
+    """Processes that write to a log of the run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            output = os.readlink(process / "fd" / "1")
+        except OSError:  # it has just ended
+            continue
+        if output.startswith(f"{run.logs}/"):
+            found.append(int(process.name))
+    return found
+
+
+def assert_no_memory_is_left(drivers: Sequence[int]) -> None:
+    """Of what drivers shared with their workers; the next driver removes what a killed one left."""
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        for driver in drivers:
+            assert not list(Path(folder).glob(f"{_PREFIX}{driver}-*"))

@@ -1,0 +1,107 @@
+"""Worker processes that are forked from a warm one instead of started from nothing: imports are paid once.
+
+`Nursery` forks itself off the crash server and serves a socket; `spawn` takes the place of
+`penstock.launch.remote._spawn` in a driver. A worker has no parent among the drivers, shares no
+descriptor with one but its own socket, and runs the real worker program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock.launch import remote, worker
+
+
+class Nursery:
+    """A process that forks workers when asked, until the crash server is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        listener.listen()
+        end_of_server, self._held_open = os.pipe()
+        if os.fork() == 0:
+            os.close(self._held_open)
+            _serve(listener, end_of_server)
+            os._exit(0)
+        listener.close()
+        os.close(end_of_server)
+
+    def install(self) -> None:
+        """In a driver: workers come from here."""
+
+        def spawn(descriptor: int, log_path: Path, *_: Any, **__: Any) -> ForkedWorker:
+            with socket.socket(socket.AF_UNIX) as asking:
+                asking.connect(str(self._path))
+                socket.send_fds(asking, [os.fsencode(log_path)], [descriptor])
+                return ForkedWorker(int(asking.recv(64)))
+
+        remote._spawn = spawn  # type: ignore[assignment]
+
+
+def _serve(listener: socket.socket, end_of_server: int) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave nothing to wait for
+    while end_of_server not in select.select([listener, end_of_server], [], [])[0]:
+        asked, _ = listener.accept()
+        with asked:
+            log, (descriptor, *_), *_ = socket.recv_fds(asked, 4096, 1)
+            child = os.fork()
+            if child == 0:
+                asked.close()
+                listener.close()
+                os.close(end_of_server)
+                _be_a_worker(os.fsdecode(log), descriptor)
+            os.close(descriptor)
+            with contextlib.suppress(OSError):  # the driver was killed while it asked
+                asked.sendall(str(child).encode())
+
+
+def _be_a_worker(log: str, descriptor: int) -> None:
+    code = 70
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        for number, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
+            os.dup2(source, number)
+        sys.argv = ["worker", str(descriptor)]
+        worker.main()
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class ForkedWorker:
+    """As much of subprocess.Popen as a driver uses, for a process that is nobody's child here."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        try:
+            self._handle = os.pidfd_open(pid)
+        except ProcessLookupError:  # it has ended already
+            self._handle = -1
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._handle >= 0:
+            ended = select.select([self._handle], [], [], timeout)[0]
+            if not ended:
+                raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        if self._handle >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
