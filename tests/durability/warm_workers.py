@@ -2,7 +2,7 @@
 
 `Nursery` forks itself off the crash server and serves a socket; `spawn` takes the place of
 `penstock.launch.remote._spawn` in a driver. A worker has no parent among the drivers, shares no
-descriptor with one but its own socket, and runs the real worker program.
+descriptor with one but those it was given, and runs the real worker program.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class Nursery:
     def install(self) -> None:
         """In a driver: workers come from here."""
 
-        def spawn(descriptor: int, log_path: Path, *_: Any, **__: Any) -> ForkedWorker:
+        def spawn(passed: int | tuple[int, ...], log_path: Path, *_: Any) -> ForkedWorker:
+            descriptors = [passed] if isinstance(passed, int) else [*passed]
             with socket.socket(socket.AF_UNIX) as asking:
                 asking.connect(str(self._path))
-                socket.send_fds(asking, [os.fsencode(log_path)], [descriptor])
+                socket.send_fds(asking, [os.fsencode(log_path)], descriptors)
                 return ForkedWorker(int(asking.recv(64)))
 
         remote._spawn = spawn  # type: ignore[assignment]
@@ -53,19 +54,22 @@ def _serve(listener: socket.socket, end_of_server: int) -> None:
     while end_of_server not in select.select([listener, end_of_server], [], [])[0]:
         asked, _ = listener.accept()
         with asked:
-            log, (descriptor, *_), *_ = socket.recv_fds(asked, 4096, 1)
+            log, descriptors, *_ = socket.recv_fds(asked, 4096, 4)
+            if not descriptors:  # the driver was killed before it could ask
+                continue
             child = os.fork()
             if child == 0:
                 asked.close()
                 listener.close()
                 os.close(end_of_server)
-                _be_a_worker(os.fsdecode(log), descriptor)
-            os.close(descriptor)
-            with contextlib.suppress(OSError):  # the driver was killed while it asked
+                _be_a_worker(os.fsdecode(log), descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            with contextlib.suppress(OSError):  # it was killed while it asked
                 asked.sendall(str(child).encode())
 
 
-def _be_a_worker(log: str, descriptor: int) -> None:
+def _be_a_worker(log: str, descriptors: list[int]) -> None:
     code = 70
     try:
         os.setsid()
@@ -73,7 +77,7 @@ def _be_a_worker(log: str, descriptor: int) -> None:
         out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         for number, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
             os.dup2(source, number)
-        sys.argv = ["worker", str(descriptor)]
+        sys.argv = ["worker", *map(str, descriptors)]
         worker.main()
         code = 0
     finally:

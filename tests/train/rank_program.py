@@ -16,6 +16,7 @@ from training_data import config_of, random_batch, tiny_model, tricky_batch
 from penstock.train.consumer import Consumer
 from penstock.train.parallel import Ranks, rank_share
 from penstock.train.ptx import Text, TextStream
+from penstock.train.state import take_snapshot
 
 ALGORITHMS = {
     "plain": {},
@@ -57,12 +58,14 @@ def train(consumer: Consumer, step: int) -> dict[str, float]:
 
 
 def run(job: str, folder: Path, ranks: Ranks) -> None:
-    """Two steps, a checkpoint, a third step; then the third again from the checkpoint."""
+    """Two steps, a checkpoint that is written after the third; the third again from the checkpoint."""
     consumer = make(job, ranks)
     metrics = [train(consumer, 1), train(consumer, 2)]
     name = f"{job}-{ranks.world}"
-    consumer.save(folder / name)
+    write = take_snapshot(consumer, folder / name)
     metrics.append(train(consumer, 3))
+    write()
+    ranks.barrier()  # the others' parts are read too
     weights = dict(consumer.weights())
     resumed = make(job, ranks)
     resumed.load(folder / name)

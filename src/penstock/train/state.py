@@ -2,7 +2,7 @@
 
     model/           transformers safetensors of the policy (adapters merged) and its tokenizer
     consumer.pt      counters, random state; one rank: masters and optimizer moments by name
-    sharded/         several ranks: masters and moments, each rank its part
+    shards/          several ranks: masters and moments, each rank its part
 
 Either form loads at any number of ranks. Atomic renames and manifests are the checkpoint's business.
 """
@@ -18,12 +18,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.train.shards import file_of, fill, host_copy, pieces_of, read_shards
 from penstock.train.weights import copy_tokenizer, quiet_transformers
 
 if TYPE_CHECKING:
     from penstock.train.consumer import Consumer
 
-FORMAT = 1
+FORMAT = 2
 Tensors = dict[str, Tensor]
 
 
@@ -36,36 +37,34 @@ def save(consumer: Consumer, folder: Path) -> None:
 def take_snapshot(consumer: Consumer, folder: Path) -> Callable[[], None]:
     """Copy the state to host memory; the returned call writes it, in any thread, beside training.
 
-    Shards of several ranks are written here, by all ranks together: that needs collectives.
+    Every rank takes part in the copy, since the model is gathered; each writes without the others.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: _host_copy(tensor) for name, tensor in consumer.weights()}
+    first, ranks = consumer.ranks.is_first, consumer.ranks
+    weights: Tensors = {}
+    for name, tensor in consumer.weights():  # gathered by all ranks, kept by the first
+        if first:
+            weights[name] = host_copy(tensor)
+    pieces, random_state = pieces_of(_tensors(consumer), ranks), _random_state(consumer)
     content: dict[str, Any] = {
         "format": FORMAT,
+        "world": ranks.world,
         "step": consumer.step,
         "policy_version": consumer.policy_version,
         "bad_updates_in_a_row": consumer.bad_updates_in_a_row,
         "ptx_cursor": consumer.texts.cursor if consumer.texts is not None else 0,
-        "rng": torch.get_rng_state(),
+        "random": random_state,
     }
-    if consumer.policy.device.type == "cuda":
-        content["cuda_rng"] = torch.cuda.get_rng_state(consumer.policy.device)
-    if consumer.ranks.world == 1:
-        own = _tensors(consumer)
-        content["tensors"] = {name: _host_copy(tensor) for name, tensor in own.items()}
-    else:
-        from torch.distributed import checkpoint
-
-        checkpoint.save(_tensors(consumer), checkpoint_id=folder / "sharded")
-        consumer.ranks.barrier()
 
     def write() -> None:
-        if not consumer.ranks.is_first:
-            return
         try:
-            _save_model(consumer, weights, folder / "model")
-            with (folder / "consumer.pt").open("wb") as file:
-                torch.save(content, file)
+            if ranks.world == 1:
+                content["pieces"] = pieces
+            else:
+                path = file_of(folder, ranks.rank, ranks.world)
+                _write_tensors(path, {"pieces": pieces, "random": random_state})
+            if first:
+                _save_model(consumer, weights, folder / "model")
+                _write_tensors(folder / "consumer.pt", content)
         except (RuntimeError, SafetensorError) as error:  # how the two formats tell of a full disk
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             raise OSError(f"{folder}: {cause}") from error
@@ -73,9 +72,10 @@ def take_snapshot(consumer: Consumer, folder: Path) -> Callable[[], None]:
     return write
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    """A copy in this machine's memory that no later step can change."""
-    return tensor.detach().to("cpu", copy=True)
+def _write_tensors(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        torch.save(content, file)
 
 
 def load(consumer: Consumer, folder: Path) -> None:
@@ -83,23 +83,30 @@ def load(consumer: Consumer, folder: Path) -> None:
     content = torch.load(folder / "consumer.pt", map_location="cpu", weights_only=True)
     if content["format"] != FORMAT:
         raise RunError(f"checkpoint {folder}: got format {content['format']}, allowed: {FORMAT}")
+    world, ranks = content["world"], consumer.ranks
+    shards = [content] if world == 1 else read_shards(folder, world)
     _make_moments(consumer)
-    own = _tensors(consumer)
-    if "tensors" in content:
-        _copy_into(own, content["tensors"], folder)
-    else:
-        from torch.distributed import checkpoint
-
-        checkpoint.load(own, checkpoint_id=folder / "sharded", no_dist=consumer.ranks.world == 1)
+    fill(_tensors(consumer), [shard["pieces"] for shard in shards], ranks, folder)
     consumer.masters.publish()
     consumer.step = content["step"]
     consumer.policy_version = content["policy_version"]
     consumer.bad_updates_in_a_row = content["bad_updates_in_a_row"]
     if consumer.texts is not None:
         consumer.texts.cursor = content["ptx_cursor"]
-    torch.set_rng_state(content["rng"])
-    if "cuda_rng" in content and consumer.policy.device.type == "cuda":
-        torch.cuda.set_rng_state(content["cuda_rng"], consumer.policy.device)
+    _set_random_state(consumer, shards[ranks.rank if ranks.world == world else 0]["random"])
+
+
+def _random_state(consumer: Consumer) -> Tensors:
+    state = {"cpu": torch.get_rng_state()}
+    if consumer.policy.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(consumer.policy.device)
+    return state
+
+
+def _set_random_state(consumer: Consumer, state: Tensors) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and consumer.policy.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], consumer.policy.device)
 
 
 def _tensors(consumer: Consumer) -> Tensors:
@@ -121,29 +128,6 @@ def _make_moments(consumer: Consumer) -> None:
                 "exp_avg": torch.zeros_like(parameter.detach()),
                 "exp_avg_sq": torch.zeros_like(parameter.detach()),
             }
-
-
-def _copy_into(own: Tensors, saved: Tensors, folder: Path) -> None:
-    if not saved.keys() <= own.keys() or any(
-        name.startswith("master/") and name not in saved for name in own
-    ):
-        differing = sorted(saved.keys() ^ own.keys())
-        raise RunError(f"checkpoint {folder}: its weights are not the model's: {differing[:3]}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            whole = saved.get(name)
-            if whole is None:  # saved before the first update: moments are zero
-                tensor.zero_()
-            elif hasattr(tensor, "device_mesh"):
-                from torch.distributed.tensor import distribute_tensor
-
-                tensor.copy_(
-                    distribute_tensor(
-                        whole.to(tensor.device), tensor.device_mesh, tensor.placements
-                    )
-                )
-            else:
-                tensor.copy_(whole)
 
 
 def _save_model(consumer: Consumer, weights: Tensors, folder: Path) -> None:
