@@ -1,46 +1,51 @@
 """vLLM's own asynchronous engine behind our protocol. Layer 1; the only file that imports vllm.
 
-Built on vLLM's calls for RL: pause modes and its weight-transfer life cycle (start, update, finish), with
-a transfer backend of ours that reads a safetensors file from shared memory in every worker, so that
-each shard of a tensor-parallel model loads its part. Updates run behind a pause of their own; prompts
-are salted with the version, so that the prefix cache never mixes weights.
+Built on vLLM's calls for RL: pause modes and its weight-transfer life cycle (init, start, update, finish), with
+a backend of ours in every worker, so that each shard of a tensor-parallel model loads its part: from files
+that it maps, from a safetensors folder, or over a gloo group; vLLM's own NCCL and CUDA IPC serve too.
+Updates run behind a pause of their own; requests that come meanwhile wait outside, and prompts are
+salted with the version, so that the prefix cache never mixes weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 
-from penstock.engine.protocol import (
-    EngineStats,
-    FinishReason,
-    Generation,
-    GenerationRequest,
-    PauseMode,
-)
+from penstock.engine import weight_places as places
+from penstock.engine.in_flight import InFlight, RunningRequest
+from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
 from penstock.engine.sequences import check_request
-from penstock.engine.weights import digest_of
-from penstock.errors import DigestMismatch, EngineError, UserError
-from penstock.types import VersionSegment, WeightHandle, extend_segments
+from penstock.engine.vllm_options import Transfer, VllmOptions, sampling_fields
+from penstock.engine.weight_group import WeightGroup, open_store
+from penstock.engine.weights import checked_weights, folder_digest, require_digest
+from penstock.errors import EngineError
+from penstock.types import WeightHandle
 
 try:
     from vllm import SamplingParams
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer.base import (
+        ParamMeta,
+        TrainerInitInfo,
+        WeightSource,
         WeightTransferEngine,
         WeightTransferInitInfo,
+        WeightTransferInitRequest,
         WeightTransferUpdateInfo,
         WeightTransferUpdateRequest,
     )
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -61,38 +66,55 @@ Fetch = Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]]
 
 
 @dataclass
-class FileInitInfo(WeightTransferInitInfo):
-    """Nothing has to be set up."""
+class InitInfo(WeightTransferInitInfo):
+    """Where the gloo group meets. Files need no such thing."""
+
+    address: str
+    port: int
+    world: int
+    timeout_s: float
 
 
 @dataclass
-class FileUpdateInfo(WeightTransferUpdateInfo):
-    """Where the new weights lie, and what they must be."""
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What the new weights must be, and where they are: one of the last three."""
 
-    path: str
     digest: str
+    places: list[Any] = field(default_factory=list)  # in files that are mapped
+    folder: str = ""  # of safetensors
+    shapes: list[Any] = field(default_factory=list)  # sent over the group
 
 
-class FileTransfer(WeightTransferEngine):
-    """Loads a safetensors file into this worker's shard, whatever its layout."""
+class PenstockTransfer(WeightTransferEngine):
+    """Loads new weights into this worker's shard, whatever its layout."""
 
-    init_info_cls = FileInitInfo
-    update_info_cls = FileUpdateInfo
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    _group: WeightGroup | None = None
 
-    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Files need no connection."""
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._group = WeightGroup.join(
+            rank, init_info.world, init_info.address, init_info.port, init_info.timeout_s
+        )
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        tensors = load_file(update_info.path)
-        digest = digest_of(tensors.items())
-        if digest != update_info.digest:
-            raise ValueError(f"weights in {update_info.path} have digest {digest}")
-        self.model.load_weights(iter(tensors.items()))
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.folder:
+            weights = places.read_folder(update_info.folder)
+        elif update_info.places:
+            weights = dict(places.read_places(update_info.places))
+        elif self._group is not None:
+            weights = self._group.receive(update_info.shapes)
+        else:
+            raise ValueError("weights: got neither a place nor a group")
+        require_digest(weights, update_info.digest)
+        self.model.load_weights(iter(weights.items()))
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -102,7 +124,7 @@ class FileTransfer(WeightTransferEngine):
             _tie_again(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        self._group = None
 
 
 def _tie_again(model: torch.nn.Module) -> None:
@@ -125,120 +147,119 @@ class WorkerExtension:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
+    WeightTransferEngineFactory.register_engine(BACKEND, PenstockTransfer)
+
+
+# ---- vLLM's own backends (NCCL, CUDA IPC), driven from our process
+
+
+class _Weights(WeightSource):
+    """The weights of one update, as vLLM's senders want them."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in self.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors.items():
+            yield name, tensor.to("cuda", non_blocking=True)
+
+
+class _Calls:
+    """vLLM's senders run in a thread and call the engine, which lives in the event loop."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm, self._loop = llm, asyncio.get_running_loop()
+
+    def _wait(self, call: Any) -> None:
+        asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        request = WeightTransferInitRequest(init_info=init_info)
+        self._wait(self._llm.init_weight_transfer_engine(request))
+
+    def start_weight_update(self) -> None:
+        self._wait(self._llm.start_weight_update())
+
+    def update_weights(self, update_info: Any) -> None:
+        self._wait(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._wait(self._llm.finish_weight_update(weight_version))
+
+
+class VllmSender:
+    """Sends weights by one of vLLM's own backends: to other GPUs (nccl) or on the same one (ipc)."""
+
+    def __init__(self, transfer: Transfer, address: str, world: int) -> None:
+        self._transfer, self._address, self._world = transfer, address, world
+        self._source = _Weights()
+        self._sender: Any = None
+
+    def _init_info(self) -> TrainerInitInfo:
+        if self._transfer == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            return IPCTrainerInitInfo(rank=0)
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.utils.network_utils import get_open_port
+
+        return NCCLTrainerInitInfo(self._address, get_open_port(), self._world, rank=0)
+
+    async def send(self, llm: AsyncLLM, weights: dict[str, torch.Tensor]) -> None:
+        self._source.tensors = weights
+        if self._sender is None:
+            self._sender = await asyncio.to_thread(
+                WeightTransferTrainerFactory.trainer_init,
+                self._init_info(),
+                client=_Calls(llm),
+                source=self._source,
+            )
+        await asyncio.to_thread(self._sender.send_weights)
 
 
 # ---- in our process
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class VllmOptions:
-    """What the engine is told; the last block is [engine.options]."""
-
-    path: str
-    tokenizer: str = ""
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-    max_slots: int = 64
-    # [engine.options]
-    tensor_parallel_size: int = 1
-    max_model_len: int = 0  # most tokens of a request; 0: the model's own
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = False
-    sleep_level: int = 1  # 1: weights wait on the host; 2: they are dropped and sent again
-    transfer_folder: str = ""  # all workers must see it; empty: /dev/shm, or the temporary folder
-    extra: dict[str, Any] = field(default_factory=dict)  # further AsyncEngineArgs
-
-    OPTION_NAMES = (
-        "tensor_parallel_size",
-        "max_model_len",
-        "gpu_memory_utilization",
-        "enforce_eager",
-        "sleep_level",
-        "transfer_folder",
-        "extra",
-    )
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """One request inside vLLM; tokens are added as they come."""
-
-    request: GenerationRequest
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    segments: tuple[VersionSegment, ...] = ()
-    task: asyncio.Task[Generation] | None = None
-
-    def generation(self, reason: FinishReason, error: str = "") -> Generation:
-        return Generation(
-            request_id=self.request.request_id,
-            token_ids=np.array(self.ids, np.int32),
-            logprobs=np.array(self.logprobs, np.float32),
-            segments=self.segments,
-            finish_reason=reason,
-            error=error,
-        )
-
-
 class VllmEngine:
-    """See `InferenceEngine`."""
+    """See `InferenceEngine`. `transfer` may be changed between two updates (memory and gloo)."""
 
     def __init__(self, options: VllmOptions, *, fetch: Fetch) -> None:
-        self._options, self._fetch = options, fetch
+        self._options, self._fetch, self.transfer = options, fetch, options.transfer
         self._llm: AsyncLLM | None = None
         self._end_reason = "it was not started"
-        self._running: dict[str, _Running] = {}
+        self._requests = InFlight()
         self._updating = asyncio.Lock()
         self._paused: PauseMode | None = None
         self._asleep = False
+        self._weights: Literal["there", "asleep", "lost"] = "there"
         self._version, self._digest = 0, ""
         self._latest: WeightHandle | None = None
-        self._tokens = 0
+        self._group: WeightGroup | None = None
+        self._sender: VllmSender | None = None
 
     @classmethod
     def from_config(cls, config: Config, *, fetch: Fetch, index: int = 0) -> Self:
-        from penstock.demo import resolve_model_path
-
-        given = config.engine.options
-        for key in given:
-            if key not in VllmOptions.OPTION_NAMES:
-                allowed = ", ".join(VllmOptions.OPTION_NAMES)
-                raise UserError(f"engine.options: got {key!r}, allowed: {allowed}")
-        path = resolve_model_path(config.model.path)
-        dtype = config.model.dtype
-        if dtype == "auto" and not torch.cuda.is_available():
-            dtype = "float32"
-        options = VllmOptions(
-            path=path,
-            tokenizer=config.model.tokenizer or path,
-            dtype=dtype,
-            trust_remote_code=config.model.trust_remote_code,
-            max_slots=config.engine.max_slots,
-            **given,
-        )
+        options = VllmOptions.from_config(config, has_gpu=torch.cuda.is_available())
         return cls(options, fetch=fetch)
 
     async def start(self) -> None:
-        if self._llm is not None and not self._llm.errored:
-            raise EngineError("engine vllm: it runs already")
+        if self._llm is not None:
+            if not self._llm.errored:
+                raise EngineError("engine vllm: it runs already")
+            await self.close()  # what the dead one left behind
         options = self._options
-        arguments: dict[str, Any] = {
-            "model": options.path,
-            "tokenizer": options.tokenizer or options.path,
-            "dtype": options.dtype,
-            "trust_remote_code": options.trust_remote_code,
-            "max_num_seqs": options.max_slots,
-            "tensor_parallel_size": options.tensor_parallel_size,
-            "gpu_memory_utilization": options.gpu_memory_utilization,
-            "enforce_eager": options.enforce_eager,
+        own = options.transfer in ("nccl", "ipc")
+        arguments = {
             "logprobs_mode": "processed_logprobs",
-            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            "weight_transfer_config": WeightTransferConfig(
+                backend=options.transfer if own else BACKEND
+            ),
             "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
             "enable_sleep_mode": torch.cuda.is_available(),
             "disable_log_stats": True,
-            **({"max_model_len": options.max_model_len} if options.max_model_len else {}),
-            **options.extra,
+            **options.engine_arguments(),
         }
         try:
             self._llm = await asyncio.to_thread(
@@ -246,18 +267,13 @@ class VllmEngine:
             )
         except (RuntimeError, ValueError, OSError) as error:
             raise EngineError(f"engine vllm: it does not start: {error}") from error
-        self._version, self._digest, self._latest = 0, await self._first_digest(), None
-        self._paused, self._asleep, self._running = None, False, {}
-
-    async def _first_digest(self) -> str:
-        """The digest of the folder the engine loaded; empty for a hub name."""
-        files = sorted(Path(self._options.path).glob("*.safetensors"))
-
-        def digest() -> str:
-            tensors = {name: t for file in files for name, t in load_file(file).items()}
-            return digest_of(tensors.items())
-
-        return await asyncio.to_thread(digest) if files else ""
+        if own:
+            self._sender = VllmSender(options.transfer, options.transfer_address, 1 + self._workers)
+        digest = await asyncio.to_thread(folder_digest, options.path)
+        first = WeightHandle(version=0, digest=digest, kind=places.FOLDER, location=options.path)
+        self._version, self._digest, self._latest = 0, digest, first if digest else None
+        self._paused, self._asleep, self._weights = None, False, "there"
+        self._requests.gate.set()
 
     @property
     def _alive(self) -> AsyncLLM:
@@ -267,51 +283,40 @@ class VllmEngine:
             raise EngineError("engine vllm: it died")
         return self._llm
 
+    @property
+    def _workers(self) -> int:
+        return self._alive.vllm_config.parallel_config.world_size_across_dp
+
+    # ---- requests
+
     async def generate(self, request: GenerationRequest) -> Generation:
-        running = _Running(request)
         try:
             llm = self._alive
         except EngineError as error:
-            return running.generation("error", str(error))
+            return RunningRequest(request).generation("error", str(error))
         config = llm.model_config
         vocabulary, longest = config.get_vocab_size(), config.max_model_len
         check_request(request, vocabulary=vocabulary, longest=longest)
-        if request.request_id in self._running:
-            return running.generation("error", f"request {request.request_id} is running already")
-        if len(request.response_ids) >= request.sampling.max_tokens:
-            return running.generation("length")
-        running.task = asyncio.create_task(self._follow(llm, running))
-        self._running[request.request_id] = running
-        try:
-            return await asyncio.shield(running.task)
-        except asyncio.CancelledError:
-            if running.task.cancelled():  # by abort, pause or close; not our caller's doing
-                return running.generation("abort")
-            running.task.cancel()
-            raise
-        finally:
-            self._running.pop(request.request_id, None)
+        return await self._requests.run(request, lambda running: self._follow(llm, running))
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
         return list(await asyncio.gather(*(self.generate(request) for request in requests)))
 
-    async def _follow(self, llm: AsyncLLM, running: _Running) -> Generation:
+    async def _follow(self, llm: AsyncLLM, running: RunningRequest) -> Generation:
         request = running.request
         prompt = {
             "prompt_token_ids": [*request.prompt_ids.tolist(), *request.response_ids.tolist()],
             "cache_salt": f"v{self._version}",
         }
+        sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling_fields(request))
         reason: str | None = "error"
         try:
-            async for output in llm.generate(prompt, _sampling(request), request.request_id):
+            async for output in llm.generate(prompt, sampling, request.request_id):
                 made = output.outputs[0]
                 reason = made.finish_reason or reason
-                new = list(made.token_ids)
-                for token, choices in zip(new, made.logprobs or [], strict=True):
-                    running.ids.append(token)
-                    running.logprobs.append(choices[token].logprob)
-                running.segments = extend_segments(running.segments, self._version, len(new))
-                self._tokens += len(new)
+                pairs = zip(made.token_ids, made.logprobs or [], strict=True)
+                logprobs = [choices[token].logprob for token, choices in pairs]
+                self._requests.add(running, made.token_ids, logprobs, self._version)
         except (EngineDeadError, EngineGenerateError) as error:
             return running.generation("error", f"engine vllm: {type(error).__name__}: {error}")
         if reason not in ("stop", "length", "abort"):
@@ -319,131 +324,177 @@ class VllmEngine:
         return running.generation(reason)  # type: ignore[arg-type]
 
     async def abort(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is not None and running.task is not None:
-            running.task.cancel()  # vLLM drops a request whose reader is gone
-            await asyncio.wait([running.task])
-
-    async def _abort_all(self) -> None:
-        await asyncio.gather(*(self.abort(request_id) for request_id in list(self._running)))
+        await self._requests.abort(request_id)  # vLLM drops a request whose reader is gone
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         llm = self._alive
         self._paused = mode
+        self._requests.gate.clear()
         if mode == "abort":
-            await self._abort_all()
-        await llm.pause_generation(mode=mode, clear_cache=mode != "keep")
+            await self._requests.abort_all()
+        await _living(llm.pause_generation(mode=mode, clear_cache=mode != "keep"))
 
     async def resume(self) -> None:
         self._paused = None
-        await self._alive.resume_generation()
+        self._open_unless_held()
+        if not self._asleep:
+            await _living(self._alive.resume_generation())
+
+    def _open_unless_held(self) -> None:
+        if self._paused is None and not self._asleep:
+            self._requests.gate.set()
+
+    # ---- weights
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        if self._asleep:
-            raise EngineError("engine vllm: got new weights while asleep, allowed: wake it first")
+        """While it sleeps, the weights alone are woken; the rest follows with `wake`."""
         async with self._updating:
             llm = self._alive
-            digest = await self._transfer(llm, source)
-            self._version, self._digest, self._latest = version, digest, source
-            return digest
+            await self._wake_weights(llm)
+            await self._transfer(llm, version, source)
+            self._latest, self._weights = source, "there"
+            return self._digest
 
-    async def _transfer(self, llm: AsyncLLM, source: WeightHandle) -> str:
-        """Write, pause where nobody has, load in every worker, go on."""
-        folder = self._options.transfer_folder or (
-            "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
-        )
+    async def _transfer(self, llm: AsyncLLM, version: int, source: WeightHandle) -> None:
+        """Read and check, pause where nobody has, load in every worker, go on."""
+        folder = self._options.transfer_folder or places.memory_folder()
+        weights = await asyncio.to_thread(checked_weights, self._fetch, source)
         with tempfile.TemporaryDirectory(prefix="penstock-", dir=folder) as place:
-            path = Path(place) / "model.safetensors"
-            digest = await asyncio.to_thread(_write, path, self._fetch, source)
-            if self._paused is None:
-                await llm.pause_generation(mode="keep", clear_cache=False)
-            try:
-                await llm.start_weight_update()
-                info = {"path": str(path), "digest": digest}
-                await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-                await llm.finish_weight_update(weight_version=str(source.version))
-            except Exception as error:  # vLLM's workers raise what they like; a half load is fatal
-                await self.close()
-                self._end_reason = f"weights {source.version} failed half-way: {error}"
-                raise EngineError(f"engine vllm: {self._end_reason}") from error
-            self._version = source.version
-            if self._paused is None:
-                await llm.resume_generation()
-        return digest
+            info = await self._prepare(weights, source, Path(place) / "weights")
+            async with self._held(llm):
+                try:
+                    await self._load(llm, info, weights)
+                    await llm.update_weight_version(str(version))
+                except (
+                    Exception
+                ) as error:  # vLLM's workers raise what they like; a half load is fatal
+                    await self.close()
+                    self._end_reason = f"weights {version} failed half-way: {error}"
+                    raise EngineError(f"engine vllm: {self._end_reason}") from error
+                self._version, self._digest = version, source.digest
+
+    @asynccontextmanager
+    async def _held(self, llm: AsyncLLM) -> AsyncIterator[None]:
+        """Nothing runs and nothing goes in; a pause or sleep that stands already is left alone."""
+        own = self._paused is None and not self._asleep
+        self._requests.gate.clear()
+        if own:
+            await _living(llm.pause_generation(mode="keep", clear_cache=False))
+        yield
+        if own and self._paused is None:
+            await _living(llm.resume_generation())
+        self._open_unless_held()
+
+    async def _prepare(
+        self, weights: dict[str, torch.Tensor], source: WeightHandle, file: Path
+    ) -> dict[str, Any]:
+        """What our backend in the workers is told; all that can be done before the pause."""
+        if self._sender is not None:
+            return {}
+        if self.transfer == "gloo":
+            await self._join_group()
+            shapes = [[n, str(t.dtype)[6:], list(t.shape)] for n, t in weights.items()]
+            return {"digest": source.digest, "shapes": shapes}
+        if source.kind == places.FOLDER and not self._options.transfer_folder:
+            return {"digest": source.digest, "folder": str(source.location)}
+        copy = bool(self._options.transfer_folder)
+        found = await asyncio.to_thread(places.place_weights, weights, file, copy=copy)
+        return {"digest": source.digest, "places": [list(place) for place in found]}
+
+    async def _load(
+        self, llm: AsyncLLM, info: dict[str, Any], weights: dict[str, torch.Tensor]
+    ) -> None:
+        if self._sender is not None:
+            await self._sender.send(llm, weights)
+            return
+        await llm.start_weight_update()
+        update = llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        if "shapes" in info:
+            assert self._group is not None
+            await asyncio.gather(
+                update, asyncio.to_thread(self._group.send, list(weights.values()))
+            )
+        else:
+            await update
+        await llm.finish_weight_update()
+
+    async def _join_group(self) -> None:
+        """Once: a gloo group of this process and all workers."""
+        if self._group is not None:
+            return
+        options, world = self._options, 1 + self._workers
+        store = open_store(options.transfer_address, options.transfer_timeout_s)
+        meeting = InitInfo(options.transfer_address, store.port, world, options.transfer_timeout_s)
+        request = WeightTransferInitRequest(init_info=asdict(meeting))
+        self._group, _ = await asyncio.gather(
+            asyncio.to_thread(WeightGroup, 0, world, store, options.transfer_timeout_s),
+            self._alive.init_weight_transfer_engine(request),
+        )
+
+    # ---- memory
 
     async def sleep(self) -> None:
-        if not self._asleep:
-            await self._abort_all()
-            if torch.cuda.is_available():
-                await self._alive.sleep(level=self._options.sleep_level)
+        async with self._updating:
+            if self._asleep:
+                return
             self._asleep = True
+            self._requests.gate.clear()
+            await self._requests.abort_all()
+            await _living(self._alive.sleep(level=self._options.sleep_level))
+            self._weights = "asleep"
 
     async def wake(self) -> None:
-        if self._asleep:
+        """Weights first: vLLM goes on by itself once all of its memory is back."""
+        async with self._updating:
+            if not self._asleep:
+                return
             llm = self._alive
-            if torch.cuda.is_available():
-                await llm.wake_up()
-                if self._options.sleep_level == 2:
-                    await self._restore(llm)
+            await self._wake_weights(llm)
+            if self._weights == "lost":
+                await self._restore(llm)
+                self._weights = "there"
+            await _living(llm.wake_up(tags=["kv_cache"]))
+            if self._paused is not None:  # the pause outlives the sleep
+                await _living(llm.pause_generation(mode="keep", clear_cache=False))
             self._asleep = False
+            self._open_unless_held()
+
+    async def _wake_weights(self, llm: AsyncLLM) -> None:
+        """Their memory is back after this; after level 2 there is nothing in it."""
+        if self._weights == "asleep":
+            await _living(llm.wake_up(tags=["weights"]))
+            self._weights = "there" if self._options.sleep_level == 1 else "lost"
 
     async def _restore(self, llm: AsyncLLM) -> None:
-        """After level 2 the weights are gone: send them again."""
-        if self._latest is None:
-            await llm.collective_rpc("reload_weights")
+        """After level 2 the weights are gone: send the newest again."""
+        if self._latest is not None:
+            await self._transfer(llm, self._version, self._latest)
         else:
-            await self._transfer(llm, self._latest)
+            await _living(llm.collective_rpc("reload_weights"))
 
     async def stats(self) -> EngineStats:
         assert self._alive is not None
         return EngineStats(
             policy_version=self._version,
             digest=self._digest,
-            running=len(self._running),
-            waiting=0,
-            tokens_generated=self._tokens,
+            running=self._requests.inside,
+            waiting=self._requests.waiting,
+            tokens_generated=self._requests.tokens,
             busy_s=0.0,
             paused=self._paused is not None,
         )
 
     async def close(self) -> None:
         llm, self._llm, self._end_reason = self._llm, None, "it was closed"
+        self._group = self._sender = None
         if llm is not None:
-            await self._abort_all()
+            await self._requests.abort_all()
             await asyncio.to_thread(llm.shutdown)
 
 
-def _sampling(request: GenerationRequest) -> SamplingParams:
-    sampling, made = request.sampling, len(request.response_ids)
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k or -1,
-        top_p=sampling.top_p,
-        min_tokens=max(0, sampling.min_tokens - made),
-        max_tokens=sampling.max_tokens - made,
-        stop_token_ids=list(sampling.stop_token_ids),
-        stop=list(sampling.stop),
-        include_stop_str_in_output=True,
-        detokenize=bool(sampling.stop),
-        skip_special_tokens=False,
-        logprobs=0,
-        seed=(request.seed + made) % (1 << 31),
-        output_kind=RequestOutputKind.DELTA,
-    )
-
-
-def _write(path: Path, fetch: Fetch, source: WeightHandle) -> str:
-    """Fetch, check against the announced digest, write; nothing of vLLM is touched on a mismatch."""
+async def _living(call: Awaitable[Any]) -> Any:
+    """A call to vLLM; that it died comes back as our error."""
     try:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in fetch(source)}
-    except Exception as error:  # foreign code at a seam: the engine serves on with what it has
-        raise EngineError(
-            f"engine vllm: weights {source.version} could not be fetched: {error}"
-        ) from error
-    digest = digest_of(tensors.items())
-    if digest != source.digest:
-        raise DigestMismatch(
-            f"weights refused, the old ones stay: got digest {digest}, announced was {source.digest}"
-        )
-    save_file(tensors, path)
-    return digest
+        return await call
+    except EngineDeadError as error:
+        raise EngineError(f"engine vllm: it died: {error}") from error

@@ -6,13 +6,16 @@ the same order and the same bits, so that their digests agree (law 5).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from penstock.digest import weights_digest
+from penstock.engine.weight_places import FOLDER, read_folder
 from penstock.errors import DigestMismatch, EngineError
+from penstock.types import WeightHandle
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -38,6 +41,36 @@ def digest_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 def model_digest(model: torch.nn.Module) -> str:
     """The digest of what the model holds now."""
     return digest_of(named_weights(model))
+
+
+def folder_digest(folder: str) -> str:
+    """Of a safetensors folder; empty where there is none, as for a model's name on a hub."""
+    if not any(Path(folder).glob("*.safetensors")):
+        return ""
+    return digest_of(read_folder(folder).items())
+
+
+def checked_weights(
+    fetch: Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]], source: WeightHandle
+) -> dict[str, torch.Tensor]:
+    """What `source` names, if it is what was announced; a folder is read as it is, without `fetch`."""
+    try:
+        if source.kind == FOLDER:
+            weights = read_folder(source.location)
+        else:
+            weights = {name: tensor.detach() for name, tensor in fetch(source)}
+    except Exception as error:  # foreign code at a seam: the engine serves on with what it has
+        raise EngineError(f"weights {source.version} could not be fetched: {error}") from error
+    require_digest(weights, source.digest)
+    return weights
+
+
+def require_digest(weights: dict[str, torch.Tensor], announced: str) -> None:
+    digest = digest_of(weights.items())
+    if digest != announced:
+        raise DigestMismatch(
+            f"weights refused, the old ones stay: got digest {digest}, announced was {announced}"
+        )
 
 
 def load_weights(
