@@ -29,7 +29,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     folder = make_folder()
     link = (kind, str(folder))
     trainer = Supervised(
-        "trainer", _spawn_trainer(config, total_steps, log_folder, link), settings, around
+        "trainer", spawn_trainer(config, total_steps, log_folder, link), settings, around
     )
 
     def make_engine(number: int) -> Supervised:
@@ -77,9 +77,10 @@ def _spawn_engine(
     return spawn
 
 
-def _spawn_trainer(
+def spawn_trainer(
     config: Config, total_steps: int, log_folder: Path, link: tuple[str, str]
 ) -> Callable[[], Awaitable[Worker]]:
+    """Starts every trainer rank; `link` is the kind and the folder of the weight sync."""
     world = config.launch.num_consumers
     names = ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
 
