@@ -1,4 +1,4 @@
-"""The GPU kernels against their plain torch reference. Runs where Triton has a GPU or its interpreter."""
+"""The GPU kernels against their plain torch reference: on a GPU, else by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from penstock.engine import decode_reference as reference
 from penstock.engine.randomness import stream_key, uniforms, uniforms_torch
 
-pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs CUDA, or TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
 
 from penstock.engine import decode_kernels as kernels  # noqa: E402
 
@@ -26,14 +26,18 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("programs", [1, 64])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "key_size", "value_size", "window"),
+    ("heads", "kv_heads", "key_size", "value_size", "window", "softcap", "sinks"),
     [
-        (14, 2, 64, 64, None),
-        (4, 4, 32, 32, None),
-        (9, 3, 64, 64, 40),
-        (8, 1, 128, 128, None),
-        (4, 2, 48, 32, None),
+        (14, 2, 64, 64, None, None, False),
+        (4, 4, 32, 32, None, None, False),
+        (9, 3, 64, 64, 40, None, False),
+        (8, 1, 128, 128, None, None, False),
+        (4, 2, 48, 32, None, None, False),
+        (4, 2, 32, 32, 40, 1.5, False),
+        (8, 2, 64, 64, 40, None, True),
+        (4, 2, 16, 16, None, 0.7, True),
     ],
 )
 def test_attention_equals_the_reference(
@@ -42,8 +46,14 @@ def test_attention_equals_the_reference(
     key_size: int,
     value_size: int,
     window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    programs: int,
     dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Contexts are split among programs until there are enough of them; 1: not at all."""
+    monkeypatch.setattr(kernels, "_PROGRAMS", programs)
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -54,8 +64,9 @@ def test_attention_equals_the_reference(
     query = draw(5, heads * key_size + 16)[:, : heads * key_size].view(5, heads, key_size)
     start = torch.tensor([0, 300, 10, 640, 64], device=DEVICE)
     length = torch.tensor([1, 200, 63, 129, 64], device=DEVICE)
-    got = kernels.decode_attention(query, keys, values, start, length, 0.2, window)
-    wanted = reference.decode_attention(query, keys, values, start, length, 0.2, window)
+    how = (0.2, window, softcap, draw(heads) if sinks else None)
+    got = kernels.decode_attention(query, keys, values, start, length, *how)
+    wanted = reference.decode_attention(query, keys, values, start, length, *how)
     assert relative_error(got, wanted) < (1e-5 if dtype is torch.float32 else 1e-2)
 
 

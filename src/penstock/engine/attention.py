@@ -1,8 +1,9 @@
 """The seam between transformers' own layers and our key-value stores. Layer 1.
 
 A model loaded with the attention implementation "penstock" runs on rows: input ids [1, rows], one row
-per token, whichever sequence it belongs to. Each layer hands its keys and values to `StepCache` and
-its queries to `attend`; the step that is current in this thread says where they go.
+per token, whichever sequence it belongs to. Each layer tells `StepCache` that it is its turn and hands
+queries, keys and values to the step that is current in this thread. Latent attention (DeepSeek) is
+thus stored expanded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
+
+from penstock.engine.plain_attention import plain_attention
 
 IMPLEMENTATION = "penstock"
 
@@ -32,7 +35,7 @@ class Step(Protocol):
 class AttentionCall:
     """What a layer asks for. Keys and values are the new rows only."""
 
-    __slots__ = ("key", "query", "scale", "softcap", "value", "window")
+    __slots__ = ("key", "query", "scale", "sinks", "softcap", "value", "window")
 
     def __init__(
         self,
@@ -42,9 +45,15 @@ class AttentionCall:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         self.query, self.key, self.value = query, key, value
-        self.scale, self.window, self.softcap = scale, window, softcap
+        self.scale, self.window, self.softcap, self.sinks = scale, window, softcap, sinks
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its scores need what torch's fused attention does not have."""
+        return self.softcap is not None or self.sinks is not None
 
 
 class _Current(threading.local):
@@ -56,7 +65,7 @@ _current = _Current()
 
 
 class StepCache(Cache):
-    """What the model takes for its cache; keeps nothing itself."""
+    """What the model takes for its cache; keeps nothing, and notes which layer is at work."""
 
     def __init__(self) -> None:
         self.layers: list[Any] = []
@@ -71,7 +80,6 @@ class StepCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert _current.step is not None, "the model runs outside of an engine step"
         _current.layer = layer_idx
-        _current.step.store(layer_idx, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -100,13 +108,15 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise NotImplementedError("attention sinks and position biases")
+    if kwargs.get("position_bias") is not None:
+        raise NotImplementedError("position biases")
     assert _current.step is not None, "the model runs outside of an engine step"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(query, key, value, scale, sliding_window, softcap)
+    call = AttentionCall(query, key, value, scale, sliding_window, softcap, s_aux)
+    _current.step.store(_current.layer, key, value)
     return _current.step.attend(_current.layer, call), None
 
 
@@ -130,7 +140,7 @@ def causal_attention(call: AttentionCall, rows: slice) -> torch.Tensor:
     """Causal attention among some rows, as one sequence: [1, heads, rows, head size]."""
     query, key, value = call.query[:, :, rows], call.key[:, :, rows], call.value[:, :, rows]
     length = query.shape[2]
-    if call.softcap is None and (call.window is None or call.window >= length):
+    if not call.is_plain and (call.window is None or call.window >= length):
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=call.scale, enable_gqa=True
         )
@@ -139,25 +149,10 @@ def causal_attention(call: AttentionCall, rows: slice) -> torch.Tensor:
     seen_LL = gap_LL >= 0
     if call.window is not None:
         seen_LL &= gap_LL < call.window
-    if call.softcap is None:
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen_LL, scale=call.scale, enable_gqa=True
+    if call.is_plain:
+        return plain_attention(
+            query, key, value, seen_LL, scale=call.scale, softcap=call.softcap, sink_H=call.sinks
         )
-    return capped_attention(query, key, value, seen_LL, call)
-
-
-def capped_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    seen: torch.Tensor,
-    call: AttentionCall,
-) -> torch.Tensor:
-    """Attention with a soft cap on its scores (Gemma 2), in plain operations."""
-    assert call.softcap is not None
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = torch.matmul(query, key.transpose(2, 3)) * call.scale
-    scores = torch.tanh(scores / call.softcap) * call.softcap
-    scores = scores.float().masked_fill(~seen, -torch.inf)
-    return torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen_LL, scale=call.scale, enable_gqa=True
+    )

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from penstock.engine.attention import AttentionCall, capped_attention
+from penstock.engine.attention import AttentionCall
+from penstock.engine.plain_attention import plain_attention
 
 SMALLEST = 64
 QUANTUM = 16  # attention lengths are multiples of it: the vector tail never changes a row's bits
@@ -197,9 +198,16 @@ def attend_rows(
     """One query row per sequence over [rows, kv heads, length, size]; heads of a group go together."""
     rows, heads, size = query_NHD.shape
     mask = part.mask(call.window)
-    if call.softcap is not None:
-        output = capped_attention(query_NHD[:, :, None], key, value, mask == 0, call)
-        return output[:, :, 0]
+    if call.is_plain:
+        return plain_attention(
+            query_NHD[:, :, None],
+            key,
+            value,
+            mask == 0,
+            scale=call.scale,
+            softcap=call.softcap,
+            sink_H=call.sinks,
+        )[:, :, 0]
     grouped = query_NHD.reshape(rows, key.shape[1], heads // key.shape[1], size)
     output = torch.nn.functional.scaled_dot_product_attention(
         grouped, key, value, attn_mask=mask, scale=call.scale

@@ -211,9 +211,10 @@ def probe_shape(model: torch.nn.Module) -> KVShape:
                 use_cache=True,
                 logits_to_keep=1,
             )
-    except (AttributeError, NotImplementedError, TypeError) as error:
+    except (AttributeError, LookupError, NotImplementedError, TypeError) as error:
         raise UserError(
-            f"engine transformers: got {type(model).__name__}, which needs {error}; "
+            f"engine transformers: got {type(model).__name__}, which asks for another cache "
+            f"({type(error).__name__}: {error}); "
             "allowed: decoders with plain attention; use engine vllm for this model"
         ) from error
     layers = model.config.num_hidden_layers

@@ -52,8 +52,6 @@ class DecodeRows:
         store_rows(key, value, pool.keys[layer], pool.values[layer], self._target_B)
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
-        if call.softcap is not None:
-            raise NotImplementedError("a soft cap on attention scores on a GPU")
         return decode_attention(
             call.query[0].transpose(0, 1),
             self._pool.keys[layer],
@@ -62,6 +60,8 @@ class DecodeRows:
             self._length_B,
             call.scale,
             call.window,
+            call.softcap,
+            call.sinks,
         )[None]
 
 
@@ -89,7 +89,7 @@ class PackedPrefill:
         """Right-padded to one batch: under a causal mask padding never reaches a real row."""
         used = self._spans[-1].end
         query, key, value = (self._pad(x, used) for x in (call.query, call.key, call.value))
-        padded = AttentionCall(query, key, value, call.scale, call.window, call.softcap)
+        padded = AttentionCall(query, key, value, call.scale, call.window, call.softcap, call.sinks)
         mixed = causal_attention(padded, slice(None)).transpose(1, 2)
         rows = mixed.reshape(-1, *mixed.shape[2:])[self._padded_rows]
         output = rows.new_zeros(1, call.query.shape[2], *rows.shape[1:])

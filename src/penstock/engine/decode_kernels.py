@@ -20,8 +20,8 @@ _COLUMNS = 4096  # logits that one program of the first sampling pass reads
 
 @triton.jit
 def _attend(
-    Query, Keys, Values, Output, Peak, Total, Start, Length, scale, window,
-    query_row, query_head, HEADS: tl.constexpr,
+    Query, Keys, Values, Output, Peak, Total, Sink, Start, Length, scale, window, softcap,
+    query_row, query_head, HEADS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr,
@@ -62,6 +62,8 @@ def _attend(
             other=0.0,
         )
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if CAPPED:
+            score = (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0) * softcap  # tanh
         score = tl.where(seen[None, :], score, -float("inf"))
         peak = tl.maximum(best, tl.max(score, 1))
         shrink = tl.exp(best - peak)
@@ -74,6 +76,9 @@ def _attend(
     at = (row * HEADS + query_head_at) * SPLITS + split
     inside = (member < GROUP)[:, None] & (value_at < VALUE)[None, :]
     if SPLITS == 1:
+        if SINKS:
+            sink = tl.load(Sink + query_head_at, mask=member < GROUP, other=0.0).to(tl.float32)
+            total += tl.exp(sink - best)
         mixed = mixed / total[:, None]
     else:
         tl.store(Peak + at, best, mask=member < GROUP)
@@ -87,13 +92,17 @@ def _attend(
 
 @triton.jit
 def _join(
-    Part, Peak, Total, Output, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr
-):
+    Part, Peak, Total, Sink, Output, HEADS: tl.constexpr, SINKS: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)  # row and head
     split, value_at = tl.arange(0, SPLITS), tl.arange(0, VALUE_PAD)
     peak = tl.load(Peak + at * SPLITS + split)
-    weight = tl.exp(peak - tl.max(peak, 0))  # an empty split has minus infinity: weight 0
+    best = tl.max(peak, 0)
+    weight = tl.exp(peak - best)  # an empty split has minus infinity: weight 0
     total = tl.sum(tl.load(Total + at * SPLITS + split) * weight, 0)
+    if SINKS:
+        total += tl.exp(tl.load(Sink + at % HEADS).to(tl.float32) - best)
     part = tl.load(
         Part + (at * SPLITS + split)[:, None] * VALUE + value_at[None, :],
         mask=(value_at < VALUE)[None, :],
@@ -113,6 +122,8 @@ def decode_attention(
     length_B: torch.Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each row attends to the `length` tokens of its region that begins at `start`; [B, H, D].
 
@@ -132,13 +143,14 @@ def decode_attention(
     if splits > 1:
         part = query_BHD.new_empty((rows, heads, splits, value_size), dtype=torch.float32)
         peak, total = query_BHD.new_empty((2, rows, heads, splits), dtype=torch.float32)
-    group = heads // kv_heads
+    group, sinks = heads // kv_heads, output if sink_H is None else sink_H
     value_pad = max(16, triton.next_power_of_2(value_size))
     attend: Any = _attend
     attend[(rows, kv_heads, splits)](
-        query_BHD, keys_TGD, values_TGD, part, peak, total, start_B, length_B,
-        scale, window if window is not None else 1 << 30,
+        query_BHD, keys_TGD, values_TGD, part, peak, total, sinks, start_B, length_B,
+        scale, window if window is not None else 1 << 30, softcap or 1.0,
         query_BHD.stride(0), query_BHD.stride(1), HEADS=heads,
+        CAPPED=softcap is not None, SINKS=sink_H is not None,
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         KEY=key_size, KEY_PAD=max(16, triton.next_power_of_2(key_size)),
         VALUE=value_size, VALUE_PAD=value_pad, BLOCK=64, SPLITS=splits, num_warps=4, num_stages=3,
@@ -146,8 +158,8 @@ def decode_attention(
     if splits > 1:
         join: Any = _join
         join[(rows * heads,)](
-            part, peak, total, output, VALUE=value_size, VALUE_PAD=value_pad, SPLITS=splits,
-            num_warps=1,
+            part, peak, total, sinks, output, HEADS=heads, SINKS=sink_H is not None,
+            VALUE=value_size, VALUE_PAD=value_pad, SPLITS=splits, num_warps=1,
         )  # fmt: skip
     return output
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from penstock.engine.plain_attention import plain_attention
 from penstock.engine.randomness import uniforms_torch
 
 
@@ -15,21 +16,27 @@ def decode_attention(
     length_B: torch.Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each row attends to the `length` tokens of its region that begins at `start`; [B, H, D]."""
-    _rows, heads, _ = query_BHD.shape
     longest = int(length_B.max())
     column_L = torch.arange(longest, device=query_BHD.device)
     seen_BL = column_L[None, :] < length_B[:, None]
     if window is not None:
         seen_BL &= column_L[None, :] >= length_B[:, None] - window
     index_BL = torch.where(column_L[None, :] < length_B[:, None], start_B[:, None] + column_L, 0)
-    groups = heads // keys_TGD.shape[1]
-    key_BLHD = keys_TGD[index_BL].repeat_interleave(groups, dim=2).float()
-    value_BLHD = values_TGD[index_BL].repeat_interleave(groups, dim=2).float()
-    scores_BHL = torch.einsum("bhd,blhd->bhl", query_BHD.float(), key_BLHD) * scale
-    scores_BHL = scores_BHL.masked_fill(~seen_BL[:, None, :], -torch.inf)
-    output_BHD = torch.einsum("bhl,blhd->bhd", scores_BHL.softmax(dim=-1), value_BLHD)
+    key_BGLD = keys_TGD[index_BL].transpose(1, 2).float()
+    value_BGLD = values_TGD[index_BL].transpose(1, 2).float()
+    output_BHD = plain_attention(
+        query_BHD.float()[:, :, None],
+        key_BGLD,
+        value_BGLD,
+        seen_BL[:, None, None, :],
+        scale=scale,
+        softcap=softcap,
+        sink_H=sink_H,
+    )[:, :, 0]
     return output_BHD.to(query_BHD.dtype)
 
 

@@ -3,7 +3,7 @@
 Registered with transformers under the name `penstock_packed`. A `PackLayout` travels with the
 forward call. Sequences lie sorted by length, so equal lengths form a block that is viewed, not
 copied, as an ordinary batch; on a GPU in half precision the variable-length flash kernel does all at
-once. Knows nothing of rollouts or losses.
+once, unless scores are capped or have sinks. Knows nothing of rollouts or losses.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from penstock.engine.plain_attention import plain_attention
+from penstock.errors import UserError
 
 ATTENTION_NAME = "penstock_packed"
 
@@ -54,12 +57,20 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_: Any,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **other: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence. Tensors are [1, heads, tokens, head size]."""
     assert query.shape[0] == 1
     assert attention_mask is None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
+    if other.get("position_bias") is not None:
+        raise UserError(
+            f"model: got {type(module).__name__} with position biases, allowed: rotary positions"
+        )
+    fused = softcap is None and s_aux is None
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    if half and fused and dropout == 0.0:
         return _flash(query, key, value, pack_layout, scaling, sliding_window), None
     sizes = [count * length for count, length in pack_layout.blocks]
     parts = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
@@ -68,7 +79,18 @@ def packed_attention(
         query_BHLD, key_BHLD, value_BHLD = (
             tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in block
         )
-        output_BHLD = _block(query_BHLD, key_BHLD, value_BHLD, scaling, dropout, sliding_window)
+        if fused:
+            output_BHLD = _block(query_BHLD, key_BHLD, value_BHLD, scaling, dropout, sliding_window)
+        else:
+            output_BHLD = plain_attention(
+                query_BHLD,
+                key_BHLD,
+                value_BHLD,
+                _window_mask(length, sliding_window or length, query.device),
+                scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+                softcap=softcap,
+                sink_H=s_aux,
+            )
         outputs.append(output_BHLD.transpose(1, 2).flatten(0, 1))
     joined_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined_THD[None], None
