@@ -11,6 +11,7 @@ import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.agent import AGENTS
 from penstock.algo.settings import keep_group, resolve
@@ -27,8 +28,8 @@ from penstock.evaluate import EvalTask
 from penstock.evaluations import Evaluations
 from penstock.journal import Journal
 from penstock.launch import LAUNCHERS
+from penstock.launch.alone import trainer_alone
 from penstock.launch.control import Control
-from penstock.launch.inline import trainer_alone
 from penstock.launch.services import TrainerPart, Workers
 from penstock.plugins import load
 from penstock.produce import (
@@ -180,17 +181,12 @@ async def _load_and_launch(
 
 
 @asynccontextmanager
-async def open_trainer(config: Config) -> AsyncIterator[TrainerPart]:
+async def open_trainer(config: Config, log_folder: Path) -> AsyncIterator[TrainerPart]:
     """The trainer of a run with nothing around it, to train on what is journalled."""
-    if config.launch.num_consumers > 1:
-        raise UserError(
-            f"launch.num_consumers: got {config.launch.num_consumers}, allowed: 1 to recompute "
-            "steps from a journal (the order of sums is part of the digest)"
-        )
     steps = config.train.steps
     if steps is None:
         steps = count_steps(config, (await asyncio.to_thread(_Data.load, config)).train)
-    async with trainer_alone(config, steps) as trainer:
+    async with trainer_alone(config, steps, log_folder) as trainer:
         yield trainer
 
 

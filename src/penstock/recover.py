@@ -8,7 +8,7 @@ journal is the truth: a checkpoint that is newer than its last step is put aside
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from penstock.errors import DigestMismatch, JournalDamaged
 from penstock.job import Job, open_trainer
 from penstock.journal import Journal, is_empty
 from penstock.launch.services import TrainerPart
-from penstock.run_folder import CONFIG, Era, RunFolder
+from penstock.run_folder import CONFIG, RunFolder
 from penstock.track.jsonl import last_step_told
 from penstock.types import StepReport
 
@@ -171,8 +171,7 @@ async def catch_up(folder: RunFolder, journal: Journal, last: int, note: Note) -
     async def save(trainer: TrainerPart) -> None:
         await store.save(trainer)
 
-    eras = folder.eras()
-    async for report in recompute(eras, journal, checkpoint, last, note=note, at_end=save):
+    async for report in recompute(folder, journal, checkpoint, last, note=note, at_end=save):
         note(f"redoing step {report.step} of {last} with the settings it had")
 
 
@@ -182,7 +181,7 @@ def last_step_of_old_configs(folder: RunFolder) -> int:
 
 
 async def recompute(
-    eras: Sequence[Era],
+    folder: RunFolder,
     journal: Journal,
     checkpoint: Checkpoint | None,
     last: int,
@@ -191,15 +190,15 @@ async def recompute(
     repair: bool = True,
     at_end: Callable[[TrainerPart], Awaitable[None]] | None = None,
 ) -> AsyncIterator[StepReport]:
-    """Redo the steps up to `last` from a checkpoint or the start, era by era."""
+    """Redo the steps up to `last` from a checkpoint or the start, config by config."""
     done = 0 if checkpoint is None else checkpoint.step
     state = None if checkpoint is None else checkpoint.path
     with tempfile.TemporaryDirectory() as scratch:
-        for era in eras:
+        for era in folder.eras():
             end = last if era.last_step is None else min(era.last_step, last)
             if end <= done:
                 continue
-            async with open_trainer(era.config) as trainer:
+            async with open_trainer(era.config, folder.recompute_logs) as trainer:
                 if state is not None:
                     await trainer.load(str(state))
                 else:

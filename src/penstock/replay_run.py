@@ -43,7 +43,7 @@ async def check_run(
     journal = Journal.open(folder.journal, readonly=True)
     try:
         last = _last_step(journal, to_step)
-        async for report in recompute(folder.eras(), journal, None, last, repair=False):
+        async for report in recompute(folder, journal, None, last, repair=False):
             on_step(report, last)
         return last
     finally:
@@ -130,7 +130,7 @@ async def train_fork(folder: RunFolder, note: Callable[[str], None]) -> int:
         closing.callback(source.close)
         own = Journal.open(folder.journal)
         closing.callback(own.close)
-        trainer = await closing.enter_async_context(open_trainer(config))
+        trainer = await closing.enter_async_context(open_trainer(config, folder.logs))
         tracker = _tracker(folder, config, own)
         closing.callback(tracker.close)
         store = CheckpointStore(

@@ -53,6 +53,11 @@ class RunFolder:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @property
+    def recompute_logs(self) -> Path:
+        """Apart from those of the run itself, which may be going on."""
+        return self.logs / "recompute"
+
     def config(self) -> Config:
         return load_config(self.path / CONFIG).config
 

@@ -36,6 +36,7 @@ from penstock.launch.services import TrainerService
 from penstock.launch.trainer import RestartingTrainer
 from penstock.produce.producer import Producer
 from penstock.sync.in_process import InProcessSync
+from penstock.sync.shared_memory import _PREFIX as SHARED_MEMORY
 from penstock.track.jsonl import JsonlTracker
 
 POINTS: dict[str, list[tuple[Any, str]]] = {
@@ -106,9 +107,23 @@ class Points:
         return async_call if inspect.iscoroutinefunction(function) else call
 
 
+def write_down_memory(record: Path) -> None:
+    """Every folder in shared memory that this driver makes is named in `record`."""
+    make = os.mkdir
+
+    def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+        make(path, *args, **kwargs)
+        if os.path.basename(path).startswith(SHARED_MEMORY):
+            with record.open("a") as file:
+                file.write(f"{path}\n")
+
+    os.mkdir = mkdir
+
+
 def run_child(request: dict[str, Any], nursery: Nursery) -> int:
     """In the child: the command line with the points installed; the exit code."""
     nursery.install()
+    write_down_memory(Path(request["memory"]))
     log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -158,8 +173,7 @@ def answer_requests(nursery: Nursery) -> None:
                 sys.stderr.flush()
                 os._exit(code)
         _, status = os.waitpid(child, 0)
-        answer = {"code": os.waitstatus_to_exitcode(status), "pid": child}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(os.waitstatus_to_exitcode(status)), flush=True)
 
 
 if __name__ == "__main__":

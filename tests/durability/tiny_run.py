@@ -7,15 +7,12 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.checkpoint import CheckpointStore
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
-from penstock.sync.shared_memory import _PREFIX
 
 STEPS, GROUPS = 4, 2
 LEAVING_S = 60.0  # for workers whose driver is gone; they need a fraction of a second
@@ -46,7 +43,7 @@ class CrashServer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "output.log"
-        self.pid = 0  # of the last command
+        self._memory = folder / "memory.txt"
         single = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
         environment = {
             **os.environ,
@@ -77,13 +74,12 @@ class CrashServer:
             "number": number,
             "fault": fault,
             "counts": str(self.folder / "counts.json"),
+            "memory": str(self._memory),
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         answer = self._process.stdout.readline()
         assert answer, "the crash server has died"
-        reply = json.loads(answer)
-        self.pid = reply["pid"]
-        return int(reply["code"])
+        return int(json.loads(answer))
 
     def train(self, name: str, *overrides: str, **death: str | int) -> tuple[RunFolder, int]:
         words = ["train", *TINY, f"run.dir={self.folder}", f"run.name={name}", *overrides]
@@ -95,6 +91,11 @@ class CrashServer:
     def counts(self) -> dict[str, int]:
         """How often the last command that ended by itself passed each point."""
         return json.loads((self.folder / "counts.json").read_text())
+
+    def memory_left(self) -> list[str]:
+        """Folders in shared memory that drivers made for their workers and that are still there."""
+        made = self._memory.read_text().splitlines() if self._memory.exists() else []
+        return [path for path in made if Path(path).exists()]
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -157,10 +158,3 @@ def workers_of(run: RunFolder) -> list[int]:
         if output.startswith(f"{run.logs}/"):
             found.append(int(process.name))
     return found
-
-
-def assert_no_memory_is_left(drivers: Sequence[int]) -> None:
-    """Of what drivers shared with their workers; the next driver removes what a killed one left."""
-    for folder in ("/dev/shm", tempfile.gettempdir()):
-        for driver in drivers:
-            assert not list(Path(folder).glob(f"{_PREFIX}{driver}-*"))

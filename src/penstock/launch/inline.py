@@ -7,8 +7,6 @@ training overlap less than with `local`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,20 +17,6 @@ from penstock.engine.protocol import InferenceEngine
 from penstock.launch.services import InThread, TrainerPart, TrainerService, Workers
 from penstock.launch.supervise import Surroundings, Watched
 from penstock.plugins import load
-
-
-@asynccontextmanager
-async def trainer_alone(config: Config, total_steps: int) -> AsyncIterator[TrainerPart]:
-    """A trainer here with nothing that generates, for steps that a journal already has."""
-    from penstock.sync.in_process import InProcessSync
-
-    service = await asyncio.to_thread(TrainerService, config, total_steps, InProcessSync())
-    trainer = InThread(service)
-    try:
-        yield cast(TrainerPart, trainer)
-    finally:
-        service.request_stop()
-        await trainer.close()
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:

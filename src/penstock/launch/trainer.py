@@ -21,6 +21,7 @@ from penstock.types import Batch, StepReport, WeightHandle
 
 Collect = Callable[[Worker, WeightHandle], Awaitable[WeightHandle]]
 _OTHERS_TIMEOUT_S = 30.0
+_EACH_BY_ITSELF = ("write_snapshot",)  # no collective inside: nobody waits for one that failed
 
 
 class RankGroup:
@@ -43,9 +44,8 @@ class RankGroup:
                 *(rank.call("train", share) for rank, share in self._shares(*args))
             )
         else:
-            results = await self._each(
-                *(rank.call(method, *args, **kwargs) for rank in self._ranks)
-            )
+            wait = _all_ended if method in _EACH_BY_ITSELF else self._each
+            results = await wait(*(rank.call(method, *args, **kwargs) for rank in self._ranks))
         if method == "publish" and self._collect is not None:
             return await self._collect(self._ranks[0], results[0])
         return results[0]
@@ -100,6 +100,15 @@ class RankGroup:
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.close() for rank in self._ranks))
+
+
+async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
+    """All answers, when the last one is there; then the first error rises."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
 
 
 class RestartingTrainer:

@@ -1,0 +1,132 @@
+"""Runs of two trainer ranks: recomputed and forked bit for bit, with checkpoints beside training."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from tiny_run import STEPS, TINY, CrashServer, assert_no_worker_is_left, assert_sound, digests
+
+from penstock.checkpoint import CheckpointStore
+from penstock.config import CheckpointConfig, Config
+from penstock.config_source import load_config
+from penstock.errors import WorkerDied
+from penstock.job import open_trainer
+from penstock.journal import Journal
+from penstock.run_folder import RunFolder
+from penstock.types import Batch
+
+RANKS = ("launch.kind=local", "launch.num_consumers=2")
+
+
+@pytest.fixture
+def killed(server: CrashServer) -> RunFolder:
+    """Three steps are journalled, the newest checkpoint is of step 2."""
+    words = (*RANKS, "checkpoint.every_steps=1", "checkpoint.keep=4")
+    run, code = server.train("two-ranks", *words, point="after take", number=4)
+    assert code == -9, server.output()
+    assert_no_worker_is_left(run)
+    assert len(digests(run)) == 3
+    # that of step 2 was whole before that of step 3 was begun; whether this one is, is chance
+    shutil.rmtree(run.checkpoints / "step-3", ignore_errors=True)
+    return run
+
+
+def test_two_ranks_are_recomputed_by_two_ranks(server: CrashServer, killed: RunFolder) -> None:
+    """Through a changed setting, a changed number of ranks, a replay of all that, and a fork."""
+    before = digests(killed)
+    assert server.run("resume", str(killed.path), "train.lr=2e-3") == 0, server.output()
+    assert "redoing step 3 of 3 with the settings it had" in server.output()
+    assert digests(killed)[:3] == before
+    assert_sound(killed)
+    words = ("launch.num_consumers=1", "launch.kind=inline", "train.steps=5")
+    assert server.run("resume", str(killed.path), *words) == 0, server.output()
+    assert_sound(killed, steps=5)
+    assert [era.config.launch.num_consumers for era in killed.eras()] == [2, 2, 1]
+    check_replay(server, killed, steps=5)
+    assert server.run("audit", str(killed.path)) == 0, server.output()
+
+    fork_words = ("--algo", "rloo", *RANKS, "run.name=two-ranks-fork")
+    code = server.run("replay", str(killed.path), *fork_words, point="before step", number=3)
+    assert code == -9, server.output()
+    fork = RunFolder(server.folder / "two-ranks-fork")
+    assert_no_worker_is_left(fork)
+    assert server.run("resume", str(fork.path)) == 0, server.output()
+    assert_sound(fork, steps=5)
+    check_replay(server, fork, steps=5)
+    assert not server.memory_left()
+
+
+def check_replay(server: CrashServer, run: RunFolder, *, steps: int) -> None:
+    assert server.run("replay", str(run.path)) == 0, server.output()
+    output = server.output()
+    assert sum(line.endswith("equal") for line in output.splitlines()) == steps
+    assert_no_worker_is_left(run)
+
+
+class BrokenStore(CheckpointStore):
+    """What rank 1 writes to is not a file: a folder (it fails), or a pipe (it blocks)."""
+
+    kind = "folder"
+
+    def _make_draft(self) -> Path:
+        draft = super()._make_draft()
+        place = draft / "shards" / "rank-1-of-2.pt"
+        place.parent.mkdir()
+        place.mkdir() if self.kind == "folder" else os.mkfifo(place)
+        return draft
+
+
+def test_training_goes_on_beside_the_ranks_writing_and_a_kill_there_leaves_the_previous_one(
+    server: CrashServer, tmp_path: Path
+) -> None:
+    run, code = server.train("batches")
+    assert code == 0, server.output()
+    source = Journal.open(run.journal, readonly=True)
+    batches = [source.batch(step) for step in range(1, STEPS + 1)]
+    source.close()
+    notes: list[str] = []
+    broken = BrokenStore(tmp_path / "checkpoints", CheckpointConfig(), report=notes.append)
+    two = load_config(None, [*TINY, *RANKS]).config
+    written = asyncio.run(write_with_two_ranks(two, batches, broken, notes, tmp_path / "logs"))
+    newest = broken.newest()
+    assert newest is not None
+    assert newest.step == 1
+    assert [path.name for path in broken.newest().path.parent.iterdir()] == ["step-1"]
+    one = load_config(None, TINY).config
+    assert asyncio.run(digest_after_load(one, newest.path, tmp_path / "logs")) == written
+
+
+async def write_with_two_ranks(
+    config: Config, batches: list[Batch], broken: BrokenStore, notes: list[str], logs: Path
+) -> str:
+    """The digest of the checkpoint of step 1; those of steps 2 and 3 fail, and training goes on."""
+    async with open_trainer(config, logs) as trainer:
+        await trainer.train(batches[0])
+        whole = CheckpointStore(broken._folder)
+        written = await whole.save(trainer)
+        assert broken.newest() == written
+        await trainer.train(batches[1])
+        await broken.begin(trainer)
+        await broken.settle()
+        assert "Is a directory" in notes[0]
+        assert "step 1 stays valid" in notes[0]
+        await trainer.train(batches[2])
+        broken.kind = "pipe"
+        await broken.begin(trainer)
+        report = await trainer.train(batches[3])  # rank 1 can write nothing meanwhile
+        assert report.step == 4
+        os.kill(trainer._supervised.worker._ranks[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        await broken.settle()
+        with pytest.raises(WorkerDied, match="trainer-1: the worker ended unexpectedly"):
+            await trainer.identity()
+    return written.digest
+
+
+async def digest_after_load(config: Config, checkpoint: Path, logs: Path) -> str:
+    async with open_trainer(config, logs) as trainer:
+        return (await trainer.load(str(checkpoint)))[1]
