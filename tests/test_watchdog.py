@@ -1,63 +1,18 @@
-"""Whatever hangs is named: the engine, the reward, the trainer, the driver itself; and acted upon."""
+"""What hangs is told from what is slow, shown with its stack, and acted upon. Names: `test_hangs.py`."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-import pytest
-
-from fakes import CountingReward, FakeEngine, VirtualClock, make_prompt
+from fakes import CountingReward, FakeEngine, make_prompt
 from penstock.agent.single_turn import SingleTurn
-from penstock.config import SamplingConfig, WatchdogConfig
-from penstock.edges import Edges
-from penstock.errors import RunError
+from penstock.config import SamplingConfig
+from penstock.edges import EdgeKind, Edges
 from penstock.launch.inline import watched
-from penstock.types import Batch, Rollout
-from penstock.watchdog import Watchdog, WatchedReward
-
-STALL_S = 60.0
-
-
-class Silent:
-    """A part that takes every call and answers none."""
-
-    async def _never(self, *args: Any) -> Any:
-        await asyncio.get_running_loop().create_future()
-
-    generate_many = score = train = publish = update_weights = _never
-
-    async def abort(self, request_id: str) -> None: ...
-
-
-class Stage:
-    """A virtual clock, edges on it, and a watchdog whose notes are kept."""
-
-    def __init__(self, action: str = "stop", **callbacks: Any) -> None:
-        self.clock = VirtualClock()
-        self.edges = Edges(lambda: self.clock.now)
-        self.notes: list[str] = []
-        settings = WatchdogConfig.model_validate({"stall_s": STALL_S, "action": action})
-        self.watchdog = Watchdog(self.edges, settings, note=self.notes.append, **callbacks)
-
-    def run(self, work: Any, seconds: float = 1000.0) -> str:
-        """Run the work beside the watchdog; the error that stopped it, or nothing."""
-
-        async def both() -> str:
-            task = asyncio.create_task(work, name="the waiter")
-            try:
-                async with asyncio.timeout(seconds):
-                    await self.watchdog.run()
-            except RunError as error:
-                return str(error)
-            except TimeoutError:
-                return ""
-            finally:
-                task.cancel()
-                await asyncio.wait([task])
-            return ""
-
-        return self.clock.run(both())
+from penstock.types import Rollout
+from penstock.watchdog import WatchedReward
+from watch_stage import Silent, Stage, never
 
 
 def agent(stage: Stage, engine: Any, reward: Any) -> SingleTurn:
@@ -83,36 +38,15 @@ def test_an_engine_that_never_answers_is_named() -> None:
     assert "single_turn.py" in stage.notes[0]  # the stack of who waits, since it is in this process
 
 
-def test_a_reward_that_never_returns_is_named() -> None:
-    stage = Stage()
-    line = stage.run(agent(stage, FakeEngine(), Silent()).generate_group([one_rollout()]))
-    assert line.startswith("stuck: rewards of sums has not answered reward (sums:0.0) for 60 s")
-
-
-@pytest.mark.parametrize("method", ["train", "publish"])
-def test_a_trainer_that_never_returns_is_named(method: str) -> None:
-    stage = Stage()
-    trainer = watched("trainer", Silent(), stage.edges)
-    arguments = [Batch(step=1, groups=())] if method == "train" else []
-    line = stage.run(getattr(trainer, method)(*arguments))
-    assert line.startswith(f"stuck: trainer has not answered {method} for 60 s")
-
-
-def test_weights_that_never_arrive_are_named() -> None:
-    stage = Stage()
-    line = stage.run(watched("engine-3", Silent(), stage.edges).update_weights(2, None))
-    assert line.startswith("stuck: engine-3 has not answered sync for 60 s")
-
-
 def test_parts_of_the_driver_that_wait_for_each_other_are_named() -> None:
     stage = Stage(waits=lambda: ["produce sums waits for step 4 to be consumed (60.0 s)"])
 
     async def wait() -> None:
-        with stage.edges.wait("loop", "wait", "groups of step 4"):
+        with stage.edges.wait("loop", EdgeKind.WAIT, "groups of step 4"):
             await asyncio.get_running_loop().create_future()
 
     line = stage.run(wait())
-    assert "loop waits for wait (groups of step 4)" in line
+    assert line.startswith("stuck: nothing has moved for 360 s: loop waits for wait (groups of")
     assert "produce sums waits for step 4" in line
 
 
@@ -120,7 +54,7 @@ def test_the_deepest_wait_is_the_culprit() -> None:
     stage = Stage()
 
     async def loop() -> None:
-        with stage.edges.wait("loop", "wait", "groups of step 1"):
+        with stage.edges.wait("loop", EdgeKind.WAIT, "groups of step 1"):
             await agent(stage, Silent(), CountingReward()).generate_group([one_rollout()])
 
     assert stage.run(loop()).startswith("stuck: engine-0")
@@ -146,14 +80,82 @@ def test_progress_without_an_answer_is_not_stuck() -> None:
     assert stage.notes == []
 
 
-def test_a_probe_that_is_not_answered_either_is_no_progress() -> None:
-    async def progress_of(name: str) -> int:
-        await asyncio.get_running_loop().create_future()
-        return 0
+def test_only_the_second_half_of_a_silence_must_show_something() -> None:
+    """A micro-batch that ended just before the first look is no sign of life at the second."""
+    stage = Stage(progress_of=lambda name: at(stage, 29.0))
+    line = stage.run(watched("trainer", Silent(), stage.edges).train())
+    assert line.startswith("stuck: trainer has not answered train for 60 s")
+    stage = Stage(progress_of=lambda name: at(stage, 31.0))
+    line = stage.run(watched("trainer", Silent(), stage.edges).train())
+    assert line.startswith("stuck: trainer has not answered train for 120 s")
 
-    stage = Stage(progress_of=progress_of)
+
+async def at(stage: Stage, seconds: float) -> int:
+    """Something that gets one piece of work done, at that time."""
+    return int(stage.clock.now > seconds)
+
+
+def test_a_probe_that_is_not_answered_either_is_no_progress() -> None:
+    stage = Stage(progress_of=never)
     line = stage.run(watched("engine-0", Silent(), stage.edges).generate_many([]))
-    assert line.startswith("stuck: engine-0")
+    assert line.startswith("stuck: engine-0 has not answered generate for 80 s")
+
+
+def spends(stage: Stage, share: float) -> Any:
+    async def effort_of(name: str) -> float:
+        return share * stage.clock.now
+
+    return effort_of
+
+
+def test_one_huge_micro_batch_or_a_compilation_is_told_of_and_left_alone() -> None:
+    stage = Stage("restart", effort_of=lambda name: spends(stage, 0.8)(name))
+    assert stage.run(watched("trainer", Silent(), stage.edges).train(), seconds=350.0) == ""
+    assert len(stage.notes) == 5
+    assert "(its process is busy with something)" in stage.notes[0]
+
+
+def test_a_collective_that_waits_by_spinning_is_ended_at_last() -> None:
+    stage = Stage(effort_of=lambda name: spends(stage, 1.0)(name))
+    line = stage.run(watched("trainer", Silent(), stage.edges).train())
+    assert line.startswith("stuck: trainer has not answered train for 360 s")
+
+
+def test_the_little_that_an_idle_worker_spends_is_not_work() -> None:
+    stage = Stage(effort_of=lambda name: spends(stage, 0.02)(name))
+    line = stage.run(watched("trainer", Silent(), stage.edges).train())
+    assert line.startswith("stuck: trainer has not answered train for 60 s")
+
+
+def test_what_cannot_be_asked_is_told_of_and_given_six_times_as_long() -> None:
+    async def cannot_be_told(name: str) -> None: ...
+
+    stage = Stage(progress_of=cannot_be_told, effort_of=cannot_be_told)
+    line = stage.run(agent(stage, FakeEngine(), Silent()).generate_group([one_rollout()]))
+    assert line.startswith("stuck: rewards of sums has not answered reward (sums:0.0) for 360 s")
+    assert len(stage.notes) == 6
+
+
+def test_of_one_tasks_waits_the_last_one_is_the_culprit() -> None:
+    stage = Stage()
+
+    async def publish() -> None:
+        with stage.edges.wait("trainer", EdgeKind.PUBLISH, culprit="trainer"):
+            with stage.edges.wait("trainer", EdgeKind.OBJECT_STORE, culprit="the store"):
+                await never()
+
+    assert stage.run(publish()).startswith("stuck: the store has not answered object store")
+
+
+def test_a_restart_is_told_of_and_left_to_its_own_time_out() -> None:
+    stage = Stage()
+
+    async def ready() -> None:
+        with stage.edges.wait("driver", EdgeKind.RESTART, "engine-0"):
+            await never()
+
+    assert stage.run(ready()) == ""
+    assert "driver waits for restart (engine-0)" in stage.notes[0]
 
 
 def test_a_slow_step_like_the_ones_before_is_not_stuck() -> None:

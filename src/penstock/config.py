@@ -342,8 +342,9 @@ class LaunchConfig(Section):
 
 
 class WatchdogConfig(Section):
-    stall_s: float = Field(1800.0, gt=0)
-    """A wait is stuck when its culprit answered nothing and made no progress for so long."""
+    stall_s: float = Field(300.0, gt=0)
+    """A wait is stuck when its culprit answered nothing and got nothing done (a token, a micro-batch, a byte of
+    a checkpoint) for so long, idle; six times as long where it is busy, or cannot be asked (a reward)."""
     action: Literal["report", "restart", "stop"] = "restart"
     """What follows the report; restart ends a worker that is stuck (it comes back), and stops for others."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.edges import Edges
+from penstock.edges import EdgeKind, Edges
 from penstock.engine.protocol import InferenceEngine, SetAside
 from penstock.errors import EngineError
 from penstock.evaluate import EvalTask, OtherWeights, append_summary, evaluate, not_evaluated
@@ -95,7 +95,7 @@ class Evaluations:
             yield own or self.engine
 
     async def _one(self, engine: Any, task: EvalTask, step: int) -> None:
-        with self.edges.wait("eval", "eval", f"{task.name} after step {step}"):
+        with self.edges.wait("eval", EdgeKind.EVAL, f"{task.name} after step {step}"):
             version = (await engine.stats()).policy_version
             result = await evaluate(engine, task, step=step, version=version, folder=self.folder)
         append_summary(self.folder, result)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from penstock.agent import AGENTS
 from penstock.algo.settings import keep_group, resolve
@@ -20,7 +21,7 @@ from penstock.config import Config
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.sampler import Sampler
-from penstock.edges import Edges
+from penstock.edges import EdgeKind, Edges
 from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
@@ -49,7 +50,7 @@ from penstock.track.jsonl import restore_metrics
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
 from penstock.types import Batch, Rollout, StepReport, WeightHandle
-from penstock.watchdog import Watchdog, WatchedReward
+from penstock.watchdog import Watchdog, WatchedJournal, WatchedReward
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,12 +90,11 @@ class Job:
         return "\n".join([first, *task_lines(self.producer.snapshot())])
 
     async def take_batch(self, step: int) -> Batch:
-        with self.edges.wait("loop", "wait", f"groups of step {step}"):
+        with self.edges.wait("loop", EdgeKind.WAIT, f"groups of step {step}"):
             return await self.producer.take_batch(step)
 
     async def commit_step(self, report: StepReport) -> None:
-        with self.edges.wait("loop", "journal", f"step {report.step}", culprit="journal"):
-            await self.journal.commit_step(report)
+        await WatchedJournal(self.journal, self.edges).commit_step(report)
 
     def watchdog(self) -> Watchdog:
         return Watchdog(
@@ -104,6 +104,7 @@ class Job:
             stack_of=self.workers.stack_of,
             restart=self.workers.restart,
             progress_of=self.workers.progress_of,
+            effort_of=self.workers.effort_of,
             waits=self.waits,
         )
 
@@ -131,7 +132,7 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
                 before_rename=journal.sync,
             ),
             evaluations=Evaluations(
-                tasks=_eval_tasks(config, data, closing),
+                tasks=_eval_tasks(config, data, workers.around.edges, closing),
                 folder=folder.evaluations,
                 engine=workers.engine,
                 edges=workers.around.edges,
@@ -201,7 +202,7 @@ async def open_evaluation(
         engine: InferenceEngine = engine_class.from_config(config, fetch=_no_weights, index=0)
         await engine.start()
         closing.push_async_callback(engine.close)
-        yield engine, _eval_tasks(config, data, closing)
+        yield engine, _eval_tasks(config, data, Edges(), closing)
 
 
 def _no_weights(handle: WeightHandle) -> Iterable:
@@ -256,7 +257,8 @@ def _producer(
     return Producer(
         tasks=[_task(config, name, data, workers, buffer, closing) for name in config.tasks],
         replay_buffer=buffer,
-        journal=journal,
+        journal=cast(Journal, WatchedJournal(journal, workers.around.edges)),
+        edges=workers.around.edges,
         progress=ProduceProgress.build(list(config.tasks)),
         groups_per_step=config.train.groups_per_step,
         sync_weights_interval=config.sync.every_steps,
@@ -313,7 +315,9 @@ def _validity(config: Config, own_rule: str) -> IsValidSample:
     return is_valid
 
 
-def _eval_tasks(config: Config, data: _Data, closing: AsyncExitStack) -> list[EvalTask]:
+def _eval_tasks(
+    config: Config, data: _Data, edges: Edges, closing: AsyncExitStack
+) -> list[EvalTask]:
     settings, tasks = config.eval, []
     for name, task in settings.tasks.items():
         sampling = config.eval_sampling(name)
@@ -325,7 +329,7 @@ def _eval_tasks(config: Config, data: _Data, closing: AsyncExitStack) -> list[Ev
             EvalTask(
                 name=name,
                 problems=[dataset[index] for index in range(count)],
-                reward=reward,
+                reward=WatchedReward(reward, f"evaluation {name}", edges),
                 sampling=SamplingParams.from_config(sampling),
                 num_generations=sampling.num_generations,
                 decode=data.chat.decode,

@@ -1,31 +1,59 @@
 """The watchdog: names the wait that is stuck, shows what its culprit does, and acts. Layer 1.
 
-Looks at the open edges of the driver (`edges.py`). An edge is suspect when its culprit answered
-nothing for `stall_s` (or five times the longest answer of its kind so far, if that is more) and, where it can be asked,
-makes no progress either. Waits for: the time when an edge can first be suspect. Never kills by itself:
-`restart` is given by the job.
+Looks at the open edges of the driver (`edges.py`). An edge is late when its culprit answered nothing
+for `stall_s` (or five times the longest answer of its kind so far, if that is more). Half-way and at
+the end of that time the culprit is asked how far it is: what has moved is alive. What is still, and
+idle, is acted upon at once; what cannot be told or is busy with something uncounted (compiling, one
+huge micro-batch) is told of, and acted upon after six times as long. Waits for: the time of its next
+look. Never kills by itself: `restart` is given by the job.
 """
 
 from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import CoroutineType
 from typing import Any
 
 from penstock.config import WatchdogConfig
-from penstock.edges import Edge, Edges
+from penstock.edges import Edge, EdgeKind, Edges
 from penstock.errors import PenstockError, RunError
-from penstock.types import Prompt, Rollout, Score
+from penstock.types import Group, Prompt, Rollout, Score, StepReport
 
 PATIENCE = 5.0  # times the longest answer so far
+LONG_PATIENCE = 6.0  # times the limit, where nothing proves that it hangs
+BUSY_SHARE = 0.05  # of one core; an idle worker's own threads use less
 _PROBE_TIMEOUT_S = 10.0
-RESTART = "restart"  # an edge of this kind has its own time-out
+_NO_ANSWER = object()
+
+
+@dataclass(slots=True, frozen=True)
+class _Look:
+    """What was seen of a culprit. None: it cannot be told."""
+
+    at: float
+    progress: object
+    effort: float | None
+
+    def moved_on(self, before: _Look) -> bool:
+        told = self.progress is not None and self.progress is not _NO_ANSWER
+        return told and self.progress != before.progress
+
+    def is_busy(self, before: _Look) -> bool:
+        if self.effort is None or before.effort is None:
+            return False
+        return self.effort - before.effort >= BUSY_SHARE * (self.at - before.at)
 
 
 class Watchdog:
-    """Consumes time, produces reports. `run` raises where the policy is to stop."""
+    """Consumes time, produces reports. `run` raises where the policy is to stop.
+
+    `progress_of` tells something that changes with every piece of work; `effort_of` how many seconds
+    of work a process has spent.
+    """
 
     def __init__(
         self,
@@ -36,93 +64,132 @@ class Watchdog:
         stack_of: Callable[[str], Awaitable[str]] | None = None,
         restart: Callable[[str, str], Awaitable[bool]] | None = None,
         progress_of: Callable[[str], Awaitable[object]] | None = None,
+        effort_of: Callable[[str], Awaitable[float | None]] | None = None,
         waits: Callable[[], list[str]] = list,
     ) -> None:
         self._edges, self._settings, self._note = edges, settings, note
-        self._stack_of, self._restart, self._progress_of = stack_of, restart, progress_of
+        self._stack_of, self._restart = stack_of, restart
+        self._progress_of, self._effort_of = progress_of, effort_of
         self._waits = waits  # what the producing side waits for, in words
-        self._progress: dict[str, object] = {}
-        self._excused: dict[str, float] = {}  # culprit -> when it was last seen to move, or told of
+        self._looks: dict[tuple[str, EdgeKind], _Look] = {}  # the last one at each kind of wait
+        self._moved: dict[str, float] = {}  # culprit -> when it was last seen to move
+        self._told: dict[str, float] = {}  # culprit -> when it was last told of
 
     async def run(self) -> None:
-        """Until cancelled. Woken by a timer that is set to the first time something can be stuck."""
+        """Until cancelled. Woken by a timer that is set to the next look."""
         while True:
             await asyncio.sleep(self._wait_s())
-            edge = self._suspect()
-            if edge is not None and not await self._moves(edge.culprit):
-                await self._act(edge)
-            elif edge is None and self._is_deadlock():
-                await self._act(None)
+            now = self._edges.clock()
+            due = [edge for edge in self._edges.leaves() if self._next_look(edge) <= now]
+            edge = min(due, key=lambda edge: edge.since, default=None)
+            if edge is not None:
+                await self._look_at(edge)
+            elif self._is_deadlock():
+                await self._act(None, busy=False, proven=False)
 
     def _wait_s(self) -> float:
         now, stall_s = self._edges.clock(), self._settings.stall_s
-        deadlines = [self._deadline(edge) for edge in self._leaves()] or [now + stall_s]
-        return min(max(0.0, min(deadlines) - now), stall_s)
+        looks = [self._next_look(edge) for edge in self._edges.leaves()]
+        if not looks:
+            looks = [max(self._edges.moved_at, self._told.get("", 0.0)) + stall_s]
+        latest_s = stall_s / 4  # an edge that opens meanwhile does not wake it
+        left_s = min(looks) - now
+        return min(left_s, latest_s) if left_s > 0 else (0.0 if self._edges.open else latest_s)
 
-    def _leaves(self) -> list[Edge]:
-        return [edge for edge in self._edges.open.values() if edge.culprit]
+    def _limit(self, edge: Edge) -> float:
+        longest = self._edges.longest.get((edge.culprit, edge.what), 0.0)
+        return max(self._settings.stall_s, PATIENCE * longest)
 
-    def _deadline(self, edge: Edge) -> float:
-        culprit = edge.culprit
-        longest = self._edges.longest.get((culprit, edge.what), 0.0)
-        moved = max(
-            edge.since,
-            self._edges.answered.get((culprit, edge.what), 0.0),
-            self._excused.get(culprit, 0.0),
-        )
-        return moved + max(self._settings.stall_s, PATIENCE * longest)
+    def _silent_since(self, edge: Edge) -> float:
+        answered = self._edges.answered.get((edge.culprit, edge.what), 0.0)
+        return max(edge.since, answered, self._moved.get(edge.culprit, 0.0))
 
-    def _suspect(self) -> Edge | None:
-        """The oldest edge that is past its time."""
-        now = self._edges.clock()
-        late = [edge for edge in self._leaves() if self._deadline(edge) <= now]
-        return min(late, key=lambda edge: edge.since, default=None)
+    def _counted_from(self, edge: Edge) -> float:
+        return max(self._silent_since(edge), self._told.get(edge.culprit, 0.0))
+
+    def _glance_at(self, edge: Edge) -> _Look | None:
+        """The look half-way through the present silence, if it has been taken."""
+        look = self._looks.get((edge.culprit, edge.what))
+        return look if look is not None and look.at >= self._counted_from(edge) else None
+
+    def _next_look(self, edge: Edge) -> float:
+        begin, whole, glance = self._counted_from(edge), self._limit(edge), self._glance_at(edge)
+        return begin + whole / 2 if glance is None else max(begin + whole, glance.at + whole / 2)
+
+    async def _look_at(self, edge: Edge) -> None:
+        """The first look is to compare with; at the second it has moved, or is acted upon."""
+        before, culprit = self._glance_at(edge), edge.culprit
+        look = await self._look(culprit)
+        if edge.until is not None:
+            return  # it was answered meanwhile
+        if before is None:
+            self._looks[culprit, edge.what] = look
+        elif look.moved_on(before):
+            self._moved[culprit] = look.at
+        else:
+            busy = look.is_busy(before)
+            await self._act(edge, busy=busy, proven=look.progress is not None and not busy)
+
+    async def _look(self, culprit: str) -> _Look:
+        progress = await self._ask(self._progress_of, culprit)
+        effort = await self._ask(self._effort_of, culprit)
+        seconds = effort if isinstance(effort, float) else None
+        return _Look(self._edges.clock(), progress, seconds)
+
+    async def _ask(
+        self, question: Callable[[str], Awaitable[object]] | None, culprit: str
+    ) -> object:
+        if question is None:
+            return None
+        try:
+            async with asyncio.timeout(min(_PROBE_TIMEOUT_S, self._settings.stall_s / 4)):
+                return await question(culprit)
+        except (TimeoutError, PenstockError):
+            return _NO_ANSWER
 
     def _is_deadlock(self) -> bool:
         """Parts of the driver wait for each other and nobody outside is asked anything."""
         edges = list(self._edges.open.values())
-        moved = max(self._edges.moved_at, self._excused.get("", 0.0))
+        moved = max(self._edges.moved_at, self._told.get("", 0.0))
         return (
             bool(edges)
-            and not self._leaves()
-            and not any(edge.what == RESTART for edge in edges)
+            and not self._edges.leaves()
             and self._edges.clock() - moved >= self._settings.stall_s
         )
 
-    async def _moves(self, culprit: str) -> bool:
-        """Ask how far it is; something else than the last time is progress."""
-        if self._progress_of is None:
-            return False
-        try:
-            async with asyncio.timeout(min(_PROBE_TIMEOUT_S, self._settings.stall_s)):
-                found = await self._progress_of(culprit)
-        except (TimeoutError, PenstockError):
-            return False
-        if found is None or found == self._progress.get(culprit):
-            return False
-        self._progress[culprit] = found
-        self._excused[culprit] = self._edges.clock()
-        return True
-
-    async def _act(self, edge: Edge | None) -> None:
-        line = self._line(edge)
-        culprit = edge.culprit if edge is not None else ""
+    async def _act(self, edge: Edge | None, *, busy: bool, proven: bool) -> None:
+        """Tell; then, by policy, do something about what is proven or has lasted for long."""
+        now, culprit = self._edges.clock(), edge.culprit if edge is not None else ""
+        limit = self._settings.stall_s if edge is None else self._limit(edge)
+        silent_s = now - (self._edges.moved_at if edge is None else self._silent_since(edge))
+        is_over = proven or silent_s >= LONG_PATIENCE * limit
+        acts = self._settings.action != "report" and is_over and not self._waits_for_a_restart(edge)
+        line = self._line(edge) + (" (its process is busy with something)" if busy else "")
         self._note(f"{line}\n{await self._stack(edge)}".rstrip())
-        self._excused[culprit] = self._edges.clock()
-        if self._settings.action == "report":
+        self._told[culprit] = self._edges.clock()
+        if not acts:
             return
         may_restart = self._settings.action == "restart" and bool(culprit)
         if may_restart and self._restart is not None and await self._restart(culprit, line):
             return
         raise RunError(line)
 
+    def _waits_for_a_restart(self, edge: Edge | None) -> bool:
+        """Starting a worker has a time-out of its own, and a limit."""
+        others = self._edges.open.values()
+        return edge is None and any(one.what is EdgeKind.RESTART for one in others)
+
     def _line(self, edge: Edge | None) -> str:
         now = self._edges.clock()
         if edge is None:
+            told = self._waits()
+            open_edges = [
+                f"{e.lane} waits for {e}"
+                for e in self._edges.open.values()
+                if not any(text.startswith(f"{e.lane} waits") for text in told)
+            ]
             since = now - self._edges.moved_at
-            open_edges = [f"{e.lane} waits for {e}" for e in self._edges.open.values()]
-            waits = "; ".join([*open_edges, *self._waits()])
-            return f"stuck: nothing has moved for {since:.0f} s: {waits}"
+            return f"stuck: nothing has moved for {since:.0f} s: {'; '.join(open_edges + told)}"
         waiter = edge.task.get_name() if edge.task is not None else edge.lane
         return (
             f"stuck: {edge.culprit} has not answered {edge} for {now - edge.since:.0f} s; "
@@ -159,8 +226,41 @@ class WatchedReward:
         self._lane = f"rewards of {task_name}"
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
-        with self._edges.wait(self._lane, "reward", rollout.rollout_id, culprit=self._lane):
+        with self._edges.wait(self._lane, EdgeKind.REWARD, rollout.rollout_id, culprit=self._lane):
             return await self._reward.score(rollout, prompt)
 
     async def close(self) -> None:
         await self._reward.close()
+
+
+class WatchedJournal:
+    """A journal whose every wait for the disk is an edge."""
+
+    def __init__(self, journal: Any, edges: Edges) -> None:
+        self._journal, self._edges = journal, edges
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._journal, name)
+
+    def _sending(self, group: Group) -> AbstractContextManager[Edge]:
+        return self._edges.wait("journal", EdgeKind.SEND, group.group_id, culprit="journal")
+
+    async def landed(self, group: Group) -> None:
+        with self._sending(group):
+            await self._journal.landed(group)
+
+    async def filtered(self, group: Group) -> None:
+        with self._sending(group):
+            await self._journal.filtered(group)
+
+    async def failed(self, group: Group) -> None:
+        with self._sending(group):
+            await self._journal.failed(group)
+
+    async def begin_step(self, step: int, groups: Sequence[Group]) -> None:
+        with self._edges.wait("loop", EdgeKind.JOURNAL, f"batch of step {step}", culprit="journal"):
+            await self._journal.begin_step(step, groups)
+
+    async def commit_step(self, report: StepReport) -> None:
+        with self._edges.wait("loop", EdgeKind.JOURNAL, f"step {report.step}", culprit="journal"):
+            await self._journal.commit_step(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import threading
@@ -50,6 +51,15 @@ class Echo:
 
     async def block_the_loop(self) -> None:
         self._stopped.wait()
+
+    async def block_every_thread(self) -> None:
+        ctypes.PyDLL(None).pause()  # in C, and the interpreter lock is kept
+
+    def load(self, folder: str) -> None:
+        self.wait_for_stop()
+
+    def progress(self) -> int:
+        return 7
 
     def request_stop(self) -> None:
         self._stopped.set()
@@ -134,3 +144,32 @@ def test_closing_leaves_no_process(tmp_path: Path) -> None:
     pid = with_echo(tmp_path, act)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("method", ["block_the_loop", "block_every_thread"])
+def test_a_blocked_worker_still_shows_its_stack(tmp_path: Path, method: str) -> None:
+    async def act(remote: Remote) -> str:
+        blocked = asyncio.create_task(remote.call(method))
+        await asyncio.sleep(0)
+        text = await remote.stack()
+        assert (await remote.effort() or 0) > 0
+        await remote.kill()
+        await asyncio.gather(blocked, return_exceptions=True)
+        return text
+
+    text = with_echo(tmp_path, act)
+    assert text.startswith("its event loop is blocked; by signal:\n")
+    assert method in text
+    assert "Thread 0x" in text  # all of them: the last line was waited for
+
+
+def test_progress_is_told_while_a_call_runs(tmp_path: Path) -> None:
+    async def act(remote: Remote) -> int:
+        waiting = asyncio.create_task(remote.wait_for_stop())
+        await remote.until_waiting()
+        told = await remote.progress()
+        await remote.request_stop()
+        await waiting
+        return told
+
+    assert with_echo(tmp_path, act) == 7

@@ -73,23 +73,6 @@ def test_a_hung_process_is_replaced_and_its_call_fails_at_once(tmp_path: Path) -
     assert play.notes[2].startswith("echo: serves again (pid ")
 
 
-def test_a_blocked_event_loop_still_shows_its_stack(tmp_path: Path) -> None:
-    async def run() -> str:
-        remote = await Remote.start(
-            "echo", ECHO, "hello", log_path=tmp_path / "log", threads=1, timeout_s=60
-        )
-        try:
-            blocked = asyncio.create_task(remote.block_the_loop())
-            await asyncio.sleep(0)
-            text = await remote.stack()
-            blocked.cancel()
-            return text
-        finally:
-            await remote.close()
-
-    assert "block_the_loop" in asyncio.run(run())
-
-
 class FakeWorker:
     """A worker in memory around a FakeEngine; `die` is its kill -9."""
 
@@ -118,6 +101,9 @@ class FakeWorker:
 
     async def stack(self) -> str:
         return ""
+
+    async def effort(self) -> float | None:
+        return None
 
     async def kill(self) -> None:
         self.die()
@@ -295,6 +281,37 @@ def test_a_preparation_that_fails_is_tried_again_and_counted(tmp_path: Path) -> 
     asyncio.run(run())
     assert tries == [0, 1]
     assert "weights could not be fetched; starting it again (2 of 3)" in play.notes[2]
+
+
+def test_a_worker_that_hangs_in_its_preparation_can_be_looked_at_and_ended(tmp_path: Path) -> None:
+    play, preparing = Play(), asyncio.Event()
+    tries: list[int] = []
+
+    async def prepare(worker: Any) -> None:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            preparing.set()
+            await worker.load("a checkpoint that never comes")
+
+    async def run() -> None:
+        one = play.echo(tmp_path)
+        one.prepare = prepare
+        await one.start()
+        await one.replace("a test")
+        await preparing.wait()
+        await one.progress("until_waiting")
+        (edge,) = play.around.edges.open.values()
+        assert (edge.culprit, edge.what) == ("echo", "load")
+        assert await one.progress("progress") == 7
+        assert (await one.effort() or 0) > 0
+        assert "in load" in await one.stack()
+        await one.replace("it does not answer")
+        await one.ready()
+        assert await one.call("greet", "you") == "hello you"
+        await one.close()
+
+    asyncio.run(run())
+    assert tries == [0, 1]
 
 
 def test_scaling_up_gives_a_new_engine_the_newest_weights_and_work() -> None:

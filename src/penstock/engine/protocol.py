@@ -89,6 +89,7 @@ class EngineStats:
     busy_s: float  # time spent in model steps
     paused: bool = False
     batch_invariant: bool = False  # a rollout's bits do not depend on who shares its batch
+    live: bool = True  # tokens are counted as they are made, not when a response is whole
 
 
 class InferenceEngine(Protocol):

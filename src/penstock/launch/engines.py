@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.edges import Edges
+from penstock.edges import EdgeKind, Edges
 from penstock.engine.pool import EnginePool
 from penstock.engine.protocol import (
     EngineStats,
@@ -27,7 +27,7 @@ from penstock.engine.protocol import (
     PauseMode,
 )
 from penstock.errors import EngineError, RunError, UserError, WorkerDied
-from penstock.launch.supervise import RESTART, Supervised, Watched
+from penstock.launch.supervise import Supervised, Watched
 from penstock.types import WeightHandle
 
 T = TypeVar("T")
@@ -288,7 +288,7 @@ class Engines:
             if all(final):
                 raise EngineError(f"no engine is left: {final[0]}")
             self._news.clear()
-            with self._edges.wait("driver", RESTART, "engines"):
+            with self._edges.wait("driver", EdgeKind.RESTART, "engines"):
                 await self._news.wait()
 
     async def _on_a_living_one(self, act: Callable[[], Awaitable[T]]) -> T:

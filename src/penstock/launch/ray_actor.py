@@ -1,7 +1,8 @@
 """A part that lives in a Ray actor, called as if it were here. Layer 5.
 
 The actor serves its part as a worker process does (`served.py`). A call that is always open tells of
-the actor's end at once; nothing polls.
+the actor's end at once; nothing polls. What the watchdog asks is answered by a thread of its own, so
+that an actor whose event loop is blocked still tells where.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from penstock.errors import RunError, WorkerDied
+from penstock.launch.effort import effort_of
 from penstock.launch.served import Served, portable, stacks
 from penstock.types import WeightHandle
 
 _CALLS_AT_ONCE = 4096
+_WATCH = "watch"  # a second event loop of the actor, on its own thread
 _STACK_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -63,8 +66,13 @@ class ServingActor:
         """An object of its own in the store, which the caller owns."""
         return await self._served.call("weight_chunk", (number,), {})
 
+    @ray.method(concurrency_group=_WATCH)
     async def stack(self) -> str:
         return stacks()
+
+    @ray.method(concurrency_group=_WATCH)
+    async def effort(self) -> float | None:
+        return effort_of(os.getpid())
 
     async def forever(self) -> None:
         await asyncio.Event().wait()
@@ -83,8 +91,11 @@ def _write_log_to(path: Path) -> None:
 class RayRemote:
     """See `Worker`. Consumes method calls, produces results from the actor."""
 
-    def __init__(self, name: str, actor: Any, where: tuple[str, str, int, int]) -> None:
+    def __init__(
+        self, name: str, actor: Any, where: tuple[str, str, int, int], log_path: Path
+    ) -> None:
         self.name = name
+        self._log_path = log_path
         self.node, self.address, self.pid, self.free_port = where
         self._actor = actor
         self._open_end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
@@ -94,7 +105,9 @@ class RayRemote:
         cls, name: str, log_path: Path, threads: int, timeout_s: float, **options: Any
     ) -> RayRemote:
         """An actor that serves nothing yet; `build` gives it its part."""
-        make: Any = ray.remote(ServingActor).options(max_concurrency=_CALLS_AT_ONCE, **options)
+        as_actor: Any = ray.remote
+        watched = as_actor(concurrency_groups={_WATCH: 4})(ServingActor)
+        make = watched.options(max_concurrency=_CALLS_AT_ONCE, **options)
         actor = make.remote(name, str(log_path), threads)
         try:
             async with asyncio.timeout(timeout_s):
@@ -104,7 +117,7 @@ class RayRemote:
             raise RunError(f"{name}: Ray gave it no place within {timeout_s:g} s") from None
         except RayError as error:
             raise WorkerDied(f"{name}: {_first_line(error)}") from error
-        return cls(name, actor, where)
+        return cls(name, actor, where, log_path)
 
     async def build(self, factory: str, *args: Any, timeout_s: float) -> None:
         try:
@@ -149,15 +162,28 @@ class RayRemote:
         return f"{self.name}: the actor ended unexpectedly: {_first_line(fault)}"
 
     async def stack(self) -> str:
-        """From its event loop; where that is blocked, into its log, by a signal on this machine."""
+        """From a thread of its own; where none of its threads can run, by a signal, into its log."""
         with contextlib.suppress(TimeoutError, RayError):
             async with asyncio.timeout(_STACK_TIMEOUT_S):
                 return str(await self._actor.stack.remote())
-        if self.address != ray.util.get_node_ip_address():
-            return f"{self.name}: its event loop is blocked, on another machine ({self.place})"
+        if not self._is_here:
+            return f"{self.name}: none of its threads can run, on another machine ({self.place})"
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
-        return f"{self.name}: its event loop is blocked; its stack is at the end of its log"
+        return f"{self.name}: none of its threads can run; by signal: the end of {self._log_path}"
+
+    @property
+    def _is_here(self) -> bool:
+        return bool(self.address == ray.util.get_node_ip_address())
+
+    async def effort(self) -> float | None:
+        if self._is_here:  # it need not be able to answer
+            return await asyncio.to_thread(effort_of, self.pid)
+        with contextlib.suppress(TimeoutError, RayError):
+            async with asyncio.timeout(_STACK_TIMEOUT_S):
+                spent: float | None = await self._actor.effort.remote()
+                return spent
+        return None
 
     async def kill(self) -> None:
         ray.kill(self._actor)

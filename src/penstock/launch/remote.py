@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.errors import RunError, WorkerDied
+from penstock.launch.effort import effort_of
 
 FRAME = struct.Struct("!Q")
 _STREAM_LIMIT = 1 << 20
 _CLOSE_TIMEOUT_S = 1.0
 _STACK_TIMEOUT_S = 2.0
-_SIGNAL_TIME_S = 1.0
+_SIGNAL_TIMEOUT_S = 5.0
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Any:
@@ -60,6 +61,9 @@ class Worker(Protocol):
     async def stack(self) -> str:
         """What its threads are doing."""
 
+    async def effort(self) -> float | None:
+        """Seconds of work that it has spent (`effort.py`), whatever it does; None: it cannot be told."""
+
     async def kill(self) -> None:
         """End it now, whatever it does."""
 
@@ -70,9 +74,10 @@ class Worker(Protocol):
 class Remote:
     """Consumes method calls, produces their results from the object in the worker process."""
 
-    def __init__(self, name: str, process: subprocess.Popen, log_path: Path) -> None:
+    def __init__(self, name: str, process: subprocess.Popen, log_path: Path, dumped: int) -> None:
         self.name = name
         self._process = process
+        self._dumped = dumped  # a pipe: a byte for every stack that went to the log
         self._log_path = log_path
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
@@ -96,9 +101,13 @@ class Remote:
         """Start a worker that builds `factory(*args, **kwargs)` ("module:callable") and serves it."""
         ours, theirs = socket.socketpair()
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        dumped, tell = os.pipe()
+        os.set_blocking(dumped, False)
+        os.set_blocking(tell, False)
         with theirs:
-            process = _spawn(theirs.fileno(), log_path, threads)
-        remote = cls(name, process, log_path)
+            process = _spawn((theirs.fileno(), tell), log_path, threads)
+            os.close(tell)
+        remote = cls(name, process, log_path, dumped)
         remote._reader, remote._writer = await asyncio.open_connection(
             sock=ours, limit=_STREAM_LIMIT
         )
@@ -180,12 +189,31 @@ class Remote:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STACK_TIMEOUT_S):
                 return str(await self.call("__stack__"))
+        return "its event loop is blocked; by signal:\n" + await self._stack_by_signal()
+
+    async def _stack_by_signal(self) -> str:
+        """Waits for: the worker's byte after its last line, or its end."""
+        loop, written, pipe = asyncio.get_running_loop(), asyncio.Event(), self._dumped
+        if pipe < 0:
+            return "(it was closed)"
+        with contextlib.suppress(BlockingIOError):
+            os.read(pipe, 4096)  # of dumps that nobody waited for
         before = self._log_path.stat().st_size
-        self._process.send_signal(signal.SIGUSR1)
-        await asyncio.sleep(_SIGNAL_TIME_S)  # a signal has no answer to wait for
+        loop.add_reader(pipe, written.set)
+        try:
+            self._process.send_signal(signal.SIGUSR1)
+            async with asyncio.timeout(_SIGNAL_TIMEOUT_S):
+                await written.wait()
+        except TimeoutError:
+            return f"(it has not answered the signal for {_SIGNAL_TIMEOUT_S:g} s)"
+        finally:
+            loop.remove_reader(pipe)
         with self._log_path.open(errors="replace") as log:
             log.seek(before)
-            return "its event loop is blocked; by signal:\n" + log.read().rstrip()
+            return log.read().rstrip()
+
+    async def effort(self) -> float | None:
+        return await asyncio.to_thread(effort_of, self.pid)
 
     async def kill(self) -> None:
         self._process.kill()
@@ -211,13 +239,20 @@ class Remote:
         except (TimeoutError, subprocess.TimeoutExpired):
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+        finally:
+            self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        dumped, self._dumped = self._dumped, -1
+        if dumped >= 0:
+            os.close(dumped)
 
 
-def _spawn(descriptor: int, log_path: Path, threads: int) -> subprocess.Popen:
+def _spawn(descriptors: tuple[int, int], log_path: Path, threads: int) -> subprocess.Popen:
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "penstock.launch.worker", str(descriptor)],
-            pass_fds=[descriptor],
+            [sys.executable, "-m", "penstock.launch.worker", *map(str, descriptors)],
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

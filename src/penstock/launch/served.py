@@ -1,7 +1,7 @@
 """The part inside a worker, whatever the worker is: a process behind a socket or a Ray actor. Layer 5.
 
 Async methods run on the worker's event loop; the others run one after another on a single thread,
-so that a long `train` does not keep the loop from hearing `request_stop`.
+so that a long `train` does not keep the loop from hearing `request_stop` or telling its progress.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 from penstock.errors import PenstockError, RunError
 from penstock.plugins import load
 
-IMMEDIATE = ("request_stop",)  # thread-safe methods that must not queue behind a running one
+# Thread-safe methods that must not queue behind a running one.
+IMMEDIATE = ("request_stop", "progress")
 
 
 class Served:

@@ -6,22 +6,29 @@ The same classes serve a worker process, this process and a Ray actor.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from penstock.config import Config
 from penstock.engine import ENGINES
 from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
 from penstock.errors import UserError
+from penstock.launch.effort import effort_of
+from penstock.launch.served import IMMEDIATE
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.plugins import load
-from penstock.sync.protocol import WeightSync
+from penstock.sync.protocol import Announcing, WeightSync
 from penstock.types import Batch, StepReport, WeightHandle
+
+if TYPE_CHECKING:
+    from penstock.sync.collective import Distributor
+    from penstock.sync.shared_memory import Folder
 
 
 class TrainerPart(Protocol):
@@ -64,10 +71,10 @@ class Workers:
     supervised: dict[str, Supervised] = field(default_factory=dict)  # workers that may come back
 
     scale: Callable[[int], Awaitable[str]] | None = None  # to so many engines; what was done
+    set_aside: SetAside | None = None  # lends an engine that keeps its weights meanwhile
 
     def restore_trainer_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
         """From now on a trainer that dies is started again and given to `restore` first."""
-    set_aside: SetAside | None = None  # lends an engine that keeps its weights meanwhile
         if "trainer" in self.supervised:
             self.supervised["trainer"].prepare = restore
 
@@ -76,12 +83,23 @@ class Workers:
         return await self.supervised[name].stack() if name in self.supervised else ""
 
     async def progress_of(self, name: str) -> object:
-        """A number that changes while an engine decodes; None: it cannot be told."""
+        """Something that changes with every token or micro-batch; None: it cannot be told."""
+        worker = self.supervised.get(name)
+        if name == "trainer":
+            here = cast(Any, self.trainer)
+            return await (here.progress() if worker is None else worker.progress("progress"))
         if not name.startswith("engine"):
             return None
-        worker = self.supervised.get(name)
-        stats = await (self.engine.stats() if worker is None else worker.call("stats"))
-        return cast(EngineStats, stats).tokens_generated
+        stats: EngineStats | None
+        stats = await (self.engine.stats() if worker is None else worker.progress("stats"))
+        return stats.tokens_generated if stats is not None and stats.live else None
+
+    async def effort_of(self, name: str) -> float | None:
+        """Seconds of work that its process has spent; None: it cannot be told."""
+        if name in self.supervised:
+            return await self.supervised[name].effort()
+        in_this_process = name == "trainer" or name.startswith("engine")
+        return await asyncio.to_thread(effort_of, os.getpid()) if in_this_process else None
 
     async def restart(self, name: str, reason: str) -> bool:
         """End a worker that does not answer, to have it started again; False: it cannot be."""
@@ -95,13 +113,16 @@ class Workers:
 class TrainerService:
     """A Consumer and the publishing side of a weight sync."""
 
-    def __init__(self, config: Config, total_steps: int, sync: WeightSync) -> None:
+    def __init__(
+        self, config: Config, total_steps: int, sync: WeightSync, folder: Folder | None = None
+    ) -> None:
         from penstock.train.consumer import Consumer
 
         self._consumer = Consumer.from_config(config, total_steps=total_steps)
-        self._sync = sync
+        self._sync, self._folder = sync, folder
         self._digest = self._consumer.digest()
         self._write: Callable[[], None] | None = None
+        self._draft: Path | None = None  # of the checkpoint that is being written
 
     def train(self, batch: Batch) -> StepReport:
         report = self._consumer.train(batch)
@@ -121,18 +142,27 @@ class TrainerService:
         """One part of what was published last, for the object store."""
         return cast(Any, self._sync).chunk(number)
 
-    async def open_group(
-        self, handle: WeightHandle, key: str, members: list[int]
-    ) -> WeightHandle | None:
-        """Send what was published to these engines, beside training; the first rank does it."""
+    def announce(self) -> WeightHandle | None:
+        """The handle of what `publish` writes next, for engines that begin early; None: not yet."""
         if not self._consumer.ranks.is_first:
             return None
-        return await asyncio.to_thread(cast(Any, self._sync).open_group, handle, key, members)
+        sync = cast(Announcing, self._sync)
+        return sync.announce(self._consumer.policy_version, self._digest)
+
+    async def weights_folder(self) -> str:
+        return str(self._folder.path) if self._folder is not None else ""
+
+    async def remove_weights(self) -> None:
+        """At the end of the run: give the memory of this node back."""
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
 
     def snapshot(self, folder: str) -> tuple[int, str]:
         from penstock.train.state import take_snapshot
 
-        self._write = take_snapshot(self._consumer, Path(folder))
+        self._draft = Path(folder)
+        self._write = take_snapshot(self._consumer, self._draft)
         return self.identity()
 
     async def write_snapshot(self) -> None:
@@ -154,6 +184,21 @@ class TrainerService:
     def request_stop(self) -> None:
         self._consumer.request_stop()
 
+    def progress(self) -> tuple[int, int]:
+        """Pieces of work that are done, and bytes of the newest checkpoint; from any thread."""
+        return self._consumer.pieces, _size_of(self._draft)
+
+
+def _size_of(folder: Path | None) -> int:
+    """Bytes of all its files; it may be renamed or removed meanwhile."""
+    if folder is None:
+        return 0
+    total = 0
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.rglob("*"):
+            total += path.stat().st_size
+    return total
+
 
 Meeting = tuple[str, int]  # address and port at which trainer ranks find each other
 
@@ -170,30 +215,45 @@ def sync_kind(config: Config, *allowed: str) -> str:
 
 
 def trainer_part(
-    config: Config, total_steps: int, kind: str, folder: str, rank: int, meeting: Meeting
+    config: Config,
+    total_steps: int,
+    kind: str,
+    folder: str,
+    rank: int,
+    meeting: Meeting,
+    node: str = "",
 ) -> TrainerService:
-    """A trainer rank in a worker."""
+    """A trainer rank in a worker. `node`: one of several, in whose memory it has its own folder."""
     _describe_ranks(config, rank, meeting)
-    return TrainerService(config, total_steps, _make_sync(kind, folder, None, meeting[0]))
+    own: Folder | None = None
+    if kind == "collective" and node and rank == 0:
+        from penstock.sync.shared_memory import Folder
+
+        own = Folder(Path(folder)) if folder else Folder.new()
+        folder = str(own.path)
+    return TrainerService(config, total_steps, _make_sync(kind, folder, node), own)
 
 
 def engine_part(config: Config, kind: str, folder: str, index: int) -> InferenceEngine:
     """An engine in a worker."""
-    sync = _make_sync(kind, folder, index, "")
+    sync = _make_sync(kind, folder)
     engine_class = load("engine.name", config.engine.name, ENGINES)
     engine: InferenceEngine = engine_class.from_config(config, fetch=sync.fetch, index=index)
     return engine
 
 
-def _make_sync(kind: str, folder: str, index: int | None, address: str) -> WeightSync:
-    if kind == "shared_memory":
+def distributor_part(folder: str, node: str, address: str) -> Distributor:
+    """What passes weights between nodes, in a worker."""
+    from penstock.sync.collective import Distributor
+
+    return Distributor(folder, node=node, address=address)
+
+
+def _make_sync(kind: str, folder: str, node: str = "") -> WeightSync:
+    if kind in ("shared_memory", "collective"):  # between nodes, distributors do the rest
         from penstock.sync.shared_memory import SharedMemorySync
 
-        return SharedMemorySync(folder)
-    if kind == "collective":
-        from penstock.sync.collective import CollectiveSync
-
-        return CollectiveSync(index, address=address)
+        return SharedMemorySync(folder, node=node)
     from penstock.sync.object_store import ObjectStoreSync
 
     return ObjectStoreSync()
@@ -214,7 +274,7 @@ def _describe_ranks(config: Config, rank: int, meeting: Meeting) -> None:
 class InThread:
     """A blocking part behind async methods, its calls one after another on a thread of its own."""
 
-    def __init__(self, part: Any, *, immediate: tuple[str, ...] = ("request_stop",)) -> None:
+    def __init__(self, part: Any, *, immediate: tuple[str, ...] = IMMEDIATE) -> None:
         self._part = part
         self._immediate = immediate
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=type(part).__name__)

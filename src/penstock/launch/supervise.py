@@ -16,19 +16,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import LaunchConfig
-from penstock.edges import Edges
+from penstock.edges import EdgeKind, Edges
 from penstock.errors import PenstockError, WorkerDied
 from penstock.launch.remote import Worker
 
 Spawn = Callable[[], Awaitable[Worker]]
 Prepare = Callable[[Any], Awaitable[None]]
-RESTART = "restart"  # the edge on which others wait for a worker to come back
 _LONGEST_BACKOFF_S = 60.0
-_WHAT = {
-    "generate_many": "generate",
-    "update_weights": "sync",
-    "snapshot": "checkpoint",
-    "write_snapshot": "write checkpoint",
+CALLS = {  # every method of a part that is called through an edge, and what the edge is
+    **dict.fromkeys(("generate", "generate_many"), EdgeKind.GENERATE),
+    "update_weights": EdgeKind.SYNC,
+    "train": EdgeKind.TRAIN,
+    **dict.fromkeys(("announce", "publish"), EdgeKind.PUBLISH),
+    "open_group": EdgeKind.COLLECTIVE,
+    "snapshot": EdgeKind.CHECKPOINT,
+    "write_snapshot": EdgeKind.WRITE_CHECKPOINT,
+    "load": EdgeKind.LOAD,
+    **dict.fromkeys(("abort", "pause", "resume", "sleep", "wake"), EdgeKind.TURN),
+    **dict.fromkeys(("stats", "identity", "is_exact", "progress", "request_stop"), EdgeKind.ASK),
 }
 
 
@@ -47,11 +52,11 @@ class Watched:
         self._name, self._edges, self._call = name, edges, call
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_"):
+        if method not in CALLS:
             raise AttributeError(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            what = _WHAT.get(method, method)
+            what = CALLS[method]
             lane = self._name if method != "write_snapshot" else "checkpoint"
             with self._edges.wait(lane, what, culprit=self._name):
                 return await self._call(method, *args, **kwargs)
@@ -74,6 +79,7 @@ class Supervised:
         self._spawn, self._settings, self._around = spawn, settings, around
         self._ends: deque[float] = deque()
         self._worker: Worker | None = None
+        self._coming: Worker | None = None  # the next one, while it is being prepared
         self._settled = asyncio.Event()  # it serves, or it never will again
         self._tending: asyncio.Task[None] | None = None
 
@@ -101,21 +107,37 @@ class Supervised:
 
     async def ready(self) -> None:
         """Waits until the worker serves; raises where it was given up. Woken by its supervision."""
-        with self._around.edges.wait("driver", RESTART, self.name):
+        with self._around.edges.wait("driver", EdgeKind.RESTART, self.name):
             await self._settled.wait()
         if self.given_up is not None:
             raise self.given_up
 
     async def replace(self, reason: str) -> None:
-        """End the worker, to have it started again."""
-        worker = self.worker
+        """End the worker, to have it started again; one that is being prepared, too."""
+        worker = self._present
         if worker is not None:
             self._around.note(f"{self.name}: {reason}; it is ended")
             self._settled.clear()
             await worker.kill()
 
+    @property
+    def _present(self) -> Worker | None:
+        """The one that works now, for the run or on its way to it."""
+        return self._coming or self.worker
+
     async def stack(self) -> str:
-        return "no worker is there" if self._worker is None else await self._worker.stack()
+        worker = self._present
+        return "no worker is there" if worker is None else await worker.stack()
+
+    async def progress(self, method: str) -> Any:
+        """What this method tells of the one that works now; None: there is none."""
+        worker = self._present
+        return None if worker is None else await worker.call(method)
+
+    async def effort(self) -> float | None:
+        """Seconds of work that its process has spent; None: it cannot be told."""
+        worker = self._present
+        return None if worker is None else await worker.effort()
 
     async def close(self) -> None:
         if self._tending is not None:
@@ -167,7 +189,7 @@ class Supervised:
         return False
 
     async def _replace_worker(self) -> None:
-        worker = await self._spawn()
+        worker = self._coming = await self._spawn()
         try:
             assert self.prepare is not None
             edges = self._around.edges
@@ -175,6 +197,8 @@ class Supervised:
         except BaseException:
             await worker.close()
             raise
+        finally:
+            self._coming = None
         self._worker = worker
 
     def _may_restart(self) -> bool:

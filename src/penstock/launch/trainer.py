@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.edges import Edges
+from penstock.edges import EdgeKind, Edges
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import WorkerDied
 from penstock.launch.remote import Worker
@@ -22,6 +22,17 @@ from penstock.types import Batch, StepReport, WeightHandle
 Collect = Callable[[Worker, WeightHandle], Awaitable[WeightHandle]]
 _OTHERS_TIMEOUT_S = 30.0
 _EACH_BY_ITSELF = ("write_snapshot",)  # no collective inside: nobody waits for one that failed
+
+
+def watched(collect: Collect, edges: Edges) -> Collect:
+    """The same, as an edge: weights on their way into the object store."""
+
+    async def collect_watched(rank: Worker, handle: WeightHandle) -> WeightHandle:
+        detail = f"weights of version {handle.version}"
+        with edges.wait("trainer", EdgeKind.OBJECT_STORE, detail, culprit="trainer"):
+            return await collect(rank, handle)
+
+    return collect_watched
 
 
 class RankGroup:
@@ -48,7 +59,7 @@ class RankGroup:
             results = await wait(*(rank.call(method, *args, **kwargs) for rank in self._ranks))
         if method == "publish" and self._collect is not None:
             return await self._collect(self._ranks[0], results[0])
-        return results[0]
+        return tuple(results) if method == "progress" else results[0]
 
     def _shares(self, batch: Batch) -> list[tuple[Worker, Batch]]:
         """Every world-th group to each rank, as `rank_share` of the trainer has it."""
@@ -94,6 +105,11 @@ class RankGroup:
         return "\n".join(
             f"{rank.name}:\n{text}" for rank, text in zip(self._ranks, stacks, strict=True)
         )
+
+    async def effort(self) -> float | None:
+        spent = await asyncio.gather(*(rank.effort() for rank in self._ranks))
+        known = [seconds for seconds in spent if seconds is not None]
+        return sum(known) if known else None
 
     async def kill(self) -> None:
         await asyncio.gather(*(rank.kill() for rank in self._ranks))

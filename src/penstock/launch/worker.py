@@ -1,7 +1,8 @@
 """The main program of a worker process: serves one part over a socket. Layer 5.
 
-Run as `python -m penstock.launch.worker FD`. At the end of the driver the worker leaves at once.
-SIGUSR1 writes the stack of every thread to the worker's log, even when its event loop is blocked.
+Run as `python -m penstock.launch.worker SOCKET PIPE`. At the end of the driver the worker leaves at
+once. SIGUSR1 writes the stack of every thread to the worker's log, then a byte to the pipe, even when
+no thread of it can run Python.
 """
 
 from __future__ import annotations
@@ -58,10 +59,18 @@ async def _answer(writer: asyncio.StreamWriter, call_id: int, work: Any) -> None
     await writer.drain()
 
 
+def _tell_of_stacks(pipe: int) -> None:
+    """All of it happens within the signal: the dump first, then Python's own note of a signal."""
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
+    connection, pipe = map(int, sys.argv[1:])
+    _tell_of_stacks(pipe)
+    asyncio.run(serve(socket.socket(fileno=connection)))
 
 
 if __name__ == "__main__":

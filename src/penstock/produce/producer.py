@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.data.sampler import PromptsExhausted
+from penstock.edges import EdgeKind, Edges
 from penstock.errors import RunError, UserError
 from penstock.journal import Journal
 from penstock.produce.context import ProduceBatchStatus, ProduceContext
@@ -48,6 +49,7 @@ class Producer:
         groups_per_step: int,
         sync_weights_interval: int = 1,
         clock: Callable[[], float] = loop_time,
+        edges: Edges | None = None,
         first_version: int = 0,
         last_step: int | None = None,
     ) -> None:
@@ -58,6 +60,7 @@ class Producer:
         self._buffer = replay_buffer
         self._journal = journal
         self._clock = clock
+        self._edges = edges or Edges(clock)
         self._weights = {task.name: task.weight for task in tasks}
         self._groups_per_step = groups_per_step
         first_step = progress.next_consumer_step
@@ -160,7 +163,8 @@ class Producer:
         """Sleep until something has changed since `seen`."""
         lane.idle_since_change = seen
         self._note_idleness()
-        with self._waiting(f"produce {lane.name}", what):
+        who = f"produce {lane.name}"
+        with self._waiting(who, what), self._edges.wait(who, EdgeKind.WAIT, what):
             await self._changed.wait_after(seen)
         lane.idle_since_change = None
         self._note_idleness()

@@ -1,8 +1,8 @@
 """The consumer: trains the policy on batches of groups and hands out its weights. Layer 3.
 
 One step trains one batch, in one or several updates (`update.py`), and raises the policy's version
-by one. Runs in whatever thread or process calls it; `request_stop` alone may be called from another
-thread. With several trainer ranks every rank calls the same methods with its own share of the groups.
+by one. Runs in whatever thread or process calls it; `request_stop` and `pieces` alone are for other
+threads. With several trainer ranks every rank calls the same methods with its own share of the groups.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Consumer:
         self.step = 0
         self.policy_version = 0
         self.bad_updates_in_a_row = 0
+        self.pieces = 0  # micro-batches, updates and tensors handed out, ever: a sign of life
         self.texts = texts
         self.policy = Policy(model)
         self.engine_dtype = compute_dtype(config.model, self.policy.device)
@@ -79,6 +80,7 @@ class Consumer:
             self.ranks,
             apply=self._apply,
             check_stop=self._check_stop,
+            count=self._count,
         )
 
     @classmethod
@@ -138,7 +140,9 @@ class Consumer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy as engines load it: transformers names, their format, adapters merged."""
-        return published_weights(self.policy.model, self.engine_dtype)
+        for named in published_weights(self.policy.model, self.engine_dtype):
+            self._count()
+            yield named
 
     def digest(self) -> str:
         """The identity of `weights()`."""
@@ -170,6 +174,7 @@ class Consumer:
 
         Nor does a gradient that is zero throughout: momentum alone must not move the weights.
         """
+        self._count()
         norm = clip_gradients(self.masters.parameters.values(), self.config.train.max_grad_norm)
         finite = bool(np.isfinite(norm) and np.isfinite(loss))
         if finite and norm > 0:
@@ -186,6 +191,9 @@ class Consumer:
                 "(train.max_bad_updates); lower train.lr or look at the rewards"
             )
         return norm, finite
+
+    def _count(self) -> None:
+        self.pieces += 1
 
     def _check_stop(self) -> None:
         if self.ranks.most(int(self._stop.is_set())):

@@ -8,6 +8,7 @@ step of the batch; from there on the batch is finished.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -62,6 +63,7 @@ class Updater:
         *,
         apply: Callable[[float, float], tuple[float, bool]],
         check_stop: Callable[[], None],
+        count: Callable[[], None],
     ) -> None:
         self.config = config
         self.algorithm = algorithm
@@ -72,6 +74,7 @@ class Updater:
         self.ranks = ranks
         self._apply = apply
         self._check_stop = check_stop
+        self._count = count  # called for each micro-batch
 
     def run(self, batch: Batch, total_steps: int) -> BatchOutcome:
         train = self.config.train
@@ -237,9 +240,10 @@ class Updater:
     def _aligned(self, packs: Iterator[Pack], count: int) -> Iterator[Pack]:
         """As many packs on every rank: a sharded forward pass needs all of them."""
         missing = self.ranks.most(count) - count  # asked before the packs: ranks differ after
-        yield from packs
-        for _ in range(missing):
-            yield empty_pack(self.policy.device)
+        fillers = (empty_pack(self.policy.device) for _ in range(missing))
+        for pack in itertools.chain(packs, fillers):
+            self._count()
+            yield pack
 
     def _max_tokens(self, task: str) -> int:
         if task in self.config.tasks:

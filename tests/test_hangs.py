@@ -1,0 +1,245 @@
+"""Every kind of wait is made to hang once, in the real part that opens it, and the right one is named.
+
+The kinds come from the code: one without a hang here fails the first test.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes import CountingReward, FakeEngine, make_prompt
+from penstock.agent.single_turn import SingleTurn
+from penstock.config import SamplingConfig
+from penstock.data.sampler import Sampler
+from penstock.edges import EdgeKind
+from penstock.engine.protocol import EngineStats, SamplingParams
+from penstock.evaluate import EvalTask
+from penstock.evaluations import Evaluations
+from penstock.launch.engines import Engines
+from penstock.launch.inline import watched
+from penstock.launch.supervise import CALLS
+from penstock.launch.trainer import RankGroup, RestartingTrainer
+from penstock.launch.trainer import watched as watched_collect
+from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
+from penstock.replay import ReplayBuffer
+from penstock.types import Batch, Group, Rollout, StepReport, WeightHandle
+from penstock.watchdog import WatchedJournal, WatchedReward
+from watch_stage import STALL_S, Silent, SilentWorker, Stage, never
+
+SOURCE = Path(__file__).parent.parent / "src" / "penstock"
+HANDLE = WeightHandle(version=2, digest="digest-2", kind="none")
+NOTHING = EngineStats(
+    policy_version=0, digest="", running=0, waiting=0, tokens_generated=0, busy_s=0.0
+)
+Hang = Callable[[Stage], Awaitable[Any]]
+HANGS: dict[EdgeKind, tuple[Hang, str]] = {}
+
+
+def hangs(kind: EdgeKind, named: str) -> Callable[[Hang], Hang]:
+    def keep(hang: Hang) -> Hang:
+        HANGS[kind] = (hang, named)
+        return hang
+
+    return keep
+
+
+def agent(stage: Stage, engine: Any, reward: Any) -> SingleTurn:
+    return SingleTurn(
+        engine=watched("engine-0", engine, stage.edges),  # type: ignore[arg-type]
+        reward=WatchedReward(reward, "sums", stage.edges),
+        sampling=SamplingConfig(),
+        decode=lambda ids: "text",
+    )
+
+
+def one_rollout() -> Rollout:
+    prompt = make_prompt()
+    return Rollout(rollout_id="sums:0.0", prompt_ids=prompt.token_ids, seed=1, prompt=prompt)
+
+
+@hangs(EdgeKind.GENERATE, "engine-0 has not answered generate for 60 s; the waiter waits")
+async def an_engine(stage: Stage) -> None:
+    await agent(stage, Silent(), CountingReward()).generate_group([one_rollout()])
+
+
+@hangs(EdgeKind.REWARD, "rewards of sums has not answered reward (sums:0.0) for 60 s")
+async def a_reward(stage: Stage) -> None:
+    await agent(stage, FakeEngine(), Silent()).generate_group([one_rollout()])
+
+
+def a_producer(stage: Stage, journal: Any, agent_loop: Any) -> Producer:
+    buffer = ReplayBuffer()
+    sampler = Sampler(
+        [make_prompt()], task_name="sums", prompt_repeat_k=1, seed=0, replay_buffer=buffer
+    )
+    task = ProduceTask(
+        name="sums",
+        weight=1.0,
+        strategy=AsyncProduceStrategyConfig().build(sync_weights_interval=1),
+        agent_loop=agent_loop,
+        sampler=sampler,
+    )
+    return Producer(
+        tasks=[task],
+        replay_buffer=buffer,
+        journal=WatchedJournal(journal, stage.edges),  # type: ignore[arg-type]
+        progress=ProduceProgress.build(["sums"]),
+        groups_per_step=1,
+        edges=stage.edges,
+    )
+
+
+class DeafJournal:
+    """Takes notes, and never gets one to the disk."""
+
+    def __getattr__(self, name: str) -> Any:
+        waits = name in ("landed", "filtered", "failed", "begin_step", "commit_step")
+        return never if waits else lambda *args, **kwargs: None
+
+
+@hangs(EdgeKind.SEND, "journal has not answered send (sums:0) for 60 s")
+async def a_group_that_cannot_land(stage: Stage) -> None:
+    agent_loop = agent(stage, FakeEngine(), CountingReward())
+    await a_producer(stage, DeafJournal(), agent_loop).run()
+
+
+@hangs(EdgeKind.WAIT, "nothing has moved for 60 s: produce sums waits for wait (")
+async def a_producer_without_new_weights(stage: Stage) -> None:
+    class Memory(DeafJournal):
+        async def landed(self, group: Group) -> None: ...
+
+    agent_loop = agent(stage, FakeEngine(), CountingReward())
+    await a_producer(stage, Memory(), agent_loop).run()
+
+
+@hangs(EdgeKind.JOURNAL, "journal has not answered journal (step 3) for 60 s")
+async def a_step_that_cannot_be_written_down(stage: Stage) -> None:
+    report = StepReport(step=3, policy_version=3, digest="d")
+    await WatchedJournal(DeafJournal(), stage.edges).commit_step(report)
+
+
+def with_trainer(method: str, *args: Any) -> Hang:
+    async def hang(stage: Stage) -> None:
+        trainer = RestartingTrainer(await stage.silent("trainer"), stage.edges)
+        await getattr(trainer, method)(*args)
+
+    return hang
+
+
+for kind, method, arguments in (
+    (EdgeKind.TRAIN, "train", [Batch(step=1, groups=())]),
+    (EdgeKind.PUBLISH, "publish", []),
+    (EdgeKind.CHECKPOINT, "snapshot", ["folder"]),
+    (EdgeKind.WRITE_CHECKPOINT, "write_snapshot", []),
+    (EdgeKind.LOAD, "load", ["folder"]),
+    (EdgeKind.ASK, "identity", []),
+):
+    HANGS[kind] = (with_trainer(method, *arguments), f"trainer has not answered {kind} for 60 s")
+
+
+@hangs(
+    EdgeKind.OBJECT_STORE, "trainer has not answered object store (weights of version 2) for 60 s"
+)
+async def an_object_store_that_takes_nothing(stage: Stage) -> None:
+    ranks = [SilentWorker("trainer", publish=HANDLE)]
+
+    async def spawn() -> RankGroup:
+        return RankGroup(ranks, watched_collect(never, stage.edges))
+
+    supervised = await stage.silent("trainer")
+    supervised._worker = await spawn()
+    await RestartingTrainer(supervised, stage.edges).publish()
+
+
+@hangs(EdgeKind.COLLECTIVE, "trainer has not answered collective for 60 s")
+async def a_group_that_does_not_meet(stage: Stage) -> None:
+    await watched("trainer", Silent(), stage.edges).open_group(HANDLE, "all", [0])
+
+
+@hangs(EdgeKind.SYNC, "engine-0 has not answered sync for 60 s")
+async def weights_that_never_arrive(stage: Stage) -> None:
+    engines = Engines([await stage.silent("engine-0", stats=NOTHING)], stage.edges)
+    await engines.update_weights(2, HANDLE)
+
+
+@hangs(EdgeKind.TURN, "engine-0 has not answered turn for 60 s")
+async def an_engine_that_does_not_fall_asleep(stage: Stage) -> None:
+    await Engines([await stage.silent("engine-0", stats=NOTHING)], stage.edges).sleep()
+
+
+@hangs(EdgeKind.EVAL, "nothing has moved for 60 s: eval waits for eval (sums after step 4)")
+async def an_evaluation(stage: Stage) -> None:
+    task = EvalTask(
+        name="sums",
+        problems=[make_prompt()],
+        reward=Silent(),  # type: ignore[arg-type]
+        sampling=SamplingParams(),
+        num_generations=1,
+        decode=lambda ids: "text",
+        seed=0,
+    )
+    evaluations = Evaluations(
+        tasks=[task],
+        folder=Path("nowhere"),
+        engine=FakeEngine(),
+        edges=stage.edges,
+        log=lambda *args: None,
+    )
+    await evaluations._one(FakeEngine(), task, 4)
+
+
+@hangs(EdgeKind.RESTART, "nothing has moved for 60 s: driver waits for restart (engine-0)")
+async def a_worker_that_does_not_come_back(stage: Stage) -> None:
+    engine = await stage.silent("engine-0")
+    engine._settled.clear()
+    await engine.ready()
+
+
+def test_every_kind_of_wait_has_a_hang() -> None:
+    assert set(HANGS) == set(EdgeKind)
+
+
+@pytest.mark.parametrize("kind", EdgeKind)
+def test_a_hang_is_named(kind: EdgeKind) -> None:
+    stage = Stage("report")
+    hang, named = HANGS[kind]
+    stage.run(hang(stage), seconds=1.5 * STALL_S)
+    assert len(stage.notes) == 1
+    assert stage.notes[0].startswith(f"stuck: {named}")
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_every_call_of_a_part_is_named(method: str) -> None:
+    stage = Stage()
+    line = stage.run(getattr(watched("trainer", Silent(), stage.edges), method)())
+    assert line.startswith(f"stuck: trainer has not answered {CALLS[method]} for 60 s")
+
+
+def test_no_edge_is_opened_under_a_name_of_its_own() -> None:
+    """The second argument of every `edges.wait` is a kind, or the table's entry for a method."""
+    used: set[str] = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and _opens_an_edge(node.func):
+                kind = node.args[1]
+                if isinstance(kind, ast.Name):
+                    assert path.name == "supervise.py"
+                    continue
+                assert isinstance(kind, ast.Attribute), f"{path}: {ast.unparse(node)}"
+                assert isinstance(kind.value, ast.Name)
+                assert kind.value.id == "EdgeKind"
+                used.add(EdgeKind[kind.attr])
+    assert used | set(CALLS.values()) == set(EdgeKind)
+
+
+def _opens_an_edge(function: ast.expr) -> bool:
+    return (
+        isinstance(function, ast.Attribute)
+        and function.attr == "wait"
+        and ast.unparse(function.value).endswith("edges")
+    )

@@ -1,0 +1,108 @@
+"""A stage for the watchdog: a virtual clock, edges on it, parts that take every call and answer none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fakes import VirtualClock
+from penstock.config import LaunchConfig, WatchdogConfig
+from penstock.edges import Edges
+from penstock.errors import RunError
+from penstock.launch.supervise import CALLS, Supervised, Surroundings
+from penstock.watchdog import Watchdog
+
+STALL_S = 60.0
+
+
+async def never(*args: Any, **kwargs: Any) -> Any:
+    await asyncio.get_running_loop().create_future()
+
+
+class Silent:
+    """A part that takes every call and answers none."""
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return never
+
+
+class SilentWorker:
+    """A worker that answers only the methods in `answers`."""
+
+    def __init__(self, name: str, **answers: Any) -> None:
+        self.name, self.place, self._answers = name, "nowhere", answers
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        assert method in CALLS
+        return self._answers[method] if method in self._answers else await never()
+
+    async def effort(self) -> float | None:
+        return 0.0
+
+    async def stack(self) -> str:
+        return f"{self.name} is deep in C"
+
+    async def ended(self) -> str:
+        await never()
+        raise AssertionError("it has not ended")
+
+    async def kill(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Stage:
+    """The watchdog and what it told. Every culprit is seen to stand still unless callbacks differ."""
+
+    def __init__(self, action: str = "stop", **callbacks: Any) -> None:
+        self.clock = VirtualClock()
+        self.edges = Edges(lambda: self.clock.now)
+        self.notes: list[str] = []
+        self.around = Surroundings(edges=self.edges, note=self.notes.append)
+        settings = WatchdogConfig.model_validate({"stall_s": STALL_S, "action": action})
+        callbacks = {"progress_of": _stands_still, "effort_of": _idle, **callbacks}
+        self.watchdog = Watchdog(self.edges, settings, note=self.notes.append, **callbacks)
+
+    def run(self, work: Any, seconds: float = 1000.0) -> str:
+        """Run the work beside the watchdog; the error that stopped it, or nothing."""
+
+        async def both() -> str:
+            task = asyncio.create_task(work, name="the waiter")
+            try:
+                async with asyncio.timeout(seconds):
+                    await self.watchdog.run()
+            except RunError as error:
+                return str(error)
+            except TimeoutError:
+                return ""
+            finally:
+                if task.done():
+                    task.result()  # it was to hang, not to fail
+                task.cancel()
+                await asyncio.wait([task])
+            return ""
+
+        try:
+            return self.clock.run(both())
+        finally:
+            self.clock.close()
+
+    async def silent(self, name: str, **answers: Any) -> Supervised:
+        """A supervised worker that answers nothing else."""
+
+        async def spawn() -> SilentWorker:
+            return SilentWorker(name, **answers)
+
+        supervised = Supervised(name, spawn, LaunchConfig(), self.around)
+        await supervised.start()
+        return supervised
+
+
+async def _stands_still(name: str) -> object:
+    return 7
+
+
+async def _idle(name: str) -> float | None:
+    return 3.0
