@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from penstock.config import Config
 from penstock.engine import ENGINES
@@ -23,12 +23,8 @@ from penstock.launch.effort import effort_of
 from penstock.launch.served import IMMEDIATE
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.plugins import load
-from penstock.sync.protocol import Announcing, WeightSync
+from penstock.sync.protocol import WeightSync
 from penstock.types import Batch, StepReport, WeightHandle
-
-if TYPE_CHECKING:
-    from penstock.sync.collective import Distributor
-    from penstock.sync.shared_memory import Folder
 
 
 class TrainerPart(Protocol):
@@ -113,13 +109,11 @@ class Workers:
 class TrainerService:
     """A Consumer and the publishing side of a weight sync."""
 
-    def __init__(
-        self, config: Config, total_steps: int, sync: WeightSync, folder: Folder | None = None
-    ) -> None:
+    def __init__(self, config: Config, total_steps: int, sync: WeightSync) -> None:
         from penstock.train.consumer import Consumer
 
         self._consumer = Consumer.from_config(config, total_steps=total_steps)
-        self._sync, self._folder = sync, folder
+        self._sync = sync
         self._digest = self._consumer.digest()
         self._write: Callable[[], None] | None = None
         self._draft: Path | None = None  # of the checkpoint that is being written
@@ -142,21 +136,13 @@ class TrainerService:
         """One part of what was published last, for the object store."""
         return cast(Any, self._sync).chunk(number)
 
-    def announce(self) -> WeightHandle | None:
-        """The handle of what `publish` writes next, for engines that begin early; None: not yet."""
+    async def open_group(
+        self, handle: WeightHandle, key: str, members: list[int]
+    ) -> WeightHandle | None:
+        """Send what was published to these engines, beside training; the first rank does it."""
         if not self._consumer.ranks.is_first:
             return None
-        sync = cast(Announcing, self._sync)
-        return sync.announce(self._consumer.policy_version, self._digest)
-
-    async def weights_folder(self) -> str:
-        return str(self._folder.path) if self._folder is not None else ""
-
-    async def remove_weights(self) -> None:
-        """At the end of the run: give the memory of this node back."""
-        if self._folder is not None:
-            self._folder.remove()
-            self._folder = None
+        return await asyncio.to_thread(cast(Any, self._sync).open_group, handle, key, members)
 
     def snapshot(self, folder: str) -> tuple[int, str]:
         from penstock.train.state import take_snapshot
@@ -215,45 +201,30 @@ def sync_kind(config: Config, *allowed: str) -> str:
 
 
 def trainer_part(
-    config: Config,
-    total_steps: int,
-    kind: str,
-    folder: str,
-    rank: int,
-    meeting: Meeting,
-    node: str = "",
+    config: Config, total_steps: int, kind: str, folder: str, rank: int, meeting: Meeting
 ) -> TrainerService:
-    """A trainer rank in a worker. `node`: one of several, in whose memory it has its own folder."""
+    """A trainer rank in a worker."""
     _describe_ranks(config, rank, meeting)
-    own: Folder | None = None
-    if kind == "collective" and node and rank == 0:
-        from penstock.sync.shared_memory import Folder
-
-        own = Folder(Path(folder)) if folder else Folder.new()
-        folder = str(own.path)
-    return TrainerService(config, total_steps, _make_sync(kind, folder, node), own)
+    return TrainerService(config, total_steps, _make_sync(kind, folder, None, meeting[0]))
 
 
 def engine_part(config: Config, kind: str, folder: str, index: int) -> InferenceEngine:
     """An engine in a worker."""
-    sync = _make_sync(kind, folder)
+    sync = _make_sync(kind, folder, index, "")
     engine_class = load("engine.name", config.engine.name, ENGINES)
     engine: InferenceEngine = engine_class.from_config(config, fetch=sync.fetch, index=index)
     return engine
 
 
-def distributor_part(folder: str, node: str, address: str) -> Distributor:
-    """What passes weights between nodes, in a worker."""
-    from penstock.sync.collective import Distributor
-
-    return Distributor(folder, node=node, address=address)
-
-
-def _make_sync(kind: str, folder: str, node: str = "") -> WeightSync:
-    if kind in ("shared_memory", "collective"):  # between nodes, distributors do the rest
+def _make_sync(kind: str, folder: str, index: int | None, address: str) -> WeightSync:
+    if kind == "shared_memory":
         from penstock.sync.shared_memory import SharedMemorySync
 
-        return SharedMemorySync(folder, node=node)
+        return SharedMemorySync(folder)
+    if kind == "collective":
+        from penstock.sync.collective import CollectiveSync
+
+        return CollectiveSync(index, address=address)
     from penstock.sync.object_store import ObjectStoreSync
 
     return ObjectStoreSync()
