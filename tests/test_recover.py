@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from fakes import make_prompt
+from penstock.checkpoint import CheckpointStore
 from penstock.errors import DigestMismatch, UserError
 from penstock.evaluate import SUMMARY, restore_summaries
 from penstock.journal import Journal
-from penstock.recover import redo
+from penstock.recover import redo, save_at_stop
 from penstock.run_folder import RunFolder
 from penstock.types import Batch, Group, Rollout, Status, StepReport, VersionSegment
 
@@ -64,6 +65,31 @@ def redone(journal: Journal, trainer: Trainer, notes: list[str], **options: bool
         return [report.digest async for report in steps]
 
     return asyncio.run(run())
+
+
+class StoppedTrainer:
+    """One that has done so many updates."""
+
+    def __init__(self, updates: int) -> None:
+        self._updates = updates
+
+    async def identity(self) -> tuple[int, str]:
+        return self._updates, f"d{self._updates}"
+
+    async def snapshot(self, folder: str) -> tuple[int, str]:
+        return await self.identity()
+
+    async def write_snapshot(self) -> None: ...
+
+
+@pytest.mark.parametrize(("updates", "kept"), [(3, ["step-3"]), (4, [])])
+def test_a_stop_keeps_no_state_that_the_journal_does_not_know(
+    journal: Journal, tmp_path: Path, updates: int, kept: list[str]
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    trainer = StoppedTrainer(updates)
+    assert asyncio.run(save_at_stop(store, trainer, journal)) is bool(kept)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == kept
 
 
 def test_equal_steps_pass(journal: Journal) -> None:

@@ -99,6 +99,19 @@ def keep_trainer_alive(job: Job) -> None:
     job.workers.restore_trainer_with(restore)
 
 
+async def save_at_stop(store: CheckpointStore, trainer: TrainerPart, journal: Journal) -> bool:
+    """A checkpoint of the last journalled step. False: the trainer is a step ahead of the journal.
+
+    A stop that came after the update but before its commit leaves it so; that step is done again.
+    """
+    await journal.flush()
+    version, _ = await trainer.identity()
+    if version > journal.last_committed_step():
+        return False
+    await store.save(trainer)
+    return True
+
+
 def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> Checkpoint | None:
     """The newest good checkpoint that the journal knows; what is wrong with newer ones is told."""
     committed = journal.last_committed_step()

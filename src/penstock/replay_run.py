@@ -26,7 +26,7 @@ from penstock.errors import UserError
 from penstock.job import open_trainer
 from penstock.journal import Journal
 from penstock.launch.services import TrainerPart
-from penstock.recover import newest_checkpoint, recompute, redo
+from penstock.recover import newest_checkpoint, recompute, redo, save_at_stop
 from penstock.run_folder import CONFIG, ORIGIN, Origin, RunFolder
 from penstock.track.fanout import Fanout
 from penstock.track.jsonl import restore_metrics
@@ -146,7 +146,7 @@ async def train_fork(folder: RunFolder, note: Callable[[str], None]) -> int:
                     await store.begin(trainer)
         except asyncio.CancelledError:
             await trainer.request_stop()
-            await store.save(trainer)
+            await save_at_stop(store, trainer, own)
             raise
         await store.save(trainer)
     return config.train.steps

@@ -30,6 +30,7 @@ from penstock.recover import (
     keep_trainer_alive,
     last_step_of_old_configs,
     recover,
+    save_at_stop,
     with_way_out,
 )
 from penstock.replay_run import check_run, make_fork, train_fork
@@ -98,9 +99,7 @@ async def _train_fork(folder: RunFolder) -> None:
     stopped = await _until_stopped(train_fork(folder, _tell))
     write_report([folder])
     if stopped:
-        raise StopRequested(
-            f"stopped, checkpoint written; go on with: penstock resume {folder.path}"
-        )
+        raise StopRequested(f"stopped; go on with: penstock resume {folder.path}")
     print_summary(Console(), folder, seconds=time.monotonic() - started)
 
 
@@ -141,11 +140,13 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
         loop = Loop(job, first_step=first_step)
         stopped = await _until_stopped(loop.run())
         await job.trainer.request_stop()
-        await job.checkpoints.save(job.trainer)
+        kept = await save_at_stop(job.checkpoints, job.trainer, job.journal)
+        done = job.journal.last_committed_step()
     write_report([folder])
     if stopped:
+        state = "checkpoint written" if kept else "the step under way is done again"
         raise StopRequested(
-            f"stopped after step {loop.step} of {job.total_steps}, checkpoint written; "
+            f"stopped after step {done} of {job.total_steps}, {state}; "
             f"go on with: penstock resume {folder.path}"
         )
     print_summary(Console(), folder, seconds=time.monotonic() - started)
