@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.errors import UserError
+from penstock.launch.producer_log import Names, ProducerLog
 from penstock.launch.producers import SimpleProducer
 
 ARGUMENTS = {
@@ -33,6 +35,8 @@ def producer(tmp_path_factory: pytest.TempPathFactory) -> SimpleProducer:
         eval_dataset_config={"heldout": "addition:heldout"},
         eval_save_dir=str(folder / "eval"),
         log_rollout_interval=1,
+        enable_profiling=True,
+        log_dir=str(folder),
         rollout_log_file=str(folder / "rollouts.jsonl"),
     )
     yield made
@@ -92,10 +96,44 @@ def test_loop_goes_over_its_own_share_of_every_episode(producer: SimpleProducer)
     producer.delivered.clear()
     assert producer.loop() == 2 * own
     assert sum(len(made["reward"]) for made in producer.delivered) == 2 * own
-    assert producer._log_file is not None
-    lines = [json.loads(line) for line in producer._log_file.read_text().splitlines()]
+    assert producer._log.rollout_file is not None
+    lines = [json.loads(line) for line in producer._log.rollout_file.read_text().splitlines()]
     assert len(lines) == 2 * own * 3
     assert {"text", "reward", "policy_version"} <= set(lines[0])
+
+
+def test_figures_go_to_trackers_by_the_names_that_were_given(
+    producer: SimpleProducer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B writes to disk here."""
+    pytest.importorskip("wandb")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    names = Names(project="sums", run="first", group="pair")
+    log = ProducerLog(
+        producer.config, tmp_path, names, rollout_file=None, rollouts_every=1, profile=False
+    )
+    groups = [producer._new_group(producer._dataset[0])]
+    log.microbatch(groups, producer._wait(producer._generate(groups)))
+    assert log._tracker is not None
+    run = log._tracker._trackers["wandb"]._run  # type: ignore[attr-defined]
+    assert (run.project, run.name, run.group) == ("sums", "first", "pair")
+    log.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    wanted = {"rollout/reward", "rollout/format_acc", "rollout/ans_acc", "rollout/response_length"}
+    assert wanted <= set(json.loads(line))
+
+
+def test_a_profile_is_a_timeline(producer: SimpleProducer) -> None:
+    from penstock.run_folder import RunFolder
+    from penstock.timeline import read_events
+
+    events = read_events(RunFolder(producer._log.rollout_file.parent))  # type: ignore[union-attr]
+    kinds = {event.what for event in events if event.lane == "producer-0"}
+    assert {"generate", "send", "wait", "sync"} <= kinds
+    assert any(event.what == "reward" for event in events)
 
 
 def test_an_evaluation_is_one_exact_pass(producer: SimpleProducer) -> None:

@@ -8,9 +8,9 @@ A run needs none of this: its producing side is `produce/`, with staleness, jour
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +23,18 @@ from penstock.config import Config
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.sampler import rollout_seed
+from penstock.edges import EdgeKind
 from penstock.engine import ENGINES
 from penstock.engine.protocol import SamplingParams
 from penstock.errors import RunError, UserError
 from penstock.evaluate import EvalResult, EvalTask, append_summary, evaluate
+from penstock.launch.producer_log import Names, ProducerLog
 from penstock.launch.tensors import group_tensors, unpadded
+from penstock.launch.weight_broadcast import join_group, receive_state_dict
 from penstock.plugins import load
 from penstock.reward import build_reward
 from penstock.types import Group, Prompt, Rollout, Status
+from penstock.watchdog import WatchedReward
 
 T = TypeVar("T")
 Tensors = dict[str, Any]
@@ -61,8 +65,14 @@ class BaseProducer:
         eval_save_dir: str = "./eval",
         log_rollout_interval: int = 20,
         rollout_log_file: str | None = None,
+        project_name: str = "",
+        run_name: str = "",
+        wandb_group_name: str = "",
+        enable_profiling: bool = False,
+        log_dir: str = "",
         seed: int = 0,
     ) -> None:
+        """`project_name` turns W&B on; figures and the timeline go to `log_dir` (else eval_save_dir)."""
         if not 0 <= producer_idx < num_producers:
             raise UserError(
                 f"producer_idx: got {producer_idx}, allowed: 0 to {num_producers - 1} (num_producers - 1)"
@@ -87,8 +97,15 @@ class BaseProducer:
         self.eval_interval, self._eval_folder = eval_interval, Path(eval_save_dir)
         self._eval_data = dict(eval_dataset_config or {})
         self._eval_sampling = _renamed(eval_generation_config or {}, _SAMPLING_NAMES)
-        self._log_every = log_rollout_interval
-        self._log_file = Path(rollout_log_file) if rollout_log_file else None
+        self._log = ProducerLog(
+            self.config,
+            Path(log_dir or eval_save_dir),
+            Names(project=project_name, run=run_name, group=wandb_group_name),
+            rollout_file=Path(rollout_log_file) if rollout_log_file else None,
+            rollouts_every=log_rollout_interval,
+            profile=enable_profiling,
+        )
+        self._groups_joined: dict[str, Any] = {}
         self.policy_version = 0
         self._groups = 0
         self._loop = asyncio.new_event_loop()
@@ -116,7 +133,7 @@ class BaseProducer:
         await self._engine.start()
         self._agent = SingleTurn(
             engine=self._engine,
-            reward=self._reward,
+            reward=WatchedReward(self._reward, f"producer-{self.producer_idx}", self._log.edges),
             sampling=config.sampling,
             decode=self._chat.decode,
         )
@@ -134,15 +151,23 @@ class BaseProducer:
     # ---- what a user calls
 
     def init_collective_group(
-        self, world_size: int, rank: int, backend: str = "gloo", group_name: str = "default"
-    ) -> Any:
-        """Join a torch.distributed group (MASTER_ADDR and MASTER_PORT are set) and return it."""
-        import torch.distributed as dist
+        self,
+        world_size: int,
+        rank: int,
+        backend: str = "gloo",
+        group_name: str = "default",
+        init_method: str = "env://",
+    ) -> None:
+        """Join a group (`weight_broadcast.join_group`); waits for its other members."""
+        group = join_group(world_size, rank, backend, group_name, init_method)
+        self._groups_joined[group_name] = group
 
-        if not dist.is_initialized():
-            dist.init_process_group(backend, world_size=world_size, rank=rank)
-            return dist.group.WORLD
-        return dist.new_group(list(range(world_size)), backend=backend, group_desc=group_name)
+    def receive_state_dict(self, group_name: str = "default") -> dict[str, Any]:
+        """What rank 0 of a joined group sends next, for `new_weights` or `load_state_dict`."""
+        if group_name not in self._groups_joined:
+            known = ", ".join(self._groups_joined) or "none: init_collective_group comes first"
+            raise UserError(f"group_name: got {group_name!r}, allowed: {known}")
+        return receive_state_dict(self._groups_joined[group_name])
 
     def rollout(self, input_ids: Any, attention_mask: Any, **fields: Any) -> Tensors:
         """Generate and score `num_generations` responses to each prompt of a left-padded batch.
@@ -160,7 +185,8 @@ class BaseProducer:
 
         digest = weights_digest((name, *weight_bits(t)) for name, t in state_dict.items())
         handle = self._sync.publish(self.policy_version + 1, digest, state_dict.items())
-        loaded: str = self._wait(self._engine.update_weights(handle.version, handle))
+        with self._busy(EdgeKind.SYNC):
+            loaded: str = self._wait(self._engine.update_weights(handle.version, handle))
         self.policy_version += 1
         return loaded
 
@@ -172,29 +198,39 @@ class BaseProducer:
         """
         done = batches = 0
         self._evaluate_if_due(batches)
-        for number, prompts in enumerate(self._microbatches()):
+        for prompts in self._microbatches():
             groups = [self._new_group(prompt) for prompt in prompts]
-            self.deliver(self._wait(self._generate(groups)))
-            if self._log_file is not None and number % self._log_every == 0:
-                self._log(groups)
+            tensors = self._wait(self._generate(groups))
+            with self._busy(EdgeKind.SEND):
+                self.deliver(tensors)
+            self._log.microbatch(groups, tensors)
             done += len(prompts)
             if done % self.batch_size == 0:
                 batches += 1
-                if (weights := self.new_weights()) is not None:
+                with self._busy(EdgeKind.WAIT):
+                    weights = self.new_weights()
+                if weights is not None:
                     self.load_state_dict(weights)
                 self._evaluate_if_due(batches)
+        self._log.flush()
         return done
 
     def evaluate(self, step: int) -> list[EvalResult]:
         """One exact pass over every evaluation set; samples go to `eval_save_dir`."""
-        return self._wait(self._evaluate(step))
+        with self._busy(EdgeKind.EVAL):
+            return self._wait(self._evaluate(step))
 
     def close(self) -> None:
         self._wait(self._engine.close())
         self._wait(self._reward.close())
+        self._log.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # ---- inside
+
+    def _busy(self, what: EdgeKind) -> AbstractContextManager[Any]:
+        """What this producer does now, for its timeline."""
+        return self._log.edges.wait(f"producer-{self.producer_idx}", what)
 
     def _evaluate_if_due(self, batches: int) -> None:
         if self.producer_idx == 0 and self.eval_interval > 0 and batches % self.eval_interval == 0:
@@ -217,6 +253,7 @@ class BaseProducer:
             folder, version = self._eval_folder, self.policy_version
             result = await evaluate(self._engine, task, step=step, version=version, folder=folder)
             append_summary(folder, result)
+            self._log.evaluation(step, result.metrics())
             results.append(result)
         return results
 
@@ -224,15 +261,6 @@ class BaseProducer:
         sampling = self.config.sampling
         fields = {"temperature": 0.0, "max_tokens": sampling.max_tokens, **self._eval_sampling}
         return {**fields, "stop": tuple(fields.get("stop", sampling.stop))}
-
-    def _log(self, groups: list[Group]) -> None:
-        assert self._log_file is not None
-        with self._log_file.open("a", encoding="utf-8") as file:
-            for rollout in (rollout for group in groups for rollout in group.rollouts):
-                version = rollout.oldest_version
-                line = {"rollout_id": rollout.rollout_id, "text": rollout.text}
-                figures = {"reward": rollout.reward, "policy_version": version}
-                file.write(json.dumps({**line, **figures}, ensure_ascii=False) + "\n")
 
     def _microbatches(self) -> Iterator[list[Prompt]]:
         """Whole passes in an order of their own; the last part of a pass may be short."""
@@ -270,7 +298,8 @@ class BaseProducer:
         )
 
     async def _generate(self, groups: list[Group]) -> Tensors:
-        await asyncio.gather(*(self._agent.generate_group(group.rollouts) for group in groups))
+        with self._busy(EdgeKind.GENERATE):
+            await asyncio.gather(*(self._agent.generate_group(group.rollouts) for group in groups))
         for group in groups:
             failed = [r.error for r in group.rollouts if r.status is not Status.COMPLETED]
             if failed:

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ray.exceptions import RayActorError, RayError
 
 from penstock.errors import RunError, WorkerDied
 from penstock.launch.effort import effort_of
+from penstock.launch.room import with_room
 from penstock.launch.served import Served, portable, stacks
 from penstock.types import WeightHandle
 
@@ -62,9 +64,9 @@ class ServingActor:
         except Exception as error:
             return portable(error), None
 
-    async def chunk(self, number: int) -> Any:
-        """An object of its own in the store, which the caller owns."""
-        return await self._served.call("weight_chunk", (number,), {})
+    async def chunk(self, number: int) -> tuple[Any, bool]:
+        """An object of its own in the store, which the caller owns; and that it is there."""
+        return await self._served.call("weight_chunk", (number,), {}), True
 
     @ray.method(concurrency_group=_WATCH)
     async def stack(self) -> str:
@@ -97,6 +99,7 @@ class RayRemote:
         self.name = name
         self._log_path = log_path
         self.node, self.address, self.pid, self.free_port = where
+        self.note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
         self._actor = actor
         self._open_end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
 
@@ -132,7 +135,11 @@ class RayRemote:
         return f"node {self.address} pid {self.pid}"
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await self._ask(self._actor.call.remote(method, args, kwargs))
+        async def send() -> list[Any]:  # large arguments are objects of the store
+            return [self._actor.call.remote(method, args, kwargs)]
+
+        (reference,) = await with_room(f"{self.name}: {method}", send, self.note)
+        return await self._ask(reference)
 
     async def _ask(self, reference: Any) -> Any:
         try:
@@ -148,10 +155,18 @@ class RayRemote:
 
     async def collect(self, handle: WeightHandle) -> WeightHandle:
         """Take the staged chunks into the object store; they are owned here."""
-        references = [self._actor.chunk.remote(number) for number in range(handle.location)]
-        await asyncio.to_thread(
-            ray.wait, references, num_returns=len(references), fetch_local=False
-        )
+
+        async def store() -> list[Any]:
+            chunk = self._actor.chunk.options(num_returns=2)
+            pairs = [chunk.remote(number) for number in range(handle.location)]
+            await asyncio.gather(*(_awaited(stored) for _, stored in pairs))
+            return [reference for reference, _ in pairs]
+
+        try:
+            what = f"weights of version {handle.version}"
+            references = await with_room(what, store, self.note)
+        except RayActorError as died:
+            raise WorkerDied(f"{self.name}: {_first_line(died)}") from None
         return WeightHandle(
             version=handle.version, digest=handle.digest, kind=handle.kind, location=references
         )
