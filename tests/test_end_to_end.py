@@ -81,6 +81,8 @@ def test_a_run_leaves_what_it_promises(sync_run: RunFolder) -> None:
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert set(PROMISED_METRICS) <= set(lines[0])
     assert {path.name for path in sync_run.checkpoints.iterdir()} == {"step-2", "step-4"}
+    kept = load_config(sync_run.checkpoints / "step-4" / "config.toml").config
+    assert kept == sync_run.config()
     evaluations = [
         json.loads(t) for t in (sync_run.evaluations / "summary.jsonl").read_text().splitlines()
     ]

@@ -3,6 +3,7 @@
     model/           transformers safetensors of the policy (adapters merged) and its tokenizer
     consumer.pt      counters, random state; one rank: masters and optimizer moments by name
     shards/          several ranks: masters and moments, each rank its part
+    config.toml      the config that was in force
 
 Either form loads at any number of ranks. Atomic renames and manifests are the checkpoint's business.
 """
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from penstock.config_source import to_toml
 from penstock.errors import RunError
 from penstock.train.shards import file_of, fill, host_copy, pieces_of, read_shards
 from penstock.train.weights import copy_tokenizer, quiet_transformers
@@ -65,6 +67,7 @@ def take_snapshot(consumer: Consumer, folder: Path) -> Callable[[], None]:
             if first:
                 _save_model(consumer, weights, folder / "model")
                 _write_tensors(folder / "consumer.pt", content)
+                (folder / "config.toml").write_text(to_toml(consumer.config), encoding="utf-8")
         except (RuntimeError, SafetensorError) as error:  # how the two formats tell of a full disk
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             raise OSError(f"{folder}: {cause}") from error
