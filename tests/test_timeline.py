@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.edges import Edges
+from penstock.edges import EdgeKind, Edges
 from penstock.errors import UserError
 from penstock.run_folder import RunFolder
-from penstock.timeline import chrome_trace, lanes, read_events, summary_lines, write_timeline
+from penstock.timeline import (
+    _COLOURS,
+    chrome_trace,
+    lanes,
+    read_events,
+    summary_lines,
+    write_png,
+    write_timeline,
+)
 from penstock.timeline_log import TimelineLog
 
 
@@ -27,13 +37,13 @@ def run(tmp_path: Path) -> RunFolder:
     clock = Clock()
     edges = Edges(clock)
     log = TimelineLog(tmp_path / "timeline", edges)
-    with edges.wait("loop", "wait", "groups of step <1>"):
-        with edges.wait("engine-0", "generate", culprit="engine-0"):
+    with edges.wait("loop", EdgeKind.WAIT, "groups of step <1>"):
+        with edges.wait("engine-0", EdgeKind.GENERATE, culprit="engine-0"):
             clock.now += 1
-            with edges.wait("engine-0", "generate", culprit="engine-0"):
+            with edges.wait("engine-0", EdgeKind.GENERATE, culprit="engine-0"):
                 clock.now += 1
         clock.now += 4
-    with edges.wait("trainer", "train", culprit="trainer"):
+    with edges.wait("trainer", EdgeKind.TRAIN, culprit="trainer"):
         clock.now += 4
     log.flush()
     return RunFolder(tmp_path)
@@ -46,7 +56,8 @@ def test_busy_time_is_a_union_and_waits_are_idle(run: RunFolder) -> None:
     assert found["engine-0"].idle_share == pytest.approx(0.8)
     assert found["trainer"].idle_share == pytest.approx(0.6)
     assert found["loop"].busy_s == 0
-    assert "idle 80.0%" in summary_lines(run)[1]
+    assert summary_lines(run)[1].endswith("idle 80.0%")
+    assert summary_lines(run)[2].endswith("waits 60.0%")
 
 
 def test_the_trace_has_every_event_and_overlaps_get_rows_of_their_own(run: RunFolder) -> None:
@@ -66,6 +77,29 @@ def test_page_and_trace_are_written_and_text_is_escaped(run: RunFolder) -> None:
     assert "<1>" not in text
     assert "<script" not in text
     assert json.loads(page.with_name("trace.json").read_text())["traceEvents"]
+
+
+def test_the_picture_shows_who_was_busy(run: RunFolder, tmp_path: Path) -> None:
+    image_of = pytest.importorskip("PIL.Image").open
+    path = write_png(run, tmp_path / "timeline.png")
+    assert path is not None
+    with image_of(path) as image:
+        pixels = image.convert("RGB")
+        assert pixels.width > 2000
+        colours = {pixels.getpixel((x, 2 * (34 + 13))) for x in range(300, 2700)}  # the first lane
+    assert (0xC2, 0x57, 0x1A) in colours  # training
+    assert (0x2A, 0x78, 0xB5) not in colours  # generating is the engine's
+
+
+def test_without_pillow_there_is_no_picture(run: RunFolder, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert write_png(run, run.path / "timeline.png") is None
+    assert not (run.path / "timeline.png").exists()
+
+
+def test_every_kind_of_wait_has_a_colour_of_its_own() -> None:
+    assert set(_COLOURS) == set(EdgeKind)
+    assert len(set(_COLOURS.values())) == len(EdgeKind)
 
 
 def test_a_cut_off_last_line_is_left_out(run: RunFolder) -> None:

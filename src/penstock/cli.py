@@ -163,17 +163,20 @@ def report(
 def timeline(
     run: Run,
     out: Annotated[
-        Path | None, typer.Option(help="Default: RUN/timeline/timeline.html; trace.json beside it.")
+        Path | None,
+        typer.Option(help="Default: RUN/timeline/timeline.html; a .png and trace.json beside it."),
     ] = None,
 ) -> None:
     """Draw who was busy when, with the idle share of each side; and a trace for Perfetto."""
     from penstock.run_folder import find
-    from penstock.timeline import summary_lines, write_timeline
+    from penstock.timeline import summary_lines, write_png, write_timeline
 
     folder = find(run)
     for line in summary_lines(folder):
         typer.echo(line)
-    typer.echo(write_timeline(folder, out))
+    page = write_timeline(folder, out)
+    typer.echo(page)
+    typer.echo(write_png(folder, page.with_suffix(".png")) or "no picture: pip install pillow")
 
 
 @app.command(rich_help_panel="Look")

@@ -1,8 +1,8 @@
-"""`penstock timeline RUN`: who was busy when, as a Gantt page and as a Chrome trace. Layer 7.
+"""`penstock timeline RUN`: who was busy when, as a Gantt page, a picture and a Chrome trace. Layer 7.
 
 Reads RUN/timeline/events.jsonl (`timeline_log.py`). A lane is busy while at least one of its calls
-is under way; its idle share is the rest of the run's time. The page needs nothing but a browser; the
-trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing.
+is under way; its idle share is the rest of the run's time. The page needs nothing but a browser, the
+picture needs Pillow; the trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -10,30 +10,37 @@ from __future__ import annotations
 import html
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.edges import EdgeKind
 from penstock.errors import UserError
 from penstock.run_folder import RunFolder
 from penstock.timeline_log import FILE
 
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 26, 150, 34
 _MOST_BARS = 4000  # in a lane; closer ones are drawn as one
-_COLOURS = {
-    "generate": "#2a78b5",
-    "train": "#c2571a",
-    "sync": "#7a4fa3",
-    "publish": "#a3719f",
-    "reward": "#3a8f5c",
-    "wait": "#c9c9c9",
-    "eval": "#b08b1e",
-    "checkpoint": "#6b6b6b",
-    "write checkpoint": "#9a9a9a",
-    "journal": "#84a59d",
-    "restart": "#c0392b",
+_COLOURS: dict[str, str] = {
+    EdgeKind.GENERATE: "#2a78b5",
+    EdgeKind.REWARD: "#3a8f5c",
+    EdgeKind.SEND: "#84a59d",
+    EdgeKind.WAIT: "#c9c9c9",
+    EdgeKind.JOURNAL: "#5b7f77",
+    EdgeKind.TRAIN: "#c2571a",
+    EdgeKind.PUBLISH: "#a3719f",
+    EdgeKind.OBJECT_STORE: "#8f5a8a",
+    EdgeKind.COLLECTIVE: "#9b6bb8",
+    EdgeKind.SYNC: "#7a4fa3",
+    EdgeKind.EVAL: "#b08b1e",
+    EdgeKind.CHECKPOINT: "#6b6b6b",
+    EdgeKind.WRITE_CHECKPOINT: "#9a9a9a",
+    EdgeKind.LOAD: "#7d6b58",
+    EdgeKind.TURN: "#4c9fb0",
+    EdgeKind.ASK: "#444444",
+    EdgeKind.RESTART: "#c0392b",
 }
-_WAITING = ("wait", "restart")  # an open wait is not work
+_WAITING = (EdgeKind.WAIT, EdgeKind.RESTART)  # an open wait is not work
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,11 +60,19 @@ class Lane:
 
     name: str
     busy_s: float
+    waited_s: float
     total_s: float
 
     @property
     def idle_share(self) -> float:
         return 1.0 - self.busy_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """Its idle share; of a lane that does nothing but wait, how much of the time it did."""
+        if self.busy_s or not self.total_s:
+            return f"idle {self.idle_share:.1%}"
+        return f"waits {self.waited_s / self.total_s:.1%}"
 
 
 def read_events(folder: RunFolder) -> list[Event]:
@@ -83,18 +98,19 @@ def lanes(events: list[Event]) -> list[Lane]:
     for event in events:
         by_lane[event.lane].append(event)
     found = [
-        Lane(
-            name,
-            sum(end - start for start, end in merge(e for e in own if e.what not in _WAITING)),
-            total,
-        )
+        Lane(name, _covered(own, waiting=False), _covered(own, waiting=True), total)
         for name, own in by_lane.items()
     ]
     return sorted(found, key=lambda lane: (_rank(lane.name), lane.name))
 
 
+def _covered(events: list[Event], *, waiting: bool) -> float:
+    chosen = (event for event in events if (event.what in _WAITING) == waiting)
+    return sum(end - start for start, end in merge(chosen))
+
+
 def _rank(name: str) -> int:
-    order = ("trainer", "engine", "rewards", "eval", "checkpoint", "loop")
+    order = ("trainer", "engine", "rewards", "eval", "checkpoint", "journal", "loop", "produce")
     return next((n for n, start in enumerate(order) if name.startswith(start)), len(order))
 
 
@@ -152,25 +168,58 @@ def write_timeline(folder: RunFolder, out: Path | None = None) -> Path:
 def summary_lines(folder: RunFolder) -> list[str]:
     """The idle share of every side, in words."""
     return [
-        f"{lane.name:<20} busy {lane.busy_s:8.1f} s of {lane.total_s:.1f} s, idle {lane.idle_share:5.1%}"
+        f"{lane.name:<20} busy {lane.busy_s:8.1f} s of {lane.total_s:.1f} s, {lane.verdict}"
         for lane in lanes(read_events(folder))
     ]
+
+
+def write_png(folder: RunFolder, path: Path) -> Path | None:
+    """The chart as a picture; None: Pillow is not installed."""
+    try:
+        from PIL import Image, ImageDraw, ImageFont
+    except ImportError:
+        return None
+    events = read_events(folder)
+    sides, zoom = lanes(events), 2
+    width, height = _LEFT + _WIDTH + 90, _TOP + _ROW * len(sides) + 46
+    image = Image.new("RGB", (width * zoom, height * zoom), "white")
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(12 * zoom)
+
+    def text(x: float, y: float, words: str, colour: str = "#222222") -> None:
+        draw.text((x * zoom, y * zoom), words, fill=colour, font=font)
+
+    for x, label in _ticks(_total(sides)):
+        draw.line((x * zoom, (_TOP - 8) * zoom, x * zoom, (height - 40) * zoom), fill="#dddddd")
+        text(x - 14, _TOP - 26, label)
+    for row, lane in enumerate(sides):
+        y = _TOP + _ROW * row
+        text(0, y + 3, lane.name)
+        for what, x, extent, _ in _bars(lane, events, sides):
+            box = (x * zoom, (y + 3) * zoom, (x + extent) * zoom, (y + _ROW - 5) * zoom)
+            draw.rectangle(box, fill=_COLOURS.get(what, "#444444"))
+        text(_LEFT + _WIDTH + 8, y + 3, lane.verdict, "#777777")
+    x = float(_LEFT)
+    for what in _kinds(events):
+        draw.rectangle(
+            (x * zoom, (height - 24) * zoom, (x + 10) * zoom, (height - 14) * zoom),
+            fill=_COLOURS.get(what, "#444444"),
+        )
+        text(x + 14, height - 27, what)
+        x += 30 + font.getlength(what) / zoom
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+    return path
 
 
 def render(name: str, events: list[Event]) -> str:
     """One HTML page with an SVG inside: no script, nothing fetched."""
     sides = lanes(events)
     height = _TOP + _ROW * len(sides) + 20
-    begin = events[0].start if events else 0.0
-    total = sides[0].total_s if sides else 1.0
-    body = [_axis(total, height)]
-    for row, lane in enumerate(sides):
-        own = [event for event in events if event.lane == lane.name]
-        body.append(_row(row, lane, own, begin, total))
+    body = [_axis(_total(sides), height)]
+    body += [_row(row, lane, events, sides) for row, lane in enumerate(sides)]
     legend = " ".join(
-        f'<span><i style="background:{colour}"></i>{what}</span>'
-        for what, colour in _COLOURS.items()
-        if any(event.what == what for event in events)
+        f'<span><i style="background:{_COLOURS.get(what, "#444444")}"></i>{html.escape(what)}</span>'
+        for what in _kinds(events)
     )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(name)}: timeline</title>
@@ -189,35 +238,52 @@ i {{ display: inline-block; width: 10px; height: 10px; margin-right: 4px; }}
 """
 
 
-def _axis(total: float, height: int) -> str:
-    ticks = []
-    for part in range(6):
-        x = _LEFT + _WIDTH * part / 5
-        ticks.append(
-            f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{_TOP - 8}" y2="{height - 16}" stroke="#ddd"/>'
-            f'<text x="{x:.0f}" y="{_TOP - 14}" text-anchor="middle">{total * part / 5:.1f} s</text>'
-        )
-    ticks.append(f'<text x="{_LEFT + _WIDTH + 40}" y="{_TOP - 14}">idle</text>')
-    return "".join(ticks)
+def _kinds(events: list[Event]) -> list[str]:
+    """What there is, in the order of the legend."""
+    there = {event.what for event in events}
+    return [*(what for what in _COLOURS if what in there), *sorted(there - _COLOURS.keys())]
 
 
-def _row(row: int, lane: Lane, events: list[Event], begin: float, total: float) -> str:
-    y = _TOP + _ROW * row
-    bars = [f'<text x="0" y="{y + 16}">{html.escape(lane.name)}</text>']
+def _total(sides: list[Lane]) -> float:
+    return (sides[0].total_s if sides else 0.0) or 1.0
+
+
+def _ticks(total: float) -> list[tuple[float, str]]:
+    return [(_LEFT + _WIDTH * part / 5, f"{total * part / 5:.1f} s") for part in range(6)]
+
+
+def _bars(
+    lane: Lane, events: list[Event], sides: list[Lane]
+) -> Iterator[tuple[str, float, float, float]]:
+    """What, from where, how wide, how many seconds; waits come first, so that work lies on them."""
+    begin, total = events[0].start, _total(sides)
     kinds: dict[str, list[Event]] = defaultdict(list)
     for event in events:
-        kinds[event.what].append(event)
-    waits_first = sorted(kinds, key=lambda what: what not in _WAITING)
-    for what in waits_first:
-        colour = _COLOURS.get(what, "#444")
+        if event.lane == lane.name:
+            kinds[event.what].append(event)
+    for what in sorted(kinds, key=lambda what: what not in _WAITING):
         for start, end in merge(kinds[what], gap_s=total / _MOST_BARS):
             x = _LEFT + _WIDTH * (start - begin) / total
-            width = max(0.4, _WIDTH * (end - start) / total)
-            bars.append(
-                f'<rect x="{x:.2f}" y="{y + 3}" width="{width:.2f}" height="{_ROW - 8}" fill="{colour}">'
-                f"<title>{html.escape(what)} {end - start:.2f} s</title></rect>"
-            )
-    bars.append(
-        f'<text class="idle" x="{_LEFT + _WIDTH + 40}" y="{y + 16}">{lane.idle_share:.1%}</text>'
+            yield what, x, max(0.4, _WIDTH * (end - start) / total), end - start
+
+
+def _axis(total: float, height: int) -> str:
+    return "".join(
+        f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{_TOP - 8}" y2="{height - 16}" stroke="#ddd"/>'
+        f'<text x="{x:.0f}" y="{_TOP - 14}" text-anchor="middle">{label}</text>'
+        for x, label in _ticks(total)
     )
-    return "".join(bars)
+
+
+def _row(row: int, lane: Lane, events: list[Event], sides: list[Lane]) -> str:
+    y = _TOP + _ROW * row
+    parts = [f'<text x="0" y="{y + 16}">{html.escape(lane.name)}</text>']
+    for what, x, width, seconds in _bars(lane, events, sides):
+        colour = _COLOURS.get(what, "#444444")
+        parts.append(
+            f'<rect x="{x:.2f}" y="{y + 3}" width="{width:.2f}" height="{_ROW - 8}" fill="{colour}">'
+            f"<title>{html.escape(what)} {seconds:.2f} s</title></rect>"
+        )
+    right = _LEFT + _WIDTH + 8
+    parts.append(f'<text class="idle" x="{right}" y="{y + 16}">{lane.verdict}</text>')
+    return "".join(parts)

@@ -49,7 +49,9 @@ class Echo:
     async def until_waiting(self) -> None:
         await asyncio.to_thread(self._waiting.wait)
 
-    async def block_the_loop(self) -> None:
+    async def block_the_loop(self, tell: Path | None = None) -> None:
+        if tell is not None:
+            tell.write_text("blocked")
         self._stopped.wait()
 
     async def block_every_thread(self) -> None:

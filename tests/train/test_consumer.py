@@ -197,6 +197,24 @@ class StopAfter:
             thread.join()
 
 
+def test_every_micro_batch_update_and_tensor_is_a_sign_of_life(saved_model) -> None:
+    consumer = from_disk(
+        saved_model,
+        train={"micro_batch_tokens": 8, "num_epochs": 2},
+        algorithm={"kl_beta": 0.1},  # a pass of the reference before the updates
+    )
+    seen: list[int] = []
+    for policy in (consumer.policy, consumer._updater.reference):
+        policy.register_forward_pre_hook(lambda *_: seen.append(consumer.pieces))
+    consumer.train(random_batch(1))
+    assert len(seen) > 6
+    assert seen == sorted(set(seen))  # one more at each
+    before = consumer.pieces
+    assert consumer.pieces > seen[-1] + 1  # the update, the digest
+    names = [name for name, _ in consumer.weights()]
+    assert consumer.pieces == before + len(names)
+
+
 def test_a_stop_before_the_update_leaves_everything_as_it_was(saved_model) -> None:
     settings = {"train": {"micro_batch_tokens": 8}, "model": {"lora": {"rank": 2, "dropout": 0.3}}}
     first, second = batches(2)
