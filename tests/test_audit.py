@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,12 @@ from rich.console import Console
 
 from fakes import CountingReward, FakeEngine, VirtualClock, make_prompts
 from penstock.agent.single_turn import SingleTurn
-from penstock.audit import Audit, audit_journal, audit_run
+from penstock.audit import Audit, EraBounds, audit_journal, audit_run
 from penstock.config import SamplingConfig
 from penstock.data.sampler import Sampler
 from penstock.journal import Journal
+from penstock.journal.checks import CHECKED, expression
+from penstock.journal.schema import open_database
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.replay import ReplayBuffer
 from penstock.run_folder import RunFolder
@@ -83,9 +85,18 @@ def make_run(path: Path) -> Path:
 
 def look(path: Path, allowed: int = 1) -> Audit:
     journal = Journal.open(path / "journal.db", readonly=True)
-    found = audit_journal(journal, {"train": allowed})
+    found = audit_journal(journal, [EraBounds(None, {"train": allowed})])
     journal.close()
     return found
+
+
+def change(path: Path, statement: str, *, sealed: bool = False) -> None:
+    """Tamper with a journal; `sealed`: with checksums that fit, as a faulty writer would leave it."""
+    database = open_database(path / "journal.db")
+    assert database.execute(statement).rowcount > 0
+    for table in CHECKED if sealed else ():
+        database.execute(f"UPDATE {table} SET row_check = {expression(table)}")
+    database.close()
 
 
 def test_a_good_run_balances(tmp_path: Path) -> None:
@@ -142,25 +153,40 @@ def test_the_table_says_that_it_balances(tmp_path: Path) -> None:
 )
 def test_every_damage_is_found(tmp_path: Path, damage: str, fault: str) -> None:
     make_run(tmp_path)
-    database = sqlite3.connect(tmp_path / "journal.db")
-    assert database.execute(damage).rowcount > 0
-    database.commit()
-    database.close()
+    change(tmp_path, damage, sealed=True)
     found = look(tmp_path)
     assert any(fault in line for line in found.faults), found.faults
     assert audit_run(RunFolder(tmp_path), console=Console(quiet=True)) == 1
 
 
 def test_a_bound_that_was_not_kept_is_found(tmp_path: Path) -> None:
-    assert not look(make_run(tmp_path), allowed=0).balanced
+    found = look(make_run(tmp_path), allowed=0)
+    assert found.faults[0] == "task train: step 2 trained a sample of staleness 1, allowed: 0"
+
+
+def test_each_step_is_held_to_the_bound_of_its_own_time(tmp_path: Path) -> None:
+    """Steps 2 to 5 are of staleness 1; a batch may have been taken just before the settings changed."""
+    make_run(tmp_path)
+    (tmp_path / "configs").mkdir()
+
+    def faults(first_bound: int, until: int, then: int) -> list[str]:
+        for old in (tmp_path / "configs").iterdir():
+            old.unlink()
+        text = "[produce]\nmax_staleness = {}\n"
+        (tmp_path / "configs" / f"until-step-{until}.toml").write_text(text.format(first_bound))
+        (tmp_path / "config.toml").write_text(text.format(then))
+        console = Console(record=True, width=120, file=io.StringIO())
+        audit_run(RunFolder(tmp_path), console=console)
+        return [line for line in console.export_text().splitlines() if "FAULT" in line]
+
+    assert faults(1, 4, 0) == []
+    assert [line.split()[3:5] for line in faults(1, 2, 0)] == [["step", "4"], ["step", "5"]]
+    assert [line.split()[3:5] for line in faults(0, 2, 1)] == [["step", "2"]]
 
 
 def test_a_bias_in_length_is_a_warning(tmp_path: Path) -> None:
     make_run(tmp_path)
-    database = sqlite3.connect(tmp_path / "journal.db")
-    database.execute("UPDATE event_rows SET num_tokens = num_tokens * 4")
-    database.commit()
-    database.close()
+    change(tmp_path, "UPDATE event_rows SET num_tokens = num_tokens * 4", sealed=True)
     found = look(tmp_path)
     assert found.balanced
     found.tasks["train"].trained = 60

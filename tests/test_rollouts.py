@@ -13,6 +13,7 @@ from rich.console import Console
 
 from made_run import GROUP_SIZE, make_run
 from penstock.errors import UserError
+from penstock.journal.checks import rollout_key
 from penstock.journal.codec import decode_rollout, encode_rollout
 from penstock.rollouts import Sample, show_rollouts
 from penstock.run_folder import RunFolder
@@ -120,13 +121,16 @@ def set_texts(run: RunFolder, text: str) -> None:
     """Give every recorded response that text, with payloads that fit it."""
     prompt = Prompt("p:1", (), np.array([1]))
     with sqlite3.connect(run.journal) as database:
-        rows = database.execute("SELECT rollout_id, text, data FROM rollout_rows").fetchall()
-        for rollout_id, old, data in rows:
-            rollout = decode_rollout(data, rollout_id, prompt, text=old)
+        rows = database.execute(
+            "SELECT group_id, number, rollout_id, text, data FROM rollout_rows"
+        ).fetchall()
+        for group_id, number, rollout_id, old, data in rows:
+            key = rollout_key(group_id, number, rollout_id)
+            rollout = decode_rollout(data, rollout_id, prompt, text=old, key=key)
             rollout.text = text
             database.execute(
                 "UPDATE rollout_rows SET text = ?, data = ? WHERE rollout_id = ?",
-                (text, encode_rollout(rollout, with_text=False), rollout_id),
+                (text, encode_rollout(rollout, with_text=False, key=key), rollout_id),
             )
     database.close()
 

@@ -18,12 +18,22 @@ from rich.table import Table
 
 from penstock.attest import chain_faults, redone_versions
 from penstock.config import Config
+from penstock.errors import JournalDamaged
 from penstock.journal import Journal
 from penstock.produce import calculate_stale_threshold
 from penstock.run_folder import RunFolder
 
 _BIAS_LIMIT = 0.05  # share by which a trained mean may differ from the drawn one
+_MOST_NAMED = 50  # damaged records
 _ENOUGH = 50  # groups below which a difference says nothing
+
+
+@dataclass(slots=True, frozen=True)
+class EraBounds:
+    """The staleness that was allowed under one config, and the last step done under it."""
+
+    last_step: int | None  # None: it is in force
+    allowed: dict[str, int]  # per task, in updates
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,14 +97,11 @@ class Audit:
 def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | None = None) -> int:
     """Print the account of a run; 0 when it balances, else 1."""
     origin = folder.origin()
-    allowed: dict[str, int] = {}
-    for era in folder.eras():
-        for name, bound in _bounds(era.config).items():
-            allowed[name] = max(bound, allowed.get(name, 0))
+    eras = [EraBounds(era.last_step, _bounds(era.config)) for era in folder.eras()]
     journal = Journal.open(folder.journal, readonly=True)
     try:
-        journal.check_file()
-        found = audit_journal(journal, allowed, recorded=origin is not None)
+        journal.check_file(rows=False)
+        found = audit_journal(journal, eras, recorded=origin is not None)
     finally:
         journal.close()
     if origin is not None:
@@ -119,15 +126,25 @@ def _bounds(config: Config) -> dict[str, int]:
     }
 
 
-def audit_journal(
-    journal: Journal, max_staleness_allowed: dict[str, int], *, recorded: bool = False
-) -> Audit:
-    """The account of a journal; `max_staleness_allowed` in updates, per task.
+def audit_journal(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool = False) -> Audit:
+    """The account of a journal, each step by the bounds of the `eras` (in order) that it was done in.
 
     `recorded`: a fork, whose groups are a choice of another run's.
     """
+    damage = _damage(journal)
+    try:
+        return _account(journal, eras, recorded, damage)
+    except (TypeError, ValueError, KeyError) as error:  # a damaged value that is of another type
+        if not damage:
+            raise
+        raise JournalDamaged(f"journal {journal.path}: damaged: {damage[0]}") from error
+
+
+def _account(
+    journal: Journal, eras: Sequence[EraBounds], recorded: bool, damage: list[str]
+) -> Audit:
     tasks = _count(journal, recorded)
-    stalest, stale_faults = _staleness(journal, max_staleness_allowed)
+    stalest, stale_faults = _staleness(journal, eras)
     faults = [
         *(
             f"task {name}: does not balance: {task}"
@@ -137,7 +154,7 @@ def audit_journal(
         *_life_faults(journal),
         *_batch_faults(journal),
         *chain_faults(journal, recorded=recorded),
-        *(f"{what}: it is not what was written" for what in journal.damaged_payloads()),
+        *damage,
         *([] if recorded else stale_faults),  # a fork's versions and steps are of two runs
     ]
     for name, task in tasks.items():
@@ -145,7 +162,7 @@ def audit_journal(
     return Audit(
         tasks=tasks,
         max_staleness_trained=stalest,
-        max_staleness_allowed=max(max_staleness_allowed.values(), default=0),
+        max_staleness_allowed=max((n for era in eras for n in era.allowed.values()), default=0),
         committed_steps=journal.last_committed_step(),
         faults=faults,
         warnings=[
@@ -153,6 +170,14 @@ def audit_journal(
             *(line for name, task in tasks.items() for line in _bias(name, task)),
         ],
     )
+
+
+def _damage(journal: Journal) -> list[str]:
+    found = journal.damaged()
+    faults = [f"{what}: it is not what was written" for what in found[:_MOST_NAMED]]
+    if len(found) > _MOST_NAMED:
+        faults.append(f"{len(found) - _MOST_NAMED} further records are not what was written")
+    return faults
 
 
 def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
@@ -217,18 +242,34 @@ def _batch_faults(journal: Journal) -> list[str]:
     return faults
 
 
-def _staleness(journal: Journal, allowed: dict[str, int]) -> tuple[int, list[str]]:
+def _staleness(journal: Journal, eras: Sequence[EraBounds]) -> tuple[int, list[str]]:
     """The largest staleness of any trained rollout, by its oldest token, and who is past the bound."""
     rows = journal.query(
-        "SELECT task, MAX(step - oldest_version - 1) FROM rollouts WHERE step IS NOT NULL GROUP BY task"
+        "SELECT task, step, MAX(step - oldest_version - 1) FROM rollouts"
+        " WHERE step IS NOT NULL AND oldest_version IS NOT NULL GROUP BY task, step ORDER BY step"
     )
-    stalest = {task: value for task, value in rows if value is not None}
-    faults = [
-        f"task {task}: trained a sample of staleness {value}, allowed: {allowed[task]}"
-        for task, value in stalest.items()
-        if task in allowed and value > allowed[task]
-    ]
-    return max(stalest.values(), default=0), faults
+    faults = []
+    for task, step, value in rows:
+        bound = _bound(task, step, eras)
+        if bound is not None and value > bound:
+            faults.append(
+                f"task {task}: step {step} trained a sample of staleness {value}, allowed: {bound}"
+            )
+    return max((value for _, _, value in rows), default=0), faults
+
+
+def _bound(task: str, step: int, eras: Sequence[EraBounds]) -> int | None:
+    """Of the era that the step was done in; None: the task was not in it.
+
+    The batch of an era's first step may have been taken before the settings changed: the larger bound.
+    """
+    before, found = 0, []
+    for era in eras:
+        last = step if era.last_step is None else era.last_step
+        if before < step <= last + 1 and task in era.allowed:
+            found.append(era.allowed[task])
+        before = last
+    return max(found, default=None)
 
 
 def _measure(journal: Journal, name: str, task: TaskAudit) -> None:

@@ -23,18 +23,22 @@ _HEADER = struct.Struct("<BBHIIQdq")  # codec, flags, segments, tokens, tail byt
 _GROUP = struct.Struct("<BHI")  # codec, rollouts, bytes of the JSON head
 _CHECK = struct.Struct("<I")  # at the end of a payload
 _SEGMENT = struct.Struct("<II")  # version, tokens
-_ALL_TRAINED = 1
+_ALL_TRAINED = 1  # flags
+_KEYED = 2
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _STATUSES = {status.value: status for status in Status}
 
 
-def encode_rollout(rollout: Rollout, *, with_text: bool = True) -> bytes:
-    """All of a rollout but its prompt; the text may be kept elsewhere."""
+def encode_rollout(rollout: Rollout, *, with_text: bool = True, key: str = "") -> bytes:
+    """All of a rollout but its prompt; the text may be kept elsewhere.
+
+    The checksum covers the text, wherever it is kept, and the key that the payload is kept under.
+    """
     tail = _to_json(_tail(rollout, with_text))
     all_trained = 0 not in rollout.loss_mask.tobytes()
     header = _HEADER.pack(
         CODEC_VERSION,
-        _ALL_TRAINED if all_trained else 0,
+        (_ALL_TRAINED if all_trained else 0) | (_KEYED if key else 0),
         len(rollout.segments),
         len(rollout.response_ids),
         len(tail),
@@ -47,7 +51,7 @@ def encode_rollout(rollout: Rollout, *, with_text: bool = True) -> bytes:
     ids = _little(rollout.response_ids, _IDS)
     logprobs = _little(rollout.logprobs, _LOGPROBS)
     body = b"".join((header, ids, logprobs, mask, segments, tail))
-    return body + _check_sum(body, None if with_text else stored_text(rollout.text))
+    return body + _check_sum(body, None if with_text else stored_text(rollout.text), key)
 
 
 def _little(array: np.ndarray, dtype: np.dtype) -> bytes:
@@ -55,10 +59,10 @@ def _little(array: np.ndarray, dtype: np.dtype) -> bytes:
 
 
 def decode_rollout(
-    data: bytes, rollout_id: str, prompt: Prompt, *, text: str | None = None
+    data: bytes, rollout_id: str, prompt: Prompt, *, text: str | None = None, key: str = ""
 ) -> Rollout:
-    """The inverse; `text` where it was kept elsewhere."""
-    if not is_intact(data, text):
+    """The inverse; `text` where it was kept elsewhere, `key` where it was kept under one."""
+    if not is_intact(data, text, key):
         raise JournalDamaged(f"journal: rollout {rollout_id} is not what was written")
     codec, flags, num_segments, tokens, tail_bytes, seed, temperature, issued = _HEADER.unpack_from(
         data
@@ -129,9 +133,9 @@ def encode_prompt(prompt: Prompt) -> bytes:
 
 
 def decode_prompt(stored: bytes) -> Prompt:
-    data = stored[: -_CHECK.size]
     if not is_intact(stored):
-        raise JournalDamaged(f"journal: a prompt is not what was written: {data[:60]!r}")
+        raise JournalDamaged(f"journal: a prompt is not what was written: {stored[:60]!r}")
+    data = stored[: -_CHECK.size]
     codec, _, size = _GROUP.unpack_from(data)
     _check_codec(codec)
     at = _GROUP.size
@@ -192,14 +196,44 @@ def stored_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def is_intact(data: bytes, text: str | None = None) -> bool:
-    """Whether a stored payload is what was written."""
-    return data[-_CHECK.size :] == _check_sum(data[: -_CHECK.size], text)
+def is_intact(data: bytes, text: str | None = None, key: str = "") -> bool:
+    """Whether a stored payload is what was written, under that key if it was written with one."""
+    if not isinstance(data, bytes) or not isinstance(text, str | None) or len(data) < 2:
+        return False  # damage can change the type of a value
+    key = key if data[1] & _KEYED else ""
+    return data[-_CHECK.size :] == _check_sum(data[: -_CHECK.size], text, key)
 
 
-def _check_sum(body: bytes, text: str | None = None) -> bytes:
+def described(data: bytes) -> tuple:
+    """What an intact payload says of itself, as the columns beside it do.
+
+    Status, finish reason, tokens, oldest and newest version, temperature, reward, error.
+    """
+    _, _, num_segments, tokens, tail_bytes, _, temperature, _ = _HEADER.unpack_from(data)
+    end = len(data) - _CHECK.size - tail_bytes
+    pairs = struct.unpack_from(f"<{2 * num_segments}I", data, end - 8 * num_segments)
+    tail = json.loads(data[end : end + tail_bytes])
+    score = tail.get("score")
+    return (
+        tail["status"],
+        tail.get("finish", ""),
+        tokens,
+        min(pairs[::2], default=None),
+        max(pairs[::2], default=None),
+        stored_number(temperature),
+        None if score is None else stored_number(score[0]),
+        stored_text(tail.get("error", "")),
+    )
+
+
+def stored_number(value: float) -> float | None:
+    """A number as SQLite gives it back: -0.0 is 0.0 there, and what is not a number is NULL."""
+    return float(value) + 0.0 if value == value else None
+
+
+def _check_sum(body: bytes, text: str | None = None, key: str = "") -> bytes:
     """SQLite does not notice a flipped byte in a payload; this does."""
-    crc = zlib.crc32(body)
+    crc = zlib.crc32(body, zlib.crc32(key.encode()) if key else 0)
     return _CHECK.pack(crc if text is None else zlib.crc32(text.encode(), crc))
 
 

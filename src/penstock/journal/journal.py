@@ -7,18 +7,20 @@ queued and written in order. Queries see all that was submitted before them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import JournalDamaged, RunError
 from penstock.journal import records
-from penstock.journal.codec import decode_prompt, decode_rollout, is_intact
-from penstock.journal.schema import open_database
+from penstock.journal.checks import CHECKED, damaged_payloads, damaged_rows, rollout_key
+from penstock.journal.codec import decode_prompt, decode_rollout
+from penstock.journal.schema import changed_definitions, has_checks, open_database
 from penstock.journal.writer import Writer
 from penstock.types import Batch, Group, Prompt, Status, StepReport
 
@@ -180,22 +182,43 @@ class Journal:
             return self._reader.execute(sql, parameters).fetchall()
         except sqlite3.OperationalError as error:
             raise RunError(f"journal {self.path}: cannot read: {error}") from error
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
-    def damaged_payloads(self) -> list[str]:
-        """Rollouts and prompts that are not what was written; reads all of them."""
-        rollouts = self._reader.execute("SELECT rollout_id, data, text FROM rollout_rows")
-        damaged = [f"rollout {name}" for name, data, text in rollouts if not is_intact(data, text)]
-        prompts = self._reader.execute("SELECT prompt_id, data FROM prompt_rows")
-        return damaged + [f"prompt {name}" for name, data in prompts if not is_intact(data)]
+    def damaged(self) -> list[str]:
+        """Rows and payloads that are not what was written, by name; reads all of them."""
+        if self._writer is not None:
+            self._writer.wait_durable()
+        try:
+            return list(dict.fromkeys([*self._damaged_rows(), *damaged_payloads(self._reader)]))
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
-    def check_file(self) -> None:
-        """Raise where the file's structure is damaged; reads all of it."""
-        for (finding,) in self.query("PRAGMA quick_check(1)"):
+    def has_checks(self) -> bool:
+        """Whether its rows carry checksums; those of an older Penstock do not."""
+        return has_checks(self._reader)
+
+    def _damaged_rows(self) -> Iterator[str]:
+        if self.has_checks():
+            for table in CHECKED:
+                yield from damaged_rows(self._reader, table)
+
+    def check_file(self, *, rows: bool = True) -> None:
+        """Raise where the file's structure or (`rows`) one of its rows is damaged; reads all of it."""
+        for (finding,) in self.query("PRAGMA integrity_check(1)"):
             if finding != "ok":
                 words = " ".join(finding.split())
                 raise JournalDamaged(f"journal {self.path}: damaged: {words}")
+        try:
+            changed = changed_definitions(self._reader) if self.has_checks() else []
+            found = [f"the definition of {name}" for name in changed]
+            found += itertools.islice(self._damaged_rows() if rows and not changed else (), 1)
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
+        if found:
+            raise JournalDamaged(
+                f"journal {self.path}: damaged: {found[0]} is not what was written"
+            )
 
     def last_committed_step(self) -> int:
         """0 before the first."""
@@ -300,9 +323,16 @@ class Journal:
             if key not in prompts:
                 prompts[key] = self._prompt(task, prompt_id)
             rollouts = [
-                decode_rollout(data, rollout_id, prompts[key], text=text)
-                for rollout_id, text, data in self._select(
-                    "SELECT rollout_id, text, data FROM rollout_rows WHERE group_id = ? ORDER BY number",
+                decode_rollout(
+                    data,
+                    rollout_id,
+                    prompts[key],
+                    text=text,
+                    key=rollout_key(group_id, number, rollout_id),
+                )
+                for number, rollout_id, text, data in self._select(
+                    "SELECT number, rollout_id, text, data FROM rollout_rows"
+                    " WHERE group_id = ? ORDER BY number",
                     (group_id,),
                 )
             ]
@@ -326,4 +356,6 @@ class Journal:
         rows = self._select(
             "SELECT data FROM prompt_rows WHERE task = ? AND prompt_id = ?", (task, prompt_id)
         )
+        if not rows:
+            raise JournalDamaged(f"journal {self.path}: damaged: it has no prompt {prompt_id}")
         return decode_prompt(rows[0][0])

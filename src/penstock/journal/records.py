@@ -14,13 +14,60 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from penstock.errors import RunError
-from penstock.journal.codec import encode_prompt, encode_rollout, stored_text
+from penstock.journal.checks import expression, rollout_key, row_check
+from penstock.journal.codec import encode_prompt, encode_rollout, stored_number, stored_text
 from penstock.types import Group, Prompt, Rollout, StepReport
 
 _INSERT_ROLLOUT = f"INSERT OR REPLACE INTO rollout_rows VALUES ({', '.join('?' * 13)})"
 _INSERT_EVENT = (
-    "INSERT INTO event_rows(at, group_id, kind, status, tries, reason, num_tokens, reward, oldest_version)"
-    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    "INSERT INTO event_rows(at, group_id, kind, status, tries, reason, num_tokens, reward, oldest_version,"
+    " row_check) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_INSERT_GROUP = (
+    "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)"
+    " VALUES (?, ?, ?, ?, ?, 'in_flight', ?)"
+)
+_AS_DRAWN = ("in_flight", "init", 0, *(None,) * 8)  # the columns that are not given then
+
+
+def _update_group(where: str, **values: str) -> str:
+    """Columns of a group from numbered parameters, and the checksum of what the row is then."""
+    sets = ", ".join(f"{column} = {value}" for column, value in values.items())
+    check = expression("group_rows", **values)
+    return f"UPDATE group_rows SET {sets}, row_check = {check} WHERE {where}"
+
+
+_LAND_GROUP = _update_group(
+    "group_id = ?10",
+    place="?1",
+    status="?2",
+    tries="?3",
+    oldest_version="?4",
+    num_tokens="?5",
+    reward="?6",
+    landed_at="?7",
+    drop_reason="?8",
+    error="?9",
+)
+_MOVE_GROUP = _update_group("group_id = ?5", place="?1", status="?2", tries="?3", drop_reason="?4")
+_TAKE_GROUP = _update_group(
+    "group_id = ?3 AND place = 'buffered' AND status = 'completed'",
+    place="'taken'",
+    step="?1",
+    position="?2",
+)
+_COMMITTED = {
+    "committed_at": "?2",
+    "policy_version": "?3",
+    "digest": "?4",
+    "metrics": "?5",
+}
+_AS_NEW = expression("step_rows", step="?1", begun_at="NULL", group_ids="NULL", **_COMMITTED)
+_COMMIT_STEP = (
+    "INSERT INTO step_rows(step, committed_at, policy_version, digest, metrics, row_check)"
+    f" VALUES (?1, ?2, ?3, ?4, ?5, {_AS_NEW}) ON CONFLICT(step) DO UPDATE SET"
+    " committed_at = ?2, policy_version = ?3, digest = ?4, metrics = ?5,"
+    f" row_check = {expression('step_rows', **_COMMITTED)}"
 )
 
 
@@ -38,18 +85,11 @@ class Drawn:
     @classmethod
     def write_all(cls, db: sqlite3.Connection, records: Sequence[Drawn]) -> None:
         db.executemany(
-            "INSERT OR IGNORE INTO prompt_rows VALUES (?, ?, ?)",
-            [
-                (r.task, r.prompt.prompt_id, encode_prompt(r.prompt))
-                for r in records
-                if r.new_prompt
-            ],
+            "INSERT OR IGNORE INTO prompt_rows VALUES (?, ?, ?, ?)",
+            [_prompt_row(r) for r in records if r.new_prompt],
         )
-        db.executemany(
-            "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place)"
-            " VALUES (?, ?, ?, ?, ?, 'in_flight')",
-            [(r.group_id, r.task, r.cursor, r.prompt.prompt_id, r.at) for r in records],
-        )
+        rows = [(r.group_id, r.task, r.cursor, r.prompt.prompt_id, r.at) for r in records]
+        db.executemany(_INSERT_GROUP, [(*row, row_check(*row, *_AS_DRAWN)) for row in rows])
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,18 +109,14 @@ class Landed:
         for record in records:
             record._add_rows(rollouts, groups, events)
         db.executemany(_INSERT_ROLLOUT, rollouts)
-        changed = db.executemany(
-            "UPDATE group_rows SET place = ?, status = ?, tries = ?, oldest_version = ?, num_tokens = ?,"
-            " reward = ?, landed_at = ?, drop_reason = ?, error = ? WHERE group_id = ?",
-            groups,
-        ).rowcount
+        changed = db.executemany(_LAND_GROUP, groups).rowcount
         _expect(len(records), changed, [record.group.group_id for record in records])
         db.executemany(_INSERT_EVENT, events)
 
     def _add_rows(self, rollouts: list[tuple], groups: list[tuple], events: list[tuple]) -> None:
         group, status = self.group, self.group.status.value
         scores = [r.score.value for r in group.rollouts if r.score is not None]
-        reward = sum(scores) / len(scores) if scores else None
+        reward = stored_number(sum(scores) / len(scores)) if scores else None
         oldest, tokens = group.oldest_version, group.num_response_tokens
         error = stored_text(group.error)
         rollouts.extend(
@@ -89,8 +125,8 @@ class Landed:
         fate = (oldest, tokens, reward, self.at, self.drop_reason, error, group.group_id)
         groups.append((self.place, status, group.tries, *fate))
         kind = self.drop_reason if self.drop_reason == "filtered" else "landed"
-        event = (self.at, group.group_id, kind, status, group.tries, error)
-        events.append((*event, tokens, reward, oldest))
+        event = (self.at, group.group_id, kind, status, group.tries, error, tokens, reward, oldest)
+        events.append((*event, row_check(*event)))
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,12 +144,13 @@ class Moved:
 
     def write(self, db: sqlite3.Connection) -> None:
         changed = db.execute(
-            "UPDATE group_rows SET place = ?, status = ?, tries = ?, drop_reason = ? WHERE group_id = ?",
+            _MOVE_GROUP,
             (self.place, self.status, self.tries, self.drop_reason, self.group_id),
         ).rowcount
         _expect(1, changed, [self.group_id])
-        event = (self.at, self.group_id, self.kind, self.status, self.tries)
-        db.execute(_INSERT_EVENT, (*event, stored_text(self.reason), None, None, None))
+        reason = stored_text(self.reason)
+        event = (self.at, self.group_id, self.kind, self.status, self.tries, reason, *(None,) * 3)
+        db.execute(_INSERT_EVENT, (*event, row_check(*event)))
 
 
 @dataclass(slots=True, frozen=True)
@@ -125,13 +162,13 @@ class StepBegun:
     group_ids: Sequence[str]
 
     def write(self, db: sqlite3.Connection) -> None:
+        row = (self.step, self.at, json.dumps(list(self.group_ids)))
         db.execute(
-            "INSERT INTO step_rows(step, begun_at, group_ids) VALUES (?, ?, ?)",
-            (self.step, self.at, json.dumps(list(self.group_ids))),
+            "INSERT INTO step_rows(step, begun_at, group_ids, row_check) VALUES (?, ?, ?, ?)",
+            (*row, row_check(*row, *(None,) * 4)),
         )
         changed = db.executemany(
-            "UPDATE group_rows SET place = 'taken', step = ?, position = ?"
-            " WHERE group_id = ? AND place = 'buffered' AND status = 'completed'",
+            _TAKE_GROUP,
             [(self.step, position, group_id) for position, group_id in enumerate(self.group_ids)],
         ).rowcount
         if changed != len(self.group_ids):
@@ -151,9 +188,7 @@ class StepCommitted:
     def write(self, db: sqlite3.Connection) -> None:
         report = self.report
         db.execute(
-            "INSERT INTO step_rows(step, committed_at, policy_version, digest, metrics) VALUES (?, ?, ?, ?, ?)"
-            " ON CONFLICT(step) DO UPDATE SET committed_at = excluded.committed_at,"
-            " policy_version = excluded.policy_version, digest = excluded.digest, metrics = excluded.metrics",
+            _COMMIT_STEP,
             (
                 report.step,
                 self.at,
@@ -177,7 +212,9 @@ class WeightsSeen:
     def write(self, db: sqlite3.Connection) -> None:
         row = (self.at, self.kind, self.engine, self.version, self.digest)
         db.execute(
-            "INSERT INTO weight_rows(at, kind, engine, version, digest) VALUES (?, ?, ?, ?, ?)", row
+            "INSERT INTO weight_rows(at, kind, engine, version, digest, row_check)"
+            " VALUES (?, ?, ?, ?, ?, ?)",
+            (*row, row_check(*row)),
         )
 
 
@@ -195,8 +232,15 @@ def write_in_order(db: sqlite3.Connection, records: Sequence[Record]) -> None:
                 record.write(db)
 
 
+def _prompt_row(record: Drawn) -> tuple:
+    data = encode_prompt(record.prompt)
+    key = (record.task, record.prompt.prompt_id)
+    return (*key, data, row_check(*key, data[-4:]))
+
+
 def _rollout_row(group_id: str, number: int, rollout: Rollout) -> tuple:
     segments = rollout.segments
+    key = rollout_key(group_id, number, rollout.rollout_id)
     return (
         group_id,
         number,
@@ -210,7 +254,7 @@ def _rollout_row(group_id: str, number: int, rollout: Rollout) -> tuple:
         None if rollout.score is None else rollout.score.value,
         stored_text(rollout.text),
         stored_text(rollout.error),
-        encode_rollout(rollout, with_text=False),
+        encode_rollout(rollout, with_text=False, key=key),
     )
 
 

@@ -1,7 +1,8 @@
 """Tables and public views of a journal, and how a file of them is opened. Layer 1.
 
 The tables (`*_rows`) are ours to change with the schema version. The views `groups`, `rollouts`, `steps`,
-`weights` and `events` are public and stay: any SQLite tool can read them while a run writes.
+`weights` and `events` are public and stay: any SQLite tool can read them while a run writes. Version 2
+added a checksum to every row; a file of version 1 can be read, and gets them when it is written to.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import sqlite3
 from pathlib import Path
 
 from penstock.errors import JournalDamaged, RunError, UserError
+from penstock.journal.checks import CHECKED, ROW_CHECK, expression, row_check
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+WITHOUT_CHECKS = 1
 
 _TABLES = """
 CREATE TABLE prompt_rows(
@@ -77,14 +80,16 @@ def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
         database = _connect(path, readonly)
         version = database.execute("PRAGMA user_version").fetchone()[0]
         if version == 0 and not readonly:
-            _create(database)
-        elif version != SCHEMA_VERSION:
+            database.executescript(_new_file())
+        elif version == WITHOUT_CHECKS and not readonly:
+            database.executescript(_add_checks())
+        elif version not in (WITHOUT_CHECKS, SCHEMA_VERSION):
             raise RunError(
                 f"journal {path}: got schema version {version}, allowed: {SCHEMA_VERSION}"
             )
     except sqlite3.OperationalError as error:
         raise RunError(f"journal {path}: cannot be opened: {error}") from error
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise JournalDamaged(f"journal {path}: damaged: {error}") from error
     return database
 
@@ -106,6 +111,8 @@ def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
     database = sqlite3.connect(
         target, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0
     )
+    database.text_factory = _readable
+    database.create_function(ROW_CHECK, -1, row_check, deterministic=True)
     if not readonly:
         # NORMAL: a commit survives the death of the process; it is not synced per commit
         database.execute("PRAGMA journal_mode = WAL")
@@ -115,7 +122,42 @@ def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
     return database
 
 
-def _create(database: sqlite3.Connection) -> None:
-    database.executescript(
-        f"BEGIN; {_TABLES} {_VIEWS} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-    )
+def _readable(text: bytes) -> str:
+    """Damaged text is to be compared and named, not to end the reading."""
+    return text.decode("utf-8", "replace")
+
+
+def has_checks(database: sqlite3.Connection) -> bool:
+    """Whether its rows carry checksums."""
+    return bool(database.execute("PRAGMA user_version").fetchone()[0] >= SCHEMA_VERSION)
+
+
+def changed_definitions(database: sqlite3.Connection) -> list[str]:
+    """Tables and views that are not defined as they were made."""
+    select = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"
+    wanted = sqlite3.connect(":memory:")
+    try:
+        wanted.create_function(ROW_CHECK, -1, row_check)
+        wanted.executescript(_new_file())
+        made, found = dict(wanted.execute(select)), dict(database.execute(select))
+    finally:
+        wanted.close()
+    return sorted(name for name in made.keys() | found.keys() if made.get(name) != found.get(name))
+
+
+def _new_file() -> str:
+    return f"BEGIN; {_TABLES} {_VIEWS} {_checks()} COMMIT;"
+
+
+def _add_checks() -> str:
+    return f"BEGIN IMMEDIATE; {_checks()} COMMIT;"
+
+
+def _checks() -> str:
+    """A column for each table, and its value for the rows that are there."""
+    statements = [
+        f"ALTER TABLE {table} ADD COLUMN row_check INTEGER;"
+        f"UPDATE {table} SET row_check = {expression(table)};"
+        for table in CHECKED
+    ]
+    return f"{''.join(statements)} PRAGMA user_version = {SCHEMA_VERSION};"

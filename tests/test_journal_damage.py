@@ -1,0 +1,151 @@
+"""A flipped byte anywhere in a journal is found and named, or changes nothing that can be read."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from made_run import make_run
+from penstock.audit import audit_run
+from penstock.errors import JournalDamaged, PenstockError
+from penstock.journal import Journal
+from penstock.journal.checks import CHECKED, row_check
+from penstock.run_folder import RunFolder
+
+FLIPS = int(os.environ.get("PENSTOCK_FLIPS", "120"))
+VIEWS = ("groups", "rollouts", "steps", "weights", "events")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    folder = make_run(tmp_path_factory.mktemp("made") / "run", steps=4, groups_per_step=4)
+    with closing(Journal.open(folder.journal)) as journal:
+        for step in range(5):
+            journal.record_published(step, f"{step:032x}")
+            journal.record_confirmed("engine", step, f"{step:032x}")
+    return folder
+
+
+@pytest.fixture
+def run(made: RunFolder, tmp_path: Path) -> RunFolder:
+    """A copy to be damaged; its journal is one file."""
+    shutil.copytree(made.path, tmp_path / "run")
+    with sqlite3.connect(tmp_path / "run" / "journal.db") as database:
+        database.execute("PRAGMA journal_mode = DELETE")
+    return RunFolder(tmp_path / "run")
+
+
+def all_that_can_be_read(folder: RunFolder) -> list[object]:
+    with closing(Journal.open(folder.journal, readonly=True)) as journal:
+        views = [sorted(map(repr, journal.query(f"SELECT * FROM {name}"))) for name in VIEWS]
+        return [*views, journal.steps(), repr([journal.batch(step) for step in range(1, 5)])]
+
+
+def outcome(folder: RunFolder) -> str:
+    """What the audit says: fine, faults, or one line."""
+    try:
+        code = audit_run(folder, console=Console(quiet=True))
+    except PenstockError:
+        return "named"
+    return "fine" if code == 0 else "faults"
+
+
+def flips(size: int, seed: int) -> Iterator[tuple[int, int]]:
+    randomness = random.Random(seed)
+    for _ in range(FLIPS):
+        yield randomness.randrange(size), 1 << randomness.randrange(8)
+
+
+def test_a_flipped_byte_is_never_a_silent_wrong_answer(run: RunFolder) -> None:
+    assert outcome(run) == "fine"
+    before = all_that_can_be_read(run)
+    original = run.journal.read_bytes()
+    found = 0
+    for at, bit in flips(len(original), seed=int(os.environ.get("PENSTOCK_FLIP_SEED", "0"))):
+        with run.journal.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([original[at] ^ bit]))
+        if outcome(run) == "fine":
+            assert all_that_can_be_read(run) == before, f"byte {at}, bit {bit}"
+        else:
+            found += 1
+        with run.journal.open("r+b") as file:
+            file.seek(at)
+            file.write(original[at : at + 1])
+    assert found > 0.5 * FLIPS  # the others hit unused space
+    assert outcome(run) == "fine"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ("UPDATE group_rows SET reward = 0.25 WHERE group_id = 'train:3'", "group train:3"),
+        ("UPDATE group_rows SET cursor = 77 WHERE group_id = 'train:3'", "group train:3"),
+        ("UPDATE rollout_rows SET reward = 9 WHERE rollout_id = 'train:3.1'", "rollout train:3.1"),
+        ("UPDATE rollout_rows SET number = 9 WHERE rollout_id = 'train:3.1'", "rollout train:3.1"),
+        ("UPDATE step_rows SET digest = 'ff' WHERE step = 2", "step 2"),
+        ("UPDATE event_rows SET reason = 'none' WHERE number = 1", "event 1 of group train:0"),
+        ("UPDATE weight_rows SET at = at + 1 WHERE version = 1", "weights 1, record 3"),
+        (
+            "UPDATE prompt_rows SET task = 'other' WHERE prompt_id = 'addition:3'",
+            "prompt addition:3",
+        ),
+    ],
+)
+def test_a_changed_value_is_found_by_the_name_of_its_record(
+    run: RunFolder, change: str, name: str
+) -> None:
+    with sqlite3.connect(run.journal) as database:
+        assert database.execute(change).rowcount > 0
+    with closing(Journal.open(run.journal, readonly=True)) as journal:
+        assert name in journal.damaged()
+    assert outcome(run) != "fine"
+
+
+def test_a_run_is_not_gone_on_with_from_a_damaged_row(run: RunFolder) -> None:
+    with sqlite3.connect(run.journal) as database:
+        database.execute("UPDATE group_rows SET tries = 2 WHERE group_id = 'train:3'")
+    with (
+        closing(Journal.open(run.journal, readonly=True)) as journal,
+        pytest.raises(JournalDamaged, match="group train:3 is not what was written"),
+    ):
+        journal.check_file()
+
+
+def test_a_changed_view_is_found(run: RunFolder) -> None:
+    with sqlite3.connect(run.journal) as database:
+        database.execute("DROP VIEW weights")
+        database.execute(
+            "CREATE VIEW weights AS SELECT kind, engine, version + 1 AS version, digest, at FROM weight_rows"
+        )
+    assert outcome(run) == "named"
+
+
+def test_a_journal_without_checksums_is_read_and_gets_them_when_it_is_written_to(
+    run: RunFolder,
+) -> None:
+    before = all_that_can_be_read(run)
+    with sqlite3.connect(run.journal) as database:
+        for table in CHECKED:
+            database.execute(f"ALTER TABLE {table} DROP COLUMN row_check")
+        database.execute("PRAGMA user_version = 1")
+    assert all_that_can_be_read(run) == before
+    assert outcome(run) == "fine"
+    with closing(Journal.open(run.journal)) as journal:
+        assert journal.has_checks()
+        journal.check_file()
+    assert all_that_can_be_read(run) == before
+    assert outcome(run) == "fine"
+
+
+def test_the_checksum_of_a_row_is_the_same_in_every_python() -> None:
+    row = ("train:3", 7, -1, 2**40, 0.1, 1763188888.5, None, "", "\u00e9\u4e2d", b"\x00\xff")
+    assert row_check(*row) == 1893532117
