@@ -9,10 +9,13 @@ import pytest
 from stage import Stage, cancel, on_virtual_time, single_turn, train_steps, turns
 
 from fakes import CountingReward, FakeEngine
+from penstock.config import Config
+from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import RunError, TooManyFailures
 from penstock.produce import (
     AsyncProduceStrategyConfig,
     SyncProduceStrategyConfig,
+    strategy_config,
 )
 from penstock.types import Rollout
 
@@ -32,8 +35,37 @@ def test_an_all_failing_backend_makes_few_calls_then_stops_with_one_line(
         assert "\n" not in str(caught.value)
         with pytest.raises(TooManyFailures):
             await running
-        assert engine.calls < 100 * (2 if how == "raise" else 1)
+        assert engine.calls < 100
         assert stage.sampler.cursor <= 32
+
+    assert on_virtual_time(main) < 2.0
+
+
+@pytest.mark.parametrize("how", ["no such model", "raise"])
+def test_a_dead_backend_is_asked_fewer_than_100_times_at_default_sizes(
+    tmp_path: Path, how: str
+) -> None:
+    """A group's rollouts are asked for in one call."""
+
+    class Counted(FakeEngine):
+        asked = 0
+
+        async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+            self.asked += 1
+            return await super().generate_many(requests)
+
+    async def main() -> None:
+        engine, config = Counted(fail=lambda request: how), Config()
+        groups, rollouts = config.train.groups_per_step, config.sampling.num_generations
+        strategy = strategy_config(config.produce)
+        loop = single_turn(engine)
+        stage = Stage(tmp_path, strategy, batch=groups, k=rollouts, agent_loop=loop)
+        running = asyncio.create_task(stage.producer.run())
+        with pytest.raises(TooManyFailures):
+            await stage.producer.take_batch(1)
+        alone = engine.calls - engine.asked * rollouts
+        assert engine.asked + alone < 100
+        await cancel(running)
 
     assert on_virtual_time(main) < 2.0
 

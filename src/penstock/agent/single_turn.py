@@ -15,6 +15,7 @@ from penstock.engine.protocol import Generation, GenerationRequest, InferenceEng
 from penstock.reward.protocol import Reward
 from penstock.types import Rollout, Status
 
+_PASSED_OVER = 31  # groups that are not searched after the engine was found to be the culprit
 _FINISHED = frozenset({"stop", "length", "tool_calls"})
 
 
@@ -47,6 +48,10 @@ class SingleTurn:
         self._running: set[str] = set()
         self._requests = 0
         self._aborting: set[asyncio.Task[None]] = set()
+        self._searching = asyncio.Lock()  # for a culprit, in one group at a time
+        self._passed_over: int | None = (
+            None  # groups since the engine was the culprit; None: it is not
+        )
 
     async def generate_group(
         self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
@@ -102,12 +107,33 @@ class SingleTurn:
     ) -> Sequence[Generation | BaseException]:
         """All at once, so that they share a prefill; one by one where that raises, to see who did."""
         try:
-            return await self._engine.generate_many(requests)
+            made = await self._engine.generate_many(requests)
+            self._passed_over = None
+            return made
         except Exception as error:
             if len(requests) == 1:
                 return [error]
             self._abort_later([request.request_id for request in requests])
-            return await asyncio.gather(*map(self._ask_alone, requests), return_exceptions=True)
+            async with self._searching:
+                return await self._find_culprit(requests, error)
+
+    async def _find_culprit(
+        self, requests: list[GenerationRequest], error: Exception
+    ) -> Sequence[Generation | BaseException]:
+        """Each alone; where the first two raise as well, the engine is taken for the culprit.
+
+        Then the others are not asked, and neither are those of the next groups, until one succeeds.
+        """
+        if self._passed_over is not None and self._passed_over < _PASSED_OVER:
+            self._passed_over += 1
+            return [error] * len(requests)
+        first = await asyncio.gather(*map(self._ask_alone, requests[:2]), return_exceptions=True)
+        if all(isinstance(answer, BaseException) for answer in first):
+            self._passed_over = 0
+            return [*first, *[error] * len(requests[2:])]
+        self._passed_over = None
+        rest = await asyncio.gather(*map(self._ask_alone, requests[2:]), return_exceptions=True)
+        return [*first, *rest]
 
     async def _ask_alone(self, request: GenerationRequest) -> Generation:
         request_id = f"{request.request_id}-alone"
