@@ -1,12 +1,13 @@
-"""Rollout speed of the transformers engine beside `generate` and `generate_batch`, in one run.
+"""Rollout speed of the transformers engine beside `generate`, `generate_batch` and vLLM, in one run.
 
     python benchmarks/rollouts.py                        # CPU: the 1M-parameter shape of the demo
     python benchmarks/rollouts.py --model smollm2        # CPU: SmolLM2-135M (see smollm2.py)
+    python benchmarks/rollouts.py --vllm .venv-vllm/bin/python   # vLLM too (scripts/test_vllm.sh builds it)
     python benchmarks/rollouts.py --model qwen0.5b --device cuda
 
-Two loads: equal lengths, and log-normal ones. Both sides make exactly the asked number of tokens with
-temperature 1; ours also returns log-probs. `generate` gets batches of as many rows as ours has slots;
-`generate_batch` is transformers' own continuous batching.
+Two loads: equal lengths, and log-normal ones. All sides make exactly the asked number of tokens with
+temperature 1; ours and vLLM also return log-probs. `generate` gets batches of as many rows as ours has
+slots; `generate_batch` is transformers' own continuous batching; vLLM gets as many sequences as slots.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -192,74 +197,137 @@ def timed(work: Callable[[], None], repeats: int, device: str) -> float:
     return statistics.median(times)
 
 
-def main() -> None:
+def measure_ours(
+    args: argparse.Namespace, case: Case, prompts: np.ndarray, loads: dict[str, list[int]]
+) -> dict[str, float]:
+    options = TransformersOptions(device=args.device, max_slots=case.slots, threads=args.threads)
+    engine = TransformersEngine(
+        lambda: build(args.model, args.device, "penstock"), fetch=lambda _: [], options=options
+    )
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(engine.start())
+    warm = min(case.slots, case.requests)
+    run_engine(engine, prompts[:warm], [4] * warm, loop)
+    speeds = {}
+    for name, lengths in loads.items():
+        seconds = timed(
+            lambda lengths=lengths: run_engine(engine, prompts, lengths, loop),
+            args.repeats,
+            args.device,
+        )
+        speeds[name] = sum(lengths) / seconds
+        print(f"  {name:10} penstock {speeds[name]:10,.0f}", flush=True)
+    loop.run_until_complete(engine.close())
+    loop.close()
+    return speeds
+
+
+def measure_transformers(
+    args: argparse.Namespace, case: Case, prompts: np.ndarray, loads: dict[str, list[int]]
+) -> dict[str, dict[str, float]]:
+    model = build(args.model, args.device, "sdpa")
+    warm = min(case.slots, case.requests)
+    run_generate(model, prompts[:warm], [4] * warm, case.slots)
+    ways = {
+        "generate": lambda lengths: run_generate(model, prompts, lengths, case.slots),
+        "generate_batch": lambda lengths: run_generate_batch(model, prompts, lengths),
+    }
+    speeds: dict[str, dict[str, float]] = {way: {} for way in args.peers}
+    for name, lengths in loads.items():
+        for way in args.peers:
+            seconds = timed(lambda way=way, lengths=lengths: ways[way](lengths), 1, args.device)
+            speeds[way][name] = sum(lengths) / seconds
+            print(f"  {name:10} {way} {speeds[way][name]:10,.0f}", flush=True)
+    return speeds
+
+
+def measure_vllm(
+    args: argparse.Namespace, case: Case, prompts: np.ndarray, loads: dict[str, list[int]]
+) -> dict[str, float]:
+    """The same model and requests in vLLM's own environment, by rollouts_vllm.py."""
+    clock = "wall" if args.device.startswith("cuda") else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        build(args.model, args.device, "sdpa").save_pretrained(folder)
+        task = {
+            "model": folder,
+            "dtype": "bfloat16" if args.device.startswith("cuda") else "float32",
+            "slots": case.slots,
+            "longest": case.prompt_tokens + case.max_tokens + 64,
+            "prompts": prompts.tolist(),
+            "loads": loads,
+            "repeats": args.repeats,
+        }
+        path = Path(folder) / "task.json"
+        path.write_text(json.dumps(task), "utf-8")
+        done = subprocess.run(
+            [args.vllm, str(Path(__file__).with_name("rollouts_vllm.py")), str(path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                "VLLM_LOGGING_LEVEL": "ERROR",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_CPU_KVCACHE_SPACE": "2",
+                **os.environ,
+                "OMP_NUM_THREADS": str(args.threads),
+            },
+            check=True,
+        )
+    speeds = json.loads(done.stdout.strip().splitlines()[-1])
+    for name, row in speeds.items():
+        print(f"  {name:10} vllm {row['cpu']:10,.0f} ({row['wall']:,.0f} by the clock)", flush=True)
+    return {name: row[clock] for name, row in speeds.items()}
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(CASES), default="demo")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=["ours", "peers"], default=None)
     parser.add_argument("--slots", type=int, default=0, help="rows that run together")
+    parser.add_argument("--requests", type=int, default=0, help="how many; 0: the model's case")
+    parser.add_argument("--loads", nargs="*", default=["equal", "lognormal"])
     parser.add_argument(
-        "--generate-loads", nargs="*", default=["equal", "lognormal"], help="loads for `generate`"
+        "--peers", nargs="*", default=["generate", "generate_batch"], help="transformers' own ways"
     )
-    args = parser.parse_args()
+    parser.add_argument("--no-ours", action="store_true", help="peers only")
+    parser.add_argument("--vllm", default="", help="the Python of an environment with vLLM")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     torch.set_num_threads(args.threads)
     case = CASES[args.model]
-    slots = args.slots or case.slots
+    case = replace(case, slots=args.slots or case.slots, requests=args.requests or case.requests)
     prompts = np.random.default_rng(1).integers(2, 60, (case.requests, case.prompt_tokens))
-    loads = {
+    lengths_of = {
         "equal": [case.equal_tokens] * case.requests,
         "lognormal": lognormal_lengths(case.requests, case.mean_tokens, case.max_tokens),
     }
-    speeds: dict[str, dict[str, float]] = {name: {} for name in loads}
-
-    if args.only != "peers":
-        options = TransformersOptions(device=args.device, max_slots=slots, threads=args.threads)
-        engine = TransformersEngine(
-            lambda: build(args.model, args.device, "penstock"), fetch=lambda _: [], options=options
-        )
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(engine.start())
-        run_engine(engine, prompts[:slots], [4] * min(slots, case.requests), loop)
-        for name, lengths in loads.items():
-            seconds = timed(
-                lambda lengths=lengths: run_engine(engine, prompts, lengths, loop),
-                args.repeats,
-                args.device,
-            )
-            speeds[name]["penstock"] = sum(lengths) / seconds
-            print(f"  {name:10} penstock {sum(lengths) / seconds:10,.0f}", flush=True)
-        loop.run_until_complete(engine.close())
-        loop.close()
-        del engine
+    loads = {name: lengths_of[name] for name in args.loads}
+    speeds: dict[str, dict[str, float]] = {}
+    if not args.no_ours:
+        speeds["penstock"] = measure_ours(args, case, prompts, loads)
         gc.collect()
         if args.device.startswith("cuda"):
             torch.cuda.empty_cache()
-
-    if args.only != "ours":
-        model = build(args.model, args.device, "sdpa")
-        run_generate(model, prompts[:slots], [4] * min(slots, case.requests), slots)
-        for name in args.generate_loads:
-            lengths = loads[name]
-            seconds = timed(
-                lambda lengths=lengths: run_generate(model, prompts, lengths, slots), 1, args.device
-            )
-            speeds[name]["generate"] = sum(lengths) / seconds
-            print(f"  {name:10} generate {sum(lengths) / seconds:10,.0f}", flush=True)
-            seconds = timed(
-                lambda lengths=lengths: run_generate_batch(model, prompts, lengths), 1, args.device
-            )
-            speeds[name]["generate_batch"] = sum(lengths) / seconds
-            print(f"  {name:10} generate_batch {sum(lengths) / seconds:10,.0f}", flush=True)
-
+    if args.peers:
+        speeds |= measure_transformers(args, case, prompts, loads)
+    if args.vllm:
+        speeds["vllm"] = measure_vllm(args, case, prompts, loads)
     unit = "tokens/s" if args.device.startswith("cuda") else "tokens per CPU second"
-    print(f"{args.model} on {args.device}, {slots} slots, {args.threads} threads; {unit}")
-    for name, row in speeds.items():
-        cells = "  ".join(f"{who} {speed:,.0f}" for who, speed in row.items())
-        ours = row.get("penstock", float("nan"))
-        ratios = "  ".join(f"{ours / v:.2f}x {k}" for k, v in row.items() if k != "penstock")
-        print(f"  {name:10} {cells}  ratios: {ratios}")
+    print(
+        f"{args.model} on {args.device}, {case.requests} requests, {case.slots} slots, "
+        f"{args.threads} threads; {unit}"
+    )
+    for load in loads:
+        cells = "  ".join(f"{who} {row[load]:,.0f}" for who, row in speeds.items())
+        ours = speeds.get("penstock", {}).get(load, float("nan"))
+        ratios = "  ".join(
+            f"{ours / row[load]:.2f}x {who}" for who, row in speeds.items() if who != "penstock"
+        )
+        print(f"  {load:10} {cells}  ratios: {ratios}")
     print(json.dumps({"model": args.model, "device": args.device, "speeds": speeds}))
 
 

@@ -23,5 +23,5 @@ fi
 export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 export VLLM_LOGGING_LEVEL="${VLLM_LOGGING_LEVEL:-WARNING}" PENSTOCK_TEST_VLLM=1
-exec "$venv/bin/python" -m pytest tests/engine/test_vllm_engine.py tests/engine/test_openai_over_vllm.py \
-    -p no:cacheprovider "$@"
+exec "$venv/bin/python" -m pytest tests/engine/test_vllm_order.py tests/engine/test_vllm_engine.py \
+    tests/engine/test_openai_over_vllm.py -p no:cacheprovider "$@"

@@ -16,7 +16,7 @@ import pytest
 import tiny
 
 from penstock.engine.protocol import Generation, InferenceEngine
-from penstock.errors import DigestMismatch, UserError
+from penstock.errors import DigestMismatch, EngineError, UserError
 from penstock.types import expand_segments
 
 TIMEOUT_S = 60.0
@@ -30,6 +30,7 @@ class EngineCase:
     make: Callable[[], InferenceEngine]
     lacks: frozenset[str] = field(default_factory=frozenset)
     logprob_tolerance: float = 1e-4
+    kill: Callable[[InferenceEngine], Awaitable[None] | None] | None = None  # what makes it run
     shared: InferenceEngine | None = None  # one that is slow to start: used by all checks in turn
     loop: asyncio.Runner | None = None  # where the shared one lives
 
@@ -109,6 +110,24 @@ def check_logprobs_and_length(case: EngineCase) -> None:
                 assert (made.logprobs >= wanted - case.logprob_tolerance).all()
             free = await engine.generate(tiny.request("b", [9, 9, 3, 30], seed=4))
             assert_true_logprobs(case, free, [9, 9, 3, 30])
+
+    case.run(main)
+
+
+def check_temperatures_side_by_side(case: EngineCase) -> None:
+    """Each request has its own, as annealing needs; log-probs are those of that distribution."""
+
+    async def main() -> None:
+        async with started(case) as engine:
+            temperatures = (0.5, 0.8, 1.0, 1.3)
+            asked = [
+                tiny.request(str(t), [5, 6, 7], seed=i, temperature=t)
+                for i, t in enumerate(temperatures)
+            ]
+            for temperature, made in zip(
+                temperatures, await engine.generate_many(asked), strict=True
+            ):
+                assert_true_logprobs(case, made, [5, 6, 7], temperature)
 
     case.run(main)
 
@@ -231,6 +250,7 @@ def check_refuses_what_cannot_fit(case: EngineCase) -> None:
                 await engine.generate(tiny.request("a", max_tokens=100_000))
             with pytest.raises(UserError, match="allowed"):
                 await engine.generate(tiny.request("b", []))
+            assert (await engine.generate(tiny.request("c"))).finish_reason != "error"
 
     case.run(main)
 
@@ -315,8 +335,18 @@ def check_pause_keep_and_update(case: EngineCase) -> None:
             assert len(versions) == len(made.token_ids) == 400
             assert sorted(set(versions)) == [0, 1]
             assert versions == sorted(versions)
+            assert_switch_is_where_it_says(case, made, versions.index(1))
 
     case.run(main)
+
+
+def assert_switch_is_where_it_says(case: EngineCase, made: Generation, first: int) -> None:
+    """Tokens before `first` are those of version 0; from there on they are not."""
+    prompt = np.array([5, 6, 7, 8])
+    wanted = tiny.expected_logprobs(0, prompt, made.token_ids, banned=tiny.EOS)
+    off = np.abs(wanted - made.logprobs)
+    assert off[:first].max() < case.logprob_tolerance
+    assert off[first : first + 2].max() > case.logprob_tolerance
 
 
 def check_update_changes_every_weight(case: EngineCase) -> None:
@@ -384,6 +414,53 @@ def check_sleep_and_wake(case: EngineCase) -> None:
             await engine.resume()
             after = await engine.generate(tiny.request("b", seed=4, min_tokens=20))
             assert before.token_ids.tolist() == after.token_ids.tolist()
+
+    case.run(main)
+
+
+def check_sleep_keeps_new_weights(case: EngineCase) -> None:
+    case.needs("weight updates")
+
+    async def main() -> None:
+        async with started(case) as engine:
+            await engine.update_weights(1, tiny.handle(1))
+            await engine.pause("abort")
+            await engine.sleep()
+            await engine.wake()
+            assert (await engine.stats()).paused
+            held = asyncio.create_task(engine.generate(tiny.request("a", [7, 8, 9])))
+            await engine.resume()
+            assert_true_logprobs(case, await held, [7, 8, 9])
+            assert (await engine.stats()).digest == tiny.handle(1).digest
+
+    case.run(main)
+
+
+def check_death_fails_requests_and_it_starts_again(case: EngineCase) -> None:
+    kill = case.kill
+    if kill is None:
+        pytest.skip(f"{case.name} is not ours to kill")
+
+    async def main() -> None:
+        engine = case.make()
+        await engine.start()
+        tasks = [
+            asyncio.create_task(engine.generate(tiny.request(n, max_tokens=400, min_tokens=400)))
+            for n in "abcdef"
+        ]
+        await until_running(engine, live=case.live)
+        killing = kill(engine)
+        if killing is not None:
+            await killing
+        made = await asyncio.gather(*tasks)
+        assert {m.finish_reason for m in made} == {"error"}
+        assert all(m.error for m in made)
+        assert (await engine.generate(tiny.request("late"))).finish_reason == "error"
+        with pytest.raises(EngineError):
+            await engine.stats()
+        await engine.start()
+        assert (await engine.generate(tiny.request("again"))).finish_reason != "error"
+        await engine.close()
 
     case.run(main)
 

@@ -10,8 +10,10 @@ CAPABILITIES = {
     "same bits": "a rollout has the same bits in any batch",
 }
 
+# by engine; for openai by what serves, as much depends on that
 LACKS: dict[str, frozenset[str]] = {
     "transformers": frozenset(),
     "vllm": frozenset({"same bits"}),
-    "openai": frozenset({"digest", "hold", "partials", "live tokens", "same bits"}),
+    "openai, vLLM serves": frozenset({"same bits"}),
+    "openai, others": frozenset({"digest", "same bits"}),
 }

@@ -1,37 +1,56 @@
-"""A small /v1/completions server over a real tiny engine, with faults on demand."""
+"""A small /v1/completions server over a real tiny engine, whole answers or streams, with faults on demand."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tiny
 
 from penstock.engine.loading import TransformersOptions
-from penstock.engine.protocol import GenerationRequest, SamplingParams
+from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.engine.transformers_engine import TransformersEngine
+from penstock.engine.weight_places import read_folder, read_places
 from penstock.types import WeightHandle
+
+PIECE = 4  # tokens of one chunk
 
 
 class FakeServer:
-    """`faults` are played one per completion call, then the server behaves; see `_fault`."""
+    """`faults` are played one per completion call after the probe, then the server behaves.
 
-    def __init__(self, *faults: str) -> None:
-        self.faults = list(faults)
-        self.completions = 0
-        self.raw_logprobs = False
+    `streams`: it can stream, as most can; `rl`: it has vLLM's calls for RL.
+    """
+
+    def __init__(
+        self,
+        *faults: str,
+        streams: bool = True,
+        rl: bool = False,
+        raw_logprobs: bool = False,
+    ) -> None:
+        self.faults, self.streams, self.rl = list(faults), streams, rl
+        self.raw_logprobs = raw_logprobs
+        self.completions = 0  # after the client's probe
+        self.calls: list[str] = []  # other paths, in their order
         self._engine = TransformersEngine(
             lambda: tiny.tiny_model(0, "penstock"),
-            fetch=self._read_folder,
+            fetch=self._read_weights,
             options=TransformersOptions(max_slots=4),
             text_of=tiny.text_of,
         )
         self._server: asyncio.Server | None = None
-        self._calls = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._number = 0
+        self._probed = False
         self._release = asyncio.Event()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+        self._stepping = asyncio.Lock()
+        self._version = 0
 
     @property
     def url(self) -> str:
@@ -54,33 +73,44 @@ class FakeServer:
         assert self._server is not None
         self._server.close()
 
-    @staticmethod
-    def _read_folder(source: WeightHandle) -> Any:
-        from safetensors.torch import load_file
+    def die(self) -> None:
+        """Drop those that are there, too."""
+        self.go_away()
+        for writer in self._writers:
+            writer.transport.abort()
 
-        return load_file(Path(source.location) / "model.safetensors").items()
+    @staticmethod
+    def _read_weights(source: WeightHandle) -> Any:
+        where = source.location
+        if "places" in where:
+            return read_places(where["places"])
+        return read_folder(where["folder"]).items()
+
+    # ---- HTTP
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            size = next(
-                (
-                    int(line.split(":")[1])
-                    for line in head.splitlines()
-                    if line.lower().startswith("content-length")
-                ),
-                0,
-            )
-            body = json.loads(await reader.readexactly(size) or b"{}")
+            sizes = [
+                int(line.split(":")[1])
+                for line in head.splitlines()
+                if line.lower().startswith("content-length")
+            ]
+            body = json.loads(await reader.readexactly(sizes[0] if sizes else 0) or b"{}")
             path = head.split()[1]
             work = asyncio.create_task(self._answer(path, body, writer))
             gone = asyncio.create_task(reader.read())  # ends when the client hangs up
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             work.cancel()
             gone.cancel()
+            await asyncio.wait([work, gone])
+            if not work.cancelled() and work.exception() is not None:
+                _send(writer, 500, {"error": str(work.exception())})
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
+            self._writers.discard(writer)
             writer.close()
 
     async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -88,25 +118,52 @@ class FakeServer:
             return _send(writer, 200, {"data": [{"id": "tiny", "max_model_len": 512}]})
         if path == "/health":
             return _send(writer, 200, {})
-        if path == "/update_weights_from_disk":
-            source = WeightHandle(
-                version=body["version"],
-                digest=body["digest"],
-                kind="folder",
-                location=body["model_path"],
-            )
-            await self._engine.update_weights(body["version"], source)
-            return _send(writer, 200, {"success": True})
-        self.completions += 1
-        answer = await self._complete(body)
-        if self.completions > 1 and self.faults:  # the first call is the client's probe
-            return await self._fault(self.faults.pop(0), answer, writer)
-        return _send(writer, 200, answer)
+        if path != "/v1/completions":
+            return await self._control(path, body, writer)
+        if body.get("stream") and not self.streams:
+            return _send(writer, 400, {"error": "no streams here"})
+        fault = ""
+        if self._probed:
+            self.completions += 1
+            fault = self.faults.pop(0) if self.faults else ""
+        self._probed = True
+        if fault in ("500", "400"):
+            return _send(writer, int(fault), {"error": "out of memory"})
+        if body.get("stream"):
+            return await self._stream(body, writer, fault)
+        return await self._whole(body, writer, fault)
 
-    async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._calls += 1
-        request = GenerationRequest(
-            request_id=str(self._calls),
+    async def _control(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        path, _, query = path.partition("?")
+        self.calls.append(path)
+        if path == "/update_weights_from_disk":
+            where = {"folder": body["model_path"]}
+            await self._load(body["version"], body["digest"], where)
+        elif not self.rl:
+            return _send(writer, 404, {"error": "no such page"})
+        elif path == "/pause":
+            assert "mode=keep" in query
+            async with self._stepping:
+                self._unpaused.clear()
+        elif path == "/resume":
+            self._unpaused.set()
+        elif path == "/update_weights":
+            assert not self._unpaused.is_set()  # a real one dies of this
+            self._version += 1
+            info = body["update_info"]
+            await self._load(self._version, info["digest"], info)
+        return _send(writer, 200, {"is_paused": not self._unpaused.is_set()})
+
+    async def _load(self, version: int, digest: str, where: dict[str, Any]) -> None:
+        source = WeightHandle(version=version, digest=digest, kind="given", location=where)
+        await self._engine.update_weights(version, source)
+
+    # ---- completions
+
+    def _request(self, body: dict[str, Any]) -> GenerationRequest:
+        self._number += 1
+        return GenerationRequest(
+            request_id=str(self._number),
             prompt_ids=np.array(body["prompt"], np.int32),
             sampling=SamplingParams(
                 temperature=body["temperature"],
@@ -119,40 +176,96 @@ class FakeServer:
             ),
             seed=body.get("seed", 0),
         )
-        made = await self._engine.generate(request)
+
+    def _choice(self, made: Generation) -> dict[str, Any]:
         offset = -1.0 if self.raw_logprobs else 0.0
         return {
-            "choices": [
-                {
-                    "token_ids": made.token_ids.tolist(),
-                    "logprobs": {"token_logprobs": [float(x) + offset for x in made.logprobs]},
-                    "finish_reason": made.finish_reason,
-                }
-            ]
+            "token_ids": made.token_ids.tolist(),
+            "logprobs": {"token_logprobs": [float(x) + offset for x in made.logprobs]},
+            "finish_reason": made.finish_reason,
         }
 
-    async def _fault(
-        self, fault: str, answer: dict[str, Any], writer: asyncio.StreamWriter
-    ) -> None:
-        choice = answer["choices"][0]
-        if fault == "500":
-            return _send(writer, 500, {"error": "out of memory"})
-        if fault == "400":
-            return _send(writer, 400, {"error": "no such model"})
+    async def _whole(self, body: dict[str, Any], writer: asyncio.StreamWriter, fault: str) -> None:
+        choice = self._choice(await self._engine.generate(self._request(body)))
         if fault == "half":
-            text = json.dumps(answer)
+            text = json.dumps({"choices": [choice]})
             return _send_raw(writer, 200, text[: len(text) // 2].encode())
-        if fault == "counts":
-            choice["token_ids"] = choice["token_ids"][:-1]
-        if fault == "no ids":
-            del choice["token_ids"]
         if fault == "cut":
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
-            writer.close()
             return None
         if fault == "slow":
             await self._release.wait()
-        return _send(writer, 200, answer)
+        return _send(writer, 200, {"choices": [_spoiled(choice, fault)]})
+
+    async def _stream(self, body: dict[str, Any], writer: asyncio.StreamWriter, fault: str) -> None:
+        """Pieces of a few tokens; a fault shows in the second event, or at the end."""
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
+        request, tokens, ended = self._request(body), 0, False
+        for number in range(1 << 20):
+            piece, request, ended = await self._piece(request)
+            choice = self._choice(piece) | {"finish_reason": piece.finish_reason if ended else None}
+            tokens += len(piece.token_ids)
+            if number and fault == "cut":
+                return None  # the connection closes within the stream
+            if number and fault == "slow":
+                await self._release.wait()
+            if number and fault == "half":
+                _event(writer, json.dumps({"choices": [choice]})[:20])
+            elif number and fault == "error":
+                _event(writer, json.dumps({"error": {"message": "out of memory", "code": 500}}))
+            else:
+                spoiled = _spoiled(choice, fault) if number else choice
+                _event(writer, json.dumps({"choices": [spoiled]}))
+            await writer.drain()
+            if ended:
+                break
+        if fault != "no usage":
+            counted = tokens + (fault == "usage")
+            _event(writer, json.dumps({"choices": [], "usage": {"completion_tokens": counted}}))
+        if fault != "no end":
+            _event(writer, "[DONE]")
+        writer.write(b"0\r\n\r\n")
+        return await writer.drain()
+
+    async def _piece(
+        self, request: GenerationRequest
+    ) -> tuple[Generation, GenerationRequest, bool]:
+        """The next few tokens, the request as it goes on after them, and whether that was all."""
+        sampling, made = request.sampling, len(request.response_ids)
+        most = sampling.max_tokens if sampling.stop else min(sampling.max_tokens, made + PIECE)
+        part = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+        while True:
+            await self._unpaused.wait()
+            async with self._stepping:
+                if self._unpaused.is_set():
+                    piece = await self._engine.generate(replace(request, sampling=part))
+                    break
+        ids = np.concatenate([request.response_ids, piece.token_ids])
+        ended = piece.finish_reason != "length" or len(ids) >= sampling.max_tokens
+        return piece, replace(request, response_ids=ids), ended
+
+
+def _spoiled(choice: dict[str, Any], fault: str) -> dict[str, Any]:
+    if fault == "counts":
+        return choice | {"token_ids": choice["token_ids"][:-1]}
+    if fault == "no ids":
+        return {key: value for key, value in choice.items() if key != "token_ids"}
+    if fault == "too many":
+        return choice | {
+            "token_ids": choice["token_ids"] * 300,
+            "logprobs": {"token_logprobs": choice["logprobs"]["token_logprobs"] * 300},
+        }
+    if fault == "no reason":
+        return choice | {"finish_reason": None}
+    return choice
+
+
+def _event(writer: asyncio.StreamWriter, text: str) -> None:
+    data = f"data: {text}\n\n".encode()
+    writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
 def _send(writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> None:

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
-from engine_contract import CHECKS, EngineCase, run
+from engine_contract import CHECKS, EngineCase, run, until_running
 from engine_lacks import LACKS
-from fake_server import FakeServer
+from fake_server import PIECE, FakeServer
 
 from penstock.engine.openai_engine import OpenAIEngine, OpenAIOptions
+from penstock.engine.server_weights import ReloadCall
 from penstock.errors import EngineError, UserError
+from penstock.types import WeightHandle
 
 
 class ServedEngine(OpenAIEngine):
     """Starts its own fake server with it."""
 
-    def __init__(self, folder: Path, *faults: str, servers: int = 1, **options: object) -> None:
-        self.fakes = [FakeServer(*faults) for _ in range(servers)]
-        self._make = lambda urls: OpenAIOptions(
-            urls=urls, backoff_s=0.0, reload_path="/update_weights_from_disk",
-            weights_folder=str(folder), **options,
-        )  # fmt: skip
+    def __init__(
+        self,
+        folder: Path,
+        *faults: str,
+        servers: int = 1,
+        streams: bool = True,
+        rl: bool = False,
+        raw_logprobs: bool = False,
+        **options: object,
+    ) -> None:
+        self._fake = lambda: FakeServer(*faults, streams=streams, rl=rl, raw_logprobs=raw_logprobs)
+        self.fakes: list[FakeServer] = []
+        self._count = servers
+        reload = {} if rl else {
+            "reload_path": "/update_weights_from_disk", "weights_folder": str(folder)
+        }  # fmt: skip
+        self._make = lambda urls: OpenAIOptions(urls=urls, backoff_s=0.0, **reload, **options)
 
     async def start(self) -> None:
+        for fake in self.fakes:
+            await fake.close()
+        self.fakes = [self._fake() for _ in range(self._count)]
         for fake in self.fakes:
             await fake.start()
         super().__init__(self._make(tuple(fake.url for fake in self.fakes)), fetch=tiny.fetch)
@@ -37,34 +55,109 @@ class ServedEngine(OpenAIEngine):
             await fake.close()
 
 
+CASES = {
+    "streams": (LACKS["openai, others"], {}),
+    "vLLM serves": (LACKS["openai, vLLM serves"], {"rl": True}),
+    "whole answers": (
+        LACKS["openai, others"] | {"hold", "partials", "live tokens"},
+        {"streams": False},
+    ),
+}
+
+
 @pytest.mark.parametrize("check", CHECKS)
-def test_contract(check: str, tmp_path: Path) -> None:
-    CHECKS[check](EngineCase("openai", lambda: ServedEngine(tmp_path), LACKS["openai"]))
+@pytest.mark.parametrize("served", CASES)
+def test_contract(check: str, served: str, tmp_path: Path) -> None:
+    lacks, options = CASES[served]
+    case = EngineCase(
+        f"openai, {served}",
+        lambda: ServedEngine(tmp_path, **options),
+        lacks,
+        kill=lambda engine: engine.fakes[0].die(),
+    )
+    CHECKS[check](case)
 
 
 @pytest.mark.parametrize("fault", ["500", "half", "counts", "no ids", "cut"])
-def test_a_fault_is_retried(fault: str, tmp_path: Path) -> None:
+def test_a_fault_of_a_whole_answer_is_retried(fault: str, tmp_path: Path) -> None:
     async def main() -> None:
-        engine = ServedEngine(tmp_path, fault, fault)
+        engine = ServedEngine(tmp_path, fault, fault, streams=False)
         await engine.start()
         made = await engine.generate(tiny.request("a", max_tokens=6))
         assert made.finish_reason in ("stop", "length"), made.error
-        assert engine.fakes[0].completions == 4  # the probe, two faults, the answer
+        assert engine.fakes[0].completions == 3  # two faults, the answer
         await engine.close()
 
     run(main)
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"), [("500", "out of memory"), ("counts", "log-probs"), ("cut", "Incomplete")]
+    "fault",
+    ["500", "half", "error", "counts", "no ids", "too many", "no reason", "usage", "cut"],
+)
+def test_a_fault_of_a_stream_is_retried(fault: str, tmp_path: Path) -> None:
+    """Every token that comes back has the log-prob of its place, whatever was lost or refused."""
+
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, fault, fault)
+        await engine.start()
+        made = await engine.generate(tiny.request("a", [5, 6, 7], max_tokens=14, min_tokens=14))
+        assert made.finish_reason == "length", made.error
+        assert len(made.token_ids) == 14
+        wanted = tiny.expected_logprobs(0, np.array([5, 6, 7]), made.token_ids, banned=tiny.EOS)
+        assert np.abs(wanted - made.logprobs)[:-1].max() < 1e-4
+        assert engine.fakes[0].completions >= 2
+        await engine.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("fault", ["no usage", "no end"])
+def test_a_stream_whose_tokens_all_came_is_good(fault: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, fault)
+        await engine.start()
+        made = await engine.generate(tiny.request("a", max_tokens=6))
+        assert made.finish_reason in ("stop", "length"), made.error
+        assert engine.fakes[0].completions == 1
+        await engine.close()
+
+    run(main)
+
+
+def test_a_cut_stream_goes_on_from_its_tokens(tmp_path: Path) -> None:
+    """The tokens that came before the cut are the first of the answer: nothing is made twice."""
+
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, "cut")
+        await engine.start()
+        cut = await engine.generate(tiny.request("a", seed=3, max_tokens=14, min_tokens=14))
+        whole = await engine.generate(tiny.request("b", seed=3, max_tokens=14, min_tokens=14))
+        assert cut.token_ids[:PIECE].tolist() == whole.token_ids[:PIECE].tolist()
+        assert cut.logprobs[:PIECE].tolist() == whole.logprobs[:PIECE].tolist()
+        assert engine.fakes[0]._number == 4  # the probe, the cut one, the rest of it, the whole one
+        await engine.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("500", "out of memory"),
+        ("error", "out of memory"),
+        ("counts", "log-probs"),
+        ("usage", "usage"),
+        ("half", "JSONDecodeError"),
+    ],
 )
 def test_a_fault_that_stays_is_an_error_with_its_reason(
     fault: str, words: str, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        engine = ServedEngine(tmp_path, *[fault] * 9)
+        engine = ServedEngine(tmp_path, *[fault] * 9, retries=1)
         await engine.start()
-        made = await engine.generate(tiny.request("a", max_tokens=6))
+        made = await engine.generate(tiny.request("a", max_tokens=14, min_tokens=14))
         assert made.finish_reason == "error"
         assert words in made.error
         await engine.close()
@@ -78,7 +171,7 @@ def test_a_refusal_is_not_retried(tmp_path: Path) -> None:
         await engine.start()
         made = await engine.generate(tiny.request("a", max_tokens=6))
         assert made.finish_reason == "error"
-        assert engine.fakes[0].completions == 2
+        assert engine.fakes[0].completions == 1
         await engine.close()
 
     run(main)
@@ -86,11 +179,97 @@ def test_a_refusal_is_not_retried(tmp_path: Path) -> None:
 
 def test_a_slow_server_times_out(tmp_path: Path) -> None:
     async def main() -> None:
-        engine = ServedEngine(tmp_path, "slow", timeout_s=0.3, retries=0)
+        engine = ServedEngine(tmp_path, "slow", retries=0)
         await engine.start()
-        made = await engine.generate(tiny.request("a", max_tokens=2))
+        engine._options = replace(engine._options, timeout_s=0.3)
+        made = await engine.generate(tiny.request("a", max_tokens=14, min_tokens=14))
         assert made.finish_reason == "error"
         assert "0.3 s" in made.error
+        await engine.close()
+
+    run(main)
+
+
+def test_a_held_stream_does_not_time_out(tmp_path: Path) -> None:
+    """A pause may last longer than a server may be silent."""
+
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, rl=True, retries=0)
+        await engine.start()
+        task = asyncio.create_task(
+            engine.generate(tiny.request("a", max_tokens=400, min_tokens=400))
+        )
+        await until_running(engine)
+        await engine.pause("keep")
+        (stream,) = engine._streams
+        assert stream.limit.when() is None
+        await engine.resume()
+        assert stream.limit.when() is not None
+        await engine.abort("a")
+        assert (await task).finish_reason == "abort"
+        assert engine.fakes[0].calls.count("/pause") == engine.fakes[0].calls.count("/resume") == 1
+        await engine.close()
+
+    run(main)
+
+
+def test_vllm_calls_are_made_in_their_order(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, rl=True)
+        await engine.start()
+        await engine.update_weights(1, tiny.handle(1))
+        assert engine.fakes[0].calls == [
+            "/is_paused", "/pause", "/start_weight_update", "/update_weights",
+            "/finish_weight_update", "/resume",
+        ]  # fmt: skip
+        await engine.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("rl", [True, False])
+def test_a_folder_of_weights_is_not_written_again(rl: bool, tmp_path: Path) -> None:
+    async def main() -> None:
+        saved = tiny.save_policy(tmp_path / "saved", 1)
+        source = WeightHandle(
+            version=1, digest=tiny.handle(1).digest, kind="folder", location=str(saved)
+        )
+        engine = ServedEngine(tmp_path / "weights", rl=rl)
+        await engine.start()
+        assert await engine.update_weights(1, source) == source.digest
+        made = await engine.generate(tiny.request("a", [7, 8, 9]))
+        wanted = tiny.expected_logprobs(1, np.array([7, 8, 9]), made.token_ids)
+        assert np.abs(wanted - made.logprobs).max() < 1e-4
+        assert not (tmp_path / "weights").exists()
+        await engine.close()
+
+    run(main)
+
+
+def test_only_the_newest_written_weights_stay(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = ServedEngine(tmp_path)
+        await engine.start()
+        for version in (1, 2, 3):
+            await engine.update_weights(version, tiny.handle(version))
+        assert sorted(folder.name for folder in tmp_path.iterdir()) == ["version-2", "version-3"]
+        await engine.close()
+
+    run(main)
+
+
+def test_a_server_that_refuses_weights_is_not_used_on(tmp_path: Path) -> None:
+    """Nobody knows what it holds: its requests end, and it says why until it is started again."""
+
+    async def main() -> None:
+        engine = ServedEngine(tmp_path)
+        await engine.start()
+        engine._loader = ReloadCall(engine._servers, str(tmp_path), "/no_such_call")
+        with pytest.raises(EngineError, match="not loaded"):
+            await engine.update_weights(1, tiny.handle(1))
+        assert "not loaded" in (await engine.generate(tiny.request("a"))).error
+        with pytest.raises(EngineError, match="not loaded"):
+            await engine.stats()
         await engine.close()
 
     run(main)
@@ -114,11 +293,10 @@ def test_load_is_spread_and_rollouts_stick(tmp_path: Path) -> None:
         engine = ServedEngine(tmp_path, servers=2)
         await engine.start()
         await engine.generate_many([tiny.request(str(i), max_tokens=4) for i in range(8)])
-        first, second = (fake.completions for fake in engine.fakes)
-        assert (first - 1, second) == (4, 4)  # the first also answered the probe
-        owner = engine._owner["3"]
+        assert [fake.completions for fake in engine.fakes] == [4, 4]
+        owner = engine._servers.owner["3"]
         await engine.generate(tiny.request("3", response=[9, 9], max_tokens=6))
-        assert engine._owner["3"] is owner
+        assert engine._servers.owner["3"] is owner
         await engine.close()
 
     run(main)
@@ -126,8 +304,7 @@ def test_load_is_spread_and_rollouts_stick(tmp_path: Path) -> None:
 
 def test_raw_logprobs_are_refused_where_they_would_be_wrong(tmp_path: Path) -> None:
     async def main() -> None:
-        engine = ServedEngine(tmp_path)
-        engine.fakes[0].raw_logprobs = True
+        engine = ServedEngine(tmp_path, raw_logprobs=True)
         await engine.start()
         with pytest.raises(UserError, match="processed_logprobs"):
             await engine.generate(tiny.request("a", temperature=0.7))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -14,14 +15,14 @@ import tiny
 from engine_contract import CHECKS, EngineCase
 from engine_lacks import LACKS
 
+from penstock.engine.http_client import HttpError
 from penstock.engine.openai_engine import OpenAIEngine, OpenAIOptions
+from penstock.engine.server_weights import VllmCalls
 
 if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)
 
 START_S = 240.0
-# the server's memory is its own, and it loads no weights from disk
-LEFT_OUT = {"sleep_and_wake"}
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +35,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "--model", str(folder), "--served-model-name", "tiny", "--dtype", "float32",
         "--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager",
         "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1", "--port", str(port),
+        "--weight-transfer-config", '{"backend": "penstock"}',
+        "--worker-extension-cls", "penstock.engine.vllm_engine.WorkerExtension",
     ]  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}, start_new_session=True,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "1"},
+        start_new_session=True,
     )  # fmt: skip
     lines, ready = _watch(process)
     try:
@@ -67,12 +71,43 @@ def _watch(process: subprocess.Popen[str]) -> tuple[list[str], threading.Event]:
     return lines, ready
 
 
-@pytest.mark.parametrize("check", [name for name in CHECKS if name not in LEFT_OUT])
-def test_contract(check: str, url: str) -> None:
+@pytest.fixture(scope="module")
+def case(url: str) -> Iterator[EngineCase]:
+    """One engine for all checks, as the server keeps the weights it was given."""
     options = OpenAIOptions(urls=(url,), timeout_s=60.0, retries=1)
-    case = EngineCase(
-        "openai over vllm",
-        lambda: OpenAIEngine(options, fetch=tiny.fetch),
-        LACKS["openai"] | {"weight updates"},
-    )
+    with asyncio.Runner() as loop:
+        engine = OpenAIEngine(options, fetch=tiny.fetch)
+        loop.run(engine.start())
+        yield EngineCase(
+            "openai, vLLM serves",
+            lambda: OpenAIEngine(options, fetch=tiny.fetch),
+            LACKS["openai, vLLM serves"],
+            shared=engine,
+            loop=loop,
+        )
+        loop.run(engine.close())
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_contract(check: str, case: EngineCase) -> None:
     CHECKS[check](case)
+
+
+def test_the_server_refuses_weights_that_are_not_those_announced(
+    case: EngineCase,
+) -> None:
+    """The digest is checked by the server's workers, on what they read. Last: it ends the server."""
+    engine, loop = case.shared, case.loop
+    assert isinstance(engine, OpenAIEngine)
+    assert loop is not None
+
+    async def main() -> None:
+        loader = engine._loader
+        assert isinstance(loader, VllmCalls)
+        source = tiny.handle(1)
+        await loader.prepare(1, source, dict(tiny.fetch(tiny.handle(2))))
+        async with engine._holding(loader):
+            with pytest.raises(HttpError, match="500"):
+                await loader.load(1, source.digest)
+
+    loop.run(main())

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from engine_contract import CHECKS, EngineCase
 from engine_lacks import LACKS
+
+from penstock.engine.weight_places import place_weights
+from penstock.types import WeightHandle
 
 if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)
 
 from penstock.engine.vllm_engine import VllmEngine, VllmOptions
+
+OWN_ENGINE = ("close_returns_partials", "death_fails_requests_and_it_starts_again")
+SHARDED = ("logprobs_and_length", "group_and_many", "pause_keep_and_update")
+TRANSFERS = ("in process", "mapped", "folder", "gloo")
 
 
 @pytest.fixture(scope="session")
@@ -23,18 +33,29 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_policy(tmp_path_factory.mktemp("policy"))
 
 
-def make_engine(policy: Path) -> VllmEngine:
+def make_engine(policy: Path, shards: int = 1) -> VllmEngine:
     options = VllmOptions(
-        path=str(policy), dtype="float32", max_slots=4, max_model_len=512, enforce_eager=True
+        path=str(policy),
+        dtype="float32",
+        max_slots=4,
+        max_model_len=512,
+        enforce_eager=True,
+        sleep_level=2,
+        tensor_parallel_size=shards,
     )
     return VllmEngine(options, fetch=tiny.fetch)
 
 
-@pytest.fixture(scope="session")
-def case(policy: Path) -> Iterator[EngineCase]:
+def kill_core(engine: VllmEngine) -> None:
+    assert engine._llm is not None
+    for process in engine._llm.engine_core.resources.engine_manager.processes:
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def served(policy: Path, shards: int = 1) -> Iterator[EngineCase]:
     """One engine for all checks: it takes half a minute to start."""
     with asyncio.Runner() as loop:
-        engine = make_engine(policy)
+        engine = make_engine(policy, shards)
         loop.run(engine.start())
         yield EngineCase(
             "vllm", lambda: make_engine(policy), LACKS["vllm"], shared=engine, loop=loop
@@ -42,9 +63,61 @@ def case(policy: Path) -> Iterator[EngineCase]:
         loop.run(engine.close())
 
 
-@pytest.mark.parametrize("check", [name for name in CHECKS if name != "close_returns_partials"])
+@pytest.fixture(scope="module")
+def case(policy: Path) -> Iterator[EngineCase]:
+    yield from served(policy)
+
+
+@pytest.fixture(scope="module")
+def sharded(policy: Path) -> Iterator[EngineCase]:
+    yield from served(policy, shards=2)
+
+
+def mapped(source: WeightHandle, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights as views of a file that others may map, as those in shared memory are."""
+    file = folder / f"side-{source.version}"
+    places = place_weights(dict(tiny.fetch(source)), file, copy=True)
+    with open(file, "r+b") as opened:
+        shared = mmap.mmap(opened.fileno(), 0)
+    for name, dtype, shape, _, offset in places:
+        count = torch.Size(shape).numel()
+        flat = torch.frombuffer(shared, dtype=getattr(torch, dtype), count=count, offset=offset)
+        yield name, flat.view(shape)
+
+
+def check_transfer(case: EngineCase, transfer: str, folder: Path) -> None:
+    """Two versions by this way: digest confirmed, tied head new, log-probs of a fresh model."""
+    engine = case.shared
+    assert isinstance(engine, VllmEngine)
+    handles = {version: tiny.handle(version) for version in (0, 1, 2)}
+    if transfer == "mapped":
+        engine._fetch = lambda source: mapped(source, folder)
+    if transfer == "folder":
+        saved = {version: tiny.save_policy(folder / str(version), version) for version in handles}
+        handles = {
+            version: WeightHandle(
+                version=version, digest=handle.digest, kind="folder", location=str(saved[version])
+            )
+            for version, handle in handles.items()
+        }
+    engine.transfer = "gloo" if transfer == "gloo" else "memory"
+    taken = tiny.handle
+    try:
+        tiny.handle = handles.__getitem__
+        CHECKS["update_changes_every_weight"](case)
+    finally:
+        tiny.handle = taken
+        engine._fetch, engine.transfer = tiny.fetch, "memory"
+
+
+@pytest.mark.parametrize("check", [name for name in CHECKS if name not in OWN_ENGINE])
 def test_contract(check: str, case: EngineCase) -> None:
     CHECKS[check](case)
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_weights_arrive(transfer: str, case: EngineCase, tmp_path: Path) -> None:
+    check_transfer(case, transfer, tmp_path)
 
 
 def test_the_first_digest_is_that_of_the_trainer(case: EngineCase) -> None:
@@ -53,5 +126,16 @@ def test_the_first_digest_is_that_of_the_trainer(case: EngineCase) -> None:
     assert case.loop.run(case.shared.stats()).digest == tiny.handle(0).digest
 
 
-def test_close_returns_partials(policy: Path) -> None:
-    CHECKS["close_returns_partials"](EngineCase("vllm", lambda: make_engine(policy), LACKS["vllm"]))
+@pytest.mark.parametrize("check", SHARDED)
+def test_contract_with_two_shards(check: str, sharded: EngineCase) -> None:
+    CHECKS[check](sharded)
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_weights_arrive_in_every_shard(transfer: str, sharded: EngineCase, tmp_path: Path) -> None:
+    check_transfer(sharded, transfer, tmp_path)
+
+
+@pytest.mark.parametrize("check", OWN_ENGINE)
+def test_end_of_an_engine(check: str, policy: Path) -> None:
+    CHECKS[check](EngineCase("vllm", lambda: make_engine(policy), LACKS["vllm"], kill=kill_core))

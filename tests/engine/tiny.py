@@ -55,12 +55,18 @@ def fetch(source: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def expected_logprobs(
-    version: int, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0
+    version: int,
+    prompt: np.ndarray,
+    response: np.ndarray,
+    temperature: float = 1.0,
+    banned: int | None = None,
 ) -> np.ndarray:
-    """What a trainer that holds `version` computes for the response."""
+    """What a trainer that holds `version` computes for the response; `banned` is never sampled."""
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
     with torch.no_grad():
         logits = reference(version)(ids).logits[0].float() / (temperature or 1.0)
+    if banned is not None:
+        logits[:, banned] = -torch.inf
     scores = logits.log_softmax(dim=-1)[len(prompt) - 1 : -1]
     return scores.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 

@@ -1,15 +1,16 @@
 """The /v1/completions dialect of the openai engine: bodies out, checked answers in. Layer 1.
 
-Token ids both ways (`return_token_ids`, as vLLM and SGLang offer); text is never looked at.
+Token ids both ways (`return_token_ids`, as vLLM and SGLang offer); text is never looked at. An answer
+comes whole (`read_completion`) or in chunks that are checked as they come (`CompletionChunks`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from penstock.engine.protocol import FinishReason, GenerationRequest, SamplingParams
+
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class WrongAnswer(Exception):
@@ -64,8 +65,63 @@ def neutral(sampling: SamplingParams) -> bool:
     )
 
 
-def read_completion(answer: Any, most: int) -> tuple[np.ndarray, np.ndarray, FinishReason]:
+def read_completion(answer: Any, most: int) -> tuple[list[int], list[float], FinishReason]:
     """Ids, log-probs and the reason; raises `WrongAnswer` on anything half or odd."""
+    ids, logprobs, reason = _choice(answer)
+    _check_counts(ids, logprobs, most)
+    if not ids:
+        raise WrongAnswer("got no tokens, allowed: at least 1")
+    if reason not in ("stop", "length"):
+        raise WrongAnswer(f"finish_reason: got {reason!r}, allowed: stop, length")
+    return ids, logprobs, reason
+
+
+class CompletionChunks:
+    """The chunks of one streamed completion, held against what was asked and against each other."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._tokens = most, 0
+        self._reason: FinishReason | None = None
+
+    def read(self, chunk: Any) -> tuple[list[int], list[float]]:
+        """The new tokens; raises `WrongAnswer` on anything odd, a chunk that is an error included."""
+        self._check_usage(chunk)
+        if isinstance(chunk, dict) and chunk.get("choices") == []:  # usage alone
+            return [], []
+        ids, logprobs, reason = _choice(chunk)
+        if self._reason is not None and (ids or reason):
+            raise WrongAnswer("tokens after the end of the completion")
+        _check_counts(ids, logprobs, self._most - self._tokens)
+        self._tokens += len(ids)
+        if reason is not None:
+            if reason not in ("stop", "length", "abort"):
+                raise WrongAnswer(f"finish_reason: got {reason!r}, allowed: stop, length, abort")
+            self._reason = reason
+        return ids, logprobs
+
+    @property
+    def complete(self) -> bool:
+        """The last token has come."""
+        return self._reason is not None
+
+    def end(self) -> FinishReason:
+        """After the last chunk: why it ended."""
+        if self._reason is None:
+            raise WrongAnswer("the stream gave no finish_reason")
+        if not self._tokens and self._reason != "abort":
+            raise WrongAnswer("got no tokens, allowed: at least 1")
+        return self._reason
+
+    def _check_usage(self, chunk: Any) -> None:
+        """A server that counts must count as we do; many count not at all, or only at the end."""
+        usage = chunk.get("usage") if isinstance(chunk, dict) else None
+        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if counted is not None and not chunk.get("choices") and counted != self._tokens:
+            raise WrongAnswer(f"usage: got {counted} tokens, came: {self._tokens}")
+
+
+def _choice(answer: Any) -> tuple[list[int], list[float], Any]:
+    """Ids, log-probs and finish reason of the one choice."""
     try:
         choice = answer["choices"][0]
         ids = choice.get("token_ids")
@@ -73,14 +129,19 @@ def read_completion(answer: Any, most: int) -> tuple[np.ndarray, np.ndarray, Fin
         reason = choice.get("finish_reason")
     except (AttributeError, KeyError, IndexError, TypeError):
         raise WrongAnswer(f"not a completion: {str(answer)[:200]}") from None
+    if reason is not None and not ids and logprobs is None:  # a last chunk without tokens
+        ids, logprobs = [], []
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise WrongAnswer("no token ids or no log-probs; allowed: a server with return_token_ids")
-    if len(ids) != len(logprobs) or not 1 <= len(ids) <= most:
+    return ids, logprobs, reason
+
+
+def _check_counts(ids: list[int], logprobs: list[float], most: int) -> None:
+    if len(ids) != len(logprobs) or len(ids) > most:
         raise WrongAnswer(
-            f"got {len(ids)} token ids and {len(logprobs)} log-probs, allowed: equal, 1 to {most}"
+            f"got {len(ids)} token ids and {len(logprobs)} log-probs, allowed: equal, at most {most}"
         )
-    if reason not in ("stop", "length"):
-        raise WrongAnswer(f"finish_reason: got {reason!r}, allowed: stop, length")
-    if any(value is None for value in logprobs):
+    if not all(isinstance(token, int) for token in ids):
+        raise WrongAnswer("a token id is not a number")
+    if not all(isinstance(value, float | int) for value in logprobs):
         raise WrongAnswer("a log-prob is missing")
-    return np.array(ids, np.int32), np.array(logprobs, np.float32), reason

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client on asyncio streams: JSON in, JSON out, one connection a call. Layer 1.
+"""A small HTTP/1.1 client on asyncio streams: JSON in, JSON or a stream of it out. Layer 1.
 
-Closing the connection is how a call is given up: servers stop generating for a client that is gone.
-No proxies, no redirects, no cookies.
+One connection a call. Closing it is how a call is given up: servers stop generating for a client that
+is gone. No proxies, no redirects, no cookies.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 _MOST_BODY = 256 * 1024 * 1024
+_MOST_EVENT = 16 * 1024 * 1024
+Headers = dict[str, str]
 
 
 class HttpError(Exception):
@@ -42,10 +45,38 @@ class JsonClient:
     async def get(self, path: str, timeout_s: float = 10.0) -> Any:
         return await self._call("GET", path, b"", timeout_s)
 
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """The events of a streamed answer up to its [DONE], decoded. How long to wait is the caller's
+        business: nothing here ends a stream that stays silent."""
+        writer = None
+        try:
+            reader, writer = await self._send("POST", path, json.dumps(body).encode())
+            status, headers = await _read_head(reader)
+            if not 200 <= status < 300:
+                text = await _read_body(reader, headers)
+                raise HttpError(f"{self.base_url}{path}: HTTP {status}: {text[:300]!r}", status)
+            if "text/event-stream" not in headers.get("content-type", ""):
+                raise HttpError(f"{self.base_url}{path}: the answer is no stream of events", 406)
+            async for event in _events(_parts(reader, headers)):
+                if event == b"[DONE]":
+                    return
+                yield json.loads(event)
+            raise HttpError(f"{self.base_url}: the stream ended before its end")
+        except (OSError, EOFError, ValueError) as error:
+            raise HttpError(f"{self.base_url}: {type(error).__name__}: {error}") from error
+        finally:
+            if writer is not None:
+                writer.close()
+
     async def _call(self, method: str, path: str, body: bytes, timeout_s: float) -> Any:
         try:
             async with asyncio.timeout(timeout_s):
-                status, text = await self._exchange(method, path, body)
+                reader, writer = await self._send(method, path, body)
+                try:
+                    status, headers = await _read_head(reader)
+                    text = await _read_body(reader, headers)
+                finally:
+                    writer.close()
         except TimeoutError:
             raise HttpError(f"{self.base_url}: no answer within {timeout_s:g} s") from None
         except (OSError, EOFError, ValueError) as error:
@@ -59,45 +90,69 @@ class JsonClient:
         except ValueError:
             raise HttpError(f"{self.base_url}{path}: the answer is not JSON") from None
 
-    async def _exchange(self, method: str, path: str, body: bytes) -> tuple[int, str]:
+    async def _send(
+        self, method: str, path: str, body: bytes
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         url = urlsplit(self.base_url)
         secure = ssl.create_default_context() if url.scheme == "https" else None
         port = url.port or (443 if secure else 80)
         reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure)
+        head = [
+            f"{method} {url.path.rstrip('/')}{path} HTTP/1.1",
+            f"Host: {url.netloc}",
+            "Connection: close",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+        ]
+        if self.api_key:
+            head.append(f"Authorization: Bearer {self.api_key}")
         try:
-            head = [
-                f"{method} {url.path.rstrip('/')}{path} HTTP/1.1",
-                f"Host: {url.netloc}",
-                "Connection: close",
-                "Content-Type: application/json",
-                f"Content-Length: {len(body)}",
-            ]
-            if self.api_key:
-                head.append(f"Authorization: Bearer {self.api_key}")
             writer.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
             await writer.drain()
-            return await _read_answer(reader)
-        finally:
+        except BaseException:
             writer.close()
+            raise
+        return reader, writer
 
 
-async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, str]:
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, Headers]:
     status = int((await reader.readuntil(b"\r\n")).split()[1])
-    headers: dict[str, str] = {}
+    headers: Headers = {}
     while (line := (await reader.readuntil(b"\r\n")).strip()) != b"":
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.strip().lower()] = value.strip().lower()
+    return status, headers
+
+
+async def _parts(reader: asyncio.StreamReader, headers: Headers) -> AsyncIterator[bytes]:
+    """The body as it comes, by whatever way its length is told; raises where it ends too early."""
     if headers.get("transfer-encoding") == "chunked":
-        parts = []
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-            parts.append(await reader.readexactly(size))
+            yield await reader.readexactly(size)
             await reader.readexactly(2)
-        body = b"".join(parts)
     elif "content-length" in headers:
-        size = int(headers["content-length"])
-        if size > _MOST_BODY:
-            raise ValueError(f"an answer of {size} bytes")
-        body = await reader.readexactly(size)
+        left = int(headers["content-length"])
+        if left > _MOST_BODY:
+            raise ValueError(f"an answer of {left} bytes")
+        if left:
+            yield await reader.readexactly(left)
     else:
-        body = await reader.read()
-    return status, body.decode("utf-8", errors="replace")
+        while part := await reader.read(1 << 16):
+            yield part
+
+
+async def _read_body(reader: asyncio.StreamReader, headers: Headers) -> str:
+    parts = [part async for part in _parts(reader, headers)]
+    return b"".join(parts).decode("utf-8", errors="replace")
+
+
+async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """What follows `data:` in server-sent events, one line each."""
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        if len(rest) > _MOST_EVENT:
+            raise ValueError(f"an event of more than {_MOST_EVENT} bytes")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()

@@ -1,22 +1,25 @@
 """Any server that speaks /v1/completions with token ids and log-probs, as an engine. Layer 1.
 
-Several URLs: the least loaded takes a request, a rollout that goes on returns to its server. Faults are
-retried elsewhere, then come back as errors. Weights go out as a safetensors folder and a reload call
-where the server has one; without it the engine serves for evaluation only, and says so.
+Several URLs: the least loaded takes a request, a rollout that goes on returns to its server. Answers are
+streamed where the server can, so that an abort returns what came until then, and a cut stream goes on
+elsewhere from its tokens. Weights go out by vLLM's own calls for RL, or as a safetensors folder and a
+reload call; without either the engine serves for evaluation only, and says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from penstock.engine.completions import (
+    STREAMED,
+    CompletionChunks,
     WrongAnswer,
     completion_body,
     neutral,
@@ -24,16 +27,26 @@ from penstock.engine.completions import (
     read_completion,
 )
 from penstock.engine.http_client import HttpError, JsonClient
-from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
-from penstock.errors import DigestMismatch, EngineError, UserError
-from penstock.types import VersionSegment, WeightHandle
+from penstock.engine.in_flight import InFlight, RunningRequest
+from penstock.engine.protocol import (
+    EngineStats,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    PauseMode,
+)
+from penstock.engine.servers import Server, Servers
+from penstock.errors import EngineError, UserError
+from penstock.types import WeightHandle
 
 if TYPE_CHECKING:
     import torch
 
     from penstock.config import Config
+    from penstock.engine.server_weights import WeightLoader
 
 Fetch = Callable[[WeightHandle], "Iterable[tuple[str, torch.Tensor]]"]
+_PATH = "/v1/completions"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -43,38 +56,52 @@ class OpenAIOptions:
     urls: tuple[str, ...] = ("http://127.0.0.1:8000",)
     model: str = ""  # name the server knows the model by; empty: the first it lists
     api_key_variable: str = ""  # environment variable that holds the key
-    timeout_s: float = 600.0
+    timeout_s: float = 600.0  # without a token, or without an answer
     retries: int = 3  # further tries of one request
     backoff_s: float = 0.5  # before the second try; doubles
     max_model_len: int = 0  # most tokens of a request; 0: as the server says
-    reload_path: str = ""  # e.g. /update_weights_from_disk (SGLang); empty: evaluation only
+    reload_path: str = ""  # e.g. /update_weights_from_disk (SGLang); vLLM servers need none
     weights_folder: str = ""  # where new weights are written; servers must see it too
 
 
-class _Server:
-    """One URL and what is under way there."""
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One streamed answer; `limit` ends it, also when it is cut to go on after an update."""
 
-    def __init__(self, client: JsonClient) -> None:
-        self.client, self.outstanding, self.healthy = client, 0, True
+    limit: asyncio.Timeout
+    stops_by_text: bool
+    cut: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end_at(self, when: float | None) -> None:
+        if not self.limit.expired():
+            self.limit.reschedule(when)
 
 
 class OpenAIEngine:
-    """See `InferenceEngine`. `keep` pauses like `wait`: a server's requests cannot be held from here."""
+    """See `InferenceEngine`.
+
+    `keep` uses the servers' own pause where they have one (vLLM in its development mode). Elsewhere streams
+    are cut and go on from their tokens after `resume`; responses with stop strings are waited for.
+    """
 
     def __init__(self, options: OpenAIOptions, *, fetch: Fetch) -> None:
         if not options.urls:
             raise UserError("engine.options.urls: got none, allowed: at least one URL")
         key = os.environ.get(options.api_key_variable, "") if options.api_key_variable else ""
         self._options, self._fetch = options, fetch
-        self._servers = [_Server(JsonClient(u, options.timeout_s, key)) for u in options.urls]
+        self._servers = Servers([JsonClient(u, options.timeout_s, key) for u in options.urls])
+        self._requests = InFlight()
+        self._streams: set[_Stream] = set()
+        self._asking = asyncio.Event()  # set: requests inside may ask a server
         self._model, self._longest = options.model, options.max_model_len
-        self._raw_logprobs = False
-        self._owner: dict[str, _Server] = {}
-        self._running: dict[str, asyncio.Task[Generation]] = {}
-        self._passed: set[str] = set()  # running requests that no pause holds back
-        self._open = asyncio.Event()
+        self._raw_logprobs = self._streaming = self._native_pause = False
+        self._loader: WeightLoader | None = None
+        self._updating = asyncio.Lock()
+        self._paused: PauseMode | None = None
+        self._held_natively = False
         self._version, self._digest = 0, ""
-        self._tokens, self._started = 0, False
+        self._end_reason = "it was not started"
 
     @classmethod
     def from_config(cls, config: Config, *, fetch: Fetch, index: int = 0) -> Self:
@@ -87,102 +114,66 @@ class OpenAIEngine:
             given["urls"] = tuple(given["urls"])
         return cls(OpenAIOptions(**given), fetch=fetch)
 
+    # ---- what the servers can do
+
     async def start(self) -> None:
-        """Find the model and see whether log-probs are those of the sampling distribution."""
-        client = self._servers[0].client
-        try:
-            listed = (await client.get("/v1/models")).get("data", [])
-            chosen = next((m for m in listed if not self._model or m["id"] == self._model), None)
-            if chosen is None:
-                raise UserError(
-                    f"engine.options.model: got {self._model!r}, allowed: "
-                    f"{', '.join(m['id'] for m in listed) or 'nothing is served'}"
-                )
-            self._model = chosen["id"]
-            self._longest = self._longest or int(chosen.get("max_model_len") or 1 << 20)
-            answer = await client.post("/v1/completions", probe_body(self._model))
-            _, logprobs, _ = read_completion(answer, 1)
-        except (HttpError, WrongAnswer, KeyError) as error:
-            raise EngineError(f"engine openai: {client.base_url} is of no use: {error}") from error
-        self._raw_logprobs = bool(abs(logprobs[0]) > 1e-4)
-        self._open.set()
-        self._started = True
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        self._check(request)
-        if not self._started:
-            return _ended(request, "error", "the engine is not running")
-        if request.request_id in self._running:
-            return _ended(request, "error", f"request {request.request_id} is running already")
-        task = asyncio.create_task(self._generate(request))
-        self._running[request.request_id] = task
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():  # by abort, pause or close; not our caller's doing
-                return _ended(request, "abort")
-            task.cancel()
-            raise
-        finally:
-            self._running.pop(request.request_id, None)
-            self._passed.discard(request.request_id)
-
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        for request in requests:
-            self._check(request)
-        return list(await asyncio.gather(*(self.generate(request) for request in requests)))
-
-    async def _generate(self, request: GenerationRequest) -> Generation:
-        await self._open.wait()
-        self._passed.add(request.request_id)
-        left = request.sampling.max_tokens - len(request.response_ids)
-        if left <= 0:
-            return _ended(request, "length")
-        body, reason = completion_body(self._model, request), ""
-        for attempt in range(self._options.retries + 1):
-            if attempt:
-                await asyncio.sleep(self._options.backoff_s * 2 ** (attempt - 1))
-            server, version = await self._choose(request.request_id), self._version
+        """Find the model and learn what the servers can do; all of them must be there."""
+        raw, self._streaming, self._native_pause = [], True, True
+        for server in self._servers.all:
+            client, server.healthy = server.client, True
             try:
-                server.outstanding += request.num_tokens
-                answer = await server.client.post("/v1/completions", body)
-                ids, logprobs, why = read_completion(answer, left)
-            except (HttpError, WrongAnswer) as error:
-                reason = str(error)
-                server.healthy = not (isinstance(error, HttpError) and error.status == 0)
-                self._owner.pop(request.request_id, None)
-                if isinstance(error, HttpError) and not error.again:
-                    break
-                continue
-            finally:
-                server.outstanding -= request.num_tokens
-            self._tokens += len(ids)
-            return Generation(
-                request_id=request.request_id,
-                token_ids=ids,
-                logprobs=logprobs,
-                segments=(VersionSegment(version, len(ids)),) if len(ids) else (),
-                finish_reason=why,
+                await self._find_model(client)
+                raw.append(abs(await self._probe(client)) > 1e-4)
+            except (HttpError, WrongAnswer, KeyError) as error:
+                raise EngineError(
+                    f"engine openai: {client.base_url} is of no use: {error}"
+                ) from error
+            self._native_pause = self._native_pause and await _has_own_pause(client)
+        self._raw_logprobs = any(raw)
+        self._loader = self._find_loader()
+        self._paused, self._held_natively, self._end_reason = None, False, ""
+        self._version, self._digest = 0, ""
+        self._asking.set()
+        self._requests.gate.set()
+
+    async def _find_model(self, client: JsonClient) -> None:
+        listed = (await client.get("/v1/models")).get("data", [])
+        chosen = next((m for m in listed if not self._model or m["id"] == self._model), None)
+        if chosen is None:
+            raise UserError(
+                f"engine.options.model: got {self._model!r}, allowed: "
+                f"{', '.join(m['id'] for m in listed) or 'nothing is served'}"
             )
-        return _ended(request, "error", reason)
+        self._model = chosen["id"]
+        self._longest = self._longest or int(chosen.get("max_model_len") or 1 << 20)
 
-    async def _choose(self, request_id: str) -> _Server:
-        """The rollout's own server if it is well, else the least loaded one that answers."""
-        owner = self._owner.get(request_id)
-        if owner is None or not owner.healthy:
-            if not any(server.healthy for server in self._servers):
-                await asyncio.gather(*(self._ask_health(server) for server in self._servers))
-            well = [server for server in self._servers if server.healthy] or self._servers
-            owner = min(well, key=lambda server: server.outstanding)
-        self._owner[request_id] = owner
-        return owner
-
-    async def _ask_health(self, server: _Server) -> None:
+    async def _probe(self, client: JsonClient) -> float:
+        """The log-prob of one certain token; on the way, whether streams carry token ids."""
+        body, chunks, found = probe_body(self._model), CompletionChunks(1), []
         try:
-            await server.client.get("/health")
-            server.healthy = True
-        except HttpError as error:
-            server.healthy = error.status != 0  # a server without this page is alive all the same
+            async with (
+                asyncio.timeout(self._options.timeout_s),
+                aclosing(client.stream(_PATH, {**body, **STREAMED})) as events,
+            ):
+                async for event in events:
+                    found += chunks.read(event)[1]
+            chunks.end()
+        except (HttpError, WrongAnswer, TimeoutError):
+            self._streaming = False
+            _, found, _ = read_completion(await client.post(_PATH, body), 1)
+        return found[0]
+
+    def _find_loader(self) -> WeightLoader | None:
+        from penstock.engine.server_weights import ReloadCall, VllmCalls, on_this_machine
+
+        options = self._options
+        if options.reload_path and options.weights_folder:
+            return ReloadCall(self._servers, options.weights_folder, options.reload_path)
+        if self._native_pause and (
+            options.weights_folder or all(map(on_this_machine, options.urls))
+        ):
+            return VllmCalls(self._servers, options.weights_folder)
+        return None
 
     def _check(self, request: GenerationRequest) -> None:
         name = f"request {request.request_id}"
@@ -196,65 +187,194 @@ class OpenAIEngine:
                 "this server gives raw log-probs (vLLM: --logprobs-mode processed_logprobs)"
             )
 
+    # ---- requests
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self._check(request)
+        if self._end_reason:
+            return RunningRequest(request).generation("error", f"engine openai: {self._end_reason}")
+        return await self._requests.run(request, self._follow)
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        for request in requests:
+            self._check(request)
+        return list(await asyncio.gather(*(self.generate(request) for request in requests)))
+
+    async def _follow(self, running: RunningRequest) -> Generation:
+        """Ask until there is an answer or the tries are used up; being cut for an update is no try."""
+        reason, failures = "", 0
+        while failures <= self._options.retries:
+            if failures:
+                await asyncio.sleep(self._options.backoff_s * 2 ** (failures - 1))
+            request, before = _going_on(running), len(running.ids)
+            if len(request.response_ids) >= request.sampling.max_tokens:
+                return running.generation("length")
+            server = await self._servers.choose(request.request_id)
+            await self._asking.wait()
+            server.outstanding += request.num_tokens
+            try:
+                ask = self._follow_stream if self._streaming else self._ask_once
+                ended = await ask(server, running, request)
+                if ended is not None:
+                    return running.generation(ended)
+            except (HttpError, WrongAnswer) as error:
+                reason, failures = str(error), failures + 1
+                self._servers.failed(request.request_id, error)
+                if isinstance(error, WrongAnswer):
+                    running.forget(before)  # none of this answer is to be trusted
+                elif request.sampling.stop:
+                    running.forget(0)  # a stop string could lie across the cut
+                if isinstance(error, HttpError) and not error.again:
+                    break
+            finally:
+                server.outstanding -= request.num_tokens
+        return running.generation("error", reason)
+
+    async def _ask_once(
+        self, server: Server, running: RunningRequest, request: GenerationRequest
+    ) -> FinishReason:
+        version, left = self._version, request.sampling.max_tokens - len(request.response_ids)
+        answer = await server.client.post(_PATH, self._body(request))
+        ids, logprobs, ended = read_completion(answer, left)
+        self._requests.add(running, ids, logprobs, version)
+        return ended
+
+    async def _follow_stream(
+        self, server: Server, running: RunningRequest, request: GenerationRequest
+    ) -> FinishReason | None:
+        """Why it ended; None if it was cut and is to go on."""
+        chunks = CompletionChunks(request.sampling.max_tokens - len(request.response_ids))
+        stream: _Stream | None = None
+        try:
+            async with asyncio.timeout(self._options.timeout_s) as limit:
+                stream = _Stream(limit, bool(request.sampling.stop))
+                self._streams.add(stream)
+                body = {**self._body(request), **STREAMED}
+                async with aclosing(server.client.stream(_PATH, body)) as events:
+                    async for event in events:
+                        ids, logprobs = chunks.read(event)
+                        self._requests.add(running, ids, logprobs, self._version)
+                        if not stream.cut:
+                            stream.end_at(self._deadline())
+            return chunks.end()
+        except HttpError:
+            if chunks.complete:  # all that was lost is the stream's own end
+                return chunks.end()
+            raise
+        except TimeoutError:
+            if stream is not None and stream.cut:
+                return None
+            waited = f"no token within {self._options.timeout_s:g} s"
+            raise HttpError(f"{server.client.base_url}: {waited}") from None
+        finally:
+            if stream is not None:
+                self._streams.discard(stream)
+                stream.ended.set()
+
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        body = completion_body(self._model, request)
+        if self._native_pause:  # vLLM: the prefix cache never mixes weights
+            body["cache_salt"] = f"v{self._version}"
+        return body
+
+    def _deadline(self) -> float | None:
+        """When a stream that stays silent is given up; never while a server holds it for us."""
+        if self._held_natively:
+            return None
+        return asyncio.get_running_loop().time() + self._options.timeout_s
+
     async def abort(self, request_id: str) -> None:
-        task = self._running.get(request_id)
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        await self._requests.abort(request_id)  # servers drop a request whose client is gone
+
+    # ---- pause and resume
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        self._open.clear()
-        tasks = list(self._running.values())
+        self._paused = mode
+        self._requests.gate.clear()
         if mode == "abort":
-            for task in tasks:
-                task.cancel()
+            await self._requests.abort_all()
+        elif mode == "wait":
+            await self._requests.wait_inside()
         else:
-            tasks = [self._running[request_id] for request_id in self._passed]
-        if tasks:
-            await asyncio.wait(tasks)
+            await self._hold(self._native_pause)
 
     async def resume(self) -> None:
-        self._open.set()
+        self._paused = None
+        await self._let_go()
+
+    async def _hold(self, natively: bool) -> None:
+        """Nothing is generated after this; what runs goes on later."""
+        if natively and not self._held_natively:
+            self._asking.clear()
+            await self._control("/pause?mode=keep&clear_cache=false")
+            self._held_natively = True
+            for stream in self._streams:
+                stream.end_at(None)
+        elif self._streaming and not natively:
+            self._asking.clear()
+            streams = list(self._streams)
+            for stream in streams:
+                if not stream.stops_by_text:
+                    stream.cut = True
+                    stream.end_at(asyncio.get_running_loop().time())
+            await asyncio.gather(*(stream.ended.wait() for stream in streams))
+        elif not natively:
+            await self._requests.wait_inside()
+
+    async def _let_go(self) -> None:
+        if self._held_natively:
+            await self._control("/resume")
+            self._held_natively = False
+            for stream in self._streams:
+                stream.end_at(self._deadline())
+        self._asking.set()
+        self._requests.gate.set()
+
+    async def _control(self, path: str) -> None:
+        try:
+            await self._servers.post_all(path, {})
+        except HttpError as error:
+            raise EngineError(f"engine openai: {path.split('?')[0]}: {error}") from error
+
+    # ---- weights
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        options = self._options
-        if not options.reload_path or not options.weights_folder:
+        loader = self._loader
+        if loader is None:
             raise EngineError(
-                "engine openai: this server cannot be trained against, evaluation only: set "
-                "engine.options.reload_path and weights_folder if it can load weights from disk"
+                "engine openai: this server cannot be trained against, evaluation only: start vLLM "
+                "with its calls for RL (docs/engines.md), or set engine.options.reload_path and "
+                "weights_folder if it can load weights from disk"
             )
-        folder = Path(options.weights_folder) / f"version-{version}"
-        digest = await asyncio.to_thread(self._write, folder, source)
-        body = {"model_path": str(folder), "version": version, "digest": digest}
+        from penstock.engine.weights import checked_weights
+
+        async with self._updating:
+            weights = await asyncio.to_thread(checked_weights, self._fetch, source)
+            await loader.prepare(version, source, weights)
+            async with self._holding(loader):
+                try:
+                    await loader.load(version, source.digest)
+                except HttpError as error:
+                    self._end_reason = f"weights {version} were not loaded: {error}"
+                    await self._requests.abort_all()
+                    raise EngineError(f"engine openai: {self._end_reason}") from error
+                self._version, self._digest = version, source.digest
+        return source.digest
+
+    @asynccontextmanager
+    async def _holding(self, loader: WeightLoader) -> AsyncIterator[None]:
+        """A pause of its own where nobody has paused."""
+        self._requests.gate.clear()
         try:
-            await asyncio.gather(
-                *(server.client.post(options.reload_path, body) for server in self._servers)
-            )
-        except HttpError as error:
-            raise EngineError(
-                f"engine openai: weights {version} were not loaded: {error}"
-            ) from error
-        self._version, self._digest = version, digest
-        return digest
-
-    def _write(self, folder: Path, source: WeightHandle) -> str:
-        """Write the weights whole or not at all; returns their digest."""
-        from safetensors.torch import save_file
-
-        from penstock.engine.weights import digest_of
-
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._fetch(source)}
-        digest = digest_of(tensors.items())
-        if digest != source.digest:
-            raise DigestMismatch(
-                f"weights refused, the old ones stay: got digest {digest}, "
-                f"announced was {source.digest}"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        part = folder / "model.safetensors.part"
-        save_file(tensors, part, metadata={"format": "pt"})
-        part.replace(folder / "model.safetensors")
-        return digest
+            if self._paused is None or loader.native_pause:
+                await self._hold(loader.native_pause)
+        except EngineError:
+            self._asking.set()
+            self._requests.gate.set()
+            raise
+        yield
+        if self._paused is None:
+            await self._let_go()
 
     async def sleep(self) -> None:
         """The server's memory is its own."""
@@ -263,31 +383,36 @@ class OpenAIEngine:
         """Undo `sleep`."""
 
     async def stats(self) -> EngineStats:
-        if not self._started:
-            raise EngineError("engine openai: it is not running")
+        if self._end_reason:
+            raise EngineError(f"engine openai: {self._end_reason}")
+        if not self._servers.any_healthy:
+            raise EngineError("engine openai: no server answers")
         return EngineStats(
             policy_version=self._version,
             digest=self._digest,
-            running=len(self._passed),
-            waiting=len(self._running) - len(self._passed),
-            tokens_generated=self._tokens,
+            running=self._requests.inside,
+            waiting=self._requests.waiting,
+            tokens_generated=self._requests.tokens,
             busy_s=0.0,
-            paused=not self._open.is_set(),
+            paused=self._paused is not None,
         )
 
     async def close(self) -> None:
-        self._started = False
-        for task in list(self._running.values()):
-            task.cancel()
-        await asyncio.sleep(0)
+        self._end_reason = "it was closed"
+        await self._requests.abort_all()
 
 
-def _ended(request: GenerationRequest, why: Any, error: str = "") -> Generation:
-    return Generation(
-        request_id=request.request_id,
-        token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        segments=(),
-        finish_reason=why,
-        error=error,
-    )
+def _going_on(running: RunningRequest) -> GenerationRequest:
+    """The request as it is to be asked now: what has come already is part of its response."""
+    if not running.ids:
+        return running.request
+    made = np.concatenate([running.request.response_ids, np.array(running.ids, np.int32)])
+    return replace(running.request, response_ids=made)
+
+
+async def _has_own_pause(client: JsonClient) -> bool:
+    """vLLM in its development mode: it can hold requests and take weights."""
+    try:
+        return "is_paused" in await client.get("/is_paused")
+    except (HttpError, TypeError):
+        return False

@@ -25,7 +25,7 @@ from penstock.engine.protocol import EngineStats, Generation, GenerationRequest,
 from penstock.engine.sequences import check_request
 from penstock.engine.vllm_options import Transfer, VllmOptions, sampling_fields
 from penstock.engine.weight_group import WeightGroup, open_store
-from penstock.engine.weights import checked_weights, folder_digest, require_digest
+from penstock.engine.weights import checked_weights, digest_of, folder_digest
 from penstock.errors import EngineError
 from penstock.types import WeightHandle
 
@@ -113,7 +113,8 @@ class PenstockTransfer(WeightTransferEngine):
             weights = self._group.receive(update_info.shapes)
         else:
             raise ValueError("weights: got neither a place nor a group")
-        require_digest(weights, update_info.digest)
+        if (digest := digest_of(weights.items())) != update_info.digest:
+            raise ValueError(f"weights have digest {digest}, announced was {update_info.digest}")
         self.model.load_weights(iter(weights.items()))
 
     def finish_weight_update(self) -> None:
@@ -236,6 +237,7 @@ class VllmEngine:
         self._weights: Literal["there", "asleep", "lost"] = "there"
         self._version, self._digest = 0, ""
         self._latest: WeightHandle | None = None
+        self._world = 0  # this process and all workers
         self._group: WeightGroup | None = None
         self._sender: VllmSender | None = None
 
@@ -267,8 +269,9 @@ class VllmEngine:
             )
         except (RuntimeError, ValueError, OSError) as error:
             raise EngineError(f"engine vllm: it does not start: {error}") from error
+        self._world = 1 + self._alive.vllm_config.parallel_config.world_size_across_dp
         if own:
-            self._sender = VllmSender(options.transfer, options.transfer_address, 1 + self._workers)
+            self._sender = VllmSender(options.transfer, options.transfer_address, self._world)
         digest = await asyncio.to_thread(folder_digest, options.path)
         first = WeightHandle(version=0, digest=digest, kind=places.FOLDER, location=options.path)
         self._version, self._digest, self._latest = 0, digest, first if digest else None
@@ -282,10 +285,6 @@ class VllmEngine:
         if self._llm.errored:
             raise EngineError("engine vllm: it died")
         return self._llm
-
-    @property
-    def _workers(self) -> int:
-        return self._alive.vllm_config.parallel_config.world_size_across_dp
 
     # ---- requests
 
@@ -378,8 +377,12 @@ class VllmEngine:
         """Nothing runs and nothing goes in; a pause or sleep that stands already is left alone."""
         own = self._paused is None and not self._asleep
         self._requests.gate.clear()
-        if own:
-            await _living(llm.pause_generation(mode="keep", clear_cache=False))
+        try:
+            if own:
+                await _living(llm.pause_generation(mode="keep", clear_cache=False))
+        except EngineError:
+            self._open_unless_held()  # so that those outside learn that it died
+            raise
         yield
         if own and self._paused is None:
             await _living(llm.resume_generation())
@@ -408,21 +411,17 @@ class VllmEngine:
             await self._sender.send(llm, weights)
             return
         await llm.start_weight_update()
-        update = llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        if "shapes" in info:
-            assert self._group is not None
-            await asyncio.gather(
-                update, asyncio.to_thread(self._group.send, list(weights.values()))
-            )
-        else:
-            await update
+        work = [llm.update_weights(WeightTransferUpdateRequest(update_info=info))]
+        if "shapes" in info and self._group is not None:
+            work.append(asyncio.to_thread(self._group.send, list(weights.values())))
+        await asyncio.gather(*work)
         await llm.finish_weight_update()
 
     async def _join_group(self) -> None:
         """Once: a gloo group of this process and all workers."""
         if self._group is not None:
             return
-        options, world = self._options, 1 + self._workers
+        options, world = self._options, self._world
         store = open_store(options.transfer_address, options.transfer_timeout_s)
         meeting = InitInfo(options.transfer_address, store.port, world, options.transfer_timeout_s)
         request = WeightTransferInitRequest(init_info=asdict(meeting))

@@ -1,0 +1,75 @@
+"""vLLM's side of rollouts.py, run by it in vLLM's own environment: reads a task, prints one JSON line.
+
+    python benchmarks/rollouts_vllm.py TASK.json
+
+The task names a saved model, the requests and the loads. Seconds are CPU seconds of this process and of
+those that vLLM starts, and by the clock; the start is not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from penstock.engine.protocol import GenerationRequest, SamplingParams
+from penstock.engine.vllm_engine import VllmEngine, VllmOptions
+
+
+def cpu_seconds() -> float:
+    """Of this process and all that it started."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
+
+
+def requests_of(prompts: list[list[int]], lengths: list[int]) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            request_id=str(i),
+            prompt_ids=np.array(prompt, np.int32),
+            sampling=SamplingParams(max_tokens=length),
+            seed=i,
+        )
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
+async def measure(task: dict[str, Any]) -> dict[str, dict[str, float]]:
+    options = VllmOptions(
+        path=task["model"],
+        dtype=task["dtype"],
+        max_slots=task["slots"],
+        max_model_len=task["longest"],
+        extra={"skip_tokenizer_init": True, "enable_prefix_caching": False},
+    )
+    engine = VllmEngine(options, fetch=lambda _: [])
+    await engine.start()
+    warm = min(task["slots"], len(task["prompts"]))
+    await engine.generate_many(requests_of(task["prompts"][:warm], [4] * warm))
+    speeds: dict[str, dict[str, float]] = {}
+    for name, lengths in task["loads"].items():
+        cpu, wall = [], []
+        for _ in range(task["repeats"]):
+            cpu_start, start = cpu_seconds(), time.perf_counter()
+            made = await engine.generate_many(requests_of(task["prompts"], lengths))
+            cpu.append(cpu_seconds() - cpu_start)
+            wall.append(time.perf_counter() - start)
+            assert [len(g.logprobs) for g in made] == lengths, {g.error for g in made}
+        speeds[name] = {
+            "cpu": sum(lengths) / statistics.median(cpu),
+            "wall": sum(lengths) / statistics.median(wall),
+        }
+    await engine.close()
+    return speeds
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(measure(json.loads(Path(sys.argv[1]).read_text("utf-8"))))))
