@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ import pytest
 
 from fakes import CountingReward, FakeEngine, make_prompt
 from penstock.agent.single_turn import SingleTurn
-from penstock.config import SamplingConfig
+from penstock.config import LaunchConfig, SamplingConfig
 from penstock.data.sampler import Sampler
 from penstock.edges import EdgeKind
 from penstock.engine.protocol import EngineStats, SamplingParams
 from penstock.evaluate import EvalTask
 from penstock.evaluations import Evaluations
+from penstock.launch.distribution import Distribution
 from penstock.launch.engines import Engines
 from penstock.launch.inline import watched
-from penstock.launch.supervise import CALLS
+from penstock.launch.supervise import CALLS, Surroundings
 from penstock.launch.trainer import RankGroup, RestartingTrainer
 from penstock.launch.trainer import watched as watched_collect
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
@@ -156,9 +158,15 @@ async def an_object_store_that_takes_nothing(stage: Stage) -> None:
     await RestartingTrainer(supervised, stage.edges).publish()
 
 
-@hangs(EdgeKind.COLLECTIVE, "trainer has not answered collective for 60 s")
+@hangs(EdgeKind.COLLECTIVE, "distributor-2 has not answered collective for 60 s")
 async def a_group_that_does_not_meet(stage: Stage) -> None:
-    await watched("trainer", Silent(), stage.edges).open_group(HANDLE, "all", [0])
+    async def spawn(name: str, node: str, folder: str) -> SilentWorker:
+        return SilentWorker(name, folder="")
+
+    around = Surroundings(edges=stage.edges, note=lambda text: None)
+    distribution = Distribution(spawn, LaunchConfig(), around)
+    distribution.settle(0, "there")
+    await distribution.spread(replace(HANDLE, location={"node": "here"}), lambda: [0])
 
 
 @hangs(EdgeKind.SYNC, "engine-0 has not answered sync for 60 s")

@@ -23,6 +23,10 @@ class EngineError(RunError):
     """An inference engine refused, failed or died; the message names the request or the engine."""
 
 
+class WeightsGone(EngineError):
+    """Published weights can no longer be read, or never became whole; they must be published again."""
+
+
 class RewardError(RunError):
     """A reward could not be computed (a dead server, broken test cases): a failure, not a zero."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +10,10 @@ import pytest
 import torch
 
 from penstock.errors import RunError
-from penstock.sync.collective import CollectiveSync
 from penstock.sync.in_process import InProcessSync
 from penstock.sync.object_store import ObjectStoreSync, tensor_of
 from penstock.sync.protocol import WeightSync
-from penstock.sync.shared_memory import SharedMemorySync, make_folder, sweep_stale
+from penstock.sync.shared_memory import Folder, SharedMemorySync, sweep_stale
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:
@@ -26,13 +23,6 @@ def weights(value: float) -> list[tuple[str, torch.Tensor]]:
         ("empty", torch.empty(0)),
         ("scalar", torch.tensor(value)),
     ]
-
-
-class Sent(CollectiveSync):
-    """The trainer's side of a broadcast to engine 0 alone, which is told at once."""
-
-    def publish(self, version, digest, weights):
-        return self.open_group(super().publish(version, digest, weights), "group", [0])
 
 
 class Stored(ObjectStoreSync):
@@ -49,10 +39,8 @@ class Stored(ObjectStoreSync):
                 yield name, tensor_of(dtype, array)
 
 
-@pytest.fixture(params=["in_process", "shared_memory", "collective", "object_store"])
+@pytest.fixture(params=["in_process", "shared_memory", "object_store"])
 def sides(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[WeightSync, WeightSync]:
-    if request.param == "collective":
-        return Sent(), CollectiveSync(0)
     if request.param == "object_store":
         return Stored(chunk_bytes=64), Stored()
     if request.param == "in_process":
@@ -98,60 +86,18 @@ def test_weights_that_are_gone_are_refused() -> None:
         list(sync.fetch(old))
 
 
-def test_folders_of_dead_drivers_are_swept(tmp_path: Path) -> None:
-    dead = tmp_path / "penstock-weights-999999999-abc"
-    alive = tmp_path / f"penstock-weights-{os.getpid()}-abc"
+def test_folders_that_nobody_uses_are_swept(tmp_path: Path) -> None:
+    dead, alive = tmp_path / "penstock-weights-dead", Folder(tmp_path / "penstock-weights-alive")
     dead.mkdir()
-    alive.mkdir()
     sweep_stale(tmp_path)
-    assert (dead.exists(), alive.exists()) == (False, True)
+    assert (dead.exists(), alive.path.exists()) == (False, True)
+    alive.remove()
+    assert not alive.path.exists()
 
 
 def test_a_new_folder_is_private() -> None:
-    folder = make_folder()
+    folder = Folder.new()
     try:
-        assert folder.stat().st_mode & 0o077 == 0
+        assert folder.path.stat().st_mode & 0o077 == 0
     finally:
-        folder.rmdir()
-
-
-def fetch_together(handle, engines: list[CollectiveSync]) -> list[dict[str, torch.Tensor]]:
-    """Every engine in a thread of its own, as they are in life."""
-    found: list[dict[str, torch.Tensor]] = [{} for _ in engines]
-
-    def fetch(number: int) -> None:
-        found[number].update(engines[number].fetch(handle))
-
-    threads = [threading.Thread(target=fetch, args=(n,)) for n in range(len(engines))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
-def test_a_broadcast_reaches_those_that_live_now() -> None:
-    trainer, engines = CollectiveSync(), [CollectiveSync(n) for n in range(3)]
-    meetings = [("two", [0, 1]), ("two", [0, 1]), ("joined", [0, 1, 2]), ("left", [0, 2])]
-    for version, (key, members) in enumerate(meetings, 1):
-        handle = trainer.publish(version, "d", weights(version))
-        sent = trainer.open_group(handle, key, members)
-        for found in fetch_together(sent, [engines[n] for n in members]):
-            assert torch.equal(found["a"], torch.full((3, 5), float(version)))
-    trainer.close()
-
-
-def test_a_member_that_does_not_come_ends_the_broadcast_with_a_line() -> None:
-    trainer, engine = CollectiveSync(timeout_s=0.5), CollectiveSync(0, timeout_s=0.5)
-    sent = trainer.open_group(trainer.publish(1, "d", weights(1.0)), "group", [0, 1])
-    with pytest.raises(RunError, match="broadcast of version 1"):
-        list(engine.fetch(sent))
-    again = trainer.open_group(trainer.publish(2, "d", weights(2.0)), "others", [0])
-    assert torch.equal(dict(engine.fetch(again))["scalar"], torch.tensor(2.0))
-
-
-def test_an_engine_that_was_not_named_refuses() -> None:
-    trainer = CollectiveSync(timeout_s=0.1)
-    sent = trainer.open_group(trainer.publish(1, "d", weights(1.0)), "group", [1])
-    with pytest.raises(RunError, match="were not sent to this engine"):
-        list(CollectiveSync(0).fetch(sent))
+        folder.remove()

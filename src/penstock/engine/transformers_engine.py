@@ -27,7 +27,7 @@ from penstock.engine.protocol import (
 )
 from penstock.engine.runner import Finished, Runner, make_runner
 from penstock.engine.sequences import Sequence, TextOf, check_request
-from penstock.engine.weights import load_weights, model_digest
+from penstock.engine.weights import checked_weights, load_weights, model_digest
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.types import WeightHandle
 
@@ -51,6 +51,7 @@ class TransformersEngine:
         name: str = "engine",
     ) -> None:
         self._load, self._fetch, self._name = load, fetch, name
+        self._arriving = asyncio.Lock()
         self._options = options or TransformersOptions()
         self._text_of: TextOf = text_of or _no_tokenizer
         self._inbox = Inbox()
@@ -133,10 +134,15 @@ class TransformersEngine:
         await self._ask(self._resume)
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        return await self._ask(lambda: self._update(version, source))
+        """They arrive and are checked beside decoding, which stops for one copy only."""
+        async with self._arriving:
+            model = self._live_runner.model
+            weights = await asyncio.to_thread(checked_weights, self._fetch, source, model)
+            return await self._ask(lambda: self._switch(version, weights, source.digest))
 
     async def sleep(self) -> None:
-        await self._ask(self._sleep)
+        async with self._arriving:  # weights on their way come first
+            await self._ask(self._sleep)
 
     async def wake(self) -> None:
         await self._ask(self._wake)
@@ -347,19 +353,13 @@ class TransformersEngine:
             reply.set(None)
         self._drained.clear()
 
-    def _update(self, version: int, source: WeightHandle) -> str:
+    def _switch(self, version: int, weights: dict[str, torch.Tensor], digest: str) -> str:
         if self._asleep:
             raise EngineError(f"{self._name}: got new weights while asleep, allowed: wake it first")
         self._settle()
         runner = self._live_runner
-        try:
-            tensors = list(self._fetch(source))
-        except Exception as error:  # foreign code at a seam: the engine serves on with what it has
-            raise EngineError(
-                f"{self._name}: weights {version} could not be fetched: {_words(error)}"
-            ) from error
-        self._digest = load_weights(runner.model, tensors, source.digest)
-        self._version = version
+        load_weights(runner.model, weights)
+        self._version, self._digest = version, digest
         runner.forget_prompts()
         for slot in runner.table.occupied:
             sequence = runner.table.sequences[slot]

@@ -14,7 +14,7 @@ import torch
 
 from penstock.digest import weights_digest
 from penstock.engine.weight_places import FOLDER, read_folder
-from penstock.errors import DigestMismatch, EngineError
+from penstock.errors import DigestMismatch, EngineError, WeightsGone
 from penstock.types import WeightHandle
 
 
@@ -51,57 +51,44 @@ def folder_digest(folder: str) -> str:
 
 
 def checked_weights(
-    fetch: Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]], source: WeightHandle
+    fetch: Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]],
+    source: WeightHandle,
+    model: torch.nn.Module | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What `source` names, if it is what was announced; a folder is read as it is, without `fetch`."""
+    """What `source` names, if it is what was announced and fits `model`; hashed as it arrives.
+
+    A folder is read as it is, without `fetch`.
+    """
+    weights: dict[str, torch.Tensor] = {}
+
+    def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+        named = read_folder(source.location).items() if source.kind == FOLDER else fetch(source)
+        for name, tensor in named:
+            weights[name] = tensor.detach()
+            yield name, weights[name]
+
     try:
-        if source.kind == FOLDER:
-            weights = read_folder(source.location)
-        else:
-            weights = {name: tensor.detach() for name, tensor in fetch(source)}
+        digest = digest_of(arriving())
+    except WeightsGone:
+        raise  # they are to be published again
     except Exception as error:  # foreign code at a seam: the engine serves on with what it has
         raise EngineError(f"weights {source.version} could not be fetched: {error}") from error
-    require_digest(weights, source.digest)
+    if model is not None:
+        _refuse_others(model, weights)
+    if digest != source.digest:
+        raise DigestMismatch(
+            f"weights refused, the old ones stay: got digest {digest}, announced was {source.digest}"
+        )
     return weights
 
 
-def require_digest(weights: dict[str, torch.Tensor], announced: str) -> None:
-    digest = digest_of(weights.items())
-    if digest != announced:
-        raise DigestMismatch(
-            f"weights refused, the old ones stay: got digest {digest}, announced was {announced}"
-        )
-
-
-def load_weights(
-    model: torch.nn.Module, source: Iterable[tuple[str, torch.Tensor]], digest: str
-) -> str:
-    """Copy `source` into the model and return the digest of what it then holds.
-
-    Nothing changes unless every weight is there in its shape, and the old weights come back if the
-    digest is not the one that was announced.
-    """
-    new = _matching_weights(model, source)
-    old = {name: tensor.clone() for name, tensor in named_weights(model)}
-    _copy_into(model, new)
-    loaded = model_digest(model)
-    if loaded != digest:
-        _copy_into(model, old)
-        raise DigestMismatch(
-            f"weights refused, the old ones stay: got digest {loaded}, announced was {digest}"
-        )
-    return loaded
-
-
-def _copy_into(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Copy checked weights into the model."""
     for name, tensor in named_weights(model):
         tensor.copy_(weights[name])
 
 
-def _matching_weights(
-    model: torch.nn.Module, source: Iterable[tuple[str, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
-    new = dict(source)
+def _refuse_others(model: torch.nn.Module, new: dict[str, torch.Tensor]) -> None:
     own = dict(named_weights(model))
     missing, unknown = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
     if missing or unknown:
@@ -115,4 +102,3 @@ def _matching_weights(
                 f"weight {name} refused: got {new[name].dtype} {tuple(new[name].shape)}, "
                 f"allowed: {tensor.dtype} {tuple(tensor.shape)}"
             )
-    return new

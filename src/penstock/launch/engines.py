@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -26,13 +25,14 @@ from penstock.engine.protocol import (
     InferenceEngine,
     PauseMode,
 )
-from penstock.errors import EngineError, RunError, UserError, WorkerDied
+from penstock.errors import EngineError, RunError, UserError, WeightsGone, WorkerDied
+from penstock.launch.distribution import Distribution
 from penstock.launch.supervise import Supervised, Watched
 from penstock.types import WeightHandle
 
 T = TypeVar("T")
-Announce = Callable[[WeightHandle, str, list[int]], Awaitable[WeightHandle]]
-_TIMES_SENT = 3
+Renew = Callable[[WeightHandle], Awaitable[WeightHandle]]
+_TIMES_RENEWED = 3  # weights that cannot be read so often are a fault of the run
 _TIMES_ASKED = 3  # a request that sees so many last engines die is a failure
 
 
@@ -41,6 +41,7 @@ class EngineWorker:
 
     def __init__(self, supervised: Supervised, edges: Edges, lost: set[str]) -> None:
         self.supervised = supervised
+        self.readable: Callable[[WeightHandle], WeightHandle] = lambda handle: handle
         self._lost = lost  # requests that saw their worker die
         self._part: Any = Watched(supervised.name, edges, self._call)
         self.loaded: tuple[int, str] | None = None  # version and digest, by this worker
@@ -82,7 +83,7 @@ class EngineWorker:
         if held is not None and (held[0] > version or held == (version, source.digest)):
             return held[1]
         self.loaded = None
-        digest: str = await self._part.update_weights(version, source)
+        digest: str = await self._part.update_weights(version, self.readable(source))
         self.loaded = (version, digest)
         return digest
 
@@ -95,7 +96,7 @@ class EngineWorker:
     async def stats(self) -> EngineStats:
         """Tokens are counted over all workers. An engine that died inside its worker ends it."""
         try:
-            stats: EngineStats = await self._call("stats")
+            stats: EngineStats = await self._part.stats()
         except EngineError as error:
             await self.supervised.replace(str(error))
             raise
@@ -141,20 +142,24 @@ class Engines:
         self,
         supervised: list[Supervised],
         edges: Edges,
-        announce: Announce | None = None,
         make: Callable[[int], Supervised] | None = None,
+        distribution: Distribution | None = None,
+        renew: Renew | None = None,
     ) -> None:
+        """`distribution`: between nodes. `renew`: the handle of weights that are to be read again."""
         self._lost: set[str] = set()
         self._workers = [EngineWorker(one, edges, self._lost) for one in supervised]
         members: list[InferenceEngine] = [*self._workers]
         self._pool = EnginePool(members)
-        self._edges, self._announce, self._make = edges, announce, make
+        self._edges, self._make = edges, make
+        self._distribution, self._renew = distribution, renew
         self._retired: set[int] = set()
         self._scaling = asyncio.Lock()
-        self._groups = itertools.count()
-        self._key: tuple[list[object], str] = ([], "")
         self._latest: tuple[int, WeightHandle] | None = None
-        self._switching = asyncio.Lock()  # an update and a return do not cross
+        self._times_renewed = 0  # the newest weights
+        self._switching = asyncio.Lock()  # an update, a return and a turn do not cross
+        self._awake = asyncio.Event()  # not while the trainer has the devices
+        self._awake.set()
         self._news = asyncio.Event()
         for index, one in enumerate(supervised):
             self._adopt(index, one)
@@ -163,6 +168,8 @@ class Engines:
         one.prepare = partial(self._load_newest, index)
         one.when_back = partial(self._take_back, index)
         one.when_given_up = self._news.set
+        if self._distribution is not None:
+            self._workers[index].readable = partial(self._distribution.copy_for, index)
 
     # ---- one of them for itself
 
@@ -186,7 +193,7 @@ class Engines:
 
     async def _take_in(self, index: int) -> None:
         worker = self._workers[index]
-        async with self._switching:
+        async with self._switching_awake():
             try:
                 if worker.supervised.worker is not None:  # else it comes back with the newest
                     await self._catch_up(worker, index)
@@ -198,9 +205,7 @@ class Engines:
     async def _catch_up(self, worker: EngineWorker, index: int) -> None:
         if self._latest is not None and worker.loaded != (self._latest[0], self._latest[1].digest):
             version, source = self._latest
-            if self._announce is not None:
-                source = await self._announce(source, f"alone-{next(self._groups)}", [index])
-            await worker.update_weights(version, source)
+            await worker.update_weights(version, await self._spread(source, lambda: [index]))
 
     # ---- more and fewer of them
 
@@ -250,37 +255,52 @@ class Engines:
         supervised.given_up = WorkerDied(f"{supervised.name}: it was drained")
 
     async def _load_newest(self, index: int, worker: Any) -> None:
-        self._workers[index].loaded = None
-        if self._latest is not None:
+        """Into a worker that does not serve yet; newer ones may be published meanwhile."""
+        held = self._workers[index]
+        held.loaded = None
+        while self._latest is not None:
             version, source = self._latest
-            if self._announce is not None:
-                source = await self._announce(source, f"alone-{next(self._groups)}", [index])
-            await worker.update_weights(version, source)
-            self._workers[index].loaded = (version, source.digest)
+            try:
+                spread = await self._spread(source, lambda: [index])
+                await worker.update_weights(version, held.readable(spread))
+                held.loaded = (version, source.digest)
+                return
+            except WeightsGone:
+                await self._make_readable(source)
 
-    async def _announced(self, source: WeightHandle) -> WeightHandle:
-        """Where weights are sent and not fetched: to those that live and lack them, in a group."""
-        if self._announce is None:
+    async def _spread(self, source: WeightHandle, engines: Callable[[], list[int]]) -> WeightHandle:
+        """Where there are several nodes: with a copy on that of each of these engines."""
+        if self._distribution is None:
             return source
-        held = (source.version, source.digest)
-        serving = {n: worker.supervised.worker for n, worker in enumerate(self._workers)}
-        lacking = (n for n in self._pool.alive if self._workers[n].loaded != held)
-        members = [n for n in lacking if serving[n] is not None]
-        if not members:
-            return source
-        who = [serving[n] for n in members]
-        if self._key[0] != who:
-            self._key = (list(who), f"all-{next(self._groups)}")
-        try:
-            return await self._announce(source, self._key[1], members)
-        except WorkerDied as error:
-            raise EngineError(f"weights could not be sent: {error}") from error
+        return await self._distribution.spread(source, engines)
+
+    async def _make_readable(self, source: WeightHandle) -> None:
+        """After WeightsGone: nothing to do where newer ones are there, else they come once more."""
+        if self._latest is None or self._latest[1] is not source:
+            return
+        self._times_renewed += 1
+        if self._renew is None or self._times_renewed > _TIMES_RENEWED:
+            raise EngineError(f"weights of version {source.version} cannot be read by all engines")
+        self._latest = (self._latest[0], await self._renew(source))
 
     async def _take_back(self, index: int) -> None:
         async with self._switching:
             self._workers[index].came_back()
             await self._pool.restart(index)
+            if not self._awake.is_set():  # it takes its turn with the others
+                await self._workers[index].pause("wait")
+                await self._workers[index].sleep()
         self._news.set()
+
+    @contextlib.asynccontextmanager
+    async def _switching_awake(self) -> AsyncIterator[None]:
+        """Weights are loaded inside; an engine that sleeps cannot."""
+        while True:
+            await self._awake.wait()
+            async with self._switching:
+                if self._awake.is_set():
+                    yield
+                    return
 
     async def _until_one_is_back(self) -> None:
         while not self._pool.alive:
@@ -333,26 +353,35 @@ class Engines:
         await self._on_a_living_one(self._pool.resume)
 
     async def sleep(self) -> None:
+        """One that comes back meanwhile does so asleep. Waits for: weights that are being loaded."""
+        async with self._switching:
+            self._awake.clear()
         await self._on_a_living_one(self._pool.sleep)
 
     async def wake(self) -> None:
-        await self._on_a_living_one(self._pool.wake)
+        """Weights that came meanwhile are loaded after it."""
+
+        async def wake_all() -> None:
+            async with self._switching:
+                await self._pool.wake()
+                self._awake.set()
+
+        await self._on_a_living_one(wake_all)
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        self._latest = (version, source)
+        self._latest, self._times_renewed = (version, source), 0
 
         async def switch() -> str:
-            async with self._switching:
-                return await self._pool.update_weights(version, await self._announced(source))
+            async with self._switching_awake():
+                spread = await self._spread(newest, lambda: self._pool.alive)
+                return await self._pool.update_weights(version, spread)
 
-        for _ in range(_TIMES_SENT - 1):
+        while True:
+            newest = self._latest[1]
             try:
                 return await self._on_a_living_one(switch)
-            except EngineError:
-                if self._announce is None:
-                    raise
-                self._key = ([], "")  # somebody left while it was sent: the others meet anew
-        return await self._on_a_living_one(switch)
+            except WeightsGone:
+                await self._make_readable(newest)
 
     async def stats(self) -> EngineStats:
         return await self._on_a_living_one(self._pool.stats)

@@ -7,7 +7,6 @@ only one side run at a time. Weights go through shared memory.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,15 +18,15 @@ from penstock.launch.services import Workers, sync_kind
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.launch.together import all_or_first_error, join
 from penstock.launch.trainer import RankGroup
-from penstock.sync.shared_memory import make_folder
+from penstock.sync.shared_memory import Folder
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     """Start the workers together; if one cannot start, the others are stopped and its error rises."""
     settings, kind = config.launch, sync_kind(config, "shared_memory", "collective")
     around = Surroundings(edges=Edges())
-    folder = make_folder()
-    link = (kind, str(folder))
+    folder = Folder.new()
+    link = (kind, str(folder.path))
     trainer = Supervised(
         "trainer", spawn_trainer(config, total_steps, log_folder, link), settings, around
     )
@@ -38,14 +37,14 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
 
     engines = [make_engine(number) for number in range(settings.num_producers)]
 
-    def clean_up() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+    async def clean_up() -> None:
+        folder.remove()
 
     try:
         await all_or_first_error(*(one.start() for one in (trainer, *engines)))
     except BaseException:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
-        clean_up()
+        await clean_up()
         raise
     return join(
         "local",

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.config import Config, LaunchConfig
 from penstock.edges import Edges
 from penstock.errors import RunError, UserError, WorkerDied
+from penstock.launch.distribution import Distribution
 from penstock.launch.ray_actor import RayRemote
 from penstock.launch.remote import Worker
 from penstock.launch.services import Workers, sync_kind
@@ -34,7 +35,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     ours = connect(config.launch)
     places: Places | None = None
     try:
-        places = await Places.reserve(config.launch)
+        places = await Places.reserve(config.launch, ours)
         return await _start_parts(config, total_steps, log_folder, places, ours, kind)
     except BaseException:
         if places is not None:
@@ -46,6 +47,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
 def connect(settings: LaunchConfig) -> bool:
     """Connect to Ray; True where the cluster was started here and is to be stopped."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the run itself tells of them
     import ray
 
     if ray.is_initialized():
@@ -107,11 +109,15 @@ def check_fit(settings: LaunchConfig, nodes: list[Resources]) -> None:
             best[key] -= value
 
 
+def _amount(of: Mapping[str, float]) -> str:
+    return f"{of.get('CPU', 0):g} CPU, {of.get('GPU', 0):g} GPU"
+
+
 def _cannot_fit(settings: LaunchConfig, nodes: list[Resources]) -> str:
     def words(kind: str, count: int, cpus: float, gpus: float) -> str:
         return f"{count} {kind} of {cpus:g} CPU, {gpus:g} GPU"
 
-    there = "; ".join(f"{n.get('CPU', 0):g} CPU, {n.get('GPU', 0):g} GPU" for n in nodes) or "no"
+    there = "; ".join(map(_amount, nodes)) or "no"
     consumers = words(
         "consumers",
         settings.num_consumers,
@@ -128,25 +134,32 @@ def _cannot_fit(settings: LaunchConfig, nodes: list[Resources]) -> str:
     return f"launch: got {consumers} and {producers}{shared}, allowed: what {len(nodes)} nodes have: {there}"
 
 
+def _living_nodes() -> list[Resources]:
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
 @dataclass(slots=True)
 class Places:
-    """Reserved bundles of the cluster."""
+    """Reserved bundles of the cluster, and who holds those of the producers."""
 
     consumers: Any
     producers: Any
     settings: LaunchConfig
+    ours: bool  # the cluster is this run's alone
+    held: dict[int, Supervised] = field(default_factory=dict)
 
     @classmethod
-    async def reserve(cls, settings: LaunchConfig) -> Places:
+    async def reserve(cls, settings: LaunchConfig, ours: bool) -> Places:
         import ray
         from ray.util.placement_group import placement_group
 
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        check_fit(settings, nodes)
+        check_fit(settings, _living_nodes())
         for_consumers, for_producers = bundles(settings)
         consumers = placement_group(for_consumers, strategy="PACK")
         producers = placement_group(for_producers, strategy="SPREAD") if for_producers else None
-        places = cls(consumers, producers, settings)
+        places = cls(consumers, producers, settings, ours)
         for group in places._groups():
             try:
                 async with asyncio.timeout(settings.start_timeout_s):
@@ -156,7 +169,7 @@ class Places:
                 free = ray.available_resources()
                 raise RunError(
                     f"launch: no place after {settings.start_timeout_s:g} s; free in the cluster: "
-                    f"{free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU, the rest is in use"
+                    f"{_amount(free)}, the rest is in use"
                 ) from None
         return places
 
@@ -169,16 +182,43 @@ class Places:
             self.consumers, number, settings.cpus_per_consumer, settings.gpus_per_consumer
         )
 
-    def producer(self, number: int) -> dict[str, Any]:
+    def free_bundle(self) -> int | None:
+        """One that no producer holds, or whose producer was drained or given up."""
+        for number in range(self.settings.num_producers):
+            holder = self.held.get(number)
+            if holder is None or holder.given_up is not None:
+                return number
+        return None
+
+    def producer(self, bundle: int | None) -> dict[str, Any]:
+        """None: it joined later and takes what is free, wherever that is."""
         settings = self.settings
-        if number >= settings.num_producers:  # one that joined later has no bundle
+        if bundle is None:
             return {
-                "num_cpus": settings.cpus_per_producer,
+                "num_cpus": self._later()["CPU"],
                 "num_gpus": settings.gpus_per_producer,
                 "scheduling_strategy": "SPREAD",
             }
         group = self.producers or self.consumers
-        return self._options(group, number, settings.cpus_per_producer, settings.gpus_per_producer)
+        return self._options(group, bundle, settings.cpus_per_producer, settings.gpus_per_producer)
+
+    def _later(self) -> Resources:
+        """What one that joins later asks for; CPUs of our own cluster are only counted."""
+        cpus = 0.0 if self.ours else self.settings.cpus_per_producer
+        return _bundle(cpus, self.settings.gpus_per_producer)
+
+    def check_later(self, name: str, note: Callable[[str], None]) -> None:
+        """Raise where no node could ever hold one more; tell where none can hold it now."""
+        import ray
+
+        asked, nodes = self._later(), _living_nodes()
+        if not any(all(n.get(k, 0) >= v for k, v in asked.items()) for n in nodes):
+            there = "; ".join(map(_amount, nodes))
+            raise UserError(f"{name}: got {_amount(asked)}, allowed: what the nodes have: {there}")
+        free = ray.available_resources()
+        if any(free.get(key, 0) < value for key, value in asked.items()):
+            timeout_s = self.settings.start_timeout_s
+            note(f"{name}: waits up to {timeout_s:g} s for {_amount(asked)}; free: {_amount(free)}")
 
     def _options(self, group: Any, number: int, cpus: float, gpus: float) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -202,17 +242,23 @@ async def _start_parts(
     settings = config.launch
     around = Surroundings(edges=Edges())
     log_folder.mkdir(parents=True, exist_ok=True)
-    trainer = Supervised(
-        "trainer", _spawn_trainer(config, total_steps, log_folder, places, kind), settings, around
-    )
+    site = _Site(config, log_folder, places, kind, around)
+    if kind == "collective":
+        site.distribution = Distribution(_spawn_distributor(site), settings, around)
+    trainer = Supervised("trainer", _spawn_trainer(site, total_steps), settings, around)
 
     def make_engine(number: int) -> Supervised:
-        spawn = _spawn_engine(config, log_folder, places, number, kind)
-        return Supervised(f"engine-{number}", spawn, settings, around)
+        name, bundle = f"engine-{number}", places.free_bundle()
+        if bundle is None:
+            places.check_later(name, around.note)
+        one = Supervised(name, _spawn_engine(site, number, bundle), settings, around)
+        if bundle is not None:
+            places.held[bundle] = one
+        return one
 
     engines = [make_engine(number) for number in range(settings.num_producers)]
 
-    def clean_up() -> None:
+    async def clean_up() -> None:
         places.release()
         disconnect(ours)
 
@@ -222,66 +268,91 @@ async def _start_parts(
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         raise
     return join(
-        "ray", trainer, engines, clean_up, around, kind, make_engine, colocate=settings.colocate
+        "ray",
+        trainer,
+        engines,
+        clean_up,
+        around,
+        kind,
+        make_engine,
+        colocate=settings.colocate,
+        distribution=site.distribution,
     )
 
 
-def _spawn_engine(
-    config: Config, log_folder: Path, places: Places, number: int, kind: str
-) -> Callable[[], Awaitable[Worker]]:
+@dataclass(slots=True)
+class _Site:
+    """What every actor of a run is made from."""
+
+    config: Config
+    log_folder: Path
+    places: Places
+    sync: str
+    around: Surroundings
+    distribution: Distribution | None = None
+
+    async def actor(self, name: str, threads: int, options: dict[str, Any]) -> RayRemote:
+        timeout_s, log = self.config.launch.start_timeout_s, self.log_folder / f"{name}.log"
+        remote = await RayRemote.create(name, log, threads, timeout_s, **options)
+        remote.note = lambda text: self.around.note(text)
+        return remote
+
+    async def build(self, remote: RayRemote, factory: str, *args: Any) -> RayRemote:
+        timeout_s = self.config.launch.start_timeout_s
+        try:
+            await remote.build(f"penstock.launch.services:{factory}", *args, timeout_s=timeout_s)
+        except WorkerDied:
+            raise
+        except BaseException:
+            await remote.close()
+            raise
+        return remote
+
+
+def _spawn_engine(site: _Site, number: int, bundle: int | None) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
-        name, timeout_s = f"engine-{number}", config.launch.start_timeout_s
-        remote = await RayRemote.create(
-            name,
-            log_folder / f"{name}.log",
-            config.engine.threads,
-            timeout_s,
-            **places.producer(number),
-        )
-        factory = "penstock.launch.services:engine_part"
-        return await _built(remote, factory, config, kind, "", number, timeout_s=timeout_s)
+        options = site.places.producer(bundle)
+        remote = await site.actor(f"engine-{number}", site.config.engine.threads, options)
+        if site.distribution is not None:
+            site.distribution.settle(number, remote.node)
+        return await site.build(remote, "engine_part", site.config, site.sync, "", number)
 
     return spawn
 
 
-def _spawn_trainer(
-    config: Config, total_steps: int, log_folder: Path, places: Places, kind: str
-) -> Callable[[], Awaitable[Worker]]:
-    world, timeout_s = config.launch.num_consumers, config.launch.start_timeout_s
+def _spawn_trainer(site: _Site, total_steps: int) -> Callable[[], Awaitable[Worker]]:
+    config, world = site.config, site.config.launch.num_consumers
     names = ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
-    factory = "penstock.launch.services:trainer_part"
+    folders: dict[str, str] = {}  # for weights, by node: a new trainer goes on in the old one's
 
     async def spawn() -> Worker:
         ranks = await all_or_first_error(
             *(
-                RayRemote.create(
-                    name,
-                    log_folder / f"{name}.log",
-                    config.train.threads,
-                    timeout_s,
-                    **places.consumer(rank),
-                )
+                site.actor(name, config.train.threads, site.places.consumer(rank))
                 for rank, name in enumerate(names)
             )
         )
-        meeting = (ranks[0].address, ranks[0].free_port)
+        meeting, node = (ranks[0].address, ranks[0].free_port), ranks[0].node
+        link = (site.sync, folders.get(node, ""))
         await all_or_first_error(
             *(
-                _built(
-                    remote,
-                    factory,
-                    config,
-                    total_steps,
-                    kind,
-                    "",
-                    rank,
-                    meeting,
-                    timeout_s=timeout_s,
-                )
+                site.build(remote, "trainer_part", config, total_steps, *link, rank, meeting, node)
                 for rank, remote in enumerate(ranks)
             )
         )
-        return RankGroup(ranks, _collect if kind == "object_store" else None)
+        folders[node] = await ranks[0].call("weights_folder")
+        return RankGroup(ranks, _collect if site.sync == "object_store" else None)
+
+    return spawn
+
+
+def _spawn_distributor(site: _Site) -> Callable[[str, str, str], Awaitable[Worker]]:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    async def spawn(name: str, node: str, folder: str) -> Worker:
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        remote = await site.actor(name, 1, {"num_cpus": 0, "scheduling_strategy": where})
+        return await site.build(remote, "distributor_part", folder, node, remote.address)
 
     return spawn
 
@@ -289,14 +360,3 @@ def _spawn_trainer(
 async def _collect(rank: Worker, handle: WeightHandle) -> WeightHandle:
     assert isinstance(rank, RayRemote)
     return await rank.collect(handle)
-
-
-async def _built(remote: RayRemote, factory: str, *args: Any, timeout_s: float) -> RayRemote:
-    try:
-        await remote.build(factory, *args, timeout_s=timeout_s)
-    except WorkerDied:
-        raise
-    except BaseException:
-        await remote.close()
-        raise
-    return remote

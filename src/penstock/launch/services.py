@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import inspect
 import os
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from penstock.config import Config
 from penstock.engine import ENGINES
@@ -23,8 +24,12 @@ from penstock.launch.effort import effort_of
 from penstock.launch.served import IMMEDIATE
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.plugins import load
-from penstock.sync.protocol import WeightSync
+from penstock.sync.protocol import Announcing, WeightSync
 from penstock.types import Batch, StepReport, WeightHandle
+
+if TYPE_CHECKING:
+    from penstock.sync.collective import Distributor
+    from penstock.sync.shared_memory import Folder
 
 
 class TrainerPart(Protocol):
@@ -88,6 +93,8 @@ class Workers:
             return None
         stats: EngineStats | None
         stats = await (self.engine.stats() if worker is None else worker.progress("stats"))
+        if stats is not None and stats.paused:
+            return time.monotonic()  # it was told to make nothing, and it answers
         return stats.tokens_generated if stats is not None and stats.live else None
 
     async def effort_of(self, name: str) -> float | None:
@@ -109,11 +116,13 @@ class Workers:
 class TrainerService:
     """A Consumer and the publishing side of a weight sync."""
 
-    def __init__(self, config: Config, total_steps: int, sync: WeightSync) -> None:
+    def __init__(
+        self, config: Config, total_steps: int, sync: WeightSync, folder: Folder | None = None
+    ) -> None:
         from penstock.train.consumer import Consumer
 
         self._consumer = Consumer.from_config(config, total_steps=total_steps)
-        self._sync = sync
+        self._sync, self._folder = sync, folder
         self._digest = self._consumer.digest()
         self._write: Callable[[], None] | None = None
         self._draft: Path | None = None  # of the checkpoint that is being written
@@ -136,13 +145,21 @@ class TrainerService:
         """One part of what was published last, for the object store."""
         return cast(Any, self._sync).chunk(number)
 
-    async def open_group(
-        self, handle: WeightHandle, key: str, members: list[int]
-    ) -> WeightHandle | None:
-        """Send what was published to these engines, beside training; the first rank does it."""
+    def announce(self) -> WeightHandle | None:
+        """The handle of what `publish` writes next, for engines that begin early; None: not yet."""
         if not self._consumer.ranks.is_first:
             return None
-        return await asyncio.to_thread(cast(Any, self._sync).open_group, handle, key, members)
+        sync = cast(Announcing, self._sync)
+        return sync.announce(self._consumer.policy_version, self._digest)
+
+    async def weights_folder(self) -> str:
+        return str(self._folder.path) if self._folder is not None else ""
+
+    async def remove_weights(self) -> None:
+        """At the end of the run: give the memory of this node back."""
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
 
     def snapshot(self, folder: str) -> tuple[int, str]:
         from penstock.train.state import take_snapshot
@@ -201,30 +218,45 @@ def sync_kind(config: Config, *allowed: str) -> str:
 
 
 def trainer_part(
-    config: Config, total_steps: int, kind: str, folder: str, rank: int, meeting: Meeting
+    config: Config,
+    total_steps: int,
+    kind: str,
+    folder: str,
+    rank: int,
+    meeting: Meeting,
+    node: str = "",
 ) -> TrainerService:
-    """A trainer rank in a worker."""
+    """A trainer rank in a worker. `node`: one of several, in whose memory it has its own folder."""
     _describe_ranks(config, rank, meeting)
-    return TrainerService(config, total_steps, _make_sync(kind, folder, None, meeting[0]))
+    own: Folder | None = None
+    if kind == "collective" and node and rank == 0:
+        from penstock.sync.shared_memory import Folder
+
+        own = Folder(Path(folder)) if folder else Folder.new()
+        folder = str(own.path)
+    return TrainerService(config, total_steps, _make_sync(kind, folder, node), own)
 
 
 def engine_part(config: Config, kind: str, folder: str, index: int) -> InferenceEngine:
     """An engine in a worker."""
-    sync = _make_sync(kind, folder, index, "")
+    sync = _make_sync(kind, folder)
     engine_class = load("engine.name", config.engine.name, ENGINES)
     engine: InferenceEngine = engine_class.from_config(config, fetch=sync.fetch, index=index)
     return engine
 
 
-def _make_sync(kind: str, folder: str, index: int | None, address: str) -> WeightSync:
-    if kind == "shared_memory":
+def distributor_part(folder: str, node: str, address: str) -> Distributor:
+    """What passes weights between nodes, in a worker."""
+    from penstock.sync.collective import Distributor
+
+    return Distributor(folder, node=node, address=address)
+
+
+def _make_sync(kind: str, folder: str, node: str = "") -> WeightSync:
+    if kind in ("shared_memory", "collective"):  # between nodes, distributors do the rest
         from penstock.sync.shared_memory import SharedMemorySync
 
-        return SharedMemorySync(folder)
-    if kind == "collective":
-        from penstock.sync.collective import CollectiveSync
-
-        return CollectiveSync(index, address=address)
+        return SharedMemorySync(folder, node=node)
     from penstock.sync.object_store import ObjectStoreSync
 
     return ObjectStoreSync()

@@ -28,7 +28,7 @@ CALLS = {  # every method of a part that is called through an edge, and what the
     "update_weights": EdgeKind.SYNC,
     "train": EdgeKind.TRAIN,
     **dict.fromkeys(("announce", "publish"), EdgeKind.PUBLISH),
-    "open_group": EdgeKind.COLLECTIVE,
+    **dict.fromkeys(("folder", "meeting", "send", "receive"), EdgeKind.COLLECTIVE),
     "snapshot": EdgeKind.CHECKPOINT,
     "write_snapshot": EdgeKind.WRITE_CHECKPOINT,
     "load": EdgeKind.LOAD,

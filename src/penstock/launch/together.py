@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from penstock.launch.distribution import Distribution
 from penstock.launch.engines import Engines
 from penstock.launch.services import Workers
 from penstock.launch.supervise import Supervised, Surroundings
@@ -31,26 +32,26 @@ def join(
     kind: str,
     trainer: Supervised,
     engines: list[Supervised],
-    clean_up: Callable[[], None],
+    clean_up: Callable[[], Awaitable[None]],
     around: Surroundings,
     sync: str,
     make_engine: Callable[[int], Supervised],
     *,
     colocate: bool = False,
+    distribution: Distribution | None = None,
 ) -> Workers:
     """What a launcher returns, from workers that have started; `clean_up` comes after their end."""
     everyone = [trainer, *engines]
     places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
-    announce = None
-    if sync == "collective":
+    announces = sync in ("shared_memory", "collective")
 
-        async def announce(handle: WeightHandle, key: str, members: list[int]) -> WeightHandle:
-            return await trainer.call("open_group", handle, key, members)
+    async def renew(handle: WeightHandle) -> WeightHandle:
+        return await part.renewed(handle)
 
-    engine = Engines(engines, around.edges, announce, make_engine)
-    part = RestartingTrainer(trainer, around.edges)
+    engine = Engines(engines, around.edges, make_engine, distribution, renew)
+    part = RestartingTrainer(trainer, around.edges, announces=announces)
     if colocate:
-        part = ColocatedTrainer(trainer, around.edges, engine)
+        part = ColocatedTrainer(trainer, around.edges, engine, announces=announces)
     supervised = {one.name: one for one in everyone}
 
     async def scale(count: int) -> str:
@@ -61,8 +62,10 @@ def join(
         return line
 
     async def close() -> None:
+        if distribution is not None:
+            await distribution.close(trainer)
         await asyncio.gather(*(one.close() for one in supervised.values()))
-        clean_up()
+        await clean_up()
 
     return Workers(
         engine=engine,

@@ -8,13 +8,14 @@ checkpoint, then redo from the journal) has brought the new worker to where the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from penstock.edges import EdgeKind, Edges
 from penstock.engine.protocol import InferenceEngine
-from penstock.errors import WorkerDied
+from penstock.errors import EngineError, WorkerDied
 from penstock.launch.remote import Worker
 from penstock.launch.supervise import Supervised, Watched
 from penstock.types import Batch, StepReport, WeightHandle
@@ -130,24 +131,76 @@ async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
 class RestartingTrainer:
     """See `TrainerPart`. After a death the call that waited is made again on the restored worker."""
 
-    def __init__(self, supervised: Supervised, edges: Edges) -> None:
-        self._supervised = supervised
+    def __init__(self, supervised: Supervised, edges: Edges, *, announces: bool = False) -> None:
+        """`announces`: weights can be read from the moment on that the worker begins to write them."""
+        self._supervised, self._announces = supervised, announces
         self._part: Any = Watched(supervised.name, edges, supervised.call)
+        self._published: tuple[WeightHandle, Worker | None] | None = None  # the newest, and by whom
+        self._writing: asyncio.Task[WeightHandle] | None = None
+        self._publishing = asyncio.Lock()
 
     async def _again_after_a_death(self, method: str, *args: Any) -> Any:
         while True:
             try:
+                await self._publish_again()
                 return await getattr(self._part, method)(*args)
             except WorkerDied:
                 await self._supervised.ready()
 
     async def train(self, batch: Batch) -> StepReport:
+        await self._written()
         report: StepReport = await self._again_after_a_death("train", batch)
         return report
 
     async def publish(self) -> WeightHandle:
-        handle: WeightHandle = await self._again_after_a_death("publish")
+        """Where it can, returns as soon as engines may begin to read; `train` comes after the rest."""
+        await self._written()
+        handle: WeightHandle | None = None
+        if self._announces:
+            handle = await self._again_after_a_death("announce")
+        if handle is None:
+            handle = await self._again_after_a_death("publish")
+        else:
+            self._writing = asyncio.create_task(self._part.publish(), name="write weights")
+        if self._announces:
+            self._published = (handle, self._supervised.worker)
         return handle
+
+    async def _written(self) -> None:
+        """Waits for a publication under way; one that died with its worker is made again later."""
+        if self._writing is not None:
+            with contextlib.suppress(WorkerDied):
+                await asyncio.shield(self._writing)
+            self._writing = None
+
+    async def _publish_again(self) -> None:
+        """A worker that came back makes readable what the one before it had published."""
+        async with self._publishing:
+            worker = self._supervised.worker
+            if self._published is None or worker is None or worker is self._published[1]:
+                return
+            handle = self._published[0]
+            if await self._part.identity() == (handle.version, handle.digest):
+                handle = await self._part.publish()
+            self._published = (handle, worker)
+
+    async def renewed(self, handle: WeightHandle) -> WeightHandle:
+        """The same weights under a handle that can be read, after the death of who wrote them."""
+        await self._written()
+        while True:
+            await self._supervised.ready()
+            try:
+                await self._part.progress()  # answered at once, so a death is found out here
+                await self._publish_again()
+                break
+            except WorkerDied:
+                continue
+        newest = handle if self._published is None else self._published[0]
+        if (newest.version, newest.digest) != (handle.version, handle.digest):
+            raise EngineError(
+                f"weights of version {handle.version} are gone, and the trainer is at {newest.version}"
+            )
+        return newest
 
     async def snapshot(self, folder: str) -> tuple[int, str]:
         identity: tuple[int, str] = await self._again_after_a_death("snapshot", folder)
@@ -179,8 +232,15 @@ class ColocatedTrainer(RestartingTrainer):
     Running responses finish first and new ones wait, so taking turns loses nothing.
     """
 
-    def __init__(self, supervised: Supervised, edges: Edges, engine: InferenceEngine) -> None:
-        super().__init__(supervised, edges)
+    def __init__(
+        self,
+        supervised: Supervised,
+        edges: Edges,
+        engine: InferenceEngine,
+        *,
+        announces: bool = False,
+    ) -> None:
+        super().__init__(supervised, edges, announces=announces)
         self._engine = engine
 
     async def train(self, batch: Batch) -> StepReport:

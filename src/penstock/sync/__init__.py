@@ -6,5 +6,5 @@ WEIGHT_SYNCS = {
     "in_process": "penstock.sync.in_process:InProcessSync",
     "shared_memory": "penstock.sync.shared_memory:SharedMemorySync",
     "object_store": "penstock.sync.object_store:ObjectStoreSync",
-    "collective": "penstock.sync.collective:CollectiveSync",
+    "collective": "penstock.sync.collective:Distributor",  # shared memory on each node, and these between
 }

@@ -23,7 +23,14 @@ class WeightSync(Protocol):
         """Copy the weights out; when this returns the trainer may change its own."""
 
     def fetch(self, handle: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
-        """The published tensors, valid until two further versions are published."""
+        """The published tensors, read-only; WeightsGone where two further versions came first."""
 
     def close(self) -> None:
         """Give memory back."""
+
+
+class Announcing(WeightSync, Protocol):
+    """A path whose handle can be given out before the bytes are there; `fetch` waits for each."""
+
+    def announce(self, version: int, digest: str) -> WeightHandle | None:
+        """The handle of what the next `publish` writes; None: it must publish once first."""

@@ -1,12 +1,16 @@
-"""Weights handed over between processes of one machine, through two memory-mapped files. Layer 4.
+"""Weights handed over between processes of one machine, through memory-mapped files. Layer 4.
 
-Publishing writes one of two files (memory-backed where the system has /dev/shm) while the other
-stays readable; fetching maps the file and yields tensors that are views of it, with no copy. The
-folder belongs to the driver, which removes it; folders of drivers that died are swept at start.
+Publishing fills a side (`side.py`) that nobody reads; two of them alternate, and a reader that is slow
+costs a third. Fetching yields tensors that are views of the side, with no copy. `announce` gives the
+handle out before the bytes are there, so that engines read the first while the last are written.
+The folder is locked by those who use it; folders that nobody uses are swept at the next start.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
 import mmap
 import os
 import shutil
@@ -17,88 +21,190 @@ from pathlib import Path
 
 import torch
 
-from penstock.errors import RunError
+from penstock.sync.side import CAN_WAIT_FOR_BYTES, ReadSide, WrittenSide
 from penstock.types import WeightHandle
 
+NOTE_BYTES = 8 * 2**20  # readers are woken after so many further bytes
 _PREFIX = "penstock-weights-"
 _ALIGN = 64
+Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, offset
+Layout = tuple[list[Entry], int]
 
 
-def make_folder() -> Path:
-    """A new folder for one run's weights, named after this process; sweeps those of dead ones."""
-    root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    sweep_stale(root)
-    folder = root / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir(mode=0o700)
-    return folder
+class Folder:
+    """A folder for weights, in memory where the system has /dev/shm; in use while this lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = _locked(path)
+
+    @classmethod
+    def new(cls) -> Folder:
+        """Of this run alone; those that nobody uses any more are removed."""
+        root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+        sweep_stale(root)
+        return cls(root / f"{_PREFIX}{uuid.uuid4().hex[:12]}")
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _locked(path: Path) -> int:
+    """The folder, made where there is none; again where it is swept before it is locked."""
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            folder = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(folder, fcntl.LOCK_SH)
+            if path.exists():
+                return folder
+            os.close(folder)
 
 
 def sweep_stale(root: Path) -> None:
-    """Remove weight folders whose owner is no longer alive (a killed driver cannot clean up)."""
-    for folder in root.glob(f"{_PREFIX}*"):
-        owner = folder.name.removeprefix(_PREFIX).split("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove weight folders that nobody has locked: a killed process cannot clean up."""
+    for path in root.glob(f"{_PREFIX}*"):
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue  # another's, or removed meanwhile
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            pass  # in use
+        finally:
+            os.close(folder)
 
 
 class SharedMemorySync:
-    """One side, consumer's or engine's; both are given the same folder."""
+    """One side, consumer's or engine's. Only the consumer's writes into the folder."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        self._maps: dict[str, mmap.mmap] = {}
+    def __init__(self, folder: str | Path = "", *, node: str = "") -> None:
+        """`node` says where the folder is, for who passes the weights on to other machines."""
+        self._folder, self._node = Path(folder), node
+        self._sides: list[WrittenSide] = []
+        self._layout: Layout | None = None
+        self._announced: tuple[WeightHandle, WrittenSide] | None = None
+        self._standing: dict[str, mmap.mmap] = {}
+
+    # ---- the consumer's side
+
+    def announce(self, version: int, digest: str) -> WeightHandle | None:
+        """The handle of what `publish` writes next; None: its layout is not known yet."""
+        if self._layout is None or not CAN_WAIT_FOR_BYTES:
+            return None
+        self._give_up_announced()
+        entries, size = self._layout
+        side = self.take_side(size)
+        handle = self._handle(version, digest, side, entries, size)
+        self._announced = (handle, side)
+        return handle
 
     def publish(
         self, version: int, digest: str, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> WeightHandle:
+        if self._announced is not None:
+            handle, side = self._announced
+            if (handle.version, handle.digest) == (version, digest):
+                try:
+                    self._write(side, handle.location["tensors"], weights)
+                finally:
+                    self._give_up_announced()
+                return handle
+            self._give_up_announced()
         tensors = [(name, tensor.detach()) for name, tensor in weights]
-        entries, size = [], 0
-        for name, tensor in tensors:
-            nbytes = tensor.numel() * tensor.element_size()
-            entries.append(
-                (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size)
-            )
-            size += -(-nbytes // _ALIGN) * _ALIGN
-        path = self._folder / f"side-{version % 2}"
-        mapping = self._map(path, max(size, _ALIGN), create=True)
-        for (_, _, shape, offset), (_, tensor) in zip(entries, tensors, strict=True):
-            _view(mapping, offset, shape, tensor.dtype).copy_(tensor)
-        location = {"path": str(path), "size": max(size, _ALIGN), "tensors": entries}
+        entries, size = self._layout = layout_of(tensors)
+        side = self.take_side(size)
+        try:
+            self._write(side, entries, tensors)
+        finally:
+            side.give_up()
+        return self._handle(version, digest, side, entries, size)
+
+    def _write(
+        self,
+        side: WrittenSide,
+        entries: list[Entry],
+        weights: Iterable[tuple[str, torch.Tensor]],
+    ) -> None:
+        noted = end = 0
+        for (name, dtype, shape, offset), (given, tensor) in zip(entries, weights, strict=True):
+            said = (given, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            assert said == (name, dtype, shape), f"got {said}, announced was {(name, dtype, shape)}"
+            end = offset + tensor.numel() * tensor.element_size()
+            if end > offset:
+                side.bytes[offset:end].view(tensor.dtype).view(shape).copy_(tensor.detach())
+            if end - noted >= NOTE_BYTES:
+                side.note(noted := end)
+        side.note(len(side.bytes))
+
+    def take_side(self, size: int) -> WrittenSide:
+        """One that nobody reads and that is not the newest whole one."""
+        if not self._sides:
+            self._sides = [WrittenSide(path) for path in sorted(self._folder.glob("side-*"))]
+        number = max((side.number for side in self._sides), default=0) + 1
+        newest = max((side.number for side in self._sides if side.is_whole), default=0)
+        for side in self._sides:
+            if side.number != newest and side.begin(number, size):
+                return side
+        names = (self._folder / f"side-{n}" for n in itertools.count())
+        self._sides.append(WrittenSide(next(name for name in names if not name.exists())))
+        taken = self._sides[-1].begin(number, size)
+        assert taken, "a new file has no reader"
+        return self._sides[-1]
+
+    def _handle(
+        self, version: int, digest: str, side: WrittenSide, entries: list[Entry], size: int
+    ) -> WeightHandle:
+        location = location_of(side, entries, size, self._node)
         return WeightHandle(version=version, digest=digest, kind="shared_memory", location=location)
 
-    def fetch(self, handle: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
-        path = Path(handle.location["path"])
-        if not path.exists():
-            raise RunError(f"weights of version {handle.version} are gone: no file {path.name}")
-        mapping = self._map(path, handle.location["size"], create=False)
-        for name, dtype, shape, offset in handle.location["tensors"]:
-            yield name, _view(mapping, offset, shape, getattr(torch, dtype))
+    def _give_up_announced(self) -> None:
+        if self._announced is not None:
+            self._announced[1].give_up()
+            self._announced = None
 
-    def _map(self, path: Path, size: int, *, create: bool) -> mmap.mmap:
-        """The standing mapping of a file; pages are touched once, not at every publication."""
-        standing = self._maps.get(path.name)
-        if standing is not None and len(standing) == size:
-            return standing
-        flags = os.O_RDWR | (os.O_CREAT if create else 0)
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            if create:
-                os.ftruncate(descriptor, size)
-            self._maps[path.name] = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
-        return self._maps[path.name]
+    # ---- an engine's side
+
+    def fetch(self, handle: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
+        where = handle.location
+        side = self.read_side(handle)
+        for name, dtype_name, shape, offset in where["tensors"]:
+            dtype = getattr(torch, dtype_name)
+            tensor = side.tensor(offset, shape, dtype)
+            side.wait_for(offset + tensor.numel() * tensor.element_size())
+            yield name, tensor
+
+    def read_side(self, handle: WeightHandle) -> ReadSide:
+        where = handle.location
+        return ReadSide(Path(where["path"]), where["number"], where["size"], self._standing)
 
     def close(self) -> None:
-        self._maps.clear()  # views that are still alive keep their own reference to the mapping
+        self._give_up_announced()
+        for side in self._sides:
+            side.close()
+        self._sides.clear()
+        self._standing.clear()  # views that are still alive keep their own reference
 
 
-def _view(
-    mapping: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    count = 1
-    for extent in shape:
-        count *= extent
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(shape)
+def location_of(side: WrittenSide, entries: list[Entry], size: int, node: str) -> dict:
+    return {
+        "node": node,
+        "path": str(side.path),
+        "number": side.number,
+        "size": size,
+        "tensors": entries,
+    }
+
+
+def layout_of(tensors: list[tuple[str, torch.Tensor]]) -> Layout:
+    """Where each tensor goes, and the size of the whole."""
+    entries: list[Entry] = []
+    size = 0
+    for name, tensor in tensors:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append((name, dtype, tuple(tensor.shape), size))
+        size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+    return entries, max(size, _ALIGN)

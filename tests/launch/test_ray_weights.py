@@ -1,0 +1,56 @@
+"""Weights between the nodes of a Ray cluster: one distributor a node, and one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_runs import assert_balanced, config_of, digests, run
+
+from penstock.job import Job
+from penstock.run_folder import RunFolder
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[None]:
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    size = {"object_store_memory": 2**27, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **size})
+    cluster.add_node(num_cpus=1, **size)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_weights_reach_every_node_though_a_distributor_is_killed(
+    two_nodes: None, quiet: RunFolder, tmp_path: Path
+) -> None:
+    notes: list[str] = []
+
+    async def disturb(job: Job, step: int) -> None:
+        """Before step 2 the first weights have been passed on; at step 3, the second ones."""
+        job.workers.around.note = notes.append
+        if step == 3:
+            told = re.search(r"distributor-1: passes weights on, .* pid (\d+)", "\n".join(notes))
+            assert told is not None, notes
+            os.kill(int(told[1]), signal.SIGKILL)
+
+    words = ["launch.kind=ray", "launch.num_producers=2", "sync.kind=collective"]
+    folder, _ = run(config_of(tmp_path, "nodes", "produce.strategy=sync", *words), disturb)
+    assert digests(folder) == digests(quiet)
+    assert_balanced(folder)
+    text = "\n".join(notes)
+    assert "starting it again to send the weights (1 of" in text
+    assert text.count("distributor-1: passes weights on") == 2
+    assert "distributor-2: passes weights on" in text

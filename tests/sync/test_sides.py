@@ -1,0 +1,254 @@
+"""What was fetched never changes while it is held; what is not whole is never taken for whole."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.errors import WeightsGone
+from penstock.sync.shared_memory import SharedMemorySync
+
+
+def weights(value: int, count: int = 3) -> list[tuple[str, torch.Tensor]]:
+    return [(f"w{n}", torch.full((5, 7), float(value + n))) for n in range(count)]
+
+
+def holds(tensors: list[tuple[str, torch.Tensor]], value: int) -> bool:
+    return all(bool((tensor == value + n).all()) for n, (_, tensor) in enumerate(tensors))
+
+
+class Publications(RuleBasedStateMachine):
+    """Any order of publishing, fetching, letting go, and of trainers that die and come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory()
+        self.trainer = SharedMemorySync(self._folder.name)
+        self.engines = [SharedMemorySync() for _ in range(3)]
+        self.handles: list = []
+        self.held: list = []  # (version, tensors)
+        self.version = 0
+
+    @rule(versions=st.integers(1, 3), announced=st.booleans())
+    def publish(self, versions: int, announced: bool) -> None:
+        self.version += versions
+        early = self.trainer.announce(self.version, "d") if announced else None
+        handle = self.trainer.publish(self.version, "d", weights(self.version))
+        assert early in (None, handle)
+        self.handles.append(handle)
+
+    @precondition(lambda self: self.handles)
+    @rule(engine=st.integers(0, 2), back=st.integers(0, 3))
+    def fetch(self, engine: int, back: int) -> None:
+        """The newest is always there; older ones are there whole, or refused."""
+        handle = self.handles[-1 - min(back, len(self.handles) - 1)]
+        try:
+            tensors = list(self.engines[engine].fetch(handle))
+        except WeightsGone:
+            assert back >= 1
+            return
+        assert holds(tensors, handle.version)
+        self.held.append((handle.version, tensors))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 100), part=st.booleans())
+    def let_go(self, which: int, part: bool) -> None:
+        """Of all, or of all but one tensor."""
+        version, tensors = self.held.pop(which % len(self.held))
+        if part and len(tensors) == 3:
+            self.held.append((version, tensors[:1]))
+
+    @rule()
+    def the_trainer_comes_back(self) -> None:
+        """A new one finds the folder as the last one left it, in the middle of a publication."""
+        self.trainer.announce(self.version + 1, "never written")
+        self.trainer.close()
+        self.trainer = SharedMemorySync(self._folder.name)
+
+    @invariant()
+    def what_is_held_is_as_it_was(self) -> None:
+        assert all(holds(tensors, version) for version, tensors in self.held)
+
+    @invariant()
+    def sides_are_as_few_as_can_be(self) -> None:
+        busy = len({version for version, _ in self.held})
+        assert len(list(Path(self._folder.name).glob("side-*"))) <= self.most_held(busy) + 2
+
+    most = 0
+
+    def most_held(self, busy: int) -> int:
+        self.most = max(self.most, busy)
+        return self.most
+
+    def teardown(self) -> None:
+        self.held.clear()
+        self.trainer.close()
+        self._folder.cleanup()
+
+
+TestPublications = Publications.TestCase
+TestPublications.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+def test_a_reader_that_begins_early_sees_each_tensor_when_it_is_written(tmp_path: Path) -> None:
+    trainer, engine = SharedMemorySync(tmp_path), SharedMemorySync()
+    large = [(f"w{n}", torch.full((3 * 2**20,), float(n))) for n in range(4)]  # 12 MiB each
+    trainer.publish(1, "d", large)
+    handle = trainer.announce(2, "e")
+    seen, may_write = [], [threading.Event() for _ in large]
+
+    def read() -> None:
+        for name, tensor in engine.fetch(handle):
+            seen.append((name, float(tensor[-1])))
+            number = len(seen)
+            if number < len(large):
+                may_write[number].set()
+
+    def written():
+        for number, (name, tensor) in enumerate(large):
+            if number:
+                assert may_write[number].wait(60)  # the reader has the one before
+            yield name, tensor + 10
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert trainer.publish(2, "e", written()) == handle
+    reader.join(60)
+    assert seen == [("w0", 10.0), ("w1", 11.0), ("w2", 12.0), ("w3", 13.0)]
+
+
+def test_a_publication_that_fails_wakes_its_readers_with_an_error(tmp_path: Path) -> None:
+    trainer, engine = SharedMemorySync(tmp_path), SharedMemorySync()
+    first = trainer.publish(1, "d", weights(1))
+    handle = trainer.announce(2, "e")
+    refused: list[str] = []
+
+    def read() -> None:
+        with pytest.raises(WeightsGone) as gone:
+            list(engine.fetch(handle))
+        refused.append(str(gone.value))
+
+    def broken():
+        yield weights(2)[0]
+        raise MemoryError
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with pytest.raises(MemoryError):
+        trainer.publish(2, "e", broken())
+    reader.join(60)
+    assert "their writer ended while it wrote them" in refused[0]
+    assert holds(list(engine.fetch(first)), 1)
+
+
+WRITER = """
+import sys, torch
+from penstock.sync.shared_memory import SharedMemorySync
+import pickle
+trainer = SharedMemorySync(sys.argv[1])
+weights = [(f"w{n}", torch.full((5, 7), 1.0 + n)) for n in range(3)]
+first = trainer.publish(1, "d", weights)
+handle = trainer.announce(2, "e")
+sys.stdout.buffer.write(pickle.dumps((first, handle)))
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+def test_a_writer_that_is_killed_leaves_nobody_waiting(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    first, handle = pickle.load(process.stdout)
+    engine, refused = SharedMemorySync(), []
+
+    def read() -> None:
+        with pytest.raises(WeightsGone) as gone:
+            list(engine.fetch(handle))
+        refused.append(str(gone.value))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    os.kill(process.pid, signal.SIGKILL)
+    reader.join(60)
+    process.wait()
+    assert "are not whole" in refused[0]
+    kept = list(engine.fetch(first))
+    assert holds(kept, 1)
+    back = SharedMemorySync(tmp_path)  # the next trainer goes on in the same folder
+    assert holds(list(engine.fetch(back.publish(2, "e", weights(2)))), 2)
+    assert holds(list(engine.fetch(back.publish(3, "f", weights(3)))), 3)
+    assert holds(kept, 1)
+
+
+READER = """
+import pickle, sys
+from penstock.sync.shared_memory import SharedMemorySync
+held = list(SharedMemorySync().fetch(pickle.load(sys.stdin.buffer)))
+print("held", flush=True)
+sys.stdin.buffer.read()
+"""
+
+
+def test_a_reader_that_is_killed_gives_its_side_back(tmp_path: Path) -> None:
+    trainer = SharedMemorySync(tmp_path)
+    handle = trainer.publish(1, "d", weights(1))
+    process = subprocess.Popen(
+        [sys.executable, "-c", READER], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps(handle))
+    process.stdin.flush()
+    assert process.stdout.readline() == b"held\n"
+    for version in (2, 3, 4):
+        trainer.publish(version, "d", weights(version))
+    assert len(list(tmp_path.glob("side-*"))) == 3  # one is the reader's
+    process.kill()
+    process.wait()
+    paths = {trainer.publish(v, "d", weights(v)).location["path"] for v in range(5, 11)}
+    assert handle.location["path"] in paths
+    assert len(list(tmp_path.glob("side-*"))) == 3
+
+
+def test_the_lock_lives_as_long_as_the_last_tensor(tmp_path: Path) -> None:
+    trainer, engine = SharedMemorySync(tmp_path), SharedMemorySync()
+    row = next(engine.fetch(trainer.publish(1, "d", weights(1))))[1][2]  # a view of a view
+    gc.collect()
+    for version in (2, 3, 4):
+        trainer.publish(version, "d", weights(version))
+    assert bool((row == 1).all())
+
+
+def test_weights_of_another_size_replace_the_old_ones(tmp_path: Path) -> None:
+    trainer, engine = SharedMemorySync(tmp_path), SharedMemorySync()
+    for version, count in enumerate((3, 50, 2, 3), 1):
+        handle = trainer.publish(version, "d", weights(version, count))
+        tensors = list(engine.fetch(handle))
+        assert len(tensors) == count
+        assert holds(tensors, version)
+
+
+def test_an_announced_layout_is_kept_to(tmp_path: Path) -> None:
+    trainer = SharedMemorySync(tmp_path)
+    assert trainer.announce(1, "d") is None  # nothing was published yet
+    trainer.publish(1, "d", weights(1))
+    assert trainer.announce(2, "e") is not None
+    with pytest.raises(AssertionError, match="announced was"):
+        trainer.publish(2, "e", [(f"other{n}", tensor) for n, (_, tensor) in enumerate(weights(2))])
