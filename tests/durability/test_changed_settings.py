@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+from pathlib import Path
 
 import pytest
-from tiny_run import CrashServer, assert_sound, digests
+from tiny_run import KILLED, SEED, CrashServer, assert_sound, death, digests
 
 from penstock.run_folder import RunFolder
 
+CHANGES = ["train.lr=2e-3", "train.steps=5", "train.schedule=cosine"]
 
-@pytest.fixture
-def killed(server: CrashServer, request: pytest.FixtureRequest) -> RunFolder:
+
+@pytest.fixture(scope="module")
+def original(server: CrashServer) -> RunFolder:
     """Three steps are journalled, the newest checkpoint is of step 2."""
-    name = f"changed-{request.node.name}"
     words = ("produce.strategy=sync", "checkpoint.every_steps=1", "checkpoint.keep=3")
-    run, code = server.train(name, *words, point="after take", number=4)
+    run, code = server.train("changed", *words, point="after take", number=4)
     assert code == -9, server.output()
     assert len(digests(run)) == 3
     # that of step 2 was whole before that of step 3 was begun; whether this one is, is chance
     assert (run.checkpoints / "step-2").is_dir()
     shutil.rmtree(run.checkpoints / "step-3", ignore_errors=True)
     return run
+
+
+@pytest.fixture
+def killed(original: RunFolder, tmp_path: Path) -> RunFolder:
+    """A copy of that run to go on with."""
+    shutil.copytree(original.path, tmp_path / "run")
+    return RunFolder(tmp_path / "run")
 
 
 def test_steps_are_redone_with_the_settings_they_had(
@@ -53,6 +63,31 @@ def test_a_lost_checkpoint_is_made_up_for_across_the_change(
     assert server.run("resume", str(killed.path)) == 0, server.output()
     assert "step-3: consumer.pt is not what was written" in server.output()
     assert_sound(killed, steps=5)
+    assert server.run("replay", str(killed.path)) == 0, server.output()
+
+
+@pytest.fixture(scope="module")
+def changed(
+    server: CrashServer, original: RunFolder, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], dict[str, int]]:
+    """That run gone on with changes and not killed: its digests, and how often points were passed."""
+    folder = tmp_path_factory.mktemp("changed") / "run"
+    shutil.copytree(original.path, folder)
+    assert server.run("resume", str(folder), *CHANGES) == 0, server.output()
+    return digests(RunFolder(folder)), server.counts()
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_killed_while_its_settings_change_it_goes_on_with_the_new_ones(
+    server: CrashServer, killed: RunFolder, changed: tuple[list[str], dict[str, int]], number: int
+) -> None:
+    expected, counts = changed
+    place = death(random.Random(f"{SEED}/changed/{number}"), counts)
+    code = server.run("resume", str(killed.path), *CHANGES, **place)
+    assert code in (KILLED, 0), server.output()
+    assert server.run("resume", str(killed.path), *CHANGES) == 0, f"{place}: {server.output()}"
+    assert_sound(killed, steps=5)
+    assert digests(killed) == expected, place
     assert server.run("replay", str(killed.path)) == 0, server.output()
 
 

@@ -13,14 +13,20 @@ from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
-from tiny_run import CrashServer, assert_no_worker_is_left, assert_sound, digests
+from tiny_run import (
+    KILLED,
+    SEED,
+    CrashServer,
+    assert_no_worker_is_left,
+    assert_sound,
+    death,
+    digests,
+)
 
 from penstock.audit import audit_run
 from penstock.run_folder import RunFolder
 
 CRASHES = int(os.environ.get("PENSTOCK_CRASHES", "25"))
-SEED = int(os.environ.get("PENSTOCK_CRASH_SEED", "0"))
-KILLED = -9
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,12 @@ class Kind:
         return cls(launch, ("sync", "async")[number % 2])
 
     def words(self) -> list[str]:
-        return [f"launch.kind={self.launch}", f"produce.strategy={self.strategy}"]
+        engines = 2 if self.launch == "local" else 1
+        return [
+            f"launch.kind={self.launch}",
+            f"launch.num_producers={engines}",
+            f"produce.strategy={self.strategy}",
+        ]
 
 
 class Whole:
@@ -85,12 +96,6 @@ def ray_address() -> Iterator[str]:
     cluster.shutdown()
 
 
-def death(choice: random.Random, counts: dict[str, int]) -> dict[str, str | int]:
-    """A boundary, and which of its passings; every boundary is as likely as any other."""
-    point = choice.choice(sorted(counts))
-    return {"point": point, "number": choice.randint(1, counts[point])}
-
-
 def crash_marks(number: int) -> list[pytest.MarkDecorator]:
     return [pytest.mark.ray, pytest.mark.slow] if Kind.of(number).launch == "ray" else []
 
@@ -113,7 +118,8 @@ def test_killed_anywhere_it_goes_on_to_the_same_end(
     run, code = server.train(f"killed-{number}", *words, **place)
     assert code in (KILLED, 0), server.output()
     assert_no_worker_is_left(run)
-    again = death(choice, counts) if choice.random() < 0.3 else {}
+    twice = kind.launch != "ray" and choice.random() < 0.3  # starting actors takes long
+    again = death(choice, counts) if twice else {}
     code = server.run("resume", str(run.path), **again)
     if code == KILLED:
         assert_no_worker_is_left(run)

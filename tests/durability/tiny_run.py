@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 
 STEPS, GROUPS = 4, 2
+SEED = int(os.environ.get("PENSTOCK_CRASH_SEED", "0"))
+KILLED = -9
 LEAVING_S = 60.0  # for workers whose driver is gone; they need a fraction of a second
 TINY = [
     "launch.kind=inline",
@@ -101,6 +104,12 @@ class CrashServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+
+def death(choice: random.Random, counts: dict[str, int]) -> dict[str, str | int]:
+    """A boundary, and which of its passings; every boundary is as likely as any other."""
+    point = choice.choice(sorted(counts))
+    return {"point": point, "number": choice.randint(1, counts[point])}
 
 
 def digests(run: RunFolder) -> list[str]:
