@@ -5,24 +5,27 @@
 
 N prompts x 8 samples of exactly so many new tokens (the end of sequence is held back), then one update.
 TRL runs in a subprocess of the same interpreter (pip install trl), Penstock as a user runs it (`penstock
-train`): once on-policy (max_staleness 0) and once overlapped (1). The figure is the median time of a step
-after the first two.
+train`): once on-policy (max_staleness 0: engine and trainer take turns, each on all cores, as TRL is) and once
+overlapped (1: a core each). The figures are medians over the steps after the warm-up: wall time, and CPU time of
+all processes, which says more where others use the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SAMPLES, WARM_UP = 8, 2
+SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Load:
     prompts: int
     new_tokens: int
     steps: int
+    warm_up: int
 
     def write_data(self, path: Path) -> Path:
         """Questions of about 64 characters, enough for every step."""
@@ -39,6 +43,38 @@ class Load:
                 message = {"role": "user", "content": question}
                 file.write(json.dumps({"messages": [message], "gt_answer": "0"}) + "\n")
         return path
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step, in seconds."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def of_steps(cls, walls: list[float], cpus: list[float], warm_up: int) -> Cost:
+        return cls(statistics.median(walls[warm_up:]), statistics.median(cpus[warm_up:]))
+
+    def __str__(self) -> str:
+        return f"{self.wall:8.3f} s {self.cpu:10.3f} CPU s"
+
+
+def cpu_seconds(root: int) -> float:
+    """User and system time of a process and of all that it started."""
+    parents, spent = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(") ")[2].split()
+        except OSError:
+            continue  # it ended
+        pid = int(path.parent.name)
+        parents[pid], spent[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+    family, size = {root}, 0
+    while len(family) > size:
+        size = len(family)
+        family |= {pid for pid, parent in parents.items() if parent in family}
+    return sum(spent.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
 
 
 def parity_reward(rollout: object, prompt: object) -> float:
@@ -87,10 +123,11 @@ SHAPES = {
 }
 
 
-def penstock_step_s(model: str, load: Load, staleness: int, folder: Path) -> float:
-    """Median step time of a real run, from its metrics."""
+def penstock_step(model: str, load: Load, staleness: int, folder: Path) -> Cost:
+    """A step of a real run; its wall time is in its metrics."""
     data = load.write_data(folder / "train.jsonl")
     name = f"staleness-{staleness}"
+    threads = 1 if staleness else os.cpu_count()
     config = folder / f"{name}.toml"
     config.write_text(
         f"""
@@ -108,37 +145,48 @@ min_tokens = {load.new_tokens}
 max_tokens = {load.new_tokens}
 [engine]
 max_slots = {load.prompts * SAMPLES}
+threads = {threads}
 [produce]
 max_staleness = {staleness}
 [train]
 steps = {load.steps}
 groups_per_step = {load.prompts}
 lr = 1e-6
+threads = {threads}
 [track]
 trackers = []
 """
     )
     command = [sys.executable, "-m", "penstock.cli", "train", str(config)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    return statistics.median(json.loads(line)["time/step_s"] for line in lines[WARM_UP:])
+    metrics, spent = folder / name / "metrics.jsonl", [0.0]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as running:
+        while running.poll() is None:
+            now, done = (
+                cpu_seconds(running.pid),
+                metrics.exists() and len(metrics.open().readlines()),
+            )
+            spent += [now] * (done + 1 - len(spent))
+            time.sleep(0.1)
+    if running.returncode:
+        raise SystemExit("Penstock did not run")
+    walls = [json.loads(line)["time/step_s"] for line in metrics.read_text().splitlines()]
+    cpus = [after - before for before, after in itertools.pairwise(spent)]
+    return Cost.of_steps(walls, cpus, load.warm_up)
 
 
-def trl_step_s(model: str, load: Load, folder: Path) -> float | None:
-    """Median step time of TRL's GRPOTrainer, or None where TRL is not installed."""
-    sizes = [str(load.prompts), str(load.new_tokens), str(load.steps)]
+def trl_step(model: str, load: Load, folder: Path) -> Cost | None:
+    """A step of TRL's GRPOTrainer, or None where TRL is not installed."""
+    sizes = [str(load.prompts), str(load.new_tokens), str(load.steps), str(load.warm_up)]
     command = [sys.executable, __file__, "--trl", model, str(folder), *sizes]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         print("TRL did not run:", done.stderr.strip().splitlines()[-1:], file=sys.stderr)
         return None
-    return float(done.stdout.strip().splitlines()[-1])
+    return Cost(*(float(word) for word in done.stdout.strip().splitlines()[-1].split()))
 
 
 def run_trl(model: str, folder: str, load: Load) -> None:
-    import time
-
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -146,13 +194,15 @@ def run_trl(model: str, folder: str, load: Load) -> None:
 
     class Timer(TrainerCallback):
         def __init__(self) -> None:
-            self.times: list[float] = []
+            self.walls: list[float] = []
+            self.cpus: list[float] = []
 
         def on_step_begin(self, *args: object, **kwargs: object) -> None:
-            self.started = time.perf_counter()
+            self.started = time.perf_counter(), time.process_time()
 
         def on_step_end(self, *args: object, **kwargs: object) -> None:
-            self.times.append(time.perf_counter() - self.started)
+            self.walls.append(time.perf_counter() - self.started[0])
+            self.cpus.append(time.process_time() - self.started[1])
 
     def reward(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
         return [float(sum(ids) % 2 == 0) for ids in completion_ids]
@@ -182,12 +232,13 @@ def run_trl(model: str, folder: str, load: Load) -> None:
         model=model, reward_funcs=reward, args=arguments, train_dataset=data, callbacks=[timer]
     )
     trainer.train()
-    print(statistics.median(timer.times[WARM_UP:]))
+    cost = Cost.of_steps(timer.walls, timer.cpus, load.warm_up)
+    print(cost.wall, cost.cpu)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--trl"]:
-        run_trl(sys.argv[2], sys.argv[3], Load(*(int(word) for word in sys.argv[4:7])))
+        run_trl(sys.argv[2], sys.argv[3], Load(*(int(word) for word in sys.argv[4:8])))
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -198,22 +249,25 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count")
     parser.add_argument("--no-trl", action="store_true", help="only ours")
     options = parser.parse_args()
-    load = Load(options.prompts, options.new_tokens, options.steps)
+    load = Load(options.prompts, options.new_tokens, options.steps, options.warm_up)
     print(f"one GRPO step, {load.prompts} x {SAMPLES} x {load.new_tokens}, model {options.model}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = model_path(options.model, folder)
         ours = {}
         for bound in (0, 1):
-            ours[bound] = penstock_step_s(model, load, bound, folder)
-            print(f"  Penstock, max_staleness {bound}   {ours[bound]:8.3f} s", flush=True)
-        peer = None if options.no_trl else trl_step_s(model, load, folder)
+            ours[bound] = penstock_step(model, load, bound, folder)
+            print(f"  Penstock, max_staleness {bound}   {ours[bound]}", flush=True)
+        peer = None if options.no_trl else trl_step(model, load, folder)
     if peer:
-        print(f"  TRL GRPOTrainer            {peer:8.3f} s")
-        for bound, seconds in ours.items():
-            print(f"  ratio at max_staleness {bound}    {peer / seconds:8.1f} x")
+        print(f"  TRL GRPOTrainer            {peer}")
+        for bound, cost in ours.items():
+            ratios = f"{peer.wall / cost.wall:8.1f} x {peer.cpu / cost.cpu:10.1f} x"
+            print(f"  ratio at max_staleness {bound}    {ratios}")
+    print(f"  load of the machine: {', '.join(f'{value:.1f}' for value in os.getloadavg())}")
 
 
 def model_path(name: str, folder: Path) -> str:

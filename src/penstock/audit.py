@@ -160,7 +160,7 @@ def _account(
     for name, task in tasks.items():
         _measure(journal, name, task)
     return Audit(
-        tasks=tasks,
+        tasks={str(name): task for name, task in tasks.items()},
         max_staleness_trained=stalest,
         max_staleness_allowed=max((n for era in eras for n in era.allowed.values()), default=0),
         committed_steps=journal.last_committed_step(),
@@ -185,7 +185,7 @@ def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
     drawn = journal.cursors()
     if recorded:  # the cursors are those of the run that drew
         drawn = dict(journal.query("SELECT task, COUNT(*) FROM groups GROUP BY task"))
-    tasks = {name: TaskAudit(drawn=number) for name, number in sorted(drawn.items())}
+    tasks = {name: TaskAudit(drawn=number) for name, number in sorted(drawn.items(), key=str)}
     trained = journal.query(
         "SELECT substr(value, 1, instr(value, ':') - 1), COUNT(*) FROM steps, json_each(group_ids)"
         " WHERE committed GROUP BY 1"
@@ -199,7 +199,7 @@ def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
     for name, place, number in places:
         setattr(tasks[name], place, number)
     for name, drops in journal.drops().items():
-        tasks[name].dropped = drops
+        tasks[name].dropped = {str(reason): number for reason, number in drops.items()}
     return tasks
 
 

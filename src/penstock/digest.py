@@ -16,7 +16,7 @@ import numpy as np
 
 DIGEST_BYTES = 16
 BIG_BYTES = 1 << 20  # from here on a tensor is worth a thread's while
-THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
 
 def tensor_digest(name: str, dtype: str, array: np.ndarray) -> bytes:
@@ -37,7 +37,12 @@ def combine_digests(tensor_digests: dict[str, bytes]) -> str:
 
 
 def weights_digest(tensors: Iterable[tuple[str, str, np.ndarray]]) -> str:
-    """Digest of (name, dtype, array) triples. A dtype numpy lacks travels as its bits (uint16).
+    """Digest of (name, dtype, array) triples. A dtype numpy lacks travels as its bits (uint16)."""
+    return combine_digests(tensor_digests(tensors))
+
+
+def tensor_digests(tensors: Iterable[tuple[str, str, np.ndarray]]) -> dict[str, bytes]:
+    """The digest of each tensor by its name.
 
     Big tensors are hashed on several threads (hashing lets the interpreter go); at most two for
     each thread are held at a time, so that an iterable that makes copies stays cheap.
@@ -54,4 +59,4 @@ def weights_digest(tensors: Iterable[tuple[str, str, np.ndarray]]) -> str:
                 first, result = running.popleft()
                 digests[first] = result.result()
         digests.update((name, result.result()) for name, result in running)
-    return combine_digests(digests)
+    return digests

@@ -7,13 +7,37 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import rank_program
 import torch
 
-from penstock.train.parallel import Ranks, rank_share
+from penstock.engine.weights import digest_of
+from penstock.train.parallel import Ranks, digest_over, rank_share
 
 JOBS = list(rank_program.ALGORITHMS)
+
+
+class OneOfTwo(Ranks):
+    """A rank whose partner's part is given to it."""
+
+    def __init__(self, rank: int, partner: "OneOfTwo | None" = None) -> None:
+        super().__init__(rank, 2)
+        self._partner, self.given = partner, np.zeros(0)
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        self.given = values
+        return values if self._partner is None else values + self._partner.given
+
+
+def test_ranks_hash_a_share_each_and_agree_with_one() -> None:
+    weights = [(f"layer.{n}", torch.randn(5, n + 1).bfloat16()) for n in range(7)]
+    first = OneOfTwo(0)
+    digest_over(first, weights)
+    second = OneOfTwo(1, first)
+    assert digest_over(second, weights) == digest_of(weights)
+    hashed = [set(np.flatnonzero(one.given.any(axis=1))) for one in (first, second)]
+    assert hashed == [{0, 2, 4, 6}, {1, 3, 5}]
 
 
 def free_port() -> int:

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from penstock.algo.settings import method_class, resolve
 from penstock.config import Config
-from penstock.engine.weights import digest_of
 from penstock.errors import RunError, StopRequested
 from penstock.train import state
 from penstock.train.measure import step_metrics
 from penstock.train.optimize import clip_gradients, make_optimizer
-from penstock.train.parallel import Ranks, shard
+from penstock.train.parallel import Ranks, digest_over, shard
 from penstock.train.policy import Policy
 from penstock.train.ptx import TextStream
 from penstock.train.update import BatchOutcome, Updater
@@ -146,7 +145,7 @@ class Consumer:
 
     def digest(self) -> str:
         """The identity of `weights()`."""
-        return digest_of(self.weights())
+        return digest_over(self.ranks, self.weights())
 
     def save(self, folder: Path) -> None:
         """Write model and training state under `folder`."""

@@ -8,12 +8,15 @@ that torch.distributed reads (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from penstock.digest import DIGEST_BYTES, combine_digests, tensor_digests
+from penstock.engine.weights import digest_of, weight_bits
 
 if TYPE_CHECKING:
     from penstock.train.policy import Policy
@@ -68,6 +71,26 @@ class Ranks:
 def rank_share(items: Sequence[T], ranks: Ranks) -> list[T]:
     """Every world-th item: the mini-batches of all ranks together are those of one."""
     return list(items[ranks.rank :: ranks.world])
+
+
+def digest_over(ranks: Ranks, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The digest of weights that every rank has; each hashes every world-th tensor."""
+    if ranks.world == 1:
+        return digest_of(weights)
+    names: list[str] = []
+
+    def own() -> Iterator[tuple[str, str, np.ndarray]]:
+        for number, (name, tensor) in enumerate(weights):
+            names.append(name)
+            if number % ranks.world == ranks.rank:
+                yield name, *weight_bits(tensor)
+
+    digests = tensor_digests(own())
+    table = np.zeros((len(names), DIGEST_BYTES))
+    for number in range(ranks.rank, len(names), ranks.world):
+        table[number] = list(digests[names[number]])
+    whole = ranks.sum(table).astype(np.uint8)
+    return combine_digests({name: row.tobytes() for name, row in zip(names, whole, strict=True)})
 
 
 def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype) -> None:
