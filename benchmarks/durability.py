@@ -1,11 +1,11 @@
 """What durability costs: journal, digest and checkpoint as a share of a step, and as a run gets longer.
 
-    python benchmarks/durability.py [--steps 40] [--groups 20000] [--digest-mib 512]
+    python benchmarks/durability.py [--steps 40] [--groups 20000] [--digest-gib 1 4 15]
 
 Three parts. A real run of the built-in demo in this process, with a checkpoint every fourth step, where the
 calls that wait are timed: their shares of a step, in the first and in the last third of the run. Then the
 journal alone over a long run, to see whether a record costs more when many are there. Then the digest
-alone on weights of a big model's size, on one thread and on all.
+alone on weights of big models' sizes, and how long a step must last for it to be one per cent.
 """
 
 from __future__ import annotations
@@ -190,22 +190,25 @@ def made_group(number: int) -> Any:
     return Group(group_id=f"t:{number}", task="t", cursor=number, prompt=prompt, rollouts=rollouts)
 
 
-def measure_digest(mebibytes: int) -> None:
-    """Hash weights of that size on one thread and on all."""
+def measure_digest(gibibytes: list[float]) -> None:
+    """Hash weights of those sizes: pieces of 16 MiB, of which 64 differ (more than any cache holds)."""
     from penstock import digest
 
-    tensors = [
-        (f"layer.{i}", "float32", np.full(4 * 2**20, float(i), dtype=np.float32))
-        for i in range(max(1, mebibytes // 16))
-    ]
-    rates = {}
-    for threads in sorted({1, digest.THREADS}):
-        digest.THREADS = threads
-        started = time.perf_counter()
+    pieces = [np.full(4 * 2**20, float(i), dtype=np.float32) for i in range(64)]
+    columns = ("weights", "wall s", "CPU s", "GiB / CPU s", "digest is 1 % of a step of", "")
+    table = Table(*columns, box=None)
+    for size in gibibytes:
+        count = max(1, round(64 * size))
+        tensors = [(f"layer.{i}", "float32", pieces[i % len(pieces)]) for i in range(count)]
+        wall, cpu = time.perf_counter(), time.process_time()
         digest.weights_digest(tensors)
-        rates[threads] = len(tensors) / 64 / (time.perf_counter() - started)
-    words = ", ".join(f"{rate:.2f} GiB/s on {threads} thread(s)" for threads, rate in rates.items())
-    console.print(f"the digest alone, {mebibytes} MiB: {words}", highlight=False)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        rate = count / 64 / cpu
+        on_cores = ", ".join(f"{100 * size / rate / n:.0f} s on {n} cores" for n in (1, 8, 16))
+        numbers = (f"{size:g} GiB", f"{wall:.2f}", f"{cpu:.2f}", f"{rate:.2f}")
+        table.add_row(*numbers, on_cores, "(computed from CPU s)")
+    console.print(f"the digest alone, on {digest.THREADS} thread(s):", highlight=False)
+    console.print(table)
 
 
 def main() -> None:
@@ -213,11 +216,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--checkpoint-every", type=int, default=4)
     parser.add_argument("--groups", type=int, default=20_000)
-    parser.add_argument("--digest-mib", type=int, default=512)
+    parser.add_argument("--digest-gib", type=float, nargs="+", default=[1.0, 4.0, 15.0])
     options = parser.parse_args()
     load = os.getloadavg()[0]
     console.print(f"{os.cpu_count()} cores, load {load:.1f} before the start", highlight=False)
-    measure_digest(options.digest_mib)
+    measure_digest(options.digest_gib)
     measure_long_journal(options.groups)
     measure_run(options.steps, options.checkpoint_every)
 
