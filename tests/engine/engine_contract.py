@@ -30,6 +30,8 @@ class EngineCase:
     make: Callable[[], InferenceEngine]
     lacks: frozenset[str] = field(default_factory=frozenset)
     logprob_tolerance: float = 1e-4
+    held_tokens: int = 400  # of a response that must still run when it is held
+    timeout_s: float = TIMEOUT_S  # of one check
     kill: Callable[[InferenceEngine], Awaitable[None] | None] | None = None  # what makes it run
     shared: InferenceEngine | None = None  # one that is slow to start: used by all checks in turn
     loop: asyncio.Runner | None = None  # where the shared one lives
@@ -39,7 +41,7 @@ class EngineCase:
         return "live tokens" not in self.lacks
 
     def run(self, main: Callable[[], Awaitable[None]]) -> None:
-        run(main, self.loop)
+        run(main, self.loop, self.timeout_s)
 
     def needs(self, capability: str) -> None:
         if capability in self.lacks:
@@ -62,9 +64,13 @@ async def started(case: EngineCase) -> AsyncIterator[InferenceEngine]:
         await engine.close()
 
 
-def run(main: Callable[[], Awaitable[None]], loop: asyncio.Runner | None = None) -> None:
+def run(
+    main: Callable[[], Awaitable[None]],
+    loop: asyncio.Runner | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await main()
 
     if loop is None:
@@ -320,11 +326,12 @@ def check_pause_keep_and_update(case: EngineCase) -> None:
     """Held requests go on under the new weights, and their segments say so."""
     case.needs("weight updates")
     case.needs("hold")
+    most = case.held_tokens
 
     async def main() -> None:
         async with started(case) as engine:
             task = asyncio.create_task(
-                engine.generate(tiny.request("a", max_tokens=400, min_tokens=400))
+                engine.generate(tiny.request("a", max_tokens=most, min_tokens=most))
             )
             await until_running(engine, 3, live=case.live)
             await engine.pause("keep")
@@ -332,7 +339,7 @@ def check_pause_keep_and_update(case: EngineCase) -> None:
             await engine.resume()
             made = await task
             versions = expand_segments(made.segments)
-            assert len(versions) == len(made.token_ids) == 400
+            assert len(versions) == len(made.token_ids) == most
             assert sorted(set(versions)) == [0, 1]
             assert versions == sorted(versions)
             assert_switch_is_where_it_says(case, made, versions.index(1))

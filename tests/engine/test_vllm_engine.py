@@ -24,7 +24,7 @@ if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
 from penstock.engine.vllm_engine import VllmEngine, VllmOptions
 
 OWN_ENGINE = ("close_returns_partials", "death_fails_requests_and_it_starts_again")
-SHARDED = ("logprobs_and_length", "group_and_many", "pause_keep_and_update")
+SHARDED = ("temperatures_side_by_side", "pause_keep_and_update")
 TRANSFERS = ("in process", "mapped", "folder", "gloo")
 
 
@@ -52,25 +52,31 @@ def kill_core(engine: VllmEngine) -> None:
         os.kill(process.pid, signal.SIGKILL)
 
 
-def served(policy: Path, shards: int = 1) -> Iterator[EngineCase]:
+def served(policy: Path, shards: int = 1, **settings: float) -> Iterator[EngineCase]:
     """One engine for all checks: it takes half a minute to start."""
     with asyncio.Runner() as loop:
         engine = make_engine(policy, shards)
         loop.run(engine.start())
         yield EngineCase(
-            "vllm", lambda: make_engine(policy), LACKS["vllm"], shared=engine, loop=loop
+            "vllm",
+            lambda: make_engine(policy),
+            LACKS["vllm"],
+            shared=engine,
+            loop=loop,
+            **settings,
         )
         loop.run(engine.close())
 
 
 @pytest.fixture(scope="module")
 def case(policy: Path) -> Iterator[EngineCase]:
-    yield from served(policy)
+    yield from served(policy, timeout_s=120.0)
 
 
 @pytest.fixture(scope="module")
 def sharded(policy: Path) -> Iterator[EngineCase]:
-    yield from served(policy, shards=2)
+    """Two workers wait for each other busily: with other work on two cores a token takes long."""
+    yield from served(policy, shards=2, held_tokens=100, timeout_s=240.0)
 
 
 def mapped(source: WeightHandle, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,4 +144,7 @@ def test_weights_arrive_in_every_shard(transfer: str, sharded: EngineCase, tmp_p
 
 @pytest.mark.parametrize("check", OWN_ENGINE)
 def test_end_of_an_engine(check: str, policy: Path) -> None:
-    CHECKS[check](EngineCase("vllm", lambda: make_engine(policy), LACKS["vllm"], kill=kill_core))
+    case = EngineCase(
+        "vllm", lambda: make_engine(policy), LACKS["vllm"], kill=kill_core, timeout_s=240.0
+    )
+    CHECKS[check](case)

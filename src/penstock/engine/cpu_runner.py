@@ -17,6 +17,7 @@ from penstock.engine.buckets import BucketedKV, DecodeStep, KVShape, round_up
 from penstock.engine.fuse import fuse_norms, fuse_projections
 from penstock.engine.invariance import find_row_quantum
 from penstock.engine.loading import TransformersOptions
+from penstock.engine.packed import Product, Products, product_kind
 from penstock.engine.prefill import PrefillStep, Span
 from penstock.engine.runner import Finished, end_ids
 from penstock.engine.sampling import sample
@@ -45,10 +46,14 @@ class CpuRunner:
         self.longest = longest_request(model, options)
         self._text_of = text_of
         shape = probe_shape(model)
-        fused = fuse_projections(model) if options.fuse else []
+        self._products = Products(product_kind(model) if options.pack else Product)
+        fused = fuse_projections(model, self._products.make) if options.fuse else []
         if options.fuse:
             fuse_norms(model)
-        self._quantum, self.batch_invariant = find_row_quantum(model, fused, shape, options.threads)
+        self._products.take_linears(model)
+        self._quantum, self.batch_invariant = find_row_quantum(
+            model, fused, shape, options.threads, self._products.kind
+        )
         self._kv = BucketedKV(shape)
         self._prompts: dict[bytes, Prefilled] = {}
         self._cache = StepCache()
@@ -88,6 +93,10 @@ class CpuRunner:
     def release(self, slot: int) -> None:
         self._kv.remove(slot)
         self.table.leave(slot)
+
+    def weights_changed(self) -> None:
+        self._products.refresh()
+        self.forget_prompts()
 
     def forget_prompts(self) -> None:
         self._prompts.clear()

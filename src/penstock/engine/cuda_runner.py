@@ -162,6 +162,9 @@ class CudaRunner:
         self._active.remove(slot)
         self._rows_changed = True
 
+    def weights_changed(self) -> None:
+        self.forget_prompts()
+
     def forget_prompts(self) -> None:
         self._prompts.clear()
 

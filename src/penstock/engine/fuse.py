@@ -13,17 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.engine.packed import MakeProduct, Product
+
 FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def fuse_projections(model: nn.Module) -> list[tuple[int, int]]:
+def fuse_projections(model: nn.Module, make: MakeProduct = Product) -> list[tuple[int, int]]:
     """Fuse every family whose members are plain linear layers of one input; returns their sizes."""
     sizes = []
     for parent in model.modules():
         for names in FAMILIES:
             parts: list[Any] = [getattr(parent, name, None) for name in names]
             if _fusible(parts):
-                _Fused(parts)
+                _Fused(parts, make)
                 sizes.append((parts[0].in_features, sum(part.out_features for part in parts)))
     return sizes
 
@@ -81,20 +83,20 @@ def _fusible(parts: list[Any]) -> bool:
 class _Fused:
     """One product for several layers. Holds its result only until the last layer took its part."""
 
-    def __init__(self, parts: list[nn.Linear]) -> None:
+    def __init__(self, parts: list[nn.Linear], make: MakeProduct) -> None:
         self._sizes = [part.out_features for part in parts]
-        self._weight = torch.cat([part.weight.detach() for part in parts])
-        self._bias = None
+        weight, bias = torch.cat([part.weight.detach() for part in parts]), None
         if parts[0].bias is not None:
-            self._bias = torch.cat([part.bias.detach() for part in parts])
+            bias = torch.cat([part.bias.detach() for part in parts])
+        self._product = make(weight, bias)
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
         first = 0
         for index, part in enumerate(parts):
             rows = slice(first, first + part.out_features)
-            part.weight = nn.Parameter(self._weight[rows], requires_grad=False)
-            if self._bias is not None:
-                part.bias = nn.Parameter(self._bias[rows], requires_grad=False)
+            part.weight = nn.Parameter(weight[rows], requires_grad=False)
+            if bias is not None:
+                part.bias = nn.Parameter(bias[rows], requires_grad=False)
             part.forward = self._part(index)
             first = rows.stop
 
@@ -103,8 +105,7 @@ class _Fused:
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             if x is not self._input:
-                product = nn.functional.linear(x, self._weight, self._bias)
-                self._input, self._outputs = x, product.split(self._sizes, dim=-1)
+                self._input, self._outputs = x, self._product(x).split(self._sizes, dim=-1)
             output = self._outputs[index]
             if index == last:
                 self._input, self._outputs = None, ()

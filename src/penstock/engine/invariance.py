@@ -7,21 +7,30 @@ number give each row the same bits in any batch; this finds that number on the m
 from __future__ import annotations
 
 import logging
+from math import gcd
 
 import torch
 from torch import nn
 
 from penstock.engine.buckets import KVShape
+from penstock.engine.packed import Product
 
 log = logging.getLogger(__name__)
 
-QUANTA = (16, 32, 64)
+QUANTA = (2, 4, 8, 16, 32, 64)
 _MOST_ROWS = 208
+_VECTOR = (
+    32  # numbers that one step of the widest vector loops takes; what is left over goes another way
+)
 _MOST_OUTPUTS = 65536  # of a product that is probed; larger vocabularies only cost time
 
 
 def find_row_quantum(
-    model: nn.Module, fused: list[tuple[int, int]], shape: KVShape, threads: int
+    model: nn.Module,
+    fused: list[tuple[int, int]],
+    shape: KVShape,
+    threads: int,
+    kind: type[Product] = Product,
 ) -> tuple[int, bool]:
     """The row multiple to pad to, and whether rows are then independent of their neighbours.
 
@@ -29,15 +38,18 @@ def find_row_quantum(
     """
     if threads == 1 and _attention_holds(shape):
         sizes = _linear_sizes(model) | set(fused)
+        least = max((_VECTOR // gcd(_VECTOR, inputs) for inputs, _ in sizes), default=1)
         for quantum in QUANTA:
-            if all(_linear_holds(*size, shape.dtype, quantum) for size in sizes):
+            if quantum >= least and all(
+                _linear_holds(*size, shape.dtype, quantum, kind) for size in sizes
+            ):
                 return quantum, True
     log.warning(
         "rollouts are correct, but their last bits depend on the batch: "
         "engine.threads got %d, bitwise equality was found at: 1 with MKL on x86",
         threads,
     )
-    return QUANTA[0], False
+    return 1, False
 
 
 def _linear_sizes(model: nn.Module) -> set[tuple[int, int]]:
@@ -48,17 +60,18 @@ def _linear_sizes(model: nn.Module) -> set[tuple[int, int]]:
     }
 
 
-def _linear_holds(inputs: int, outputs: int, dtype: torch.dtype, quantum: int) -> bool:
+def _linear_holds(
+    inputs: int, outputs: int, dtype: torch.dtype, quantum: int, kind: type[Product]
+) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(min(outputs, _MOST_OUTPUTS), inputs, generator=generator).to(dtype)
     rows = torch.randn(_MOST_ROWS, inputs, generator=generator).to(dtype)
-    whole = nn.functional.linear(rows, weight)
-    for count in (quantum, 2 * quantum, 3 * quantum):
+    product = kind(weight, None)
+    whole = product(rows)
+    for count in (quantum * times for times in (1, 2, 3, 5, 7, 8, 12, 17)):
         for first in (0, 5):
-            part = slice(first, min(first + count, _MOST_ROWS))
-            if part.stop - part.start == count and not torch.equal(
-                nn.functional.linear(rows[part], weight), whole[part]
-            ):
+            part = slice(first, first + count)
+            if part.stop <= _MOST_ROWS and not torch.equal(product(rows[part]), whole[part]):
                 return False
     return True
 

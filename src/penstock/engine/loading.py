@@ -35,10 +35,11 @@ class TransformersOptions:
     # [engine.options]
     prefill_rows: int = 0  # most prompt tokens prefilled within one step; 0: by the device
     fuse: bool = True  # q, k, v and gate, up as one matrix product each
+    pack: bool = True  # on a CPU: a second copy of the weights, laid out for the matrix library
     cuda_graphs: bool = True
     kv_memory_share: float = 0.6  # of the free device memory, for keys and values
 
-    OPTION_NAMES = ("prefill_rows", "fuse", "cuda_graphs", "kv_memory_share")
+    OPTION_NAMES = ("prefill_rows", "fuse", "pack", "cuda_graphs", "kv_memory_share")
 
     @property
     def prefill_limit(self) -> int:

@@ -44,8 +44,8 @@ class Runner(Protocol):
     def release(self, slot: int) -> None:
         """Free a slot and its memory."""
 
-    def forget_prompts(self) -> None:
-        """Kept prompts belong to old weights."""
+    def weights_changed(self) -> None:
+        """What was made of the old ones (kept prompts, copies) is of no use any more."""
 
     def sleep(self) -> None:
         """Give memory back; no request is in a slot."""

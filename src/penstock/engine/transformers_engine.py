@@ -360,7 +360,7 @@ class TransformersEngine:
         runner = self._live_runner
         load_weights(runner.model, weights)
         self._version, self._digest = version, digest
-        runner.forget_prompts()
+        runner.weights_changed()
         for slot in runner.table.occupied:
             sequence = runner.table.sequences[slot]
             assert sequence is not None
