@@ -86,7 +86,7 @@ def test_the_picture_shows_who_was_busy(run: RunFolder, tmp_path: Path) -> None:
     with image_of(path) as image:
         pixels = image.convert("RGB")
         assert pixels.width > 2000
-        colours = {pixels.getpixel((x, 2 * (34 + 13))) for x in range(300, 2700)}  # the first lane
+        colours = {pixels.getpixel((x, 2 * (34 + 13))) for x in range(400, 2700)}  # the first lane
     assert (0xC2, 0x57, 0x1A) in colours  # training
     assert (0x2A, 0x78, 0xB5) not in colours  # generating is the engine's
 

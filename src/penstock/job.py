@@ -329,7 +329,7 @@ def _eval_tasks(
             EvalTask(
                 name=name,
                 problems=[dataset[index] for index in range(count)],
-                reward=WatchedReward(reward, f"evaluation {name}", edges),
+                reward=WatchedReward(reward, f"eval {name}", edges),
                 sampling=SamplingParams.from_config(sampling),
                 num_generations=sampling.num_generations,
                 decode=data.chat.decode,

@@ -19,7 +19,7 @@ from penstock.errors import UserError
 from penstock.run_folder import RunFolder
 from penstock.timeline_log import FILE
 
-_WIDTH, _ROW, _LEFT, _TOP = 1200, 26, 150, 34
+_WIDTH, _ROW, _LEFT, _TOP = 1200, 26, 190, 34
 _MOST_BARS = 4000  # in a lane; closer ones are drawn as one
 _COLOURS: dict[str, str] = {
     EdgeKind.GENERATE: "#2a78b5",
@@ -69,10 +69,10 @@ class Lane:
 
     @property
     def verdict(self) -> str:
-        """Its idle share; of a lane that does nothing but wait, how much of the time it did."""
-        if self.busy_s or not self.total_s:
-            return f"idle {self.idle_share:.1%}"
-        return f"waits {self.waited_s / self.total_s:.1%}"
+        """Its idle share; of a lane that mostly waits for others, how much of the time it did."""
+        if self.waited_s > self.busy_s:
+            return f"waits {self.waited_s / self.total_s:.1%}"
+        return f"idle {self.idle_share:.1%}"
 
 
 def read_events(folder: RunFolder) -> list[Event]:

@@ -395,6 +395,7 @@ class OpenAIEngine:
             tokens_generated=self._requests.tokens,
             busy_s=0.0,
             paused=self._paused is not None,
+            live=self._streaming,
         )
 
     async def close(self) -> None:

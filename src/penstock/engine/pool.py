@@ -23,7 +23,7 @@ from penstock.engine.protocol import (
     InferenceEngine,
     PauseMode,
 )
-from penstock.errors import EngineError, RunError
+from penstock.errors import EngineError, RunError, WorkerDied
 from penstock.types import WeightHandle
 
 T = TypeVar("T")
@@ -208,15 +208,22 @@ class EnginePool:
     ) -> list[T]:
         """The call on every live engine; one that is found dead drops out, any other error rises."""
         chosen = self._living if indices is None else indices
-        results = await asyncio.gather(
-            *(call(self._engines[i]) for i in chosen), return_exceptions=True
-        )
+
+        async def on(index: int) -> list[T]:
+            try:
+                return [await call(self._engines[index])]
+            except EngineError as error:  # asked at once: it may be back before the others end
+                died = isinstance(error.__cause__, WorkerDied)
+                if await self._is_alive(index) and not died:
+                    raise
+                return []
+
+        results = await asyncio.gather(*(on(i) for i in chosen), return_exceptions=True)
         good: list[T] = []
-        for index, result in zip(chosen, results, strict=True):
-            if not isinstance(result, BaseException):
-                good.append(result)
-            elif not isinstance(result, EngineError) or await self._is_alive(index):
+        for result in results:
+            if isinstance(result, BaseException):
                 raise result
+            good += result
         if not good:
             raise EngineError("engine pool: no engine is left: " + "; ".join(self._dead.values()))
         return good

@@ -23,7 +23,7 @@ from penstock.launch.remote import Worker
 from penstock.launch.services import Workers, sync_kind
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.launch.together import all_or_first_error, join
-from penstock.launch.trainer import RankGroup
+from penstock.launch.trainer import RankGroup, watched
 from penstock.types import WeightHandle
 
 Resources = dict[str, float]
@@ -341,7 +341,8 @@ def _spawn_trainer(site: _Site, total_steps: int) -> Callable[[], Awaitable[Work
             )
         )
         folders[node] = await ranks[0].call("weights_folder")
-        return RankGroup(ranks, _collect if site.sync == "object_store" else None)
+        collect = watched(_collect, site.around.edges)
+        return RankGroup(ranks, collect if site.sync == "object_store" else None)
 
     return spawn
 
