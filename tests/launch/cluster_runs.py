@@ -7,6 +7,9 @@ import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import load_file
+
 from penstock.config import Config
 from penstock.config_source import load_config
 from penstock.job import Job, open_job
@@ -73,6 +76,12 @@ def digests(folder: RunFolder) -> list[str]:
         return [report.digest for report in journal.steps()]
     finally:
         journal.close()
+
+
+def weights(folder: RunFolder) -> np.ndarray:
+    """Of the last step, in one row."""
+    named = load_file(folder.checkpoints / f"step-{STEPS}" / "model" / "model.safetensors")
+    return np.concatenate([named[name].ravel() for name in sorted(named)])
 
 
 def assert_balanced(folder: RunFolder) -> None:

@@ -7,16 +7,10 @@ import signal
 from pathlib import Path
 
 import numpy as np
-from cluster_runs import STEPS, assert_balanced, config_of, run
-from safetensors.numpy import load_file
+from cluster_runs import assert_balanced, config_of, run, weights
 
 from penstock.job import Job
 from penstock.run_folder import RunFolder
-
-
-def weights(folder: RunFolder) -> np.ndarray:
-    named = load_file(folder.checkpoints / f"step-{STEPS}" / "model" / "model.safetensors")
-    return np.concatenate([named[name].ravel() for name in sorted(named)])
 
 
 def test_two_ranks_give_the_weights_of_one_though_one_of_them_dies(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from cluster_runs import assert_balanced, config_of, digests, run
 from penstock.config import LaunchConfig
 from penstock.errors import UserError
 from penstock.job import Job
+from penstock.launch.control import scale_run
 from penstock.run_folder import RunFolder
 
 ray = pytest.importorskip("ray")
@@ -24,18 +25,21 @@ RAY = ["launch.kind=ray", "launch.num_producers=2"]
 
 
 class Nodes:
-    """A cluster of two nodes on this machine; the second one can leave."""
+    """A cluster of two nodes on this machine; one can leave, another one join."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        size = {"object_store_memory": 2**27, "include_dashboard": False}
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, **size})
-        self._second = self._cluster.add_node(num_cpus=1, **size)
+        self._size = {"object_store_memory": 2**27, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **self._size})
+        self._second = self._cluster.add_node(num_cpus=1, **self._size)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
 
     def second_leaves(self) -> None:
         self._cluster.remove_node(self._second)
+
+    def third_joins(self) -> str:
+        return str(self._cluster.add_node(num_cpus=2, **self._size).node_id)
 
     def close(self) -> None:
         ray.shutdown()
@@ -50,60 +54,37 @@ def cluster() -> Iterator[Nodes]:
     nodes.close()
 
 
-def kill(job: Job, name: str) -> None:
-    worker = job.workers.supervised[name].worker
-    assert worker is not None
-    os.kill(getattr(worker, "_ranks", [worker])[-1].pid, signal.SIGKILL)
+def node_of(job: Job, name: str) -> str:
+    return str(job.workers.supervised[name].worker.node)  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
-def test_actors_give_the_bits_of_one_process_though_a_node_leaves(
+def test_actors_give_the_bits_of_one_process_though_a_node_leaves_and_another_joins(
     cluster: Nodes, quiet: RunFolder, tmp_path: Path
 ) -> None:
+    """The one that joins takes the engine that was lost, and one more that is asked for."""
+    where: dict[str, str] = {}
+
     async def disturb(job: Job, step: int) -> None:
         if step == 2:
             cluster.second_leaves()
+            where["third"] = cluster.third_joins()  # sets signal handlers: not for a thread
+            await asyncio.to_thread(scale_run, job.folder.path, "producers=3")
+            await job.workers.supervised["engine-1"].ready()
+            where.update({name: node_of(job, name) for name in ("engine-1", "engine-2")})
+        if step == 3:
+            for number in (1, 2):  # the place of one that was drained is taken again
+                await asyncio.to_thread(scale_run, job.folder.path, f"producers={number}")
 
     folder, notes = run(config_of(tmp_path, "ray", "produce.strategy=sync", *RAY), disturb)
     assert digests(folder) == digests(quiet)
     assert_balanced(folder)
     assert notes[0].startswith("ray: trainer node ")
-    assert any("the actor ended unexpectedly" in note for note in notes)
-
-
-@pytest.mark.slow
-def test_two_ranks_as_actors_go_on_after_one_is_killed(cluster: Nodes, tmp_path: Path) -> None:
-    async def disturb(job: Job, step: int) -> None:
-        if step == 3:
-            kill(job, "trainer")
-
-    words = [*RAY, "launch.num_consumers=2", "launch.num_producers=1", "checkpoint.every_steps=2"]
-    folder, notes = run(config_of(tmp_path, "ranks", *words), disturb)
-    assert_balanced(folder)
-    assert any("trainer-1: the actor ended unexpectedly" in note for note in notes)
-    assert any("trainer: serves again" in note for note in notes)
-
-
-@pytest.mark.slow
-def test_one_call_does_a_whole_run(cluster: Nodes, tmp_path: Path) -> None:
-    from penstock.distributed import launch_distributed
-
-    folder = launch_distributed(
-        num_producers=1,
-        num_consumer_procs=1,
-        num_episodes=1,
-        train_batch_size=4,
-        train_dataset_config={"path": "addition", "data_options": {"size": 8}},
-        model_config={"path": "demo"},
-        generate_config={"max_new_tokens": 8},
-        grpo_config={"algo": "RLOO", "reward_fn_type": "think_answer_tags"},
-        num_generations=2,
-        n_behind=1,
-        run_dir=str(tmp_path),
-        run_name="call",
-        overrides={"track": {"trackers": []}},
-    )
-    assert len(digests(RunFolder(folder))) == 2  # 8 prompts, 4 a step
+    assert where["engine-1"] == where["engine-2"] == where["third"]
+    text = "\n".join(notes)
+    assert "engine-1: the actor ended unexpectedly" in text
+    for line in ("producers: 2 -> 3", "producers: 3 -> 1", "producers: 1 -> 2"):
+        assert line in text
 
 
 def test_what_the_cluster_cannot_hold_is_refused_in_one_line(
@@ -113,7 +94,7 @@ def test_what_the_cluster_cannot_hold_is_refused_in_one_line(
         run(config_of(tmp_path, "gpu", *RAY, "launch.gpus_per_producer=1"))
     line = str(refused.value)
     assert "1 consumers of 1 CPU, 0 GPU and 2 producers of 1 CPU, 1 GPU" in line
-    assert re.search(r"allowed: what \d nodes have: 3 CPU, 0 GPU", line)
+    assert re.search(r"allowed: what \d nodes have: 2 CPU, 0 GPU", line)
 
 
 def settings(**fields: object) -> LaunchConfig:

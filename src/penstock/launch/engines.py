@@ -69,7 +69,8 @@ class EngineWorker:
 
     async def abort(self, request_id: str) -> None:
         if self.supervised.worker is not None:
-            await self._part.abort(request_id)
+            with contextlib.suppress(EngineError):  # what a dead one ran has ended with it
+                await self._part.abort(request_id)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         await self._part.pause(mode)

@@ -13,13 +13,16 @@ from typing import Any
 
 from penstock.errors import UserError
 
-TIMEOUT = timedelta(minutes=30)
-
 
 def join_group(
-    world_size: int, rank: int, backend: str = "gloo", name: str = "default", where: str = "env://"
+    world_size: int,
+    rank: int,
+    backend: str = "gloo",
+    name: str = "default",
+    where: str = "env://",
+    timeout_s: float = 600.0,
 ) -> Any:
-    """A torch.distributed process group; waits for the others.
+    """A torch.distributed process group; waits for the others, so long at most.
 
     `where` is the same for all members: env:// reads MASTER_ADDR and MASTER_PORT, or tcp://HOST:PORT
     of rank 0.
@@ -30,15 +33,16 @@ def join_group(
         raise UserError(f"collective group {name}: backend got {backend!r}, allowed: gloo, nccl")
     if not 0 <= rank < world_size:
         raise UserError(f"collective group {name}: rank got {rank}, allowed: 0 to {world_size - 1}")
+    limit = timedelta(seconds=timeout_s)
     if where.startswith("tcp://"):
         host, _, port = where.removeprefix("tcp://").rpartition(":")
-        store = dist.TCPStore(host, int(port), world_size, rank == 0, TIMEOUT, multi_tenant=True)
+        store = dist.TCPStore(host, int(port), world_size, rank == 0, limit, multi_tenant=True)
     else:
-        store, _, _ = next(dist.rendezvous(where, rank, world_size, timeout=TIMEOUT))
+        store, _, _ = next(dist.rendezvous(where, rank, world_size, timeout=limit))
     own = dist.PrefixStore(name, store)
     if backend == "nccl":
         return dist.ProcessGroupNCCL(own, rank, world_size)
-    return dist.ProcessGroupGloo(own, rank, world_size, TIMEOUT)
+    return dist.ProcessGroupGloo(own, rank, world_size, limit)
 
 
 def send_state_dict(group: Any, state_dict: Mapping[str, Any]) -> None:

@@ -1,0 +1,168 @@
+"""Clusters that are started here: a run's own, one whose object store is full, producers as actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster_runs import assert_balanced, config_of, digests, run
+from test_producers import ARGUMENTS
+
+from penstock.demo import policy_path
+from penstock.digest import weights_digest
+from penstock.engine.weights import weight_bits
+from penstock.job import Job
+from penstock.launch.producers import SimpleProducer, producer_config
+from penstock.launch.weight_broadcast import join_group, send_state_dict
+from penstock.run_folder import RunFolder
+from penstock.train.weights import load_model
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def children() -> set[int]:
+    """Processes of this one that still live."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        found.update(map(int, (task / "children").read_text().split()))
+    return {pid for pid in found if "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2:3]}
+
+
+def test_one_call_starts_a_cluster_does_a_whole_run_and_leaves_nothing(tmp_path: Path) -> None:
+    from penstock.distributed import launch_distributed
+
+    before = children()
+    folder = launch_distributed(
+        num_producers=1,
+        num_consumer_procs=1,
+        num_episodes=1,
+        train_batch_size=4,
+        train_dataset_config={"path": "addition", "data_options": {"size": 8}},
+        model_config={"path": "demo"},
+        generate_config={"max_new_tokens": 8},
+        grpo_config={"algo": "RLOO", "reward_fn_type": "think_answer_tags"},
+        num_generations=2,
+        n_behind=1,
+        run_dir=str(tmp_path),
+        run_name="call",
+        overrides={"track": {"trackers": []}},
+    )
+    assert len(digests(RunFolder(folder))) == 2  # 8 prompts, 4 a step
+    assert not ray.is_initialized()
+    assert children() == before
+
+
+@pytest.fixture
+def full_cluster() -> Iterator[None]:
+    """80 MB for objects, and a disk that counts as full: nothing can be moved there."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    full = {"automatic_object_spilling_enabled": False, "local_fs_capacity_threshold": 0.0001}
+    ray.init(
+        address="local",
+        num_cpus=4,
+        object_store_memory=80 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        _system_config=full,
+    )
+    yield
+    ray.shutdown()
+
+
+def test_a_full_object_store_is_told_of_and_waited_for(
+    full_cluster: None, quiet: RunFolder, tmp_path: Path
+) -> None:
+    """Somebody else's objects fill it while a step trains; they go once the run has complained."""
+    others: list[Any] = []
+
+    def fill() -> None:
+        for size in (2**22, 2**18):
+            with suppress(ray.exceptions.OutOfDiskError):
+                while True:
+                    others.append(ray.put(np.zeros(size, np.uint8)))
+
+    async def disturb(job: Job, step: int) -> None:
+        if step != 2:
+            return
+        await asyncio.to_thread(fill)
+        tell = job.workers.around.note
+
+        def note(text: str) -> None:
+            tell(text)
+            if "are full; trying again" in text:
+                others.clear()
+
+        job.workers.around.note = note
+
+    words = ["launch.kind=ray", "produce.strategy=sync"]
+    folder, notes = run(config_of(tmp_path, "full", *words), disturb)
+    line = "weights of version 2: Ray's object store and the disk under it are full; trying again"
+    assert any(note.startswith(line) for note in notes), notes
+    assert digests(folder) == digests(quiet)
+    assert_balanced(folder)
+
+
+class FollowingProducer(SimpleProducer):
+    """Takes new weights from rank 0 of a group, by broadcast, and says what it did."""
+
+    def new_weights(self) -> dict[str, Any]:
+        return self.receive_state_dict("weights")
+
+    def account(self) -> tuple[int, str, int]:
+        stats = self._wait(self._engine.stats())
+        return stats.policy_version, stats.digest, sum(len(m["reward"]) for m in self.delivered)
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    quiet = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
+    here = Path(__file__).parent
+    path = {"PYTHONPATH": f"{here}:{here.parent}"}  # a class is found by its module
+    size = {"num_cpus": 4, "object_store_memory": 2**27, "runtime_env": {"env_vars": path}}
+    ray.init(address="local", **size, **quiet)
+    yield
+    ray.shutdown()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_producers_as_actors_follow_the_weights_that_are_broadcast_to_them(cluster: None) -> None:
+    """Two producers go over their prompts; this process is the trainer, of a kind."""
+    config = producer_config({}, ARGUMENTS["model_config"], {})
+    model = load_model(str(policy_path()), config.model, torch.float32)
+    make = ray.remote(FollowingProducer)
+    fields = {**ARGUMENTS, "num_episodes": 1}  # 4 prompts each, in batches of 2
+    producers = [make.remote(**{**fields, "producer_idx": number}) for number in range(2)]
+    assert [done for _, _, done in ray.get([one.account.remote() for one in producers])] == [0, 0]
+    where = f"tcp://127.0.0.1:{free_port()}"
+    joining = [
+        one.init_collective_group.remote(3, rank, "gloo", "weights", where)
+        for rank, one in enumerate(producers, 1)
+    ]
+    group = join_group(3, 0, "gloo", "weights", where, timeout_s=60)
+    assert ray.get(joining) == [None, None]
+    loops = [one.loop.remote() for one in producers]
+    for version in (1, 2):
+        state = {name: p.detach() * (1 + version) for name, p in model.named_parameters()}
+        send_state_dict(group, state)
+    assert ray.get(loops) == [4, 4]
+    digest = weights_digest((name, *weight_bits(tensor)) for name, tensor in state.items())
+    assert ray.get([one.account.remote() for one in producers]) == [(2, digest, 4)] * 2
+    prompt = torch.tensor([[5, 6, 7]])
+    made = ray.get(producers[0].rollout.remote(prompt, torch.ones_like(prompt), gt_answer=["1"]))
+    assert made["input_ids"].shape[:2] == (1, 3)
