@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -84,3 +88,41 @@ def test_tied_weights_count_once_and_fusing_changes_no_digest() -> None:
 def test_bfloat16_travels_as_bits() -> None:
     model = torch.nn.Linear(3, 2, bias=False).to(torch.bfloat16)
     assert model_digest(model) != model_digest(model.float())
+
+
+def test_a_sleeping_engine_holds_no_keys_and_wakes_to_the_newest_weights() -> None:
+    import tiny
+    from test_transformers_engine import make_engine
+
+    async def main() -> None:
+        engine = make_engine()
+        await engine.start()
+        before = await engine.generate(tiny.request("before", max_tokens=20, min_tokens=20))
+        buckets = list(engine._runner._kv._buckets.values())
+        held = [
+            weakref.ref(tensor) for bucket in buckets for tensor in (bucket.keys, bucket.values)
+        ]
+        assert held
+        del buckets
+        await engine.pause("wait")
+        waiting = asyncio.create_task(engine.generate(tiny.request("meanwhile", max_tokens=20)))
+        await engine.sleep()
+        gc.collect()
+        assert [one() for one in held] == [None] * len(held)
+        assert (await engine.stats()).paused  # it answers, asleep as it is
+        await engine.wake()
+        digest = await engine.update_weights(3, tiny.handle(3))
+        await engine.resume()
+        assert digest == tiny.handle(3).digest
+        assert [segment.version for segment in (await waiting).segments] == [3]
+        after = await engine.generate(tiny.request("before", max_tokens=20, min_tokens=20))
+        assert not np.array_equal(after.token_ids, before.token_ids)
+        await engine.close()
+        fresh = make_engine()
+        await fresh.start()
+        await fresh.update_weights(3, tiny.handle(3))
+        same = await fresh.generate(tiny.request("before", max_tokens=20, min_tokens=20))
+        assert np.array_equal(after.token_ids, same.token_ids)
+        await fresh.close()
+
+    asyncio.run(main())
