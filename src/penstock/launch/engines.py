@@ -129,10 +129,11 @@ class Lent:
 
     async def stats(self) -> EngineStats:
         """Waits for a worker that is being started again."""
-        try:
-            await self._worker.supervised.ready()
-        except WorkerDied as error:
-            raise EngineError(str(error)) from error
+        if self._worker.supervised.worker is None:
+            try:
+                await self._worker.supervised.ready()
+            except WorkerDied as error:
+                raise EngineError(str(error)) from error
         return await self._worker.stats()
 
 
