@@ -166,7 +166,7 @@ trackers = []
                 metrics.exists() and len(metrics.open().readlines()),
             )
             spent += [now] * (done + 1 - len(spent))
-            time.sleep(0.1)
+            time.sleep(0.5)
     if running.returncode:
         raise SystemExit("Penstock did not run")
     walls = [json.loads(line)["time/step_s"] for line in metrics.read_text().splitlines()]

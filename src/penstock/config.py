@@ -279,7 +279,7 @@ class EvalConfig(Section):
     at_start: bool = True
     """Evaluate the policy before the first update."""
     blocking: bool = False
-    """Training waits for an evaluation; off: it runs beside training, pinned to its version."""
+    """Training waits for an evaluation; off: it runs beside training, on an engine of its own if there are two."""
     num_generations: int = Field(1, ge=1)
     """Responses per problem; more than 1 gives pass@k."""
     temperature: float = Field(0.0, ge=0)
