@@ -1,6 +1,7 @@
 """Several engines as one. Layer 1.
 
-A request goes to the engine with the fewest outstanding tokens; requests of one prompt go together,
+A request goes to the engine that would be through first: the fewest outstanding tokens, weighed by how
+fast each has been of late, so that a slow one gets its share and no more. Requests of one prompt go together,
 and a rollout that goes on returns to the engine that knows it. A dead engine is taken out and its
 requests are retried elsewhere; its owner may restart it. One engine can be set aside: it keeps its
 weights and takes no requests of the pool. Knows nothing of what an engine is inside.
@@ -29,6 +30,7 @@ from penstock.types import WeightHandle
 T = TypeVar("T")
 UpdateOrder = Literal["together", "rolling"]
 _REMEMBERED = 65536  # rollouts whose engine is remembered
+_NEWEST_SHARE = 0.2  # of the last answer in an engine's speed
 
 
 class EnginePool:
@@ -41,6 +43,7 @@ class EnginePool:
             raise EngineError("engine pool: got 0 engines, allowed: at least 1")
         self._engines, self._update = list(engines), update
         self._outstanding = [0] * len(engines)
+        self._speeds: list[float | None] = [None] * len(engines)  # outstanding tokens a second
         self._dead: dict[int, str] = {}
         self._aside: set[int] = set()
         self._owner: OrderedDict[str, int] = OrderedDict()
@@ -83,6 +86,7 @@ class EnginePool:
         """A further engine, by its index; `restart` gives it the newest weights and work."""
         self._engines.append(engine)
         self._outstanding.append(0)
+        self._speeds.append(None)
         index = len(self._engines) - 1
         self._dead[index] = f"engine {index}: it has not joined yet"
         return index
@@ -131,16 +135,34 @@ class EnginePool:
             self._owner.move_to_end(request.request_id)
         while len(self._owner) > _REMEMBERED:
             self._owner.popitem(last=False)
+        clock = asyncio.get_running_loop().time
+        since, queued = clock(), self._outstanding[index]
         try:
-            return await self._engines[index].generate_many(requests)
+            made = await self._engines[index].generate_many(requests)
         finally:
             self._outstanding[index] -= tokens
+        if any(one.finish_reason not in ("error", "abort") for one in made):
+            self._note_speed(index, queued, clock() - since)
+        return made
+
+    def _note_speed(self, index: int, queued: int, seconds: float) -> None:
+        """So many tokens were outstanding when it was asked, its own included, until it answered."""
+        if seconds > 0:
+            before, now = self._speeds[index], queued / seconds
+            share = _NEWEST_SHARE if before is not None else 1.0
+            self._speeds[index] = (1 - share) * (before or 0.0) + share * now
+
+    def _load(self, index: int) -> float:
+        """How long its outstanding tokens would take; one that was never measured counts as average."""
+        known = [speed for speed in self._speeds if speed is not None]
+        average = sum(known) / len(known) if known else 1.0
+        return self._outstanding[index] / (self._speeds[index] or average)
 
     def _choose(self, request_id: str) -> int | None:
         owner = self._owner.get(request_id)
         if owner in self.alive:
             return owner
-        return min(self.alive, key=lambda i: self._outstanding[i], default=None)
+        return min(self.alive, key=self._load, default=None)
 
     async def _is_alive(self, index: int) -> bool:
         try:
