@@ -175,9 +175,16 @@ async def weights_that_never_arrive(stage: Stage) -> None:
     await engines.update_weights(2, HANDLE)
 
 
-@hangs(EdgeKind.TURN, "engine-0 has not answered turn for 60 s")
-async def an_engine_that_does_not_fall_asleep(stage: Stage) -> None:
-    await Engines([await stage.silent("engine-0", stats=NOTHING)], stage.edges).sleep()
+def with_engine(method: str) -> Hang:
+    async def hang(stage: Stage) -> None:
+        engines = Engines([await stage.silent("engine-0", stats=NOTHING)], stage.edges)
+        await getattr(engines, method)()
+
+    return hang
+
+
+for kind in (EdgeKind.PAUSE, EdgeKind.SLEEP, EdgeKind.WAKE):
+    HANGS[kind] = (with_engine(str(kind)), f"engine-0 has not answered {kind} for 60 s")
 
 
 @hangs(EdgeKind.EVAL, "nothing has moved for 60 s: eval waits for eval (sums after step 4)")

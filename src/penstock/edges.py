@@ -34,7 +34,9 @@ class EdgeKind(StrEnum):
     CHECKPOINT = "checkpoint"  # a copy of the training state
     WRITE_CHECKPOINT = "write checkpoint"  # that copy on its way to disk
     LOAD = "load"  # a checkpoint on its way back
-    TURN = "turn"  # an engine that is paused, put to sleep, woken
+    PAUSE = "pause"  # an engine that is told to stop, or to go on
+    SLEEP = "sleep"  # one that gives its memory to the trainer
+    WAKE = "wake"  # one that takes it back
     ASK = "ask"  # a short question
     RESTART = "restart"  # a worker that is being started again
 

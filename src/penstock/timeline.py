@@ -36,7 +36,9 @@ _COLOURS: dict[str, str] = {
     EdgeKind.CHECKPOINT: "#6b6b6b",
     EdgeKind.WRITE_CHECKPOINT: "#9a9a9a",
     EdgeKind.LOAD: "#7d6b58",
-    EdgeKind.TURN: "#4c9fb0",
+    EdgeKind.PAUSE: "#8fb8d1",
+    EdgeKind.SLEEP: "#4c9fb0",
+    EdgeKind.WAKE: "#2f7f8f",
     EdgeKind.ASK: "#444444",
     EdgeKind.RESTART: "#c0392b",
 }

@@ -32,7 +32,9 @@ CALLS = {  # every method of a part that is called through an edge, and what the
     "snapshot": EdgeKind.CHECKPOINT,
     "write_snapshot": EdgeKind.WRITE_CHECKPOINT,
     "load": EdgeKind.LOAD,
-    **dict.fromkeys(("abort", "pause", "resume", "sleep", "wake"), EdgeKind.TURN),
+    **dict.fromkeys(("abort", "pause", "resume"), EdgeKind.PAUSE),
+    "sleep": EdgeKind.SLEEP,
+    "wake": EdgeKind.WAKE,
     **dict.fromkeys(("stats", "identity", "is_exact", "progress", "request_stop"), EdgeKind.ASK),
 }
 
