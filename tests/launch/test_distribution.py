@@ -6,15 +6,18 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.config import LaunchConfig
 from penstock.edges import Edges
-from penstock.errors import WeightsGone, WorkerDied
+from penstock.errors import RunError, WeightsGone, WorkerDied
 from penstock.launch.distribution import Distribution
 from penstock.launch.remote import Remote
 from penstock.launch.supervise import Surroundings
@@ -105,6 +108,107 @@ class Site:
 def broken_weights() -> Iterator[tuple[str, torch.Tensor]]:
     yield next(weights(6))
     raise MemoryError
+
+
+class Scripted:
+    """A distributor in memory: does what its node's script says, else its duty."""
+
+    def __init__(self, name: str, node: str, scripts: dict[str, list[str]]) -> None:
+        self.name, self.place, self._node, self._scripts = name, f"on {node}", node, scripts
+        self.closed = False
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        assert not self.closed
+        script = self._scripts.get(self._node)
+        if method in ("send", "receive") and script:
+            fault = script.pop(0)
+            if fault == "dies":
+                raise WorkerDied(f"{self.name}: the worker ended unexpectedly")
+            if fault == "fails":
+                raise RunError("broadcast group-1 ended: Connection closed by peer")
+            if fault == "hangs":
+                await asyncio.Event().wait()
+        if method == "receive":
+            return replace(args[0], location={"node": self._node})
+        return ("address", 1) if method == "meeting" else None if method == "send" else "folder"
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+FAULTS = st.lists(st.sampled_from(["dies", "fails"]), max_size=2)
+
+
+@given(
+    rounds=st.lists(
+        st.tuples(
+            st.lists(st.sampled_from("abcd"), min_size=1, max_size=5),  # where engines sit
+            st.dictionaries(st.sampled_from("abcd"), FAULTS, max_size=3),
+            st.sets(st.sampled_from("bcd"), max_size=2),  # nodes that have left
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(max_examples=80, deadline=None)
+def test_whatever_fails_every_node_that_can_be_reached_gets_its_copy(rounds: list) -> None:
+    """Two faults a publication are borne."""
+    scripts: dict[str, list[str]] = {}
+    gone: set[str] = set()
+    notes: list[str] = []
+
+    async def spawn(name: str, node: str, folder: str) -> Any:
+        if node in gone:
+            raise WorkerDied(f"{name}: its node has left")
+        return Scripted(name, node, scripts)
+
+    async def story() -> None:
+        around = Surroundings(edges=Edges(), note=notes.append)
+        unbounded = LaunchConfig(max_restarts=1000)
+        distribution = Distribution(spawn, unbounded, around)
+        for version, (nodes, faults, leaving) in enumerate(rounds, 1):
+            gone.clear()
+            gone.update(leaving)
+            for node in leaving:
+                distribution._workers.pop(node, None)
+            scripts.clear()
+            for node, planned in faults.items():
+                scripts[node] = planned[: 2 - sum(map(len, scripts.values()))]
+            for engine, node in enumerate(nodes):
+                distribution.settle(engine, node)
+            handle = WeightHandle(
+                version=version, digest="d", kind="shared_memory", location={"node": "a"}
+            )
+            spread = await distribution.spread(handle, list(range(len(nodes))).copy)
+            for engine, node in enumerate(nodes):
+                if node not in gone:
+                    assert distribution.copy_for(engine, spread).location["node"] == node
+            assert set(spread.location) <= set("abcd") - gone | {"a"}
+
+    asyncio.run(story())
+
+
+def test_a_member_that_hangs_is_replaced_once_another_has_failed() -> None:
+    """As they do within the time of a bucket."""
+    scripts = {"b": ["hangs"], "a": ["fails"]}
+    notes: list[str] = []
+    made: list[Scripted] = []
+
+    async def spawn(name: str, node: str, folder: str) -> Any:
+        made.append(Scripted(name, node, scripts))
+        return made[-1]
+
+    async def story() -> None:
+        around = Surroundings(edges=Edges(), note=notes.append)
+        distribution = Distribution(spawn, LaunchConfig(), around, others_timeout_s=0.01)
+        distribution.settle(0, "b")
+        handle = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})
+        spread = await distribution.spread(handle, lambda: [0])
+        assert distribution.copy_for(0, spread).location == {"node": "b"}
+
+    asyncio.run(story())
+    assert [one.closed for one in made] == [True, False, False]
+    assert "distributor-1: it did not answer; starting it again to send the weights" in notes[2]
 
 
 def test_one_copy_for_each_node_whoever_dies_or_joins(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import pickle
@@ -18,7 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.errors import WeightsGone
+from penstock.errors import RunError, WeightsGone
 from penstock.sync.shared_memory import SharedMemorySync
 
 
@@ -243,6 +244,23 @@ def test_weights_of_another_size_replace_the_old_ones(tmp_path: Path) -> None:
         tensors = list(engine.fetch(handle))
         assert len(tensors) == count
         assert holds(tensors, version)
+
+
+def test_memory_that_is_not_there_is_one_line_and_no_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = SharedMemorySync(tmp_path), SharedMemorySync()
+    first = trainer.publish(1, "d", weights(1))
+
+    def full(file: int, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "posix_fallocate", full)
+        with pytest.raises(RunError, match=r"weights: no room for .* GB in .*: No space left"):
+            trainer.publish(2, "e", weights(2))
+    assert holds(list(engine.fetch(first)), 1)
+    assert holds(list(engine.fetch(trainer.publish(2, "e", weights(2)))), 2)
 
 
 def test_an_announced_layout_is_kept_to(tmp_path: Path) -> None:

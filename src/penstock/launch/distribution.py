@@ -27,13 +27,21 @@ Spawn = Callable[[str, str, str], Awaitable[Worker]]  # name, node, folder of th
 COLLECTIVE = "collective"  # the kind of a handle with a copy on several nodes
 _TIMES_SENT = 3
 _REMOVE_TIMEOUT_S = 5.0
-_OTHERS_TIMEOUT_S = 30.0  # once a member failed, the others know within the time of a bucket
 
 
 class Distribution:
     """Consumes the trainer's handles, produces handles that engines of every node can read."""
 
-    def __init__(self, spawn: Spawn, settings: LaunchConfig, around: Surroundings) -> None:
+    def __init__(
+        self,
+        spawn: Spawn,
+        settings: LaunchConfig,
+        around: Surroundings,
+        *,
+        others_timeout_s: float = 30.0,
+    ) -> None:
+        """`others_timeout_s`: within it, members learn of one that failed, or count as gone too."""
+        self._others_timeout_s = others_timeout_s
         self._spawn, self._settings, self._around = spawn, settings, around
         self._workers: dict[str, Worker] = {}  # distributors, by node
         self._folders: dict[str, str] = {}
@@ -121,11 +129,26 @@ class Distribution:
             self._ask(node, "receive", source, key, meeting, rank, world)
             for rank, node in enumerate(lacking, 1)
         ]
-        for node, answer in zip(members, await _answers(calls), strict=True):
+        for node, answer in zip(members, await self._answers(calls), strict=True):
             if isinstance(answer, WeightHandle):
                 self._copies[node] = answer
             elif answer is not None:
                 await self._fault(node, answer)
+
+    async def _answers(self, calls: Sequence[Awaitable[Any]]) -> list[Any]:
+        """Every result or error. Members that still wait long after one failed count as gone."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting:
+                await asyncio.wait(waiting, timeout=self._others_timeout_s)
+            return [
+                (task.exception() or task.result()) if task.done() else TimeoutError()
+                for task in tasks
+            ]
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _ask(self, node: str, method: str, *args: Any) -> Any:
         part = Watched(self._names[node], self._around.edges, self._workers[node].call)
@@ -160,21 +183,6 @@ class Distribution:
             async with asyncio.timeout(_REMOVE_TIMEOUT_S):
                 await asyncio.gather(*removing, return_exceptions=True)
         await asyncio.gather(*(one.close() for one in workers))
-
-
-async def _answers(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Every result or error. Members that still wait long after one failed count as gone."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if waiting:
-            await asyncio.wait(waiting, timeout=_OTHERS_TIMEOUT_S)
-        return [
-            (task.exception() or task.result()) if task.done() else TimeoutError() for task in tasks
-        ]
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _identity(handle: WeightHandle) -> tuple[int, str]:

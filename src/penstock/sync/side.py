@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.errors import WeightsGone
+from penstock.errors import RunError, WeightsGone
 
 HEADER_BYTES = 4096  # a page, so that tensors keep their alignment
 _HEADER = struct.Struct("=QQQ")  # publication, bytes of weights, bytes written so far
@@ -51,8 +51,7 @@ class WrittenSide:
         if self._map is None or self._size != size:
             self.bytes = torch.empty(0, dtype=torch.uint8)
             self._map = None
-            os.pwrite(self._file, bytes(_HEADER.size), 0)  # a death from here on leaves nothing
-            os.ftruncate(self._file, HEADER_BYTES + size)
+            self._make_room(HEADER_BYTES + size)
             self._map = mmap.mmap(self._file, HEADER_BYTES + size)
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
             self._size = size
@@ -61,6 +60,21 @@ class WrittenSide:
         _HEADER.pack_into(self._map, 0, number, size, 0)
         fcntl.flock(self._file, fcntl.LOCK_UN)  # from here on it is this publication's
         return True
+
+    def _make_room(self, size: int) -> None:
+        """Memory that is not there is found out here; at a write it would be the writer's death."""
+        self._size = self.number = 0
+        os.pwrite(self._file, bytes(_HEADER.size), 0)  # a death from here on leaves nothing
+        try:
+            os.ftruncate(self._file, size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file, 0, size)
+        except OSError as error:
+            os.ftruncate(self._file, 0)
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            raise RunError(
+                f"weights: no room for {size / 1e9:.2f} GB in {self.path.parent}: {error.strerror}"
+            ) from error
 
     def note(self, written: int) -> None:
         """Bytes up to here are final: wake who waits for them."""
@@ -90,16 +104,13 @@ class ReadSide:
     def __init__(self, path: Path, number: int, size: int, standing: dict[str, mmap.mmap]) -> None:
         """`standing` keeps mappings from one publication to the next: pages are touched once."""
         self._name = f"weights of publication {number}"
-        try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise WeightsGone(f"{self._name} are gone: there is no file {path}") from None
+        self._file = _open(path, self._name)
         release = weakref.finalize(self, os.close, self._file)
         fcntl.flock(self._file, fcntl.LOCK_SH)
         header = os.pread(self._file, _HEADER.size, 0)
         if len(header) < _HEADER.size or _HEADER.unpack(header)[:2] != (number, size):
             raise WeightsGone(f"{self._name} are gone: their file was written again")
-        self._map = _standing_map(standing, self._file, HEADER_BYTES + size)
+        self._map = _standing_map(standing, path, self._name, HEADER_BYTES + size)
         self._view = memoryview(self._map)  # what tensors hold; the lock lives as long
         release.detach()
         weakref.finalize(self._view, os.close, self._file).atexit = False
@@ -133,15 +144,29 @@ class ReadSide:
         return int(_WRITTEN.unpack_from(self._map, _WRITTEN_AT)[0])
 
 
-def _standing_map(standing: dict[str, mmap.mmap], file: int, size: int) -> mmap.mmap:
-    """The mapping of this very file, made anew where file or size changed."""
-    inode = os.fstat(file)
-    key = f"{inode.st_dev}-{inode.st_ino}-{size}"
-    if key not in standing:
-        while len(standing) > 3:
-            del standing[next(iter(standing))]
-        standing[key] = mmap.mmap(file, size, access=mmap.ACCESS_READ)
-    return standing[key]
+def _open(path: Path, name: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise WeightsGone(f"{name} are gone: there is no file {path}") from None
+
+
+def _standing_map(standing: dict[str, mmap.mmap], path: Path, name: str, size: int) -> mmap.mmap:
+    """The mapping of this very file, made anew where file or size changed.
+
+    Opened by itself: a mapping keeps its file open, and with it a lock that came by the same opening.
+    """
+    file = _open(path, name)
+    try:
+        inode = os.fstat(file)
+        key = f"{inode.st_dev}-{inode.st_ino}-{size}"
+        if key not in standing:
+            while len(standing) > 3:
+                del standing[next(iter(standing))]
+            standing[key] = mmap.mmap(file, size, access=mmap.ACCESS_READ)
+        return standing[key]
+    finally:
+        os.close(file)
 
 
 def _range(kind: int, start: int, length: int) -> bytes:

@@ -1,0 +1,152 @@
+"""Weights whose trainer dies while it writes them: written again before anything else is trained."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from test_supervise import FakeWorker, Play, nothing, settings
+
+from fakes import FakeEngine
+from penstock.errors import EngineError, WeightsGone
+from penstock.launch.engines import Engines
+from penstock.launch.supervise import Supervised
+from penstock.launch.trainer import RestartingTrainer
+from penstock.types import Batch, WeightHandle
+
+BATCH = Batch(step=2, groups=())
+
+
+def handle(where: str, version: int = 1) -> WeightHandle:
+    return WeightHandle(
+        version=version, digest=f"digest-{version}", kind="shared_memory", location=where
+    )
+
+
+class TrainerFake:
+    """Answers as a trainer does; one that `hangs` never finishes writing."""
+
+    def __init__(self, number: int, log: list[str], *, hangs: bool) -> None:
+        self._number, self._log, self._hangs = number, log, hangs
+        self.writing = asyncio.Event()
+
+    def _note(self, what: str) -> str:
+        self._log.append(f"{what} by {self._number}")
+        return f"side of {self._number}"
+
+    async def announce(self) -> WeightHandle:
+        return handle(self._note("announce"))
+
+    async def publish(self) -> WeightHandle:
+        where = self._note("publish")
+        self.writing.set()
+        if self._hangs:
+            await asyncio.Event().wait()
+        return handle(where)
+
+    async def identity(self) -> tuple[int, str]:
+        return 1, "digest-1"
+
+    async def progress(self) -> int:
+        return 0
+
+    async def train(self, batch: Batch) -> str:
+        return self._note("train")
+
+
+class Trainers(Play):
+    def __init__(self, *, first_hangs: bool) -> None:
+        super().__init__()
+        self._first_hangs = first_hangs
+        self.log: list[str] = []
+        self.made: list[FakeWorker] = []
+
+    async def start(self) -> RestartingTrainer:
+        async def spawn() -> FakeWorker:
+            number = len(self.made)
+            part: Any = TrainerFake(number, self.log, hangs=self._first_hangs and not number)
+            self.made.append(FakeWorker("trainer", part))
+            return self.made[-1]
+
+        self.supervised = Supervised("trainer", spawn, settings(), self.around)
+        self.supervised.prepare = nothing
+        await self.supervised.start()
+        return RestartingTrainer(self.supervised, self.around.edges, announces=True)
+
+
+def test_a_publication_that_dies_with_its_trainer_is_made_again_before_the_next_step() -> None:
+    async def run() -> None:
+        trainers = Trainers(first_hangs=True)
+        trainer = await trainers.start()
+        published = await trainer.publish()
+        assert published.location == "side of 0"  # given out while it is written
+        training = asyncio.create_task(trainer.train(BATCH))
+        renewing = asyncio.create_task(trainer.renewed(published))
+        await trainers.made[0].engine.writing.wait()
+        trainers.made[0].die()
+        renewed = await renewing
+        assert (renewed.version, renewed.digest) == (published.version, published.digest)
+        assert renewed.location == "side of 1"
+        await training
+        assert trainers.log == ["announce by 0", "publish by 0", "publish by 1", "train by 1"]
+        await trainers.supervised.close()
+
+    asyncio.run(run())
+
+
+def test_a_trainer_that_dies_after_it_published_publishes_the_same_again() -> None:
+    async def run() -> None:
+        trainers = Trainers(first_hangs=False)
+        trainer = await trainers.start()
+        published = await trainer.publish()
+        await trainer.train(BATCH)
+        trainers.made[0].die()
+        assert (await trainer.renewed(published)).location == "side of 1"
+        assert trainers.log[-1] == "publish by 1"
+        await trainers.supervised.close()
+
+    asyncio.run(run())
+
+
+class Picky(FakeEngine):
+    """Can read only what lies on the right side."""
+
+    async def update_weights(self, version: int, source: WeightHandle) -> str:
+        if source.location != "right":
+            raise WeightsGone("its writer ended")
+        return await super().update_weights(version, source)
+
+
+async def picky_engines(play: Play, renewed: str) -> tuple[Engines, Supervised]:
+    async def spawn() -> FakeWorker:
+        return FakeWorker("engine-0", Picky(seconds_per_token=0))
+
+    async def renew(old: WeightHandle) -> WeightHandle:
+        return handle(renewed, old.version)
+
+    one = Supervised("engine-0", spawn, settings(), play.around)
+    await one.start()
+    return Engines([one], play.around.edges, renew=renew), one
+
+
+def test_engines_that_find_weights_gone_load_them_when_they_are_there_again() -> None:
+    async def run() -> None:
+        engines, one = await picky_engines(Play(), "right")
+        assert await engines.update_weights(1, handle("left")) == "digest-1"
+        await one.replace("it is tried again")
+        await one.ready()
+        assert (await engines.stats()).policy_version == 1
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_weights_that_stay_gone_end_the_run_with_a_line() -> None:
+    async def run() -> None:
+        engines, _ = await picky_engines(Play(), "wrong again")
+        with pytest.raises(EngineError, match="version 1 cannot be read by all engines"):
+            await engines.update_weights(1, handle("left"))
+        await engines.close()
+
+    asyncio.run(run())
