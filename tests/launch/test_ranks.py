@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from cluster_runs import assert_balanced, config_of, run, weights
 
+from penstock.errors import WorkerDied
 from penstock.job import Job
+from penstock.launch.trainer import RankGroup
 from penstock.run_folder import RunFolder
+from penstock.types import Batch
 
 
 def test_two_ranks_give_the_weights_of_one_though_one_of_them_dies(
@@ -32,3 +38,33 @@ def test_two_ranks_give_the_weights_of_one_though_one_of_them_dies(
     difference = np.abs(weights(folder) - weights(quiet))
     assert difference.max() < 1e-5  # train.lr is 1e-3
     assert (difference > 1e-6).mean() < 1e-3
+
+
+class FakeRank:
+    """A rank whose call ends with an error, at once or when it is told to."""
+
+    def __init__(self, name: str, fault: Exception) -> None:
+        self.name, self.place, self._fault = name, "memory", fault
+        self.may_end = asyncio.Event()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        await self.may_end.wait()
+        raise self._fault
+
+
+def test_the_end_of_a_rank_is_the_reason_though_another_felt_it_first() -> None:
+    """A killed rank resets its connections; its peer's error may come before the news of its end."""
+
+    async def train() -> None:
+        died = FakeRank("trainer-0", WorkerDied("trainer-0: killed"))
+        felt = FakeRank("trainer-1", RuntimeError("connection reset by peer"))
+        felt.may_end.set()
+        group = RankGroup([died, felt])  # type: ignore[list-item]
+        calling = asyncio.create_task(group.call("train", Batch(step=1, groups=())))
+        for _ in range(5):  # the error of the other one is there
+            await asyncio.sleep(0)
+        died.may_end.set()
+        await calling
+
+    with pytest.raises(WorkerDied, match="trainer-0: killed"):
+        asyncio.run(train())

@@ -71,7 +71,10 @@ class RankGroup:
         ]
 
     async def _each(self, *calls: Awaitable[Any]) -> list[Any]:
-        """All answers. Ranks that wait in a collective for one that raised are ended with it."""
+        """All answers. Ranks that wait in a collective for one that raised are ended with it.
+
+        Where one died, that is the reason: the others may have felt its end before we heard of it.
+        """
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -79,7 +82,8 @@ class RankGroup:
             if not faults:
                 return [task.result() for task in tasks]
             await self._end_the_rest(tasks, faults[0])
-            raise faults[0]
+            every = [fault for task in tasks if (fault := task.exception()) is not None]
+            raise next((fault for fault in every if isinstance(fault, WorkerDied)), faults[0])
         finally:
             for task in tasks:
                 task.cancel()
