@@ -377,11 +377,12 @@ def check_update_changes_every_weight(case: EngineCase) -> None:
 
 def check_update_while_running(case: EngineCase) -> None:
     case.needs("weight updates")
+    most = case.held_tokens
 
     async def main() -> None:
         async with started(case) as engine:
             task = asyncio.create_task(
-                engine.generate(tiny.request("a", max_tokens=400, min_tokens=400))
+                engine.generate(tiny.request("a", max_tokens=most, min_tokens=most))
             )
             await until_running(engine, 3, live=case.live)
             await engine.update_weights(1, tiny.handle(1))

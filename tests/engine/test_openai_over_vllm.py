@@ -74,7 +74,7 @@ def _watch(process: subprocess.Popen[str]) -> tuple[list[str], threading.Event]:
 @pytest.fixture(scope="module")
 def case(url: str) -> Iterator[EngineCase]:
     """One engine for all checks, as the server keeps the weights it was given."""
-    options = OpenAIOptions(urls=(url,), timeout_s=60.0, retries=1)
+    options = OpenAIOptions(urls=(url,), timeout_s=120.0, retries=1)
     with asyncio.Runner() as loop:
         engine = OpenAIEngine(options, fetch=tiny.fetch)
         loop.run(engine.start())
@@ -82,6 +82,8 @@ def case(url: str) -> Iterator[EngineCase]:
             "openai, vLLM serves",
             lambda: OpenAIEngine(options, fetch=tiny.fetch),
             LACKS["openai, vLLM serves"],
+            held_tokens=150,
+            timeout_s=180.0,
             shared=engine,
             loop=loop,
         )

@@ -70,7 +70,7 @@ def served(policy: Path, shards: int = 1, **settings: float) -> Iterator[EngineC
 
 @pytest.fixture(scope="module")
 def case(policy: Path) -> Iterator[EngineCase]:
-    yield from served(policy, timeout_s=120.0)
+    yield from served(policy, held_tokens=150, timeout_s=180.0)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,54 @@
+"""Packed products: the same numbers, and new ones after the weights changed."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from engine_contract import CHECKS, EngineCase
+from test_transformers_engine import make_engine
+
+from penstock.engine.packed import PackedProduct, Product, Products, product_kind
+
+needs_mkl = pytest.mark.skipif(
+    product_kind(tiny.tiny_model(0)) is Product, reason="this torch has no MKL"
+)
+
+
+@needs_mkl
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_packed_product_is_the_plain_one(biased: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(96, 64), torch.randn(96) if biased else None
+    plain, packed = Product(weight, bias), PackedProduct(weight, bias)
+    for rows in (1, 2, 7, 16, 40, 130):
+        x = torch.randn(1, rows, 64)
+        assert torch.allclose(packed(x), plain(x), atol=1e-4)
+    before = packed(x)
+    weight.add_(1.0)
+    assert torch.equal(packed(x), before)
+    packed.refresh()
+    assert torch.allclose(packed(x), plain(x), atol=1e-4)
+
+
+@needs_mkl
+def test_linear_layers_are_taken_once_and_follow_their_weights() -> None:
+    model, ids = tiny.tiny_model(0), torch.tensor([[5, 6, 7]])
+    products = Products(PackedProduct)
+    products.take_linears(model)
+    products.take_linears(model)
+    assert len(products._all) == 2 * 7 + 1  # two layers of seven, and the head
+    model.load_state_dict(tiny.tiny_model(1).state_dict())
+    products.refresh()
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, tiny.reference(1)(ids).logits, atol=1e-4)
+
+
+def test_other_number_formats_are_not_packed() -> None:
+    assert product_kind(tiny.tiny_model(0).to(torch.bfloat16)) is Product
+
+
+@pytest.mark.parametrize("check", ["update_changes_every_weight", "group_and_many"])
+@pytest.mark.parametrize("options", [{"pack": False}, {"fuse": False}], ids=str)
+def test_the_engine_serves_without(check: str, options: dict[str, bool]) -> None:
+    CHECKS[check](EngineCase("transformers", lambda: make_engine(**options)))
