@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import random
 import shutil
@@ -19,6 +21,7 @@ from penstock.errors import JournalDamaged, PenstockError
 from penstock.journal import Journal
 from penstock.journal.checks import CHECKED, row_check
 from penstock.run_folder import RunFolder
+from penstock.types import StepReport
 
 FLIPS = int(os.environ.get("PENSTOCK_FLIPS", "120"))
 VIEWS = ("groups", "rollouts", "steps", "weights", "events")
@@ -82,6 +85,31 @@ def test_a_flipped_byte_is_never_a_silent_wrong_answer(run: RunFolder) -> None:
             file.write(original[at : at + 1])
     assert found > 0.5 * FLIPS  # the others hit unused space
     assert outcome(run) == "fine"
+
+
+def test_a_flipped_byte_in_the_log_beside_the_file_loses_an_end_that_is_missed(
+    made: RunFolder, tmp_path: Path
+) -> None:
+    """SQLite leaves out what follows a damaged frame of its log, without a word."""
+    run = RunFolder(shutil.copytree(made.path, tmp_path / "run"))
+
+    async def write_on(journal: Journal) -> None:
+        for step in range(5, 9):
+            await journal.begin_step(step, [])
+            await journal.commit_step(StepReport(step=step, policy_version=step, digest="d"))
+            with run.metrics.open("a") as file:
+                file.write(json.dumps({"step": step}) + "\n")
+
+    with closing(Journal.open(run.journal)) as journal:
+        asyncio.run(write_on(journal))
+        killed = RunFolder(shutil.copytree(run.path, tmp_path / "killed"))
+    assert outcome(killed) == "fine"
+    log = killed.path / "journal.db-wal"
+    content = bytearray(log.read_bytes())
+    content[len(content) // 2] ^= 1
+    (killed.path / "journal.db-shm").unlink()
+    log.write_bytes(content)
+    assert outcome(killed) == "faults"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from penstock.errors import JournalDamaged
 from penstock.journal import Journal
 from penstock.produce import calculate_stale_threshold
 from penstock.run_folder import RunFolder
+from penstock.track.jsonl import last_step_told
 
 _BIAS_LIMIT = 0.05  # share by which a trained mean may differ from the drawn one
 _MOST_NAMED = 50  # damaged records
@@ -98,12 +99,18 @@ def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | No
     """Print the account of a run; 0 when it balances, else 1."""
     origin = folder.origin()
     eras = [EraBounds(era.last_step, _bounds(era.config)) for era in folder.eras()]
+    told = last_step_told(folder.metrics)  # before the journal is read: the run may be under way
     journal = Journal.open(folder.journal, readonly=True)
     try:
         journal.check_file(rows=False)
         found = audit_journal(journal, eras, recorded=origin is not None)
     finally:
         journal.close()
+    if told > found.committed_steps:
+        found.faults.append(
+            f"the journal ends at step {found.committed_steps}, but {folder.metrics.name} tells of "
+            f"step {told}: its end was lost"
+        )
     if origin is not None:
         found.warnings.append(f"a fork: rollouts and versions of weights are those of {origin.run}")
     console = console or Console()
