@@ -106,7 +106,7 @@ class Lander:
             while await self._attempt(ctx, entry, failures):
                 failures += 1
                 await self._back_off(ctx, failures)
-                if self.pending.closed:
+                if self.pending.closed or self.fault:  # a pause, or the end of the run
                     await self._abort_instead_of_retry(ctx, entry)
                     return
                 if entry.landing:
