@@ -1,17 +1,22 @@
 """Idle time of both sides and speed over the sync run, for several bounds of staleness.
 
-    python benchmarks/pipeline.py [--steps 100] [--sigma 0 0.5 1]
+    python benchmarks/pipeline.py [--steps 100] [--sigma 0 0.5 1] [--slots 64] [--staleness 0 1 2 4]
+    python benchmarks/pipeline.py --real [--steps 30]      # the demo model, engine and trainer in processes
 
 The real producer, strategies, buffer and journal on a virtual clock; only the engine and the trainer
 take set times: a response takes its length (log-normal, so that a few are long) times the time per
 token, a step takes as long as the engine needs on average to make its batch. Both sides have the same
 hardware throughout: the engine decodes `slots` responses at once, the trainer trains one batch at a time.
+"Steady" leaves out the first tenth of the steps and the last ones, for which nothing is left to generate.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -32,41 +37,65 @@ from penstock.produce.virtual_time import VirtualClock
 from penstock.replay import ReplayBuffer
 from penstock.types import Prompt, Rollout, Score, Status, StepReport, VersionSegment
 
-GROUPS, GENERATIONS, SLOTS = 32, 8, 64
+GROUPS, GENERATIONS = 32, 8
 TOKEN_S, MEAN_TOKENS, MOST_TOKENS = 0.02, 200, 2000
 
 
 @dataclass
+class Mark:
+    """When a step's batch was taken, and the slot seconds that had been used by then."""
+
+    at: float
+    used: float
+
+
+@dataclass
 class Figures:
-    steps: int
+    marks: list[Mark]
     seconds: float
-    trainer_busy: float
+    train_s: float
+    slots: int
     engine_busy: float  # slot seconds
     staleness: float
     wall_s: float
 
     @property
-    def trainer_idle(self) -> float:
-        return 1 - self.trainer_busy / self.seconds
+    def steps(self) -> int:
+        return len(self.marks)
 
-    @property
-    def engine_idle(self) -> float:
-        return 1 - self.engine_busy / (self.seconds * SLOTS)
+    def idle(self) -> tuple[float, float]:
+        """Of the trainer and of the engine, over the whole run."""
+        engine = self.engine_busy / (self.seconds * self.slots)
+        return 1 - self.steps * self.train_s / self.seconds, 1 - engine
+
+    def steady_idle(self, run_ahead: int) -> tuple[float, float]:
+        first, last = self.steps // 10, self.steps - 2 - run_ahead
+        begin, end = self.marks[first], self.marks[last]
+        seconds = end.at - begin.at
+        engine = (end.used - begin.used) / (seconds * self.slots)
+        return 1 - (last - first) * self.train_s / seconds, 1 - engine
 
 
 class TimedAgent:
     """Takes a slot for each response, holds it for as long as its tokens take, and scores it."""
 
-    def __init__(self, sigma: float) -> None:
+    def __init__(self, sigma: float, slots: int) -> None:
         self._sigma = sigma
-        self._slots = asyncio.Semaphore(SLOTS)
+        self._slots = asyncio.Semaphore(slots)
         self.version = 0
-        self.busy = 0.0
+        self._running, self._used, self._since = 0, 0.0, 0.0
 
     def length(self, rollout: Rollout) -> int:
         mean = np.log(MEAN_TOKENS) - self._sigma**2 / 2
         drawn = np.random.default_rng(rollout.seed).lognormal(mean, self._sigma)
         return int(np.clip(drawn, 1, MOST_TOKENS))
+
+    def used(self, change: int = 0) -> float:
+        """Slot seconds until now; from now on so many more slots are in use."""
+        now = asyncio.get_running_loop().time()
+        self._used += self._running * (now - self._since)
+        self._since, self._running = now, self._running + change
+        return self._used
 
     async def generate_group(
         self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
@@ -79,8 +108,9 @@ class TimedAgent:
             rollout.restart()
         async with self._slots:
             version, tokens = self.version, self.length(rollout)
+            self.used(+1)
             await asyncio.sleep(tokens * TOKEN_S)
-            self.busy += tokens * TOKEN_S
+            self.used(-1)
         ids = np.ones(8, np.int32)  # the bytes of a long response would only fill the journal
         rollout.append(ids, np.zeros(8, np.float32), [VersionSegment(version, 8)])
         rollout.finish_reason, rollout.score = "stop", Score(1.0)
@@ -95,13 +125,13 @@ def prompts(count: int) -> list[Prompt]:
 
 
 async def run(
-    steps: int, staleness: int | None, sigma: float, train_s: float, path: Path
+    steps: int, staleness: int | None, sigma: float, slots: int, train_s: float, path: Path
 ) -> Figures:
     """`staleness` None: the sync strategy."""
     clock = asyncio.get_running_loop().time
     started = time.perf_counter()
     journal = Journal.open(path, threaded=False)
-    agent, buffer = TimedAgent(sigma), ReplayBuffer()
+    agent, buffer = TimedAgent(sigma, slots), ReplayBuffer()
     config = (
         SyncProduceStrategyConfig()
         if staleness is None
@@ -127,12 +157,12 @@ async def run(
         last_step=steps,
     )
     producing = asyncio.create_task(producer.run())
-    busy, stale = 0.0, []
+    marks, stale = [], []
     for step in range(1, steps + 1):
         batch = await producer.take_batch(step)
+        marks.append(Mark(clock(), agent.used()))
         stale += [group.staleness(step) for group in batch.groups]
         await asyncio.sleep(train_s)
-        busy += train_s
         await journal.commit_step(StepReport(step=step, policy_version=step, digest=str(step)))
         agent.version = step
         producer.weights_updated(step)
@@ -140,45 +170,89 @@ async def run(
     await asyncio.wait([producing])
     seconds = clock()
     journal.close()
-    return Figures(
-        steps, seconds, busy, agent.busy, float(np.mean(stale)), time.perf_counter() - started
-    )
+    wall_s = time.perf_counter() - started
+    return Figures(marks, seconds, train_s, slots, agent.used(), float(np.mean(stale)), wall_s)
 
 
-def measure(steps: int, staleness: int | None, sigma: float, train_s: float) -> Figures:
+def measure(steps: int, staleness: int | None, sigma: float, slots: int, train_s: float) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         clock = VirtualClock()
         try:
-            return clock.run(run(steps, staleness, sigma, train_s, Path(folder) / "journal.db"))
+            path = Path(folder) / "journal.db"
+            return clock.run(run(steps, staleness, sigma, slots, train_s, path))
         finally:
             clock.close()
+
+
+def modelled(steps: int, sigma: float, slots: int, bounds: list[int]) -> None:
+    agent = TimedAgent(sigma, slots)
+    seeds = [Rollout(rollout_id="x", prompt_ids=np.array([1]), seed=n) for n in range(4000)]
+    mean = float(np.mean([agent.length(rollout) for rollout in seeds]))
+    train_s = GROUPS * GENERATIONS * mean * TOKEN_S / slots  # the rates match
+    print(
+        f"lengths: log-normal, sigma {sigma:g}, mean {mean:.0f} tokens; {slots} slots; "
+        f"a step takes {train_s:.2f} s\n"
+        "                                 idle, whole run      idle, steady\n"
+        "  max_staleness   s/step  speed  trainer   engine  trainer   engine  staleness  driver ms/group"
+    )
+    sync = measure(steps, None, sigma, slots, train_s)
+    for bound in [None, *bounds]:
+        one = sync if bound is None else measure(steps, bound, sigma, slots, train_s)
+        idle = [*one.idle(), *one.steady_idle(bound or 0)]
+        print(
+            f"  {'sync' if bound is None else bound:>13}  {one.seconds / steps:7.2f}  "
+            f"{sync.seconds / one.seconds:4.2f}x  {'  '.join(f'{share:7.1%}' for share in idle)}  "
+            f"{one.staleness:9.2f}  {one.wall_s / (steps * GROUPS) * 1e3:15.2f}",
+            flush=True,
+        )
+
+
+REAL = ["track.trackers=[]", "eval.tasks={}", "checkpoint.every_steps=0", "sampling.max_tokens=32"]
+
+
+def real_run(steps: int, bound: int | None, folder: str) -> tuple[float, float, float]:
+    """Seconds a step, and the idle shares, of a run whose first third is left out."""
+    name = "sync" if bound is None else f"staleness-{bound}"
+    strategy = ["strategy=sync"] if bound is None else ["strategy=async", f"max_staleness={bound}"]
+    words = [f"run.dir={folder}", f"run.name={name}", f"train.steps={steps}", *REAL]
+    command = [sys.executable, "-m", "penstock.cli", "train", *words]
+    subprocess.run([*command, *(f"produce.{w}" for w in strategy)], check=True, capture_output=True)
+    lines = (Path(folder) / name / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "time/step_s" in row][steps // 3 :]
+    seconds, trainer, engine = (
+        sum(row[f"time/{key}"] for row in rows)
+        for key in ("step_s", "consumer_wait_s", "producer_wait_s")
+    )
+    return seconds / len(rows), trainer / seconds, engine / seconds
+
+
+def real(steps: int, bounds: list[int]) -> None:
+    """The demo model. Idle: the trainer waits for groups; nothing is in flight to the engine."""
+    print("demo model, engine and trainer in processes of one thread each; times of the wall clock")
+    print("  max_staleness   s/step  speed  trainer idle  engine idle")
+    with tempfile.TemporaryDirectory() as folder:
+        sync_s = 0.0
+        for bound in [None, *bounds]:
+            step_s, trainer, engine = real_run(steps, bound, folder)
+            sync_s = sync_s or step_s
+            name = "sync" if bound is None else str(bound)
+            speed = sync_s / step_s
+            print(f"  {name:>13}  {step_s:7.3f}  {speed:4.2f}x  {trainer:12.1%}  {engine:11.1%}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--sigma", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--real", action="store_true")
     arguments = parser.parse_args()
+    if arguments.real:
+        real(arguments.steps, [n for n in arguments.staleness if n])
+        return
     for sigma in arguments.sigma:
-        agent = TimedAgent(sigma)
-        seeds = [Rollout(rollout_id="x", prompt_ids=np.array([1]), seed=n) for n in range(4000)]
-        mean = float(np.mean([agent.length(rollout) for rollout in seeds]))
-        train_s = GROUPS * GENERATIONS * mean * TOKEN_S / SLOTS  # the rates match
-        print(f"lengths: log-normal, sigma {sigma:g}, mean {mean:.0f} tokens; step {train_s:.2f} s")
-        print(
-            "  max_staleness   s/step  speed   trainer idle  engine idle  staleness  driver ms/group"
-        )
-        sync = measure(arguments.steps, None, sigma, train_s)
-        for name, one in [("sync", sync)] + [
-            (str(n), measure(arguments.steps, n, sigma, train_s)) for n in (0, 1, 2, 4)
-        ]:
-            per_step = one.seconds / one.steps
-            cost = one.wall_s / (one.steps * GROUPS) * 1e3
-            print(
-                f"  {name:>13}  {per_step:7.2f}  {sync.seconds / one.seconds:4.2f}x  "
-                f"{one.trainer_idle:12.1%}  {one.engine_idle:11.1%}  {one.staleness:9.2f}  {cost:15.2f}",
-                flush=True,
-            )
+        modelled(arguments.steps, sigma, arguments.slots, arguments.staleness)
 
 
 if __name__ == "__main__":

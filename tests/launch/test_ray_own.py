@@ -26,7 +26,7 @@ from penstock.run_folder import RunFolder
 from penstock.train.weights import load_model
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def children() -> set[int]:

@@ -15,7 +15,7 @@ from penstock.job import Job
 from penstock.run_folder import RunFolder
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 FOUR = ["launch.kind=ray", "launch.num_producers=2", "launch.num_consumers=2"]
 
 
