@@ -125,6 +125,21 @@ def test_no_ring() -> None:
         done |= ready
 
 
+def module_of(path: Path) -> str:
+    return ".".join(("penstock", *path.relative_to(SOURCE).with_suffix("").parts))
+
+
+def test_no_ring_among_files() -> None:
+    """Within a folder too, type-only and lazy imports counted. A folder's own table is no ring."""
+    modules = {module_of(path): path for path in FILES if path.name != "__init__.py"}
+    edges = {name: set(imports(path)) & modules.keys() for name, path in modules.items()}
+    done: set[str] = set()
+    while len(done) < len(edges):
+        ready = {name for name in edges if name not in done and edges[name] <= done}
+        assert ready, f"ring among {sorted(set(edges) - done)}"
+        done |= ready
+
+
 def test_only_the_vllm_engine_imports_vllm_and_only_launch_imports_ray() -> None:
     for path in FILES:
         roots = {name.split(".")[0] for name in imports(path)}

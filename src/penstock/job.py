@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import cast
 
 from penstock.agent import AGENTS
-from penstock.algo.settings import keep_group, resolve
+from penstock.algo.choice import resolve
+from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
 from penstock.config import Config
 from penstock.data import Dataset, load_dataset

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock import algo, reward
 from penstock.agent import AGENTS
-from penstock.algo import settings
+from penstock.algo.choice import check as check_algorithm
 from penstock.config import Config, TaskConfig
 from penstock.data import validate_source
 from penstock.engine import ENGINES
@@ -36,7 +36,7 @@ def check(config: Config) -> None:
         check_name("track.trackers", tracker, TRACKERS)
     for name in (config.engine.name, config.launch.kind, *config.track.trackers):
         _check_installed(name)
-    settings.check(config)
+    check_algorithm(config)
     check_model(config.model.path, "model.path")
     for path, key in (
         (config.model.tokenizer, "model.tokenizer"),

@@ -17,8 +17,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from penstock import run_folder
-from penstock.algo.settings import check as check_algorithm
-from penstock.algo.settings import keep_group, resolve
+from penstock.algo.choice import check as check_algorithm
+from penstock.algo.choice import resolve
+from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
 from penstock.config import Config
 from penstock.config_source import load_config

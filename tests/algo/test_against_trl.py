@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from penstock.algo import kl
+from penstock.algo.choice import method_class, resolve
 from penstock.algo.correction import importance_weights
 from penstock.algo.method import TokenView
-from penstock.algo.settings import method_class, resolve
 from penstock.config import AlgorithmConfig
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")

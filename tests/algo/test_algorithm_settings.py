@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.algo import ALGORITHMS
-from penstock.algo.settings import check, keep_group, resolve
+from penstock.algo.choice import check, resolve
+from penstock.algo.settings import keep_group
 from penstock.config import AlgorithmConfig, Config
 from penstock.errors import UserError
 from penstock.types import Rollout, Score
@@ -15,10 +16,10 @@ from penstock.types import Rollout, Score
 
 def test_reading_settings_imports_no_torch() -> None:
     program = (
-        "import sys; from penstock.algo import ALGORITHMS, settings;"
+        "import sys; from penstock.algo import ALGORITHMS, choice;"
         "from penstock.config import AlgorithmConfig, Config;"
-        "[settings.resolve(AlgorithmConfig(name=name)) for name in ALGORITHMS];"
-        "settings.check(Config()); sys.exit('torch' in sys.modules)"
+        "[choice.resolve(AlgorithmConfig(name=name)) for name in ALGORITHMS];"
+        "choice.check(Config()); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from penstock.algo import ALGORITHMS, kl
+from penstock.algo.choice import method_class, resolve
 from penstock.algo.correction import importance_weights
 from penstock.algo.method import Algorithm, TokenView
-from penstock.algo.settings import AlgorithmSettings, method_class, resolve
+from penstock.algo.settings import AlgorithmSettings
 from penstock.config import AlgorithmConfig
 
 

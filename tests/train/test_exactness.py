@@ -17,7 +17,7 @@ from training_data import (
 )
 
 from penstock.algo import ALGORITHMS
-from penstock.algo.settings import resolve
+from penstock.algo.choice import resolve
 from penstock.config import AlgorithmConfig
 from penstock.types import Score
 

@@ -1,23 +1,16 @@
-"""What an algorithm is made of, with every value concrete, and the checks before a run starts.
+"""What an algorithm is made of, with every value concrete.
 
-The [algorithm] table names a method and may override any of its parts; `resolve` lays those fields
-over the method's own defaults. Used by the control plane (dynamic sampling, group sizes) and by the
-consumer alike, so it imports no torch.
+Which method a config names and what it overrides is found in `choice.py`. Used by the control plane
+(dynamic sampling, group sizes) and by the consumer alike, so it imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from penstock import plugins
-from penstock.algo import ALGORITHMS
-from penstock.config import AlgorithmConfig, Config
-from penstock.errors import UserError
-
 if TYPE_CHECKING:
-    from penstock.algo.method import Algorithm
     from penstock.types import Rollout
 
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
@@ -68,43 +61,6 @@ class AlgorithmSettings:
         return self.needs_reference and self.kl_in == "reward"
 
 
-_OVERRIDES = frozenset(field.name for field in fields(AlgorithmSettings)) & frozenset(
-    AlgorithmConfig.model_fields
-) - {"name", "decoupled", "correction"}
-
-
-def resolve(config: AlgorithmConfig) -> AlgorithmSettings:
-    """The named algorithm's defaults with the config's own fields over them."""
-    method = method_class(config.name)
-    given = {
-        name: value for name in _OVERRIDES if (value := getattr(config, name, None)) is not None
-    }
-    # A correction weighs the trainer's policy against the behaviour policy, so the ratio that is
-    # left to clip is that of the update alone: every correction is a decoupled objective.
-    kind: CorrectionKind = config.correction.kind
-    decoupled = config.decoupled or kind != "none"
-    return replace(
-        method.defaults,
-        name=config.name,
-        decoupled=decoupled,
-        correction="token" if decoupled and kind == "none" else kind,
-        correction_cap=config.correction.cap,
-        correction_floor=config.correction.floor,
-        **given,
-    )
-
-
-def method_class(name: str) -> type[Algorithm]:
-    """The class behind an algorithm's name."""
-    method = plugins.load("algorithm.name", name, ALGORITHMS)
-    if not isinstance(getattr(method, "defaults", None), AlgorithmSettings):
-        raise UserError(
-            f"algorithm.name: got {name!r}, allowed: a class with `defaults` (AlgorithmSettings), "
-            "see penstock.algo.method.Algorithm"
-        )
-    return method
-
-
 def keep_group(rollouts: Sequence[Rollout], settings: AlgorithmSettings) -> bool:
     """Dynamic sampling: is there anything to learn from this finished group?
 
@@ -117,44 +73,3 @@ def keep_group(rollouts: Sequence[Rollout], settings: AlgorithmSettings) -> bool
     if len(verdicts) == len(rollouts):
         return settings.filter_low < sum(verdicts) / len(verdicts) < settings.filter_high
     return len({score.value for score in scores}) > 1
-
-
-def check(config: Config) -> None:
-    """Refuse what cannot be trained, before any weight is loaded."""
-    settings = resolve(config.algorithm)
-    for task in config.tasks:
-        generations = config.task_sampling(task).num_generations
-        if settings.group_relative and generations < 2:
-            raise UserError(
-                f"tasks.{task}: sampling.num_generations got {generations} with algorithm "
-                f"{settings.name}, allowed: at least 2 (it compares the rollouts of one prompt)"
-            )
-    _check_kl(config, settings)
-    _check_splits(config)
-
-
-def _check_kl(config: Config, settings: AlgorithmSettings) -> None:
-    if settings.kl_beta > 0 and settings.kl_in == "none":
-        raise UserError(
-            f"algorithm.kl_beta: got {settings.kl_beta} with kl_in none, "
-            "allowed: 0, or kl_in loss | reward"
-        )
-    if config.train.reference and not settings.needs_reference:
-        raise UserError(
-            f"train.reference: got {config.train.reference!r}, allowed: empty unless "
-            f"algorithm.kl_beta > 0 (it is {settings.kl_beta} for {settings.name})"
-        )
-
-
-def _check_splits(config: Config) -> None:
-    train, ranks = config.train, config.launch.num_consumers
-    if train.groups_per_step % (train.mini_batches * ranks):
-        raise UserError(
-            f"train.mini_batches x launch.num_consumers: got {train.mini_batches} x {ranks}, "
-            f"allowed: a divisor of train.groups_per_step = {train.groups_per_step}"
-        )
-    if train.schedule != "constant" and not (train.steps or train.episodes):
-        raise UserError(
-            f"train.schedule: got {train.schedule!r} without train.steps or train.episodes, "
-            "allowed: constant, or a run with an end"
-        )

@@ -7,9 +7,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from penstock.engine.loading import TransformersOptions
 from penstock.engine.protocol import FinishReason
-from penstock.engine.sequences import Sequence, SlotTable, TextOf
+from penstock.engine.sequences import Sequence, SlotTable
 
 Finished = list[tuple[int, FinishReason]]
 
@@ -52,17 +51,6 @@ class Runner(Protocol):
 
     def wake(self) -> None:
         """Undo `sleep`."""
-
-
-def make_runner(model: torch.nn.Module, options: TransformersOptions, text_of: TextOf) -> Runner:
-    """The runner for the model's device."""
-    if next(model.parameters()).device.type == "cuda":
-        from penstock.engine.cuda_runner import CudaRunner
-
-        return CudaRunner(model, options, text_of)
-    from penstock.engine.cpu_runner import CpuRunner
-
-    return CpuRunner(model, options, text_of)
 
 
 def end_ids(model: torch.nn.Module) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from penstock.engine.protocol import (
     GenerationRequest,
     PauseMode,
 )
-from penstock.engine.runner import Finished, Runner, make_runner
+from penstock.engine.runner import Finished, Runner
 from penstock.engine.sequences import Sequence, TextOf, check_request
 from penstock.engine.weights import checked_weights, load_weights, model_digest
 from penstock.errors import EngineError, PenstockError, UserError
@@ -206,7 +206,7 @@ class TransformersEngine:
         with _LOADING:
             model = self._load()
         self._digest = model_digest(model)
-        self._runner = make_runner(model, self._options, self._text_of)
+        self._runner = _make_runner(model, self._options, self._text_of)
 
     def _end(self, reason: str, error: Exception | None) -> None:
         self._end_reason = reason
@@ -398,6 +398,17 @@ class TransformersEngine:
     def _close(self) -> None:
         self._settle()
         self._closing = True
+
+
+def _make_runner(model: torch.nn.Module, options: TransformersOptions, text_of: TextOf) -> Runner:
+    """The runner for the model's device."""
+    if next(model.parameters()).device.type == "cuda":
+        from penstock.engine.cuda_runner import CudaRunner
+
+        return CudaRunner(model, options, text_of)
+    from penstock.engine.cpu_runner import CpuRunner
+
+    return CpuRunner(model, options, text_of)
 
 
 def _words(error: BaseException) -> str:

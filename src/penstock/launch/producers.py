@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.agent.single_turn import SingleTurn
 from penstock.algo.advantage import group_advantages
-from penstock.algo.settings import resolve
+from penstock.algo.choice import resolve
 from penstock.config import Config
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer

@@ -10,18 +10,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from penstock.data.sampler import rollout_seed
 from penstock.errors import PenstockError, RunError
-from penstock.produce.context import ProduceContext, call
+from penstock.produce.context import IsValidSample, ProduceContext, call
 from penstock.produce.failures import FailurePolicy
 from penstock.produce.pending import InFlight, PendingSet
 from penstock.produce.signal import Signal
 from penstock.types import Group, Rollout, Status
-
-if TYPE_CHECKING:
-    from penstock.produce.strategy import AsyncProduceStrategyConfig
 
 _ABORT_AGAIN_S = 5.0
 _CANCEL_WAIT_S = 5.0
@@ -61,10 +58,31 @@ def fail_unfinished(group: Group, reason: str) -> None:
             rollout.move_to(Status.FAILED)
 
 
+class LandingSettings(Protocol):
+    """What of a strategy's settings decides on the life of one group."""
+
+    @property
+    def is_valid_sample_fn(self) -> IsValidSample: ...
+    @property
+    def max_tries(self) -> int: ...
+    @property
+    def enable_partial_rollout(self) -> bool: ...
+    @property
+    def pause_timeout_s(self) -> float: ...
+    @property
+    def max_refused_in_a_row(self) -> int: ...
+    @property
+    def max_failure_share(self) -> float: ...
+    @property
+    def failure_window(self) -> int: ...
+    @property
+    def retry_backoff_s(self) -> float: ...
+
+
 class Lander:
     """Owns the groups in flight of one strategy."""
 
-    def __init__(self, config: AsyncProduceStrategyConfig) -> None:
+    def __init__(self, config: LandingSettings) -> None:
         self._config = config
         self.pending = PendingSet()
         self.changed = Signal()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.algo.settings import method_class, resolve
+from penstock.algo.choice import method_class, resolve
 from penstock.config import Config
 from penstock.errors import RunError, StopRequested
 from penstock.train import state

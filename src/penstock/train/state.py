@@ -10,33 +10,50 @@ Either form loads at any number of ranks. Atomic renames and manifests are the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from penstock.config import Config
 from penstock.config_source import to_toml
 from penstock.errors import RunError
+from penstock.train.parallel import Ranks
+from penstock.train.policy import Policy
+from penstock.train.ptx import TextStream
 from penstock.train.shards import file_of, fill, host_copy, pieces_of, read_shards
-from penstock.train.weights import copy_tokenizer, quiet_transformers
-
-if TYPE_CHECKING:
-    from penstock.train.consumer import Consumer
+from penstock.train.weights import Masters, copy_tokenizer, quiet_transformers
 
 FORMAT = 2
 Tensors = dict[str, Tensor]
 
 
-def save(consumer: Consumer, folder: Path) -> None:
+class Trained(Protocol):
+    """What of a consumer goes into a checkpoint, and what that needs."""
+
+    config: Config
+    ranks: Ranks
+    policy: Policy
+    masters: Masters
+    optimizer: torch.optim.Optimizer
+    texts: TextStream | None
+    step: int
+    policy_version: int
+    bad_updates_in_a_row: int
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+def save(consumer: Trained, folder: Path) -> None:
     """Write the whole state; with several ranks every rank must call it on a shared folder."""
     take_snapshot(consumer, folder)()
     consumer.ranks.barrier()
 
 
-def take_snapshot(consumer: Consumer, folder: Path) -> Callable[[], None]:
+def take_snapshot(consumer: Trained, folder: Path) -> Callable[[], None]:
     """Copy the state to host memory; the returned call writes it, in any thread, beside training.
 
     Every rank takes part in the copy, since the model is gathered; each writes without the others.
@@ -81,7 +98,7 @@ def _write_tensors(path: Path, content: dict[str, Any]) -> None:
         torch.save(content, file)
 
 
-def load(consumer: Consumer, folder: Path) -> None:
+def load(consumer: Trained, folder: Path) -> None:
     """Restore what `save` wrote into a consumer made from the same config."""
     content = torch.load(folder / "consumer.pt", map_location="cpu", weights_only=True)
     if content["format"] != FORMAT:
@@ -99,20 +116,20 @@ def load(consumer: Consumer, folder: Path) -> None:
     _set_random_state(consumer, shards[ranks.rank if ranks.world == world else 0]["random"])
 
 
-def _random_state(consumer: Consumer) -> Tensors:
+def _random_state(consumer: Trained) -> Tensors:
     state = {"cpu": torch.get_rng_state()}
     if consumer.policy.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(consumer.policy.device)
     return state
 
 
-def _set_random_state(consumer: Consumer, state: Tensors) -> None:
+def _set_random_state(consumer: Trained, state: Tensors) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and consumer.policy.device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], consumer.policy.device)
 
 
-def _tensors(consumer: Consumer) -> Tensors:
+def _tensors(consumer: Trained) -> Tensors:
     """The live masters and optimizer moments by name; shards where the model is sharded."""
     tensors: Tensors = {}
     for name, parameter in consumer.masters.parameters.items():
@@ -122,7 +139,7 @@ def _tensors(consumer: Consumer) -> Tensors:
     return tensors
 
 
-def _make_moments(consumer: Consumer) -> None:
+def _make_moments(consumer: Trained) -> None:
     """Give a fresh optimizer the moments that its first step would make, as targets to load into."""
     for parameter in consumer.masters.parameters.values():
         if not consumer.optimizer.state.get(parameter):
@@ -133,7 +150,7 @@ def _make_moments(consumer: Consumer) -> None:
             }
 
 
-def _save_model(consumer: Consumer, weights: Tensors, folder: Path) -> None:
+def _save_model(consumer: Trained, weights: Tensors, folder: Path) -> None:
     """A folder that transformers' `from_pretrained` loads."""
     model: Any = consumer.policy.model
     with quiet_transformers():
