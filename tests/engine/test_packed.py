@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from engine_contract import CHECKS, EngineCase
-from test_transformers_engine import make_engine
+from engine_contract import CHECKS, EngineCase, run
+from test_transformers_engine import make_engine, same_bits
 
+from penstock.engine import packed as packing
 from penstock.engine.packed import PackedProduct, Product, Products, product_kind
 
-needs_mkl = pytest.mark.skipif(
-    product_kind(tiny.tiny_model(0)) is Product, reason="this torch has no MKL"
-)
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL here")
+
+
+@pytest.fixture
+def small_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models as small as ours are packed."""
+    monkeypatch.setattr(packing, "LEAST_BYTES", 0)
 
 
 @needs_mkl
@@ -44,11 +49,38 @@ def test_linear_layers_are_taken_once_and_follow_their_weights() -> None:
         assert torch.allclose(model(ids).logits, tiny.reference(1)(ids).logits, atol=1e-4)
 
 
-def test_other_number_formats_are_not_packed() -> None:
+@needs_mkl
+@pytest.mark.usefixtures("small_too")
+def test_what_is_packed() -> None:
+    assert product_kind(tiny.tiny_model(0)) is PackedProduct
     assert product_kind(tiny.tiny_model(0).to(torch.bfloat16)) is Product
+    packing.LEAST_BYTES = 16 * 2**20  # the fixture puts it back
+    assert product_kind(tiny.tiny_model(0)) is Product
 
 
+@needs_mkl
+@pytest.mark.usefixtures("small_too")
 @pytest.mark.parametrize("check", ["update_changes_every_weight", "group_and_many"])
-@pytest.mark.parametrize("options", [{"pack": False}, {"fuse": False}], ids=str)
-def test_the_engine_serves_without(check: str, options: dict[str, bool]) -> None:
+@pytest.mark.parametrize("options", [{}, {"fuse": False}], ids=str)
+def test_the_engine_serves_packed(check: str, options: dict[str, bool]) -> None:
     CHECKS[check](EngineCase("transformers", lambda: make_engine(**options)))
+
+
+@needs_mkl
+@pytest.mark.usefixtures("small_too")
+def test_a_packed_rollout_has_the_same_bits_in_any_company() -> None:
+    async def main() -> None:
+        engine = make_engine(max_slots=5)
+        await engine.start()
+        if not (await engine.stats()).batch_invariant:
+            await engine.close()
+            pytest.skip("this machine's matrix library is not row invariant")
+        asked = [
+            tiny.request(str(i), [5 + i % 3, 6, 7], seed=i, max_tokens=6 + 5 * i) for i in range(9)
+        ]
+        together = await engine.generate_many(asked)
+        for request, made in zip(asked, together, strict=True):
+            assert same_bits(await engine.generate(request), made)
+        await engine.close()
+
+    run(main)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 PACKED_FOR_ROWS = 32  # what the layout is chosen for; any number of rows may be multiplied
+LEAST_BYTES = 16 * 2**20  # of all weights together: what fits a cache gains nothing
 MEMORY_SHARE = 0.25  # of this machine's memory, at most, for packed copies
 
 
@@ -71,10 +72,10 @@ class Products:
 
 
 def product_kind(model: nn.Module) -> type[Product]:
-    """Packed where the library can and the memory suffices."""
+    """Packed where the library can, the model is worth it and the memory suffices."""
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     can = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")
     plain = all(w.dtype is torch.float32 and w.device.type == "cpu" for w in weights)
     needed = sum(weight.numel() * weight.element_size() for weight in weights)
-    fits = needed <= MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return PackedProduct if can and plain and fits else Product
+    most = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return PackedProduct if can and plain and LEAST_BYTES <= needed <= most else Product
