@@ -101,6 +101,15 @@ def test_a_probe_that_is_not_answered_either_is_no_progress() -> None:
     assert line.startswith("stuck: engine-0 has not answered generate for 80 s")
 
 
+def test_a_question_that_fails_ends_nothing() -> None:
+    async def fails(name: str) -> Any:
+        raise OSError("the log is gone")
+
+    stage = Stage("report", progress_of=fails, effort_of=fails, stack_of=fails)
+    assert stage.run(watched("trainer", Silent(), stage.edges).train(), seconds=100.0) == ""
+    assert stage.notes[0].endswith("(no stack: OSError: the log is gone)")
+
+
 def spends(stage: Stage, share: float) -> Any:
     async def effort_of(name: str) -> float:
         return share * stage.clock.now

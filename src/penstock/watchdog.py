@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.config import WatchdogConfig
 from penstock.edges import Edge, EdgeKind, Edges
-from penstock.errors import PenstockError, RunError
+from penstock.errors import RunError
 from penstock.types import Group, Prompt, Rollout, Score, StepReport
 
 PATIENCE = 5.0  # times the longest answer so far
@@ -144,7 +144,7 @@ class Watchdog:
         try:
             async with asyncio.timeout(min(_PROBE_TIMEOUT_S, self._settings.stall_s / 4)):
                 return await question(culprit)
-        except (TimeoutError, PenstockError):
+        except Exception:  # whatever a question meets, it must not end the run
             return _NO_ANSWER
 
     def _is_deadlock(self) -> bool:
@@ -203,8 +203,8 @@ class Watchdog:
         if self._stack_of is not None:
             try:
                 text = await self._stack_of(edge.culprit)
-            except PenstockError as error:
-                text = f"(no stack: {error})"
+            except Exception as error:  # nor must a stack that cannot be had
+                text = f"(no stack: {type(error).__name__}: {error})"
         return text or (coroutine_stack(edge.task) if edge.task is not None else "")
 
 

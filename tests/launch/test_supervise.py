@@ -21,7 +21,9 @@ from penstock.launch.control import Control, scale_run
 from penstock.launch.engines import Engines
 from penstock.launch.remote import Remote
 from penstock.launch.supervise import Supervised, Surroundings
-from penstock.types import WeightHandle
+from penstock.launch.trainer import RankGroup
+from penstock.types import Batch, WeightHandle
+from watch_stage import SilentWorker
 
 ECHO = f"{Path(__file__).with_name('test_remote.py')}:Echo"
 
@@ -312,6 +314,20 @@ def test_a_worker_that_hangs_in_its_preparation_can_be_looked_at_and_ended(tmp_p
 
     asyncio.run(run())
     assert tries == [0, 1]
+
+
+def test_every_rank_of_a_trainer_tells_its_progress() -> None:
+    ranks = [SilentWorker(f"trainer-{rank}", progress=(rank, 0)) for rank in range(2)]
+
+    async def run() -> None:
+        trainer = RankGroup(ranks)
+        training = asyncio.create_task(trainer.call("train", Batch(step=1, groups=())))
+        assert await trainer.call("progress") == ((0, 0), (1, 0))
+        assert await trainer.effort() == 0.0
+        assert "trainer-1 is deep in C" in await trainer.stack()
+        training.cancel()
+
+    asyncio.run(run())
 
 
 def test_scaling_up_gives_a_new_engine_the_newest_weights_and_work() -> None:

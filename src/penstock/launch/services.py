@@ -197,7 +197,7 @@ def _size_of(folder: Path | None) -> int:
     if folder is None:
         return 0
     total = 0
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         for path in folder.rglob("*"):
             total += path.stat().st_size
     return total

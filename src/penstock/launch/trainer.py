@@ -22,7 +22,8 @@ from penstock.types import Batch, StepReport, WeightHandle
 
 Collect = Callable[[Worker, WeightHandle], Awaitable[WeightHandle]]
 _OTHERS_TIMEOUT_S = 30.0
-_EACH_BY_ITSELF = ("write_snapshot",)  # no collective inside: nobody waits for one that failed
+# No collective inside: nobody waits for one that failed.
+_EACH_BY_ITSELF = ("write_snapshot", "progress")
 
 
 def watched(collect: Collect, edges: Edges) -> Collect:
