@@ -3,15 +3,18 @@
     python benchmarks/weight_sync.py [--gb 0.5 2] [--producers 1 4] [--paths shared_memory ...]
 
 The trainer's side is this process, every producer a process of its own that copies what it fetched
-into weights of its own, as an engine does. `publish` is what the trainer waits for; `all` is from
-there until the last producer has its copy. The share is of memcpy: bytes / all / memcpy bandwidth.
+into weights of its own, as an engine does. `publish` is what the trainer waits for; `all` is from its
+beginning until the last producer has its copy. The share is of memcpy: bytes / seconds / bandwidth.
+`collective` is `sync.kind=collective` on one machine; `two nodes` the same with all producers on another
+node: two distributors, between them gloo over the loopback network.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import multiprocessing
-import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +22,19 @@ from typing import Any
 
 import torch
 
-from penstock.sync.collective import CollectiveSync
+from penstock.config import LaunchConfig
+from penstock.edges import Edges
+from penstock.launch.distribution import Distribution
+from penstock.launch.remote import Remote
+from penstock.launch.supervise import Surroundings
 from penstock.sync.in_process import InProcessSync
 from penstock.sync.object_store import ObjectStoreSync
-from penstock.sync.shared_memory import SharedMemorySync, make_folder
+from penstock.sync.shared_memory import Folder, SharedMemorySync
 from penstock.types import WeightHandle
 
 TENSOR_BYTES = 32 * 2**20
-PATHS = ("in_process", "shared_memory", "object_store", "collective")
+PATHS = ("in_process", "shared_memory", "object_store", "collective", "two nodes")
+ROUNDS, UNCOUNTED = 6, 2  # both sides of the double buffer are touched first
 
 
 def make_weights(gigabytes: float) -> list[tuple[str, torch.Tensor]]:
@@ -34,8 +42,9 @@ def make_weights(gigabytes: float) -> list[tuple[str, torch.Tensor]]:
     return [(f"layer.{n}", torch.full((TENSOR_BYTES // 4,), float(n))) for n in range(count)]
 
 
-def memcpy_bandwidth(gigabytes: float) -> float:
-    """Bytes per second of one thread that copies weights it has copied before."""
+def memcpy_bandwidth(gigabytes: float, threads: int = 1) -> float:
+    """Bytes per second of threads that copy weights they have copied before."""
+    torch.set_num_threads(threads)
     source, target = make_weights(gigabytes), make_weights(gigabytes)
     best = float("inf")
     for _ in range(4):
@@ -43,13 +52,14 @@ def memcpy_bandwidth(gigabytes: float) -> float:
         for (_, one), (_, other) in zip(source, target, strict=True):
             other.copy_(one)
         best = min(best, time.perf_counter() - started)
+    torch.set_num_threads(1)
     return sum(tensor.nbytes for _, tensor in source) / best
 
 
-def producer(kind: str, folder: str, index: int, orders: Any, done: Any) -> None:
+def producer(index: int, orders: Any, done: Any) -> None:
     """Fetch and copy at each order, until an empty one."""
     torch.set_num_threads(1)
-    sync = SharedMemorySync(folder) if kind == "shared_memory" else CollectiveSync(index)
+    sync = SharedMemorySync()
     own: dict[str, torch.Tensor] = {}
     while (handle := orders.get()) is not None:
         take(sync.fetch(handle), own)
@@ -65,9 +75,8 @@ def take(fetched: Any, own: dict[str, torch.Tensor]) -> None:
 
 
 def memory_needed(kind: str, size: int, producers: int) -> int:
-    """The trainer's weights, two published copies, each producer's own; and what it receives."""
-    received = 2 if kind == "collective" else 1
-    return size * (3 + producers * received)
+    """The trainer's weights, two published copies on each node, each producer's own."""
+    return size * (3 + producers + (2 if kind == "two nodes" else 0))
 
 
 def memory_available() -> int:
@@ -77,51 +86,111 @@ def memory_available() -> int:
     return 2**63
 
 
-Publish = Callable[[int], WeightHandle]
+Round = Callable[[int], tuple[float, float]]  # version -> seconds of publish, seconds of all
 
 
-def measure(publish: Publish, deliver: Callable[[WeightHandle], None]) -> tuple[float, float]:
-    """Best seconds of publish and of the whole, of the rounds after the first two."""
-    best_publish = best_all = float("inf")
-    for version in range(1, 6):
+def best_of(one_round: Round) -> tuple[float, float]:
+    counted = [one_round(version) for version in range(1, ROUNDS + 1)][UNCOUNTED:]
+    return min(publish for publish, _ in counted), min(all_s for _, all_s in counted)
+
+
+def one_after_the_other(
+    publish: Callable[[int], WeightHandle], deliver: Callable[[WeightHandle], Any]
+) -> Round:
+    def one_round(version: int) -> tuple[float, float]:
         started = time.perf_counter()
         handle = publish(version)
         published = time.perf_counter()
         deliver(handle)
-        if version > 2:  # both sides of the double buffer have been touched
-            best_publish = min(best_publish, published - started)
-            best_all = min(best_all, time.perf_counter() - started)
-    return best_publish, best_all
+        return published - started, time.perf_counter() - started
+
+    return one_round
+
+
+class Nodes:
+    """What spreads weights where the producers sit; distributors are processes of this machine."""
+
+    def __init__(self, kind: str, producers: int, logs: Path) -> None:
+        self._logs, self._apart = logs, kind == "two nodes"
+        self._loop = asyncio.new_event_loop()
+        self.distribution: Distribution | None = None
+        if kind != "shared_memory":
+            around = Surroundings(edges=Edges(), note=lambda text: None)
+            self.distribution = Distribution(self._spawn, LaunchConfig(), around)
+            for index in range(producers):
+                self.distribution.settle(index, "other" if self._apart else "here")
+
+    async def _spawn(self, name: str, node: str, folder: str) -> Remote:
+        part = "penstock.launch.services:distributor_part"
+        log = self._logs / f"{name}.log"
+        given = (folder, node, "127.0.0.1")
+        return await Remote.start(name, part, *given, log_path=log, threads=1, timeout_s=120)
+
+    def for_each(self, handle: WeightHandle, producers: int) -> list[WeightHandle]:
+        """What each producer is told, once its node has a copy or will have it."""
+        spread = self.distribution
+        if spread is None:
+            return [handle] * producers
+        members = list(range(producers))
+        everywhere = self._loop.run_until_complete(spread.spread(handle, lambda: members))
+        return [spread.copy_for(index, everywhere) for index in members]
+
+    def close(self) -> None:
+        class Here:
+            async def call(self, method: str) -> None: ...
+
+        trainer: Any = Here()
+        if self.distribution is not None:
+            self._loop.run_until_complete(self.distribution.close(trainer))
+        self._loop.close()
 
 
 def with_processes(kind: str, weights: Any, producers: int) -> tuple[float, float]:
-    folder = make_folder()
+    """As a run does it: the handle goes out first, `publish` writes while others read."""
+    folder = Folder.new()
     context = multiprocessing.get_context("spawn")
     orders, done = [context.Queue() for _ in range(producers)], context.Queue()
     workers = [
-        context.Process(target=producer, args=(kind, str(folder), n, orders[n], done))
+        context.Process(target=producer, args=(n, orders[n], done), daemon=True)
         for n in range(producers)
     ]
     for worker in workers:
         worker.start()
-    sync: Any = SharedMemorySync(folder) if kind == "shared_memory" else CollectiveSync()
+    logs = tempfile.TemporaryDirectory()
+    sync, nodes = (
+        SharedMemorySync(folder.path, node="here"),
+        Nodes(kind, producers, Path(logs.name)),
+    )
 
-    def deliver(handle: WeightHandle) -> None:
-        if kind == "collective":
-            handle = sync.open_group(handle, "all", list(range(producers)))
-        for queue in orders:
-            queue.put(handle)
+    def tell(handle: WeightHandle) -> None:
+        for queue, own in zip(orders, nodes.for_each(handle, producers), strict=True):
+            queue.put(own)
+
+    def one_round(version: int) -> tuple[float, float]:
+        started = time.perf_counter()
+        handle = sync.announce(version, "")
+        early = handle is not None and kind != "two nodes"
+        if early and handle is not None:
+            tell(handle)
+        handle = sync.publish(version, "", weights)
+        published = time.perf_counter()
+        if not early:
+            tell(handle)
         for _ in orders:
             done.get()
+        return published - started, time.perf_counter() - started
 
     try:
-        return measure(lambda version: sync.publish(version, "", weights), deliver)
+        return best_of(one_round)
     finally:
         for queue in orders:
             queue.put(None)
         for worker in workers:
             worker.join()
-        shutil.rmtree(folder)
+        nodes.close()
+        sync.close()
+        folder.remove()
+        logs.cleanup()
 
 
 def with_ray(weights: Any, producers: int) -> tuple[float, float]:
@@ -153,15 +222,20 @@ def with_ray(weights: Any, producers: int) -> tuple[float, float]:
         return WeightHandle(version=version, digest="", kind="object_store", location=chunks)
 
     try:
-        return measure(publish, lambda h: ray.get([one.take.remote(h) for one in engines]))
+        return best_of(
+            one_after_the_other(publish, lambda h: ray.get([one.take.remote(h) for one in engines]))
+        )
     finally:
         ray.shutdown()
 
 
 def in_process(weights: Any) -> tuple[float, float]:
-    sync, own = InProcessSync(), {}
-    return measure(
-        lambda version: sync.publish(version, "", weights), lambda h: take(sync.fetch(h), own)
+    own: dict[str, torch.Tensor] = {}
+    sync = InProcessSync()
+    return best_of(
+        one_after_the_other(
+            lambda version: sync.publish(version, "", weights), lambda h: take(sync.fetch(h), own)
+        )
     )
 
 
@@ -173,8 +247,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for gigabytes in arguments.gb:
-        bandwidth = memcpy_bandwidth(gigabytes)
-        print(f"{gigabytes:g} GB: memcpy {bandwidth / 1e9:.1f} GB/s (one thread)", flush=True)
+        bandwidth, both = memcpy_bandwidth(gigabytes), memcpy_bandwidth(gigabytes, 2)
+        print(
+            f"{gigabytes:g} GB: memcpy {bandwidth / 1e9:.1f} GB/s with one thread, "
+            f"{both / 1e9:.1f} GB/s with two",
+            flush=True,
+        )
         weights = make_weights(gigabytes)
         size = sum(tensor.nbytes for _, tensor in weights)
         for kind in arguments.paths:

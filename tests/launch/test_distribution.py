@@ -211,15 +211,19 @@ def test_a_member_that_hangs_is_replaced_once_another_has_failed() -> None:
     assert "distributor-1: it did not answer; starting it again to send the weights" in notes[2]
 
 
-def test_one_copy_for_each_node_whoever_dies_or_joins(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path) -> None:
     site = Site(tmp_path)
     for engine, node in enumerate("abbc"):
         site.distribution.settle(engine, node)
 
     async def story() -> None:
-        first = await site.spread(site.trainer.publish(1, "d1", weights(1)), 0, 1, 2, 3)
-        site.check(first, 0, 1, 2, 3)
-        assert sorted(site.started) == ["a", "b", "c"]  # two engines of b share one copy
+        published = site.trainer.publish(1, "d1", weights(1))
+        first = await site.spread(published, 0, 1, 2)
+        site.check(first, 0, 1, 2)
+        assert sorted(site.started) == ["a", "b"]  # two engines of b share one copy
+        site.check(await site.spread(published, 3), 3)  # a node joins and gets the same
+        assert sorted(site.started) == ["a", "b", "c"]
 
         held = list(site.engine.fetch(site.distribution.copy_for(1, first)))
         for version, node in ((2, "b"), (3, "a")):  # one that receives, the one that sends
@@ -229,14 +233,10 @@ def test_one_copy_for_each_node_whoever_dies_or_joins(tmp_path: Path) -> None:
             assert site.started[-1] == node
             assert bool((held[0][1] == 1).all())  # what is held stays as it was
 
-        site.distribution.settle(4, "d")  # a node joins
-        joined = await site.spread(site.trainer.publish(4, "d4", weights(4)), 0, 1, 3, 4)
-        site.check(joined, 0, 1, 3, 4)
-
         site.gone.add("c")  # a node leaves
         site.kill_in_the_middle("c")
-        left = await site.spread(site.trainer.publish(5, "d5", weights(5)), 0, 1, 3, 4)
-        site.check(left, 0, 1, 4)
+        left = await site.spread(site.trainer.publish(5, "d5", weights(5)), 0, 1, 3)
+        site.check(left, 0, 1)
         with pytest.raises(WeightsGone, match="have not reached node c"):
             site.distribution.copy_for(3, left)
 
@@ -247,11 +247,11 @@ def test_one_copy_for_each_node_whoever_dies_or_joins(tmp_path: Path) -> None:
             await asyncio.to_thread(site.trainer.publish, 6, "d6", broken_weights())
         with pytest.raises(WeightsGone):
             await sending
-        last = await site.spread(site.trainer.publish(7, "d7", weights(7)), 0, 1, 4)
-        site.check(last, 0, 1, 4)
+        last = await site.spread(site.trainer.publish(7, "d7", weights(7)), 0, 1)
+        site.check(last, 0, 1)
         folders = {node: Path(name) for node, name in site.distribution._folders.items()}
         await site.close()
-        assert [node for node, folder in folders.items() if folder.exists()] == ["c"]
+        assert {node for node, folder in folders.items() if folder.exists()} <= {"c"}
         sweep_stale(folders["c"].parent)  # as the next start does
         assert not folders["c"].exists()
 

@@ -26,7 +26,7 @@ from penstock.types import WeightHandle
 Spawn = Callable[[str, str, str], Awaitable[Worker]]  # name, node, folder of the one before
 COLLECTIVE = "collective"  # the kind of a handle with a copy on several nodes
 _TIMES_SENT = 3
-_REMOVE_TIMEOUT_S = 5.0
+_REMOVE_TIMEOUT_S = 30.0
 
 
 class Distribution:

@@ -8,7 +8,6 @@ the group: only a distributor that joins or leaves makes a new one. torch.distri
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +22,6 @@ from penstock.sync.shared_memory import Folder, SharedMemorySync, location_of
 from penstock.types import WeightHandle
 
 BUCKET_BYTES = 32 * 2**20
-_UNDER_WAY = 4  # buckets that are sent at once
 Meeting = tuple[str, int]  # address and port at which the members of a group find each other
 
 
@@ -38,7 +36,8 @@ class Distributor:
         self._sync = SharedMemorySync(self._folder.path, node=node)
         self._node, self._address, self._timeout_s = node, address, timeout_s
         self._store: Any = None
-        self._key, self._group = "", None  # the standing group; another one replaces it
+        self._key = ""
+        self._group: Any = None  # the standing group; another one replaces it
 
     async def folder(self) -> str:
         return str(self._folder.path)
@@ -83,37 +82,42 @@ class Distributor:
         world: int,
         wait_for: Callable[[int], None],
     ) -> None:
-        """A member that dies closes its connections, which ends the group for all at once."""
+        """A member that dies closes its connections; who sees it leaves the group, and so on.
+
+        One bucket at a time: others that are under way would keep the group open until they time out.
+        """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        under_way: deque[Any] = deque()
+        fault = ""
         try:
-            group = self._member(key, meeting, rank, world)
+            self._meet(key, meeting, rank, world)
             for start in range(0, len(buffer), BUCKET_BYTES):
                 bucket = buffer[start : start + BUCKET_BYTES]
                 wait_for(start + len(bucket))
-                under_way.append(group.broadcast([bucket], options))
-                if len(under_way) >= _UNDER_WAY:
-                    under_way.popleft().wait()
-            for work in under_way:
-                work.wait()
-        except BaseException as error:
-            self._key, self._group = "", None
-            if isinstance(error, RunError) or not isinstance(error, RuntimeError):
-                raise
-            raise RunError(f"broadcast {key} ended: {str(error).splitlines()[0]}") from None
+                self._group.broadcast([bucket], options).wait()
+        except RunError:
+            self._leave()
+            raise
+        except RuntimeError as error:  # what torch raises
+            fault = str(error).splitlines()[0]
+        if fault:
+            self._leave()
+            raise RunError(f"broadcast {key} ended: {fault}")
 
-    def _member(self, key: str, meeting: Meeting, rank: int, world: int) -> Any:
+    def _leave(self) -> None:
+        self._key, self._group = "", None
+
+    def _meet(self, key: str, meeting: Meeting, rank: int, world: int) -> None:
         """The standing group where it has the same members still, else a new one."""
-        if self._key != key:
-            self._key, self._group = "", None
-            store = self._store
-            if rank:
-                timeout = timedelta(seconds=self._timeout_s)
-                store = dist.TCPStore(*meeting, is_master=False, timeout=timeout)
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
-            options._timeout = timedelta(seconds=self._timeout_s)
-            group = dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, world, options)
-            self._key, self._group = key, group
-        return self._group
+        if self._key == key:
+            return
+        self._leave()
+        store = self._store
+        if rank:
+            timeout = timedelta(seconds=self._timeout_s)
+            store = dist.TCPStore(*meeting, is_master=False, timeout=timeout)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
+        options._timeout = timedelta(seconds=self._timeout_s)
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, world, options)
+        self._key = key
