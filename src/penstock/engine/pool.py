@@ -152,17 +152,15 @@ class EnginePool:
             share = _NEWEST_SHARE if before is not None else 1.0
             self._speeds[index] = (1 - share) * (before or 0.0) + share * now
 
-    def _load(self, index: int) -> float:
-        """How long its outstanding tokens would take; one that was never measured counts as average."""
+    def _choose(self, request_id: str) -> int | None:
+        """By how long its outstanding tokens would take; one never measured counts as average."""
+        alive, owner = self.alive, self._owner.get(request_id)
+        if owner in alive:
+            return owner
         known = [speed for speed in self._speeds if speed is not None]
         average = sum(known) / len(known) if known else 1.0
-        return self._outstanding[index] / (self._speeds[index] or average)
-
-    def _choose(self, request_id: str) -> int | None:
-        owner = self._owner.get(request_id)
-        if owner in self.alive:
-            return owner
-        return min(self.alive, key=self._load, default=None)
+        speeds, outstanding = self._speeds, self._outstanding
+        return min(alive, key=lambda i: outstanding[i] / (speeds[i] or average), default=None)
 
     async def _is_alive(self, index: int) -> bool:
         try:
