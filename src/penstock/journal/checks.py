@@ -11,6 +11,7 @@ import marshal
 import sqlite3
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 from penstock.journal.codec import described, is_intact
 
@@ -41,7 +42,7 @@ _NAMES = {
 }
 
 
-def row_check(*values: object) -> int:
+def row_check(*values: Any) -> int:
     """The checksum of a row's values as SQLite gives them back: CRC-32 of their marshalled tuple.
 
     Marshal's format 2 depends on the values alone, and is the fastest way to bytes (a test pins it).
