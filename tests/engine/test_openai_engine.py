@@ -213,6 +213,20 @@ def test_a_held_stream_does_not_time_out(tmp_path: Path) -> None:
     run(main)
 
 
+def test_a_pause_that_was_left_behind_is_ended_at_the_start(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, rl=True)
+        await engine.start()
+        await engine.pause("keep")
+        other = OpenAIEngine(OpenAIOptions(urls=(engine.fakes[0].url,)), fetch=tiny.fetch)
+        await other.start()
+        assert (await other.generate(tiny.request("a"))).finish_reason != "error"
+        await other.close()
+        await engine.close()
+
+    run(main)
+
+
 def test_vllm_calls_are_made_in_their_order(tmp_path: Path) -> None:
     async def main() -> None:
         engine = ServedEngine(tmp_path, rl=True)

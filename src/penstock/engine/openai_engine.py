@@ -123,12 +123,13 @@ class OpenAIEngine:
             client, server.healthy = server.client, True
             try:
                 await self._find_model(client)
+                own_pause = await _has_own_pause(client)
                 raw.append(abs(await self._probe(client)) > 1e-4)
             except (HttpError, WrongAnswer, KeyError) as error:
                 raise EngineError(
                     f"engine openai: {client.base_url} is of no use: {error}"
                 ) from error
-            self._native_pause = self._native_pause and await _has_own_pause(client)
+            self._native_pause = self._native_pause and own_pause
         self._raw_logprobs = any(raw)
         self._loader = self._find_loader()
         self._paused, self._held_natively, self._end_reason = None, False, ""
@@ -412,8 +413,16 @@ def _going_on(running: RunningRequest) -> GenerationRequest:
 
 
 async def _has_own_pause(client: JsonClient) -> bool:
-    """vLLM in its development mode: it can hold requests and take weights."""
+    """vLLM in its development mode: it can hold requests and take weights.
+
+    A pause that somebody left behind, who died in it, is ended: nothing would ever be answered.
+    """
     try:
-        return "is_paused" in await client.get("/is_paused")
-    except (HttpError, TypeError):
+        answer = await client.get("/is_paused")
+    except HttpError:
         return False
+    if not isinstance(answer, dict) or "is_paused" not in answer:
+        return False
+    if answer["is_paused"]:
+        await client.post("/resume", {})
+    return True
