@@ -127,10 +127,11 @@ def test_figures_go_to_trackers_by_the_names_that_were_given(
 
 
 def test_a_profile_is_a_timeline(producer: SimpleProducer) -> None:
-    from penstock.run_folder import RunFolder
+    from penstock.run_folder import find
     from penstock.timeline import read_events
 
-    events = read_events(RunFolder(producer._log.rollout_file.parent))  # type: ignore[union-attr]
+    folder = producer._log.rollout_file.parent  # type: ignore[union-attr]
+    events = read_events(find(folder))
     kinds = {event.what for event in events if event.lane == "producer-0"}
     assert {"generate", "send", "wait", "sync"} <= kinds
     assert any(event.what == "reward" for event in events)

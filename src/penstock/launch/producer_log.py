@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Config
+from penstock.config_source import to_toml
 from penstock.edges import Edges
+from penstock.run_folder import CONFIG
 from penstock.timeline_log import TimelineLog
 from penstock.track.fanout import Fanout
 from penstock.track.protocol import RunInfo
@@ -47,7 +49,11 @@ class ProducerLog:
     ) -> None:
         self.edges = Edges()
         self.rollout_file, self._every = rollout_file, rollouts_every
-        self._timeline = TimelineLog(folder / "timeline", self.edges) if profile else None
+        self._timeline: TimelineLog | None = None
+        if profile:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CONFIG).write_text(to_toml(config))  # by it the folder is known for a run's
+            self._timeline = TimelineLog(folder / "timeline", self.edges)
         self._tracker: Fanout | None = None
         self._microbatches = 0
         if names.project:
