@@ -50,6 +50,8 @@ class Publications(RuleBasedStateMachine):
         handle = self.trainer.publish(self.version, "d", weights(self.version))
         assert early in (None, handle)
         self.handles.append(handle)
+        sides = list(Path(self._folder.name).glob("side-*"))
+        assert len(sides) <= len({held for held, _ in self.held}) + 2  # no more than are needed
 
     @precondition(lambda self: self.handles)
     @rule(engine=st.integers(0, 2), back=st.integers(0, 3))
@@ -82,17 +84,6 @@ class Publications(RuleBasedStateMachine):
     @invariant()
     def what_is_held_is_as_it_was(self) -> None:
         assert all(holds(tensors, version) for version, tensors in self.held)
-
-    @invariant()
-    def sides_are_as_few_as_can_be(self) -> None:
-        busy = len({version for version, _ in self.held})
-        assert len(list(Path(self._folder.name).glob("side-*"))) <= self.most_held(busy) + 2
-
-    most = 0
-
-    def most_held(self, busy: int) -> int:
-        self.most = max(self.most, busy)
-        return self.most
 
     def teardown(self) -> None:
         self.held.clear()
@@ -223,9 +214,8 @@ def test_a_reader_that_is_killed_gives_its_side_back(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("side-*"))) == 3  # one is the reader's
     process.kill()
     process.wait()
-    paths = {trainer.publish(v, "d", weights(v)).location["path"] for v in range(5, 11)}
-    assert handle.location["path"] in paths
-    assert len(list(tmp_path.glob("side-*"))) == 3
+    trainer.publish(5, "d", weights(5))
+    assert len(list(tmp_path.glob("side-*"))) == 2
 
 
 def test_the_lock_lives_as_long_as_the_last_tensor(tmp_path: Path) -> None:

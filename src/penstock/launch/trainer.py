@@ -167,6 +167,7 @@ class RestartingTrainer:
             handle = await self._again_after_a_death("publish")
         else:
             self._writing = asyncio.create_task(self._part.publish(), name="write weights")
+            self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         if self._announces:
             self._published = (handle, self._supervised.worker)
         return handle

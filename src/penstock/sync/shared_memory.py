@@ -141,19 +141,23 @@ class SharedMemorySync:
         side.note(len(side.bytes))
 
     def take_side(self, size: int) -> WrittenSide:
-        """One that nobody reads and that is not the newest whole one."""
+        """One that nobody reads and that is not the newest whole one; further ones are removed."""
         if not self._sides:
             self._sides = [WrittenSide(path) for path in sorted(self._folder.glob("side-*"))]
         number = max((side.number for side in self._sides), default=0) + 1
         newest = max((side.number for side in self._sides if side.is_whole), default=0)
-        for side in self._sides:
-            if side.number != newest and side.begin(number, size):
-                return side
-        names = (self._folder / f"side-{n}" for n in itertools.count())
-        self._sides.append(WrittenSide(next(name for name in names if not name.exists())))
-        taken = self._sides[-1].begin(number, size)
-        assert taken, "a new file has no reader"
-        return self._sides[-1]
+        older = [side for side in self._sides if side.number != newest]
+        taken = next((side for side in older if side.begin(number, size)), None)
+        self._sides = [
+            side for side in self._sides if side not in older or side is taken or not side.remove()
+        ]
+        if taken is None:
+            names = (self._folder / f"side-{n}" for n in itertools.count())
+            taken = WrittenSide(next(name for name in names if not name.exists()))
+            began = taken.begin(number, size)
+            assert began, "a new file has no reader"
+            self._sides.append(taken)
+        return taken
 
     def _handle(
         self, version: int, digest: str, side: WrittenSide, entries: list[Entry], size: int

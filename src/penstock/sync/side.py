@@ -88,6 +88,16 @@ class WrittenSide:
         if not self.is_whole:
             self._lock_bytes(fcntl.F_UNLCK, 0, max(self._size, 1))
 
+    def remove(self) -> bool:
+        """Give its memory back; False: somebody still reads it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self.path.unlink(missing_ok=True)
+        self.close()
+        return True
+
     def close(self) -> None:
         """What was written stays for its readers."""
         self.bytes, self._map = torch.empty(0, dtype=torch.uint8), None
