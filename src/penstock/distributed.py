@@ -44,6 +44,7 @@ def launch_distributed(
     project_name: str = "penstock",
     run_dir: str = "runs",
     run_name: str = "",
+    wandb_group_name: str = "",
     ray_address: str = "",
     gpus_per_producer: float = 0,
     gpus_per_consumer: float = 0,
@@ -55,7 +56,7 @@ def launch_distributed(
 
     `train_batch_size` is prompts per update over all consumers. `n_behind` 0 is on-policy.
     `grpo_config` holds `algo`, `reward_fn_type` and fields of [algorithm]; `overrides` any other
-    part of the config, as nested tables.
+    part of the config, as nested tables (W&B is on with {"track": {"trackers": ["wandb"]}}).
     """
     algorithm = dict(grpo_config or {})
     algo = algorithm.pop("algo", "GRPO")
@@ -73,7 +74,7 @@ def launch_distributed(
     rewards = base["tasks"]["train"]["rewards"]
     tree = {
         **base,
-        "run": {"dir": run_dir, "name": run_name},
+        "run": {"dir": run_dir, "name": run_name, "group": wandb_group_name},
         "produce": {"max_staleness": n_behind},
         "train": {"episodes": num_episodes, "groups_per_step": train_batch_size, "lr": lr},
         "checkpoint": {"every_steps": save_interval},

@@ -12,13 +12,14 @@ import pytest
 from cluster_runs import assert_balanced, config_of, digests, run
 
 from penstock.config import LaunchConfig
-from penstock.errors import UserError
+from penstock.errors import UserError, WorkerDied
 from penstock.job import Job
 from penstock.launch.control import scale_run
+from penstock.launch.supervise import Supervised
 from penstock.run_folder import RunFolder
 
 ray = pytest.importorskip("ray")
-from penstock.launch.ray_cluster import bundles, check_fit  # noqa: E402
+from penstock.launch.ray_cluster import Places, bundles, check_fit  # noqa: E402
 
 pytestmark = pytest.mark.ray
 RAY = ["launch.kind=ray", "launch.num_producers=2"]
@@ -95,6 +96,27 @@ def test_what_the_cluster_cannot_hold_is_refused_in_one_line(
     line = str(refused.value)
     assert "1 consumers of 1 CPU, 0 GPU and 2 producers of 1 CPU, 1 GPU" in line
     assert re.search(r"allowed: what \d nodes have: 2 CPU, 0 GPU", line)
+
+
+def test_one_more_engine_than_any_node_could_hold_is_refused_at_once(cluster: Nodes) -> None:
+    notes: list[str] = []
+    places = Places(None, None, settings(gpus_per_producer=1), ours=False)
+    with pytest.raises(UserError, match="engine-9: got 1 CPU, 1 GPU, allowed: what the nodes have"):
+        places.check_later("engine-9", notes.append)
+    assert notes == []
+
+
+def test_a_drained_engine_leaves_its_bundle_to_the_next() -> None:
+    places = Places(None, None, settings(num_producers=2), ours=False)
+    for number in range(2):
+        holder = Supervised("engine", None, places.settings, None)  # type: ignore[arg-type]
+        places.held[number] = holder
+    assert places.free_bundle() is None
+    places.held[1].given_up = WorkerDied("it was drained")
+    assert places.free_bundle() == 1
+    assert places.producer(None)["num_cpus"] == 1
+    places.ours = True  # CPUs of our own cluster are only counted
+    assert places.producer(None)["num_cpus"] == 0
 
 
 def settings(**fields: object) -> LaunchConfig:

@@ -1,0 +1,46 @@
+"""A full object store: asked again with a line each time, and given up after a bounded time."""
+
+from __future__ import annotations
+
+import pytest
+
+from fakes import VirtualClock
+from penstock.errors import RunError
+
+ray = pytest.importorskip("ray")
+from penstock.launch.room import BACKOFF_S, with_room  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+
+class Store:
+    """Full for so many questions."""
+
+    def __init__(self, full_for: int) -> None:
+        self.full_for, self.asked = full_for, 0
+
+    async def put(self) -> str:
+        self.asked += 1
+        if self.asked <= self.full_for:
+            raise ray.exceptions.OutOfDiskError("full")
+        return "stored"
+
+
+def test_room_that_comes_back_is_used() -> None:
+    clock, store, notes = VirtualClock(), Store(2), []
+    assert clock.run(with_room("weights", store.put, notes.append)) == "stored"
+    clock.close()
+    assert [note.split("; ")[1] for note in notes] == [
+        f"trying again in {wait_s:g} s ({number} of {len(BACKOFF_S)})"
+        for number, wait_s in enumerate(BACKOFF_S[:2], 1)
+    ]
+
+
+def test_without_room_it_ends_in_one_line() -> None:
+    clock, store, notes = VirtualClock(), Store(1000), []
+    with pytest.raises(RunError, match="weights: no room in Ray's object store for 63 s"):
+        clock.run(with_room("weights", store.put, notes.append))
+    assert clock.now == pytest.approx(sum(BACKOFF_S))
+    clock.close()
+    assert len(notes) == len(BACKOFF_S)
+    assert store.asked == len(BACKOFF_S) + 1
