@@ -342,8 +342,9 @@ class Engines:
 
     def _is_lost(self, generation: Generation) -> bool:
         """It failed because its engine died, or because none was left."""
-        dead = generation.request_id in self._lost or not self._pool.alive
-        return generation.finish_reason == "error" and dead
+        if generation.finish_reason != "error":
+            return False
+        return generation.request_id in self._lost or not self._pool.alive
 
     async def abort(self, request_id: str) -> None:
         await self._pool.abort(request_id)
