@@ -211,6 +211,40 @@ def test_a_member_that_hangs_is_replaced_once_another_has_failed() -> None:
     assert "distributor-1: it did not answer; starting it again to send the weights" in notes[2]
 
 
+def test_another_node_sends_where_the_trainers_has_left() -> None:
+    gone: set[str] = set()
+    sent: list[str] = []
+
+    class Sender(Scripted):
+        async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            if method == "send":
+                sent.append(self._node)
+            return await super().call(method, *args, **kwargs)
+
+    async def spawn(name: str, node: str, folder: str) -> Any:
+        if node in gone:
+            raise WorkerDied(f"{name}: its node has left")
+        return Sender(name, node, {})
+
+    async def story() -> None:
+        around = Surroundings(edges=Edges(), note=lambda text: None)
+        distribution = Distribution(spawn, LaunchConfig(), around)
+        for engine, node in enumerate("bc"):
+            distribution.settle(engine, node)
+        handle = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})
+        await distribution.spread(handle, lambda: [0])
+        gone.add("a")
+        distribution._workers.pop("a")
+        spread = await distribution.spread(handle, lambda: [0, 1])
+        assert distribution.copy_for(1, spread).location == {"node": "c"}
+        lost = replace(handle, version=2)
+        with pytest.raises(WeightsGone, match="no node is left that holds the newest weights"):
+            await distribution.spread(lost, lambda: [0, 1])
+
+    asyncio.run(story())
+    assert sent == ["a", "b"]
+
+
 @pytest.mark.slow
 def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path) -> None:
     site = Site(tmp_path)
