@@ -167,7 +167,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    quiet = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
+    quiet: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": "error",
+        "include_dashboard": False,
+    }
     ray.init(address="local", num_cpus=4, object_store_memory=2**29, **quiet)
     try:
         with tempfile.TemporaryDirectory() as folder:
