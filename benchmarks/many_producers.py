@@ -65,7 +65,14 @@ class InstantEngine:
         ]
 
     async def stats(self) -> EngineStats:
-        return EngineStats(tokens_generated=self._made)
+        return EngineStats(
+            policy_version=0,
+            digest="",
+            running=0,
+            waiting=0,
+            tokens_generated=self._made,
+            busy_s=0.0,
+        )
 
 
 class Even:
