@@ -68,9 +68,12 @@ def test_actors_give_the_bits_of_one_process_though_a_node_leaves_and_another_jo
 
     async def disturb(job: Job, step: int) -> None:
         if step == 2:
+            lost = job.workers.supervised["engine-1"].worker
+            assert lost is not None
             cluster.second_leaves()
             where["third"] = cluster.third_joins()  # sets signal handlers: not for a thread
             await asyncio.to_thread(scale_run, job.folder.path, "producers=3")
+            await lost.ended()  # its end is known; then there is another one
             await job.workers.supervised["engine-1"].ready()
             where.update({name: node_of(job, name) for name in ("engine-1", "engine-2")})
         if step == 3:
