@@ -70,13 +70,13 @@ def served(policy: Path, shards: int = 1, **settings: float) -> Iterator[EngineC
 
 @pytest.fixture(scope="module")
 def case(policy: Path) -> Iterator[EngineCase]:
-    yield from served(policy, held_tokens=150, timeout_s=180.0)
+    yield from served(policy, timeout_s=240.0)
 
 
 @pytest.fixture(scope="module")
 def sharded(policy: Path) -> Iterator[EngineCase]:
     """Two workers wait for each other busily: with other work on two cores a token takes long."""
-    yield from served(policy, shards=2, held_tokens=100, timeout_s=240.0)
+    yield from served(policy, shards=2, held_tokens=200, timeout_s=240.0)
 
 
 def mapped(source: WeightHandle, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
