@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -23,7 +24,9 @@ if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)
 
 START_S = 240.0
-SERVES = "Application startup complete"  # in the server's log
+SERVES = "Application startup complete"  # in the log, shortly before the server listens
+    "Uvicorn running on"  # in the log of a server that listens; its start is complete before that
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +52,21 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     try:
         assert ready.wait(START_S), "the server does not start:\n" + "".join(lines[-30:])
         assert any(SERVES in line for line in lines), "the server ended:\n" + "".join(lines[-30:])
+        _until_it_listens(process, port)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(timeout=60)
+
+
+def _until_it_listens(process: subprocess.Popen[str], port: int) -> None:
+    for _ in range(150):
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.2)
+    raise AssertionError("the server does not listen")
 
 
 def _watch(process: subprocess.Popen[str]) -> tuple[list[str], threading.Event]:
