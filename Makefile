@@ -33,7 +33,7 @@ check: $(DEV_STAMP)  ## format, lint and types
 	$(BIN)/mypy
 
 test: check  ## everything that CI runs
-	$(BIN)/python -m pytest -n 2 --dist loadscope --durations=15
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations=25
 
 test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in an environment of its own
 	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh

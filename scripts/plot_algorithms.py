@@ -20,7 +20,8 @@ import torch
 
 from penstock.agent.single_turn import SingleTurn
 from penstock.algo import ALGORITHMS
-from penstock.algo.settings import check, keep_group, resolve
+from penstock.algo.choice import check, resolve
+from penstock.algo.settings import keep_group
 from penstock.config import Config
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.dataset import load_dataset
