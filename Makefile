@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test test-vllm check format clean help
+.PHONY: demo test test-ray test-vllm check format clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -32,8 +32,13 @@ check: $(DEV_STAMP)  ## format, lint and types
 	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/mypy
 
-test: check  ## everything that CI runs
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations=25
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=15
+
+test: check  ## every test that needs no Ray cluster and no vLLM
+	$(PYTEST) -m "not ray"
+
+test-ray: $(DEV_STAMP)  ## the tests that start Ray clusters
+	$(PYTEST) -m ray
 
 test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in an environment of its own
 	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh
