@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from fakes import CountingReward, FakeEngine, make_prompt
-from penstock.agent.single_turn import SingleTurn
-from penstock.config import LaunchConfig, SamplingConfig
+from penstock.config import LaunchConfig
 from penstock.data.sampler import Sampler
 from penstock.edges import EdgeKind
 from penstock.engine.protocol import EngineStats, SamplingParams
@@ -29,9 +28,9 @@ from penstock.launch.trainer import RankGroup, RestartingTrainer
 from penstock.launch.trainer import watched as watched_collect
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.replay import ReplayBuffer
-from penstock.types import Batch, Group, Rollout, StepReport, WeightHandle
-from penstock.watchdog import WatchedJournal, WatchedReward
-from watch_stage import STALL_S, Silent, SilentWorker, Stage, never
+from penstock.types import Batch, Group, StepReport, WeightHandle
+from penstock.watchdog import WatchedJournal
+from watch_stage import STALL_S, Silent, SilentWorker, Stage, agent, never, one_rollout
 
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 HANDLE = WeightHandle(version=2, digest="digest-2", kind="none")
@@ -48,20 +47,6 @@ def hangs(kind: EdgeKind, named: str) -> Callable[[Hang], Hang]:
         return hang
 
     return keep
-
-
-def agent(stage: Stage, engine: Any, reward: Any) -> SingleTurn:
-    return SingleTurn(
-        engine=watched("engine-0", engine, stage.edges),  # type: ignore[arg-type]
-        reward=WatchedReward(reward, "sums", stage.edges),
-        sampling=SamplingConfig(),
-        decode=lambda ids: "text",
-    )
-
-
-def one_rollout() -> Rollout:
-    prompt = make_prompt()
-    return Rollout(rollout_id="sums:0.0", prompt_ids=prompt.token_ids, seed=1, prompt=prompt)
 
 
 @hangs(EdgeKind.GENERATE, "engine-0 has not answered generate for 60 s; the waiter waits")

@@ -5,28 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fakes import CountingReward, FakeEngine, make_prompt
-from penstock.agent.single_turn import SingleTurn
-from penstock.config import SamplingConfig
+from fakes import CountingReward, FakeEngine
 from penstock.edges import EdgeKind, Edges
 from penstock.launch.inline import watched
-from penstock.types import Rollout
-from penstock.watchdog import WatchedReward
-from watch_stage import Silent, Stage, never
-
-
-def agent(stage: Stage, engine: Any, reward: Any) -> SingleTurn:
-    return SingleTurn(
-        engine=watched("engine-0", engine, stage.edges),  # type: ignore[arg-type]
-        reward=WatchedReward(reward, "sums", stage.edges),
-        sampling=SamplingConfig(),
-        decode=lambda ids: "text",
-    )
-
-
-def one_rollout() -> Rollout:
-    prompt = make_prompt()
-    return Rollout(rollout_id="sums:0.0", prompt_ids=prompt.token_ids, seed=1, prompt=prompt)
+from watch_stage import Silent, Stage, agent, never, one_rollout
 
 
 def test_an_engine_that_never_answers_is_named() -> None:

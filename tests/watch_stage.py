@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fakes import VirtualClock
-from penstock.config import LaunchConfig, WatchdogConfig
+from fakes import VirtualClock, make_prompt
+from penstock.agent.single_turn import SingleTurn
+from penstock.config import LaunchConfig, SamplingConfig, WatchdogConfig
 from penstock.edges import Edges
 from penstock.errors import RunError
+from penstock.launch.inline import watched
 from penstock.launch.supervise import CALLS, Supervised, Surroundings
-from penstock.watchdog import Watchdog
+from penstock.types import Rollout
+from penstock.watchdog import Watchdog, WatchedReward
 
 STALL_S = 60.0
 
@@ -106,3 +109,17 @@ async def _stands_still(name: str) -> object:
 
 async def _idle(name: str) -> float | None:
     return 3.0
+
+
+def agent(stage: Stage, engine: Any, reward: Any) -> SingleTurn:
+    return SingleTurn(
+        engine=watched("engine-0", engine, stage.edges),  # type: ignore[arg-type]
+        reward=WatchedReward(reward, "sums", stage.edges),
+        sampling=SamplingConfig(),
+        decode=lambda ids: "text",
+    )
+
+
+def one_rollout() -> Rollout:
+    prompt = make_prompt()
+    return Rollout(rollout_id="sums:0.0", prompt_ids=prompt.token_ids, seed=1, prompt=prompt)

@@ -7,76 +7,16 @@ is also what docs/engines.md tells users (a test compares them).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import tiny
+from engine_case import EngineCase, started
 
 from penstock.engine.protocol import Generation, InferenceEngine
 from penstock.errors import DigestMismatch, EngineError, UserError
 from penstock.types import expand_segments
-
-TIMEOUT_S = 60.0
-
-
-@dataclass
-class EngineCase:
-    """How to make the engine under test, and what it is allowed to differ in."""
-
-    name: str
-    make: Callable[[], InferenceEngine]
-    lacks: frozenset[str] = field(default_factory=frozenset)
-    logprob_tolerance: float = 1e-4
-    held_tokens: int = 400  # of a response that must still run when it is held
-    timeout_s: float = TIMEOUT_S  # of one check
-    kill: Callable[[InferenceEngine], Awaitable[None] | None] | None = None  # what makes it run
-    shared: InferenceEngine | None = None  # one that is slow to start: used by all checks in turn
-    loop: asyncio.Runner | None = None  # where the shared one lives
-
-    @property
-    def live(self) -> bool:
-        return "live tokens" not in self.lacks
-
-    def run(self, main: Callable[[], Awaitable[None]]) -> None:
-        run(main, self.loop, self.timeout_s)
-
-    def needs(self, capability: str) -> None:
-        if capability in self.lacks:
-            pytest.skip(f"{self.name} lacks {capability}")
-
-
-@asynccontextmanager
-async def started(case: EngineCase) -> AsyncIterator[InferenceEngine]:
-    if case.shared is not None:
-        yield case.shared
-        await case.shared.resume()
-        if (await case.shared.stats()).policy_version:
-            await case.shared.update_weights(0, tiny.handle(0))
-        return
-    engine = case.make()
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-def run(
-    main: Callable[[], Awaitable[None]],
-    loop: asyncio.Runner | None = None,
-    timeout_s: float = TIMEOUT_S,
-) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await main()
-
-    if loop is None:
-        asyncio.run(bounded())
-    else:
-        loop.run(bounded())
 
 
 def assert_true_logprobs(

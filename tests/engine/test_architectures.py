@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from engine_contract import run
+from engine_case import run
 
 from penstock.engine.loading import TransformersOptions
 from penstock.engine.transformers_engine import TransformersEngine

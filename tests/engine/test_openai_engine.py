@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from engine_contract import CHECKS, EngineCase, run, until_running
+from engine_case import EngineCase, run
+from engine_contract import CHECKS, until_running
 from engine_lacks import LACKS
 from fake_server import PIECE, FakeServer
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 import tiny
-from engine_contract import CHECKS, EngineCase
+from engine_case import EngineCase
+from engine_contract import CHECKS
 from engine_lacks import LACKS
 
 from penstock.engine.http_client import HttpError

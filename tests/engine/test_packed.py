@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from engine_contract import CHECKS, EngineCase, run
+from engine_case import EngineCase, run
+from engine_contract import CHECKS
 from test_transformers_engine import make_engine, same_bits
 
 from penstock.engine import packed as packing

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 import tiny
-from engine_contract import CHECKS, EngineCase, run, until_running
+from engine_case import EngineCase, run
+from engine_contract import CHECKS, until_running
 from test_transformers_engine import make_engine
 
 from penstock.engine.pool import EnginePool

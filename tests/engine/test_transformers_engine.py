@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from engine_contract import CHECKS, EngineCase, run, started, until_running
+from engine_case import EngineCase, run, started
+from engine_contract import CHECKS, until_running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from engine_contract import CHECKS, EngineCase
+from engine_case import EngineCase
+from engine_contract import CHECKS
 from engine_lacks import LACKS
 
 from penstock.engine.weight_places import place_weights

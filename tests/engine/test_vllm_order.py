@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from engine_contract import run
+from engine_case import run
 
 from penstock.errors import EngineError
 from penstock.types import WeightHandle
