@@ -6,7 +6,11 @@ The trainer's side is this process, every producer a process of its own that cop
 into weights of its own, as an engine does. `publish` is what the trainer waits for; `all` is from its
 beginning until the last producer has its copy. The share is of memcpy: bytes / seconds / bandwidth.
 `collective` is `sync.kind=collective` on one machine; `two nodes` the same with all producers on another
-node: two distributors, between them gloo over the loopback network.
+node: two distributors, between them gloo over the loopback network, or NCCL (`two nodes, nccl`).
+
+    python benchmarks/weight_sync.py --device cuda --paths shared_memory cuda_ipc "two nodes, nccl"
+
+has the weights of the trainer and of all producers on one GPU, and compares with a copy on that GPU.
 """
 
 from __future__ import annotations
@@ -34,49 +38,59 @@ from penstock.types import WeightHandle
 
 TENSOR_BYTES = 32 * 2**20
 PATHS = ("in_process", "shared_memory", "object_store", "collective", "two nodes")
+GPU_PATHS = ("cuda_ipc", "two nodes, nccl")
 ROUNDS, UNCOUNTED = 6, 2  # both sides of the double buffer are touched first
 
 
-def make_weights(gigabytes: float) -> list[tuple[str, torch.Tensor]]:
+def make_weights(gigabytes: float, device: str = "cpu") -> list[tuple[str, torch.Tensor]]:
     count = max(1, round(gigabytes * 1e9 / TENSOR_BYTES))
-    return [(f"layer.{n}", torch.full((TENSOR_BYTES // 4,), float(n))) for n in range(count)]
+    shape = (TENSOR_BYTES // 4,)
+    return [(f"layer.{n}", torch.full(shape, float(n), device=device)) for n in range(count)]
 
 
-def memcpy_bandwidth(gigabytes: float, threads: int = 1) -> float:
+def settled(device: str) -> float:
+    """The time at which all copies are through."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def memcpy_bandwidth(gigabytes: float, device: str, threads: int = 1) -> float:
     """Bytes per second of threads that copy weights they have copied before."""
     torch.set_num_threads(threads)
-    source, target = make_weights(gigabytes), make_weights(gigabytes)
+    source, target = make_weights(gigabytes, device), make_weights(gigabytes, device)
     best = float("inf")
     for _ in range(4):
-        started = time.perf_counter()
+        started = settled(device)
         for (_, one), (_, other) in zip(source, target, strict=True):
             other.copy_(one)
-        best = min(best, time.perf_counter() - started)
+        best = min(best, settled(device) - started)
     torch.set_num_threads(1)
     return sum(tensor.nbytes for _, tensor in source) / best
 
 
-def producer(index: int, orders: Any, done: Any) -> None:
+def producer(index: int, orders: Any, done: Any, device: str) -> None:
     """Fetch and copy at each order, until an empty one."""
     torch.set_num_threads(1)
     sync = SharedMemorySync()
     own: dict[str, torch.Tensor] = {}
     while (handle := orders.get()) is not None:
-        take(sync.fetch(handle), own)
+        take(sync.fetch(handle), own, device)
         done.put(index)
 
 
-def take(fetched: Any, own: dict[str, torch.Tensor]) -> None:
+def take(fetched: Any, own: dict[str, torch.Tensor], device: str = "cpu") -> None:
     for name, tensor in fetched:
         if name in own:
             own[name].copy_(tensor)
         else:
-            own[name] = tensor.clone()
+            own[name] = tensor.to(device, copy=True)
+    settled(device)
 
 
 def memory_needed(kind: str, size: int, producers: int) -> int:
     """The trainer's weights, two published copies on each node, each producer's own."""
-    return size * (3 + producers + (2 if kind == "two nodes" else 0))
+    return size * (3 + producers + (2 if kind.startswith("two nodes") else 0))
 
 
 def memory_available() -> int:
@@ -111,10 +125,11 @@ class Nodes:
     """What spreads weights where the producers sit; distributors are processes of this machine."""
 
     def __init__(self, kind: str, producers: int, logs: Path) -> None:
-        self._logs, self._apart = logs, kind == "two nodes"
+        self._logs, self._apart = logs, kind.startswith("two nodes")
+        self._backend = "nccl" if kind.endswith("nccl") else "gloo"
         self._loop = asyncio.new_event_loop()
         self.distribution: Distribution | None = None
-        if kind != "shared_memory":
+        if kind not in ("shared_memory", "cuda_ipc"):
             around = Surroundings(edges=Edges(), note=lambda text: None)
             self.distribution = Distribution(self._spawn, LaunchConfig(), around)
             for index in range(producers):
@@ -123,7 +138,7 @@ class Nodes:
     async def _spawn(self, name: str, node: str, folder: str) -> Remote:
         part = "penstock.launch.services:distributor_part"
         log = self._logs / f"{name}.log"
-        given = (folder, node, "127.0.0.1")
+        given = (folder, node, "127.0.0.1", self._backend)
         return await Remote.start(name, part, *given, log_path=log, threads=1, timeout_s=120)
 
     def for_each(self, handle: WeightHandle, producers: int) -> list[WeightHandle]:
@@ -145,20 +160,20 @@ class Nodes:
         self._loop.close()
 
 
-def with_processes(kind: str, weights: Any, producers: int) -> tuple[float, float]:
+def with_processes(kind: str, weights: Any, producers: int, device: str) -> tuple[float, float]:
     """As a run does it: the handle goes out first, `publish` writes while others read."""
     folder = Folder.new()
     context = multiprocessing.get_context("spawn")
     orders, done = [context.Queue() for _ in range(producers)], context.Queue()
     workers = [
-        context.Process(target=producer, args=(n, orders[n], done), daemon=True)
+        context.Process(target=producer, args=(n, orders[n], done, device), daemon=True)
         for n in range(producers)
     ]
     for worker in workers:
         worker.start()
     logs = tempfile.TemporaryDirectory()
     sync, nodes = (
-        SharedMemorySync(folder.path, node="here"),
+        SharedMemorySync(folder.path, node="here", on_device=kind == "cuda_ipc"),
         Nodes(kind, producers, Path(logs.name)),
     )
 
@@ -169,7 +184,7 @@ def with_processes(kind: str, weights: Any, producers: int) -> tuple[float, floa
     def one_round(version: int) -> tuple[float, float]:
         started = time.perf_counter()
         handle = sync.announce(version, "")
-        early = handle is not None and kind != "two nodes"
+        early = handle is not None and not kind.startswith("two nodes")
         if early and handle is not None:
             tell(handle)
         handle = sync.publish(version, "", weights)
@@ -243,32 +258,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, nargs="+", default=[0.5, 2.0])
     parser.add_argument("--producers", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS)
+    parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS + GPU_PATHS)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    device = arguments.device
     for gigabytes in arguments.gb:
-        bandwidth, both = memcpy_bandwidth(gigabytes), memcpy_bandwidth(gigabytes, 2)
-        print(
-            f"{gigabytes:g} GB: memcpy {bandwidth / 1e9:.1f} GB/s with one thread, "
-            f"{both / 1e9:.1f} GB/s with two",
-            flush=True,
-        )
-        weights = make_weights(gigabytes)
+        bandwidth = memcpy_bandwidth(gigabytes, device)
+        line = f"{gigabytes:g} GB: memcpy {bandwidth / 1e9:.1f} GB/s"
+        if device == "cpu":
+            both = memcpy_bandwidth(gigabytes, device, 2)
+            line += f" with one thread, {both / 1e9:.1f} GB/s with two"
+        print(line, flush=True)
+        weights = make_weights(gigabytes, device)
         size = sum(tensor.nbytes for _, tensor in weights)
         for kind in arguments.paths:
             for producers in arguments.producers if kind != "in_process" else [1]:
                 if memory_needed(kind, size, producers) > memory_available():
-                    print(f"  {kind:<14} {producers} producers  not enough memory", flush=True)
+                    print(f"  {kind:<15} {producers} producers  not enough memory", flush=True)
                     continue
                 if kind == "in_process":
                     publish_s, all_s = in_process(weights)
                 elif kind == "object_store":
                     publish_s, all_s = with_ray(weights, producers)
                 else:
-                    publish_s, all_s = with_processes(kind, weights, producers)
+                    publish_s, all_s = with_processes(kind, weights, producers, device)
                 print(
-                    f"  {kind:<14} {producers} producers  publish {publish_s:6.3f} s "
-                    f"({size / publish_s / bandwidth:4.0%} of memcpy)  all {all_s:6.3f} s "
+                    f"  {kind:<15} {producers} producers  publish {publish_s:7.4f} s "
+                    f"({size / publish_s / bandwidth:4.0%} of memcpy)  all {all_s:7.4f} s "
                     f"({size * producers / all_s / bandwidth:4.0%} of memcpy, all copies)",
                     flush=True,
                 )

@@ -261,7 +261,9 @@ class SyncConfig(Section):
     every_steps: int = Field(1, ge=1)
     """Updates between two publications of the weights."""
     kind: str = "auto"
-    """auto | in_process | shared_memory | object_store | collective."""
+    """auto | in_process | shared_memory | cuda_ipc | object_store | collective."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """What `collective` sends with between nodes; nccl needs a GPU on each of them."""
 
 
 class EvalTaskConfig(TaskConfig):
@@ -330,7 +332,7 @@ class LaunchConfig(Section):
     cpus_per_consumer: float = Field(1, ge=0)
     """CPUs of each trainer rank."""
     colocate: bool = False
-    """Engines and trainers share devices and take turns."""
+    """Engines and trainers share devices and take turns: each gives the other its GPU memory."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Longest wait for a worker to load its model."""
     max_restarts: int = Field(3, ge=0)
@@ -388,6 +390,10 @@ class Config(Section):
             stop=self.sampling.stop,
         )
         return _overlay(base, settings.tasks[task].sampling)
+
+    def publishes_after(self, step: int, total_steps: int) -> bool:
+        """Whether the weights of this step leave for the engines."""
+        return step % self.sync.every_steps == 0 or step == total_steps
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

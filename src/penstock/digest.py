@@ -1,7 +1,8 @@
 """One digest for a set of named tensors: the identity of a policy's weights.
 
 Layer 0. Takes raw bytes (numpy views), so that trainer, engine, journal and auditor agree without
-sharing a framework. Names are sorted; dtype and shape are part of the identity.
+sharing a framework. Names are sorted; dtype and shape are part of the identity. A tensor is hashed in
+leaves of a fixed size, so that a GPU can hash thousands of them at once (`engine/digest_kernels.py`).
 """
 
 from __future__ import annotations
@@ -14,16 +15,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-DIGEST_BYTES = 16
+FORM = "leaves-"  # a digest says how it was made: those of other forms cannot be compared with it
+DIGEST_BYTES = 16  # of a tensor
+LEAF_BYTES = 32 << 10
+LEAF_DIGEST_BYTES = 32
 BIG_BYTES = 1 << 20  # from here on a tensor is worth a thread's while
 THREADS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
 
 def tensor_digest(name: str, dtype: str, array: np.ndarray) -> bytes:
     """Digest of one tensor: its name, dtype, shape and bytes."""
+    octets = np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
+    leaves = [
+        hashlib.sha256(octets[start : start + LEAF_BYTES]).digest()
+        for start in range(0, len(octets), LEAF_BYTES)
+    ]
+    return combine_leaves(name, dtype, array.shape, b"".join(leaves))
+
+
+def combine_leaves(name: str, dtype: str, shape: tuple[int, ...], leaves: bytes) -> bytes:
+    """Digest of one tensor from the SHA-256 of each of its leaves, the last one maybe shorter."""
     # SHA-256: processors of this decade compute it in hardware, twice as fast as BLAKE2b
-    hasher = hashlib.sha256(f"{name}|{dtype}|{array.shape}|".encode())
-    hasher.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+    hasher = hashlib.sha256(f"{name}|{dtype}|{shape}|".encode())
+    hasher.update(leaves)
     return hasher.digest()[:DIGEST_BYTES]
 
 
@@ -33,7 +47,7 @@ def combine_digests(tensor_digests: dict[str, bytes]) -> str:
     for name in sorted(tensor_digests):
         hasher.update(name.encode())
         hasher.update(tensor_digests[name])
-    return hasher.hexdigest()
+    return FORM + hasher.hexdigest()
 
 
 def weights_digest(tensors: Iterable[tuple[str, str, np.ndarray]]) -> str:

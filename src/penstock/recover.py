@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.checkpoint import Checkpoint, CheckpointStore
-from penstock.errors import DigestMismatch, JournalDamaged
+from penstock.digest import FORM
+from penstock.errors import DigestMismatch, JournalDamaged, UserError
 from penstock.job import Job, open_trainer
 from penstock.journal import Journal, is_empty
 from penstock.launch.services import TrainerPart
@@ -239,7 +240,15 @@ async def _check_start(trainer: TrainerPart, journal: Journal) -> None:
 def _digests(journal: Journal) -> dict[int, str]:
     found = {report.step: report.digest for report in journal.steps()}
     version_0 = journal.query("SELECT digest FROM weights WHERE version = 0 LIMIT 1")
-    return {0: version_0[0][0], **found} if version_0 else found
+    if version_0:
+        found[0] = version_0[0][0]
+    for digest in found.values():
+        if not digest.startswith(FORM):
+            raise UserError(
+                f"journal {journal.path}: got weights with digests of an older form ({digest}), "
+                f"allowed: {FORM}...; the version of penstock that began the run can go on with it"
+            )
+    return found
 
 
 async def _agree_on_weights(job: Job) -> None:

@@ -42,12 +42,20 @@ def test_replay_stops_where_it_is_told(server: CrashServer, parent: RunFolder) -
 def test_a_difference_is_named_by_its_step(server: CrashServer) -> None:
     run, _ = server.train("tampered", "train.steps=3")
     with sqlite3.connect(run.journal) as database:
-        database.execute("UPDATE step_rows SET digest = 'f00d' WHERE step = 2")
+        database.execute("UPDATE step_rows SET digest = 'leaves-f00d' WHERE step = 2")
     assert server.run("replay", str(run.path)) == 1
     assert equal_steps(server.output()) == 1
     (line,) = [line for line in server.output().splitlines() if line.startswith("error:")]
     assert line.startswith("error: step 2: ")
-    assert "f00d" in line
+    assert "leaves-f00d" in line
+
+
+def test_a_run_with_digests_of_another_form_is_refused_in_one_line(server: CrashServer) -> None:
+    run, _ = server.train("older", "train.steps=2")
+    with sqlite3.connect(run.journal) as database:
+        database.execute("UPDATE step_rows SET digest = '0123456789abcdef'")
+    assert server.run("replay", str(run.path)) == 2, server.output()
+    assert "got weights with digests of an older form (0123456789abcdef)" in server.output()
 
 
 def fork(server: CrashServer, parent: RunFolder, name: str, *words: str, **death) -> RunFolder:

@@ -36,8 +36,8 @@ def weights(value: int) -> Iterator[tuple[str, torch.Tensor]]:
 class Mortal(Distributor):
     """Dies between two buckets where a file says so."""
 
-    def __init__(self, folder: str, node: str, order: str) -> None:
-        super().__init__(folder, node=node)
+    def __init__(self, folder: str, node: str, order: str, backend: str) -> None:
+        super().__init__(folder, node=node, backend=backend)
         self._order = Path(order)
 
     def _broadcast(self, buffer: Any, key: Any, meeting: Any, rank: Any, *rest: Any) -> None:
@@ -55,7 +55,8 @@ class Mortal(Distributor):
 class Site:
     """A trainer on node a in this process; distributors are processes; nodes may be gone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, backend: str) -> None:
+        self._backend = backend
         self._logs = folder / "logs"
         self._logs.mkdir()
         (folder / "shm").mkdir()
@@ -78,6 +79,7 @@ class Site:
             folder,
             node,
             str(self._logs / f"kill-{node}"),
+            self._backend,
             log_path=self._logs / f"{name}.log",
             threads=1,
             timeout_s=120,
@@ -245,9 +247,13 @@ def test_another_node_sends_where_the_trainers_has_left() -> None:
     assert sent == ["a", "b"]
 
 
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
 @pytest.mark.slow
-def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=needs_a_gpu)])
+def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path, backend: str) -> None:
+    site = Site(tmp_path, backend)
     for engine, node in enumerate("abbc"):
         site.distribution.settle(engine, node)
 

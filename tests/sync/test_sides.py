@@ -34,10 +34,12 @@ def holds(tensors: list[tuple[str, torch.Tensor]], value: int) -> bool:
 class Publications(RuleBasedStateMachine):
     """Any order of publishing, fetching, letting go, and of trainers that die and come back."""
 
+    outlives_its_trainer = True  # the newest publication, for those that did not read it yet
+
     def __init__(self) -> None:
         super().__init__()
         self._folder = tempfile.TemporaryDirectory()
-        self.trainer = SharedMemorySync(self._folder.name)
+        self.trainer = self.new_trainer()
         self.engines = [SharedMemorySync() for _ in range(3)]
         self.handles: list = []
         self.held: list = []  # (version, tensors)
@@ -79,7 +81,12 @@ class Publications(RuleBasedStateMachine):
         """A new one finds the folder as the last one left it, in the middle of a publication."""
         self.trainer.announce(self.version + 1, "never written")
         self.trainer.close()
-        self.trainer = SharedMemorySync(self._folder.name)
+        self.trainer = self.new_trainer()
+        if not self.outlives_its_trainer:
+            self.handles.clear()
+
+    def new_trainer(self) -> SharedMemorySync:
+        return SharedMemorySync(self._folder.name)
 
     @invariant()
     def what_is_held_is_as_it_was(self) -> None:

@@ -316,7 +316,7 @@ class CudaRunner:
                 self._decode_logits(size)
             torch.cuda.current_stream(self._device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
+            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
                 logits = self._decode_logits(size)
             memory = memory or graph.pool()
             self._graphs[size] = (graph, logits)

@@ -47,7 +47,8 @@ class TransformersOptions:
 
     @classmethod
     def from_config(cls, config: Config, index: int) -> Self:
-        device = pick_device(config.model.device, index)
+        before = 0 if config.launch.colocate else config.launch.num_consumers
+        device = pick_device(config.model.device, before + index)
         dtype = config.model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if device.startswith("cuda") else "float32"
@@ -78,6 +79,7 @@ def check_options(settings: type, names: tuple[str, ...], given: dict[str, Any])
 
 
 def pick_device(device: str, index: int) -> str:
+    """The GPUs in turn, trainer ranks first; where there is none, or another is named, that."""
     if device == "auto":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return f"cuda:{index % count}" if count else "cpu"

@@ -145,7 +145,8 @@ class TransformersEngine:
             await self._ask(self._sleep)
 
     async def wake(self) -> None:
-        await self._ask(self._wake)
+        async with self._arriving:  # graphs are not captured while weights arrive on the device
+            await self._ask(self._wake)
 
     async def stats(self) -> EngineStats:
         return await self._ask(self._stats)

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penstock.digest import weights_digest
+from penstock.digest import combine_digests, tensor_digests
+from penstock.engine.device_digest import DeviceDigests, can_hash
 from penstock.engine.weight_places import FOLDER, read_folder
 from penstock.errors import DigestMismatch, EngineError, WeightsGone
 from penstock.types import WeightHandle
@@ -35,7 +36,26 @@ def weight_bits(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
 
 def digest_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     """The identity of named weights, wherever they are."""
-    return weights_digest((name, *weight_bits(tensor)) for name, tensor in weights)
+    return combine_digests(digests_of(weights))
+
+
+def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
+    """The digest of each tensor by its name; those on a GPU are hashed there."""
+    on_devices: dict[torch.device, DeviceDigests] = {}
+
+    def on_host() -> Iterator[tuple[str, str, np.ndarray]]:
+        for name, tensor in weights:
+            if can_hash(tensor):
+                if tensor.device not in on_devices:
+                    on_devices[tensor.device] = DeviceDigests(tensor.device)
+                on_devices[tensor.device].add(name, tensor)
+            else:
+                yield name, *weight_bits(tensor)
+
+    digests = tensor_digests(on_host())
+    for device in on_devices.values():
+        digests |= device.finish()
+    return digests
 
 
 def model_digest(model: torch.nn.Module) -> str:
@@ -83,9 +103,13 @@ def checked_weights(
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Copy checked weights into the model."""
+    """Copy checked weights into the model; after this nobody reads `weights` any more."""
+    devices = set()
     for name, tensor in named_weights(model):
         tensor.copy_(weights[name])
+        devices |= {one.device for one in (tensor, weights[name]) if one.is_cuda}
+    for device in devices:  # a GPU copies later than it is told to
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _refuse_others(model: torch.nn.Module, new: dict[str, torch.Tensor]) -> None:

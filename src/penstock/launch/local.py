@@ -14,7 +14,7 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.edges import Edges
 from penstock.launch.remote import Remote, Worker
-from penstock.launch.services import Workers, sync_kind
+from penstock.launch.services import LOCAL_AUTO, Workers, sync_kind
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.launch.together import all_or_first_error, join
 from penstock.launch.trainer import RankGroup
@@ -23,7 +23,10 @@ from penstock.sync.shared_memory import Folder
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     """Start the workers together; if one cannot start, the others are stopped and its error rises."""
-    settings, kind = config.launch, sync_kind(config, "shared_memory", "collective")
+    settings, kind = (
+        config.launch,
+        sync_kind(config, LOCAL_AUTO, "shared_memory", "cuda_ipc", "collective"),
+    )
     around = Surroundings(edges=Edges())
     folder = Folder.new()
     link = (kind, str(folder.path))

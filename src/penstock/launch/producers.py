@@ -180,10 +180,9 @@ class BaseProducer:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> str:
         """Go on with these weights; the digest of what the engine then holds."""
-        from penstock.digest import weights_digest
-        from penstock.engine.weights import weight_bits
+        from penstock.engine.weights import digest_of
 
-        digest = weights_digest((name, *weight_bits(t)) for name, t in state_dict.items())
+        digest = digest_of(state_dict.items())
         handle = self._sync.publish(self.policy_version + 1, digest, state_dict.items())
         with self._busy(EdgeKind.SYNC):
             loaded: str = self._wait(self._engine.update_weights(handle.version, handle))

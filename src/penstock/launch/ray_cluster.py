@@ -350,10 +350,12 @@ def _spawn_trainer(site: _Site, total_steps: int) -> Callable[[], Awaitable[Work
 def _spawn_distributor(site: _Site) -> Callable[[str, str, str], Awaitable[Worker]]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    backend = site.config.sync.backend
+
     async def spawn(name: str, node: str, folder: str) -> Worker:
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         remote = await site.actor(name, 1, {"num_cpus": 0, "scheduling_strategy": where})
-        return await site.build(remote, "distributor_part", folder, node, remote.address)
+        return await site.build(remote, "distributor_part", folder, node, remote.address, backend)
 
     return spawn
 

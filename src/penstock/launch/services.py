@@ -204,6 +204,7 @@ def _size_of(folder: Path | None) -> int:
 
 
 Meeting = tuple[str, int]  # address and port at which trainer ranks find each other
+LOCAL_AUTO = "auto"  # memory that processes of one machine share: the GPU's, or the host's
 
 
 def sync_kind(config: Config, *allowed: str) -> str:
@@ -212,7 +213,7 @@ def sync_kind(config: Config, *allowed: str) -> str:
     if kind not in allowed:
         raise UserError(
             f"sync.kind: got {kind!r} with launch.kind = {config.launch.kind}, "
-            f"allowed: auto, {', '.join(allowed)}"
+            f"allowed: auto, {', '.join(one for one in allowed if one != LOCAL_AUTO)}"
         )
     return kind
 
@@ -234,7 +235,22 @@ def trainer_part(
 
         own = Folder(Path(folder)) if folder else Folder.new()
         folder = str(own.path)
-    return TrainerService(config, total_steps, _make_sync(kind, folder, node), own)
+    sync = _make_sync(kind, folder, node, on_device=_shares_device(config, kind))
+    return TrainerService(config, total_steps, sync, own)
+
+
+def _shares_device(config: Config, kind: str) -> bool:
+    """Whether weights stay on the GPU; colocated, its memory is worth more than the time."""
+    if kind not in ("cuda_ipc", LOCAL_AUTO):
+        return False
+    from penstock.train.weights import device_of
+
+    device = device_of(config.model).type
+    if kind == "cuda_ipc" and device != "cuda":
+        raise UserError(
+            f"sync.kind: got cuda_ipc with a model on {device}, allowed: auto, shared_memory"
+        )
+    return device == "cuda" and (kind == "cuda_ipc" or not config.launch.colocate)
 
 
 def engine_part(config: Config, kind: str, folder: str, index: int) -> InferenceEngine:
@@ -245,18 +261,18 @@ def engine_part(config: Config, kind: str, folder: str, index: int) -> Inference
     return engine
 
 
-def distributor_part(folder: str, node: str, address: str) -> Distributor:
+def distributor_part(folder: str, node: str, address: str, backend: str = "gloo") -> Distributor:
     """What passes weights between nodes, in a worker."""
     from penstock.sync.collective import Distributor
 
-    return Distributor(folder, node=node, address=address)
+    return Distributor(folder, node=node, address=address, backend=backend)
 
 
-def _make_sync(kind: str, folder: str, node: str = "") -> WeightSync:
-    if kind in ("shared_memory", "collective"):  # between nodes, distributors do the rest
+def _make_sync(kind: str, folder: str, node: str = "", *, on_device: bool = False) -> WeightSync:
+    if kind != "object_store":  # between nodes, distributors do the rest
         from penstock.sync.shared_memory import SharedMemorySync
 
-        return SharedMemorySync(folder, node=node)
+        return SharedMemorySync(folder, node=node, on_device=on_device)
     from penstock.sync.object_store import ObjectStoreSync
 
     return ObjectStoreSync()

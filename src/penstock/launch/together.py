@@ -43,7 +43,7 @@ def join(
     """What a launcher returns, from workers that have started; `clean_up` comes after their end."""
     everyone = [trainer, *engines]
     places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
-    announces = sync in ("shared_memory", "collective")
+    announces = sync != "object_store"
 
     async def renew(handle: WeightHandle) -> WeightHandle:
         return await part.renewed(handle)

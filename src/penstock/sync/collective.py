@@ -3,21 +3,23 @@
 Each node has one distributor, a process of its own. That of a node which holds a publication sends it,
 those of nodes which lack it receive it into shared memory of their own (`side.py`), from which the
 engines of that node read as they do on the trainer's. Engines decode meanwhile, and are no part of
-the group: only a distributor that joins or leaves makes a new one. torch.distributed with gloo.
+the group: only a distributor that joins or leaves makes a new one. torch.distributed with gloo, or
+with NCCL, which sends from GPU to GPU: then each bucket passes through a distributor's GPU.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from penstock.errors import RunError
+from penstock.errors import RunError, UserError
 from penstock.sync.shared_memory import Folder, SharedMemorySync, location_of
 from penstock.types import WeightHandle
 
@@ -25,13 +27,88 @@ BUCKET_BYTES = 32 * 2**20
 Meeting = tuple[str, int]  # address and port at which the members of a group find each other
 
 
+class Carrier(Protocol):
+    """What takes a bucket from the first member of a group to all others."""
+
+    def group(self, store: Any, rank: int, world: int, timeout: timedelta) -> Any:
+        """A member of a new group; waits for the others."""
+
+    def broadcast(self, group: Any, bucket: torch.Tensor, *, sends: bool) -> None:
+        """Returns when the bucket is sent, or is there; raises RuntimeError where one is gone."""
+
+    def leave(self, group: Any) -> None:
+        """Others that wait in it are not waited for."""
+
+
+class Gloo:
+    """From memory to memory, over TCP."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def group(self, store: Any, rank: int, world: int, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(store, rank, world, options)
+
+    def broadcast(self, group: Any, bucket: torch.Tensor, *, sends: bool) -> None:
+        group.broadcast([bucket], _from_the_first()).wait()
+
+    def leave(self, group: Any) -> None:
+        """Its connections close with it."""
+
+
+class Nccl:
+    """From GPU to GPU, by whatever links them; a bucket is on this node's GPU for a moment."""
+
+    def __init__(self, node: str) -> None:
+        if not torch.cuda.is_available():
+            raise UserError("sync.backend: got nccl on a node without a visible GPU, allowed: gloo")
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait ends with its time-out
+        os.environ.setdefault("NCCL_HOSTID", node)  # one member a node, whatever it is called
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # and the process lives on
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._passing = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=self._device)
+
+    def group(self, store: Any, rank: int, world: int, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world, options)
+
+    def broadcast(self, group: Any, bucket: torch.Tensor, *, sends: bool) -> None:
+        passing = self._passing[: len(bucket)]
+        if sends:
+            passing.copy_(bucket)
+        group.broadcast([passing], _from_the_first()).wait()
+        torch.cuda.current_stream(self._device).synchronize()
+        if not sends:
+            bucket.copy_(passing)
+
+    def leave(self, group: Any) -> None:
+        group.abort()
+
+
+def _from_the_first() -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options
+
+
 class Distributor:
     """Consumes a publication of another node, produces one of this node."""
 
     def __init__(
-        self, folder: str = "", *, node: str = "", address: str = "127.0.0.1", timeout_s: float = 10
+        self,
+        folder: str = "",
+        *,
+        node: str = "",
+        address: str = "127.0.0.1",
+        backend: str = "gloo",
+        timeout_s: float = 10,
     ) -> None:
         """`folder`: of the one before it, whose weights are kept. `timeout_s`: for one bucket."""
+        self._carrier: Carrier = Nccl(node) if backend == "nccl" else Gloo(address)
         self._folder = Folder(Path(folder)) if folder else Folder.new()
         self._sync = SharedMemorySync(self._folder.path, node=node)
         self._node, self._address, self._timeout_s = node, address, timeout_s
@@ -86,15 +163,13 @@ class Distributor:
 
         One bucket at a time: others that are under way would keep the group open until they time out.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
         fault = ""
         try:
             self._meet(key, meeting, rank, world)
             for start in range(0, len(buffer), BUCKET_BYTES):
                 bucket = buffer[start : start + BUCKET_BYTES]
                 wait_for(start + len(bucket))
-                self._group.broadcast([bucket], options).wait()
+                self._carrier.broadcast(self._group, bucket, sends=rank == 0)
         except RunError:
             self._leave()
             raise
@@ -105,6 +180,8 @@ class Distributor:
             raise RunError(f"broadcast {key} ended: {fault}")
 
     def _leave(self) -> None:
+        if self._group is not None:
+            self._carrier.leave(self._group)
         self._key, self._group = "", None
 
     def _meet(self, key: str, meeting: Meeting, rank: int, world: int) -> None:
@@ -116,8 +193,6 @@ class Distributor:
         if rank:
             timeout = timedelta(seconds=self._timeout_s)
             store = dist.TCPStore(*meeting, is_master=False, timeout=timeout)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
-        options._timeout = timedelta(seconds=self._timeout_s)
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, world, options)
+        timeout = timedelta(seconds=self._timeout_s)
+        self._group = self._carrier.group(dist.PrefixStore(key, store), rank, world, timeout)
         self._key = key

@@ -1,6 +1,6 @@
-"""Weights handed over between processes of one machine, through memory-mapped files. Layer 4.
+"""Weights handed over between processes of one machine, through memory they share. Layer 4.
 
-Publishing fills a side (`side.py`) that nobody reads; two of them alternate, and a reader that is slow
+It is the host's (memory-mapped files) or, on a GPU, the device's (CUDA IPC). Publishing fills a side (`side.py`) that nobody reads; two of them alternate, and a reader that is slow
 costs a third. Fetching yields tensors that are views of the side, with no copy. `announce` gives the
 handle out before the bytes are there, so that engines read the first while the last are written.
 The folder is locked by those who use it; folders that nobody uses are swept at the next start.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import mmap
 import os
 import shutil
 import tempfile
@@ -21,10 +20,11 @@ from pathlib import Path
 
 import torch
 
-from penstock.sync.side import CAN_WAIT_FOR_BYTES, ReadSide, WrittenSide
+from penstock.sync.side import CAN_WAIT_FOR_BYTES, ReadSide, Standing, WrittenSide
 from penstock.types import WeightHandle
 
 NOTE_BYTES = 8 * 2**20  # readers are woken after so many further bytes
+DEVICE_NOTE_BYTES = 256 * 2**20  # the same on a GPU, which is waited for each time
 _PREFIX = "penstock-weights-"
 _ALIGN = 64
 Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, offset
@@ -81,13 +81,17 @@ def sweep_stale(root: Path) -> None:
 class SharedMemorySync:
     """One side, consumer's or engine's. Only the consumer's writes into the folder."""
 
-    def __init__(self, folder: str | Path = "", *, node: str = "") -> None:
-        """`node` says where the folder is, for who passes the weights on to other machines."""
-        self._folder, self._node = Path(folder), node
+    def __init__(self, folder: str | Path = "", *, node: str = "", on_device: bool = False) -> None:
+        """`node` says where the folder is, for who passes the weights on to other machines.
+
+        `on_device`: publish in the memory of the GPU on which the weights are.
+        """
+        self._folder, self._node, self._on_device = Path(folder), node, on_device
+        self._device = torch.device("cpu")  # where it publishes
         self._sides: list[WrittenSide] = []
         self._layout: Layout | None = None
         self._announced: tuple[WeightHandle, WrittenSide] | None = None
-        self._standing: dict[str, mmap.mmap] = {}
+        self._standing = Standing()
 
     # ---- the consumer's side
 
@@ -116,6 +120,8 @@ class SharedMemorySync:
             self._give_up_announced()
         tensors = [(name, tensor.detach()) for name, tensor in weights]
         entries, size = self._layout = layout_of(tensors)
+        if self._on_device and tensors:
+            self._device = tensors[0][1].device
         side = self.take_side(size)
         try:
             self._write(side, entries, tensors)
@@ -130,13 +136,14 @@ class SharedMemorySync:
         weights: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
         noted = end = 0
+        step = DEVICE_NOTE_BYTES if side.bytes.is_cuda else NOTE_BYTES
         for (name, dtype, shape, offset), (given, tensor) in zip(entries, weights, strict=True):
             said = (given, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             assert said == (name, dtype, shape), f"got {said}, announced was {(name, dtype, shape)}"
             end = offset + tensor.numel() * tensor.element_size()
             if end > offset:
                 side.bytes[offset:end].view(tensor.dtype).view(shape).copy_(tensor.detach())
-            if end - noted >= NOTE_BYTES:
+            if end - noted >= step:
                 side.note(noted := end)
         side.note(len(side.bytes))
 
@@ -147,14 +154,14 @@ class SharedMemorySync:
         number = max((side.number for side in self._sides), default=0) + 1
         newest = max((side.number for side in self._sides if side.is_whole), default=0)
         older = [side for side in self._sides if side.number != newest]
-        taken = next((side for side in older if side.begin(number, size)), None)
+        taken = next((side for side in older if side.begin(number, size, self._device)), None)
         self._sides = [
             side for side in self._sides if side not in older or side is taken or not side.remove()
         ]
         if taken is None:
             names = (self._folder / f"side-{n}" for n in itertools.count())
             taken = WrittenSide(next(name for name in names if not name.exists()))
-            began = taken.begin(number, size)
+            began = taken.begin(number, size, self._device)
             assert began, "a new file has no reader"
             self._sides.append(taken)
         return taken
@@ -183,7 +190,9 @@ class SharedMemorySync:
 
     def read_side(self, handle: WeightHandle) -> ReadSide:
         where = handle.location
-        return ReadSide(Path(where["path"]), where["number"], where["size"], self._standing)
+        return ReadSide(
+            Path(where["path"]), where["number"], where["size"], self._standing, where["device"]
+        )
 
     def close(self) -> None:
         self._give_up_announced()
@@ -199,6 +208,7 @@ def location_of(side: WrittenSide, entries: list[Entry], size: int, node: str) -
         "path": str(side.path),
         "number": side.number,
         "size": size,
+        "device": side.place,
         "tensors": entries,
     }
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from penstock.digest import DIGEST_BYTES, combine_digests, tensor_digests
-from penstock.engine.weights import digest_of, weight_bits
+from penstock.digest import DIGEST_BYTES, combine_digests
+from penstock.engine.weights import digest_of, digests_of
 
 if TYPE_CHECKING:
     from penstock.train.policy import Policy
@@ -37,6 +37,8 @@ class Ranks:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         return cls(dist.get_rank(), dist.get_world_size())
@@ -79,13 +81,13 @@ def digest_over(ranks: Ranks, weights: Iterable[tuple[str, torch.Tensor]]) -> st
         return digest_of(weights)
     names: list[str] = []
 
-    def own() -> Iterator[tuple[str, str, np.ndarray]]:
+    def own() -> Iterator[tuple[str, torch.Tensor]]:
         for number, (name, tensor) in enumerate(weights):
             names.append(name)
             if number % ranks.world == ranks.rank:
-                yield name, *weight_bits(tensor)
+                yield name, tensor
 
-    digests = tensor_digests(own())
+    digests = digests_of(own())
     table = np.zeros((len(names), DIGEST_BYTES))
     for number in range(ranks.rank, len(names), ranks.world):
         table[number] = list(digests[names[number]])

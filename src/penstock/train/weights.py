@@ -8,6 +8,7 @@ backward pass, and `publish` writes them back. Sharded models keep their masters
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,13 @@ ADAPTER = "default"
 
 
 def device_of(config: ModelConfig) -> torch.device:
-    if config.device != "auto":
+    """Where this trainer rank computes; ranks of one machine take its GPUs in turn."""
+    if config.device not in ("auto", "cuda"):
         return torch.device(config.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu" if config.device == "auto" else "cuda")
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -1,0 +1,59 @@
+"""Who computes on which GPU of a machine with several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.config import Config, ModelConfig
+from penstock.engine.loading import TransformersOptions
+from penstock.errors import UserError
+from penstock.launch.services import trainer_part
+from penstock.train.weights import device_of
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+def trainer_devices(count: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    devices = []
+    for rank in range(count):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        devices.append(str(device_of(ModelConfig())))
+    return devices
+
+
+def engine_devices(config: Config) -> list[str]:
+    count = config.launch.num_producers
+    return [TransformersOptions.from_config(config, number).device for number in range(count)]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_trainer_ranks_and_engines_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.model_validate({"launch": {"num_consumers": 2, "num_producers": 2}})
+    assert trainer_devices(2, monkeypatch) == ["cuda:0", "cuda:1"]
+    assert engine_devices(config) == ["cuda:2", "cuda:3"]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_colocated_they_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = {"num_consumers": 2, "num_producers": 2, "colocate": True}
+    config = Config.model_validate({"launch": launch})
+    assert engine_devices(config) == trainer_devices(2, monkeypatch) == ["cuda:0", "cuda:1"]
+
+
+def test_a_named_device_is_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert str(device_of(ModelConfig(device="cuda:3"))) == "cuda:3"
+    assert str(device_of(ModelConfig(device="cpu"))) == "cpu"
+
+
+def test_weights_cannot_stay_on_a_gpu_that_is_not_there() -> None:
+    config = Config.model_validate({"model": {"device": "cpu"}})
+    with pytest.raises(
+        UserError, match=r"sync.kind: got cuda_ipc with a model on cpu, allowed: auto"
+    ):
+        trainer_part(config, 1, "cuda_ipc", "", 0, ("", 0))
