@@ -113,7 +113,7 @@ def _compress(
 
 
 @triton.jit
-def _hash_leaves(Addresses, Out, Constants, count, blocks, LANES: tl.constexpr):
+def _hash_leaves(Addresses, Out, Constants, count, BLOCKS: tl.constexpr, LANES: tl.constexpr):
     leaf = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = leaf < count
     start = tl.load(Addresses + leaf, mask=inside, other=0).to(tl.pointer_type(tl.int32))
@@ -125,7 +125,7 @@ def _hash_leaves(Addresses, Out, Constants, count, blocks, LANES: tl.constexpr):
     f = tl.full((LANES,), 0x9B05688C, tl.uint32)
     g = tl.full((LANES,), 0x1F83D9AB, tl.uint32)
     h = tl.full((LANES,), 0x5BE0CD19, tl.uint32)
-    for block in range(blocks):
+    for block in range(BLOCKS):
         at = start + block * 16
         a, b, c, d, e, f, g, h = _compress(
             a, b, c, d, e, f, g, h,
@@ -137,7 +137,7 @@ def _hash_leaves(Addresses, Out, Constants, count, blocks, LANES: tl.constexpr):
         )  # fmt: skip
     none = tl.full((LANES,), 0, tl.uint32)  # the last block: the end's mark, and the length in bits
     mark = tl.full((LANES,), 0x80000000, tl.uint32)
-    bits = none + (blocks * 512).to(tl.uint32)
+    bits = tl.full((LANES,), BLOCKS * 512, tl.uint32)
     a, b, c, d, e, f, g, h = _compress(
         a, b, c, d, e, f, g, h, mark, none, none, none, none, none, none, none,
         none, none, none, none, none, none, none, bits, Constants,
@@ -166,6 +166,7 @@ def hash_leaves(addresses: list[int], leaf_bytes: int, device: torch.device) -> 
         constants = torch.tensor(_ROUND_CONSTANTS, dtype=torch.int64).to(device, torch.int32)
         launch: Any = _hash_leaves
         launch[(triton.cdiv(count, _LANES),)](
-            where, words, constants, count, leaf_bytes // BLOCK_BYTES, LANES=_LANES, num_warps=1
-        )
+            where, words, constants, count,
+            BLOCKS=leaf_bytes // BLOCK_BYTES, LANES=_LANES, num_warps=1,
+        )  # fmt: skip
     return words
