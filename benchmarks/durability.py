@@ -1,6 +1,7 @@
 """What durability costs: journal, digest and checkpoint as a share of a step, and as a run gets longer.
 
     python benchmarks/durability.py [--steps 40] [--groups 20000] [--digest-gib 1 4 15]
+    python benchmarks/durability.py --steps 0 --groups 0      # the digest alone; with a GPU, on both sides
 
 Three parts. A real run of the built-in demo in this process, with a checkpoint every fourth step, where the
 calls that wait are timed: their shares of a step, in the first and in the last third of the run. Then the
@@ -211,6 +212,39 @@ def measure_digest(gibibytes: list[float]) -> None:
     console.print(table)
 
 
+def measure_device_digest(gibibytes: list[float]) -> None:
+    """Hash weights of those sizes on the GPU, and through the host; matrices of 32 MiB, random."""
+    import torch
+
+    from penstock.engine.weights import digest_of
+
+    columns = ("weights on the GPU", "hashed there", "GiB/s", "through the host")
+    table = Table(*columns, box=None)
+    for size in gibibytes:
+        count = max(1, round(32 * size))
+        weights = [
+            (f"layer.{i}", torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16))
+            for i in range(count)
+        ]
+        digest_of(weights[:1])  # compiles
+        wall = time.perf_counter()
+        there = digest_of(weights)
+        wall = time.perf_counter() - wall
+        host = time.perf_counter()
+        assert there == digest_of((name, tensor.cpu()) for name, tensor in weights)
+        host = time.perf_counter() - host
+        table.add_row(f"{size:g} GiB", f"{wall:.4f} s", f"{size / wall:.0f}", f"{host:.2f} s")
+        del weights
+    console.print(f"the digest on {torch.cuda.get_device_name()}:", highlight=False)
+    console.print(table)
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=40)
@@ -221,8 +255,12 @@ def main() -> None:
     load = os.getloadavg()[0]
     console.print(f"{os.cpu_count()} cores, load {load:.1f} before the start", highlight=False)
     measure_digest(options.digest_gib)
-    measure_long_journal(options.groups)
-    measure_run(options.steps, options.checkpoint_every)
+    if has_gpu():
+        measure_device_digest(options.digest_gib)
+    if options.groups:
+        measure_long_journal(options.groups)
+    if options.steps:
+        measure_run(options.steps, options.checkpoint_every)
 
 
 if __name__ == "__main__":
