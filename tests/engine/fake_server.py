@@ -50,7 +50,7 @@ class FakeServer:
         self._unpaused = asyncio.Event()
         self._unpaused.set()
         self._stepping = asyncio.Lock()
-        self._version = 0
+        self._version, self._label = 0, "default"
 
     @property
     def url(self) -> str:
@@ -152,6 +152,10 @@ class FakeServer:
             self._version += 1
             info = body["update_info"]
             await self._load(self._version, info["digest"], info)
+        elif path == "/finish_weight_update":
+            self._label = body["weight_version"]
+        elif path == "/weight_info":
+            return _send(writer, 200, {"weight_version": self._label})
         return _send(writer, 200, {"is_paused": not self._unpaused.is_set()})
 
     async def _load(self, version: int, digest: str, where: dict[str, Any]) -> None:

@@ -279,7 +279,7 @@ def test_a_server_that_refuses_weights_is_not_used_on(tmp_path: Path) -> None:
     async def main() -> None:
         engine = ServedEngine(tmp_path)
         await engine.start()
-        engine._loader = ReloadCall(engine._servers, str(tmp_path), "/no_such_call")
+        engine._loader = ReloadCall(str(tmp_path), "/no_such_call")
         with pytest.raises(EngineError, match="not loaded"):
             await engine.update_weights(1, tiny.handle(1))
         assert "not loaded" in (await engine.generate(tiny.request("a"))).error

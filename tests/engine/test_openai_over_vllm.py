@@ -120,9 +120,9 @@ def test_the_server_refuses_weights_that_are_not_those_announced(
         loader = engine._loader
         assert isinstance(loader, VllmCalls)
         source = tiny.handle(1)
-        await loader.prepare(1, source, dict(tiny.fetch(tiny.handle(2))))
+        prepared = await loader.prepare(1, source, dict(tiny.fetch(tiny.handle(2))))
         async with engine._holding(loader):
             with pytest.raises(HttpError, match="500"):
-                await loader.load(1, source.digest)
+                await loader.load(engine._servers.all[0], prepared)
 
     loop.run(main())

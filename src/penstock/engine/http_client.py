@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 _MOST_BODY = 256 * 1024 * 1024
 _MOST_EVENT = 16 * 1024 * 1024
+_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # of a host that went away
 Headers = dict[str, str]
 
 
@@ -90,13 +92,33 @@ class JsonClient:
         except ValueError:
             raise HttpError(f"{self.base_url}{path}: the answer is not JSON") from None
 
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection on which nothing is asked: it lasts as long as whoever accepted it."""
+        try:
+            async with asyncio.timeout(10.0):
+                reader, writer = await self._open()
+        except TimeoutError:
+            raise HttpError(f"{self.base_url}: no connection within 10 s") from None
+        except OSError as error:
+            raise HttpError(f"{self.base_url}: {type(error).__name__}: {error}") from error
+        connection = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _PROBES.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return reader, writer
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        url = urlsplit(self.base_url)
+        secure = ssl.create_default_context() if url.scheme == "https" else None
+        port = url.port or (443 if secure else 80)
+        return await asyncio.open_connection(url.hostname, port, ssl=secure)
+
     async def _send(
         self, method: str, path: str, body: bytes
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         url = urlsplit(self.base_url)
-        secure = ssl.create_default_context() if url.scheme == "https" else None
-        port = url.port or (443 if secure else 80)
-        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure)
+        reader, writer = await self._open()
         head = [
             f"{method} {url.path.rstrip('/')}{path} HTTP/1.1",
             f"Host: {url.netloc}",

@@ -3,7 +3,8 @@
 Several URLs: the least loaded takes a request, a rollout that goes on returns to its server. Answers are
 streamed where the server can, so that an abort returns what came until then, and a cut stream goes on
 elsewhere from its tokens. Weights go out by vLLM's own calls for RL, or as a safetensors folder and a
-reload call; without either the engine serves for evaluation only, and says so.
+reload call; without either the engine serves for evaluation only, and says so. A server that was lost
+serves again only with the newest weights (`servers.py` says when one is lost).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from penstock.engine.completions import (
 )
 from penstock.engine.http_client import HttpError, JsonClient
 from penstock.engine.in_flight import InFlight, RunningRequest
+from penstock.engine.openai_options import OpenAIOptions
 from penstock.engine.protocol import (
     EngineStats,
     FinishReason,
@@ -43,39 +45,32 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.config import Config
-    from penstock.engine.server_weights import WeightLoader
+    from penstock.engine.server_weights import Prepared, WeightLoader
+
+__all__ = ["OpenAIEngine", "OpenAIOptions"]
 
 Fetch = Callable[[WeightHandle], "Iterable[tuple[str, torch.Tensor]]"]
 _PATH = "/v1/completions"
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class OpenAIOptions:
-    """[engine.options] of the openai engine."""
-
-    urls: tuple[str, ...] = ("http://127.0.0.1:8000",)
-    model: str = ""  # name the server knows the model by; empty: the first it lists
-    api_key_variable: str = ""  # environment variable that holds the key
-    timeout_s: float = 600.0  # without a token, or without an answer
-    retries: int = 3  # further tries of one request
-    backoff_s: float = 0.5  # before the second try; doubles
-    max_model_len: int = 0  # most tokens of a request; 0: as the server says
-    reload_path: str = ""  # e.g. /update_weights_from_disk (SGLang); vLLM servers need none
-    weights_folder: str = ""  # where new weights are written; servers must see it too
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
     """One streamed answer; `limit` ends it, also when it is cut to go on after an update."""
 
+    server: Server
     limit: asyncio.Timeout
     stops_by_text: bool
     cut: bool = False
+    over: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end_at(self, when: float | None) -> None:
-        if not self.limit.expired():
+        if not self.over and not self.limit.expired():
             self.limit.reschedule(when)
+
+    def end_now(self) -> None:
+        self.end_at(asyncio.get_running_loop().time())
+        self.over = True
 
 
 class OpenAIEngine:
@@ -90,7 +85,8 @@ class OpenAIEngine:
             raise UserError("engine.options.urls: got none, allowed: at least one URL")
         key = os.environ.get(options.api_key_variable, "") if options.api_key_variable else ""
         self._options, self._fetch = options, fetch
-        self._servers = Servers([JsonClient(u, options.timeout_s, key) for u in options.urls])
+        clients = [JsonClient(url, options.timeout_s, key) for url in options.urls]
+        self._servers = Servers(clients, self._come_back, self._end_streams, options.backoff_s)
         self._requests = InFlight()
         self._streams: set[_Stream] = set()
         self._asking = asyncio.Event()  # set: requests inside may ask a server
@@ -101,29 +97,24 @@ class OpenAIEngine:
         self._paused: PauseMode | None = None
         self._held_natively = False
         self._version, self._digest = 0, ""
+        self._latest: tuple[int, WeightHandle] | None = None  # None: it serves what it started with
         self._end_reason = "it was not started"
 
     @classmethod
     def from_config(cls, config: Config, *, fetch: Fetch, index: int = 0) -> Self:
-        given = dict(config.engine.options)
-        names = tuple(OpenAIOptions.__dataclass_fields__)
-        unknown = sorted(given.keys() - set(names))
-        if unknown:
-            raise UserError(f"engine.options: got {unknown[0]!r}, allowed: {', '.join(names)}")
-        if "urls" in given:
-            given["urls"] = tuple(given["urls"])
-        return cls(OpenAIOptions(**given), fetch=fetch)
+        return cls(OpenAIOptions.from_config(config), fetch=fetch)
 
     # ---- what the servers can do
 
     async def start(self) -> None:
         """Find the model and learn what the servers can do; all of them must be there."""
         raw, self._streaming, self._native_pause = [], True, True
+        self._servers.begin()
         for server in self._servers.all:
-            client, server.healthy = server.client, True
+            client = server.client
             try:
                 await self._find_model(client)
-                own_pause = await _has_own_pause(client)
+                own_pause = await server.has_own_pause()
                 raw.append(abs(await self._probe(client)) > 1e-4)
             except (HttpError, WrongAnswer, KeyError) as error:
                 raise EngineError(
@@ -133,7 +124,7 @@ class OpenAIEngine:
         self._raw_logprobs = any(raw)
         self._loader = self._find_loader()
         self._paused, self._held_natively, self._end_reason = None, False, ""
-        self._version, self._digest = 0, ""
+        self._version, self._digest, self._latest = 0, "", None
         self._asking.set()
         self._requests.gate.set()
 
@@ -169,11 +160,11 @@ class OpenAIEngine:
 
         options = self._options
         if options.reload_path and options.weights_folder:
-            return ReloadCall(self._servers, options.weights_folder, options.reload_path)
+            return ReloadCall(options.weights_folder, options.reload_path)
         if self._native_pause and (
             options.weights_folder or all(map(on_this_machine, options.urls))
         ):
-            return VllmCalls(self._servers, options.weights_folder)
+            return VllmCalls(options.weights_folder)
         return None
 
     def _check(self, request: GenerationRequest) -> None:
@@ -210,32 +201,49 @@ class OpenAIEngine:
             request, before = _going_on(running), len(running.ids)
             if len(request.response_ids) >= request.sampling.max_tokens:
                 return running.generation("length")
-            server = await self._servers.choose(request.request_id)
-            await self._asking.wait()
-            server.outstanding += request.num_tokens
             try:
-                ask = self._follow_stream if self._streaming else self._ask_once
-                ended = await ask(server, running, request)
+                ended = await self._ask(running, request)
                 if ended is not None:
                     return running.generation(ended)
             except (HttpError, WrongAnswer) as error:
                 reason, failures = str(error), failures + 1
-                self._servers.failed(request.request_id, error)
                 if isinstance(error, WrongAnswer):
                     running.forget(before)  # none of this answer is to be trusted
                 elif request.sampling.stop:
                     running.forget(0)  # a stop string could lie across the cut
                 if isinstance(error, HttpError) and not error.again:
                     break
-            finally:
-                server.outstanding -= request.num_tokens
         return running.generation("error", reason)
+
+    async def _ask(
+        self, running: RunningRequest, request: GenerationRequest
+    ) -> FinishReason | None:
+        """One server, once; None: it was cut and is to go on."""
+        while True:
+            server = await self._servers.choose(request.request_id)
+            await self._asking.wait()
+            if server.ready:  # nobody lost it meanwhile
+                break
+        epoch = server.epoch
+        server.outstanding += request.num_tokens
+        try:
+            ask = self._follow_stream if self._streaming else self._ask_once
+            ended = await ask(server, running, request)
+            server.faults = 0
+            return ended
+        except (HttpError, WrongAnswer) as error:
+            self._servers.failed(request.request_id, server, epoch, error)
+            raise
+        finally:
+            server.outstanding -= request.num_tokens
 
     async def _ask_once(
         self, server: Server, running: RunningRequest, request: GenerationRequest
     ) -> FinishReason:
         version, left = self._version, request.sampling.max_tokens - len(request.response_ids)
+        epoch = server.epoch
         answer = await server.client.post(_PATH, self._body(request))
+        _check_epoch(server, epoch)
         ids, logprobs, ended = read_completion(answer, left)
         self._requests.add(running, ids, logprobs, version)
         return ended
@@ -246,17 +254,18 @@ class OpenAIEngine:
         """Why it ended; None if it was cut and is to go on."""
         chunks = CompletionChunks(request.sampling.max_tokens - len(request.response_ids))
         stream: _Stream | None = None
+        epoch = server.epoch
         try:
             async with asyncio.timeout(self._options.timeout_s) as limit:
-                stream = _Stream(limit, bool(request.sampling.stop))
+                stream = _Stream(server, limit, bool(request.sampling.stop))
                 self._streams.add(stream)
                 body = {**self._body(request), **STREAMED}
                 async with aclosing(server.client.stream(_PATH, body)) as events:
                     async for event in events:
+                        _check_epoch(server, epoch)
                         ids, logprobs = chunks.read(event)
                         self._requests.add(running, ids, logprobs, self._version)
-                        if not stream.cut:
-                            stream.end_at(self._deadline())
+                        stream.end_at(self._deadline())
             return chunks.end()
         except HttpError:
             if chunks.complete:  # all that was lost is the stream's own end
@@ -265,6 +274,7 @@ class OpenAIEngine:
         except TimeoutError:
             if stream is not None and stream.cut:
                 return None
+            _check_epoch(server, epoch)
             waited = f"no token within {self._options.timeout_s:g} s"
             raise HttpError(f"{server.client.base_url}: {waited}") from None
         finally:
@@ -307,8 +317,12 @@ class OpenAIEngine:
         """Nothing is generated after this; what runs goes on later."""
         if natively and not self._held_natively:
             self._asking.clear()
-            await self._control("/pause?mode=keep&clear_cache=false")
-            self._held_natively = True
+            self._held_natively = True  # first: a server that comes back does as this says
+            try:
+                await self._pause_all(True)
+            except EngineError:
+                self._held_natively = False
+                raise
             for stream in self._streams:
                 stream.end_at(None)
         elif self._streaming and not natively:
@@ -317,25 +331,25 @@ class OpenAIEngine:
             for stream in streams:
                 if not stream.stops_by_text:
                     stream.cut = True
-                    stream.end_at(asyncio.get_running_loop().time())
+                    stream.end_now()
             await asyncio.gather(*(stream.ended.wait() for stream in streams))
         elif not natively:
             await self._requests.wait_inside()
 
     async def _let_go(self) -> None:
         if self._held_natively:
-            await self._control("/resume")
             self._held_natively = False
+            await self._pause_all(False)
             for stream in self._streams:
                 stream.end_at(self._deadline())
         self._asking.set()
         self._requests.gate.set()
 
-    async def _control(self, path: str) -> None:
+    async def _pause_all(self, paused: bool) -> None:
         try:
-            await self._servers.post_all(path, {})
+            await self._servers.on_all(lambda server: server.set_paused(paused))
         except HttpError as error:
-            raise EngineError(f"engine openai: {path.split('?')[0]}: {error}") from error
+            raise EngineError(f"engine openai: its pause: {error}") from error
 
     # ---- weights
 
@@ -351,16 +365,62 @@ class OpenAIEngine:
 
         async with self._updating:
             weights = await asyncio.to_thread(checked_weights, self._fetch, source)
-            await loader.prepare(version, source, weights)
-            async with self._holding(loader):
-                try:
-                    await loader.load(version, source.digest)
-                except HttpError as error:
-                    self._end_reason = f"weights {version} were not loaded: {error}"
-                    await self._requests.abort_all()
-                    raise EngineError(f"engine openai: {self._end_reason}") from error
-                self._version, self._digest = version, source.digest
+            prepared = await loader.prepare(version, source, weights)
+            try:
+                await self._hold_on_all()
+                async with self._holding(loader):
+                    self._latest = (version, source)  # from now on for those that come back, too
+                    await self._load(loader, prepared)
+                    self._version, self._digest = version, source.digest
+            finally:
+                prepared.release()
         return source.digest
+
+    async def _hold_on_all(self) -> None:
+        """From here on no server ends unnoticed."""
+        try:
+            await self._servers.some_ready()
+            await self._servers.on_all(self._servers.hold_on)
+        except HttpError as error:
+            raise EngineError(f"engine openai: {error}") from error
+
+    async def _load(self, loader: WeightLoader, prepared: Prepared) -> None:
+        """Into every server that serves; where one refuses, nobody knows what it holds."""
+        try:
+            await self._servers.on_all(lambda server: loader.load(server, prepared))
+        except HttpError as error:
+            self._end_reason = f"weights {prepared.version} were not loaded: {error}"
+            await self._requests.abort_all()
+            raise EngineError(f"engine openai: {self._end_reason}") from error
+
+    async def _come_back(self, server: Server) -> None:
+        """For one that was lost: it holds the newest weights after this, and is paused as the others are."""
+        await server.ask_health()
+        try:
+            await self._find_model(server.client)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise EngineError(f"it does not list its models: {error!r}") from error
+        paused = self._native_pause and await server.is_paused()
+        held: tuple[int, WeightHandle] | None = None
+        while held is not self._latest or paused is not self._held_natively:
+            if held is not self._latest and self._latest is not None:
+                held = self._latest
+                paused = await self._load_again(server, held) or paused
+            else:
+                paused = self._held_natively
+                await server.set_paused(paused)
+
+    async def _load_again(self, server: Server, newest: tuple[int, WeightHandle]) -> bool:
+        from penstock.engine.server_weights import load_again
+
+        assert self._loader is not None, "weights that were loaded once have a loader"
+        await self._servers.hold_on(server)
+        return await load_again(self._loader, server, self._fetch, newest)
+
+    def _end_streams(self, server: Server) -> None:
+        for stream in self._streams:
+            if stream.server is server:
+                stream.end_now()
 
     @asynccontextmanager
     async def _holding(self, loader: WeightLoader) -> AsyncIterator[None]:
@@ -386,8 +446,10 @@ class OpenAIEngine:
     async def stats(self) -> EngineStats:
         if self._end_reason:
             raise EngineError(f"engine openai: {self._end_reason}")
-        if not self._servers.any_healthy:
-            raise EngineError("engine openai: no server answers")
+        try:
+            await self._servers.some_ready()
+        except HttpError as error:
+            raise EngineError(f"engine openai: {error}") from error
         return EngineStats(
             policy_version=self._version,
             digest=self._digest,
@@ -402,6 +464,13 @@ class OpenAIEngine:
     async def close(self) -> None:
         self._end_reason = "it was closed"
         await self._requests.abort_all()
+        await self._servers.close()
+
+
+def _check_epoch(server: Server, epoch: int) -> None:
+    """What comes after a loss may be another process's, with other weights."""
+    if server.epoch != epoch:
+        raise HttpError(f"{server.url}: it was lost meanwhile: {server.reason}")
 
 
 def _going_on(running: RunningRequest) -> GenerationRequest:
@@ -410,19 +479,3 @@ def _going_on(running: RunningRequest) -> GenerationRequest:
         return running.request
     made = np.concatenate([running.request.response_ids, np.array(running.ids, np.int32)])
     return replace(running.request, response_ids=made)
-
-
-async def _has_own_pause(client: JsonClient) -> bool:
-    """vLLM in its development mode: it can hold requests and take weights.
-
-    A pause that somebody left behind, who died in it, is ended: nothing would ever be answered.
-    """
-    try:
-        answer = await client.get("/is_paused")
-    except HttpError:
-        return False
-    if not isinstance(answer, dict) or "is_paused" not in answer:
-        return False
-    if answer["is_paused"]:
-        await client.post("/resume", {})
-    return True

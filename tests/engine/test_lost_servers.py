@@ -1,0 +1,287 @@
+"""The openai engine and servers that are killed and come back: never a token from unknown weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+from engine_case import run
+from engine_contract import until_running
+from small_server import FIRST_TOKEN
+from test_openai_engine import ServedEngine
+
+from penstock.engine.openai_engine import OpenAIEngine, OpenAIOptions
+from penstock.engine.protocol import Generation
+from penstock.engine.servers import Server
+from penstock.errors import EngineError
+
+PROGRAM = Path(__file__).parent / "small_server.py"
+
+
+class ServerProcess:
+    """One server on a port of its own, which it gets again when it is started again."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self, kind: str, *more: str) -> None:
+        """Returns when it listens; the first time on some port below those that connections get."""
+        ports = [self._port] if self._port else random.sample(range(20000, 32000), 20)
+        for port in ports:
+            command = [sys.executable, str(PROGRAM), str(port), kind, *more]
+            self._process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            assert self._process.stdout is not None
+            if self._process.stdout.readline() == "ready\n":
+                self._port = port
+                return
+            self.kill()
+        raise AssertionError(f"no server starts on {ports}")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+@pytest.fixture
+def servers() -> Iterator[list[ServerProcess]]:
+    made = [ServerProcess(), ServerProcess()]
+    yield made
+    for server in made:
+        server.kill()
+
+
+def make_engine(kind: str, folder: Path, *servers: ServerProcess) -> OpenAIEngine:
+    reload = {"reload_path": "/reload", "weights_folder": str(folder)} if kind == "reload" else {}
+    urls = tuple(server.url for server in servers)
+    return OpenAIEngine(OpenAIOptions(urls=urls, backoff_s=0.0, **reload), fetch=tiny.fetch)
+
+
+def assert_all_of(made: Generation, version: int, tokens: int = 8) -> None:
+    assert made.error == ""
+    assert made.token_ids.tolist() == [FIRST_TOKEN + version] * tokens
+    assert {segment.version for segment in made.segments} == {version}
+
+
+async def until_lost(server: Server) -> None:
+    """Its process has ended: the system tells us so."""
+    if server.held_on is not None:
+        await asyncio.wait([server.held_on])
+    assert not server.ready
+
+
+async def until_ready(engine: OpenAIEngine, server: Server) -> None:
+    while not server.ready:
+        await engine._servers.some_ready()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", ["reload", "rl"])
+def test_one_that_was_killed_gets_the_newest_weights_before_it_serves(
+    kind: str, servers: list[ServerProcess], tmp_path: Path
+) -> None:
+    """Nothing ran there and nobody asked while it was gone: it was there all the time, to all looks."""
+    server = servers[0]
+    server.start(kind)
+
+    async def main() -> None:
+        engine = make_engine(kind, tmp_path, server)
+        await engine.start()
+        for version in (1, 2):
+            await engine.update_weights(version, tiny.handle(version))
+            assert_all_of(await engine.generate(tiny.request("a", max_tokens=8)), version)
+            server.kill()
+            server.start(kind)
+            made = await engine.generate_many(
+                [tiny.request(f"b{n}", max_tokens=8) for n in range(4)]
+            )
+            for one in made:
+                assert_all_of(one, version)
+        assert (await engine.stats()).policy_version == 2
+        await engine.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", ["reload", "rl"])
+def test_one_that_is_killed_within_a_response(
+    kind: str, servers: list[ServerProcess], tmp_path: Path
+) -> None:
+    """What came before stays, what follows is made with the same weights."""
+    server = servers[0]
+    server.start(kind, "5")
+
+    async def main() -> None:
+        engine = make_engine(kind, tmp_path, server)
+        await engine.start()
+        await engine.update_weights(1, tiny.handle(1))
+        task = asyncio.create_task(engine.generate(tiny.request("a", max_tokens=8)))
+        await until_running(engine, 5)
+        server.kill()
+        server.start(kind)
+        assert_all_of(await task, 1)
+        await engine.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", ["reload", "rl"])
+def test_one_of_two_misses_an_update_and_catches_up(
+    kind: str, servers: list[ServerProcess], tmp_path: Path
+) -> None:
+    first, second = servers
+    first.start(kind)
+    second.start(kind)
+
+    async def main() -> None:
+        engine = make_engine(kind, tmp_path, first, second)
+        await engine.start()
+        await engine.update_weights(1, tiny.handle(1))
+        first.kill()
+        await until_lost(engine._servers.all[0])
+        await engine.update_weights(2, tiny.handle(2))  # the other one takes it
+        assert_all_of(await engine.generate(tiny.request("a", max_tokens=8)), 2)
+        first.start(kind)
+        await until_ready(engine, engine._servers.all[0])
+        second.kill()
+        assert_all_of(await engine.generate(tiny.request("b", max_tokens=8)), 2)
+        first.kill()
+        with pytest.raises(EngineError, match="no server answers"):
+            await engine.update_weights(3, tiny.handle(3))
+        await engine.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", ["reload", "rl"])
+def test_one_that_comes_back_and_takes_no_weights_is_left_out(
+    kind: str,
+    servers: list[ServerProcess],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever started it again forgot how: one line names it, the other one serves on."""
+    first, second = servers
+    first.start(kind)
+    second.start(kind)
+
+    async def main() -> None:
+        engine = make_engine(kind, tmp_path, first, second)
+        await engine.start()
+        await engine.update_weights(1, tiny.handle(1))
+        first.kill()
+        first.start("frozen")
+        lost = engine._servers.all[0]
+        while not lost.given_up:
+            await asyncio.sleep(0)
+            await engine._servers.some_ready()
+        lines = [line for line in caplog.messages if "not used again" in line]
+        assert len(lines) == 1
+        assert first.url in lines[0]
+        for number in range(4):
+            assert_all_of(await engine.generate(tiny.request(str(number), max_tokens=8)), 1)
+        second.kill()
+        second.start("frozen")
+        made = await engine.generate(tiny.request("late", max_tokens=8))
+        assert made.finish_reason == "error"
+        assert second.url in made.error
+        with pytest.raises(EngineError, match="not used again"):
+            await engine.stats()
+        await engine.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(main)
+
+
+def test_without_any_update_a_server_that_is_back_serves(
+    servers: list[ServerProcess], tmp_path: Path
+) -> None:
+    """An evaluation: it serves what it was started with, as it did at the engine's own start."""
+    server = servers[0]
+    server.start("frozen")
+
+    async def main() -> None:
+        engine = make_engine("frozen", tmp_path, server)
+        await engine.start()
+        server.kill()
+        made = await engine.generate(tiny.request("a", max_tokens=8))
+        assert "Connection" in made.error
+        server.start("frozen")
+        assert_all_of(await engine.generate(tiny.request("b", max_tokens=8)), 0)
+        await engine.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(("rl", "loads"), [(False, 2), (True, 1)])
+def test_faults_in_a_row_are_a_loss_and_one_that_can_say_what_it_holds_is_asked(
+    rl: bool, loads: int, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, "500", "500", "500", rl=rl)
+        await engine.start()
+        await engine.update_weights(1, tiny.handle(1))
+        made = await engine.generate(tiny.request("a", [7, 8, 9]))
+        assert made.finish_reason in ("stop", "length"), made.error
+        calls = engine.fakes[0].calls
+        assert calls.count("/update_weights" if rl else "/update_weights_from_disk") == loads
+        assert calls.count("/weight_info") == (1 if rl else 0)
+        await engine.close()
+
+    run(main)
+
+
+def test_one_fault_is_no_loss(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, "500", "", "500", "", "500")
+        await engine.start()
+        await engine.update_weights(1, tiny.handle(1))
+        for number in range(3):
+            made = await engine.generate(tiny.request(str(number), [7, 8, 9]))
+            assert made.finish_reason in ("stop", "length"), made.error
+        assert engine.fakes[0].calls.count("/update_weights_from_disk") == 1
+        await engine.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_one_that_comes_back_is_paused_as_the_others_are(
+    held: bool, servers: list[ServerProcess], tmp_path: Path
+) -> None:
+    first, second = servers
+    first.start("rl")
+    second.start("rl")
+
+    async def main() -> None:
+        engine = make_engine("rl", tmp_path, first, second)
+        await engine.start()
+        await engine.update_weights(1, tiny.handle(1))
+        first.kill()
+        server = engine._servers.all[0]
+        await until_lost(server)
+        if held:
+            await engine.pause("keep")
+        first.start("rl")
+        await until_ready(engine, server)
+        assert await server.is_paused() == held
+        await engine.resume()
+        assert not await server.is_paused()
+        await engine.close()
+
+    run(main)
