@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline.py [--steps 100] [--sigma 0 0.5 1] [--slots 64] [--staleness 0 1 2 4]
     python benchmarks/pipeline.py --real [--steps 30]      # the demo model, engine and trainer in processes
+    python benchmarks/pipeline.py --real --matched [--steps 22] [--sigma 0.5 1] [--staleness 1 2 4]
 
 The real producer, strategies, buffer and journal on a virtual clock; only the engine and the trainer
 take set times: a response takes its length (log-normal, so that a few are long) times the time per
@@ -14,9 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -207,52 +205,29 @@ def modelled(steps: int, sigma: float, slots: int, bounds: list[int]) -> None:
         )
 
 
-REAL = ["track.trackers=[]", "eval.tasks={}", "checkpoint.every_steps=0", "sampling.max_tokens=32"]
-
-
-def real_run(steps: int, bound: int | None, folder: str) -> tuple[float, float, float]:
-    """Seconds a step, and the idle shares, of a run whose first third is left out."""
-    name = "sync" if bound is None else f"staleness-{bound}"
-    strategy = ["strategy=sync"] if bound is None else ["strategy=async", f"max_staleness={bound}"]
-    words = [f"run.dir={folder}", f"run.name={name}", f"train.steps={steps}", *REAL]
-    command = [sys.executable, "-m", "penstock.cli", "train", *words]
-    subprocess.run([*command, *(f"produce.{w}" for w in strategy)], check=True, capture_output=True)
-    lines = (Path(folder) / name / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "time/step_s" in row][steps // 3 :]
-    seconds, trainer, engine = (
-        sum(row[f"time/{key}"] for row in rows)
-        for key in ("step_s", "consumer_wait_s", "producer_wait_s")
-    )
-    return seconds / len(rows), trainer / seconds, engine / seconds
-
-
-def real(steps: int, bounds: list[int]) -> None:
-    """The demo model. Idle: the trainer waits for groups; nothing is in flight to the engine."""
-    print("demo model, engine and trainer in processes of one thread each; times of the wall clock")
-    print("  max_staleness   s/step  speed  trainer idle  engine idle")
-    with tempfile.TemporaryDirectory() as folder:
-        sync_s = 0.0
-        for bound in [None, *bounds]:
-            step_s, trainer, engine = real_run(steps, bound, folder)
-            sync_s = sync_s or step_s
-            name = "sync" if bound is None else str(bound)
-            speed = sync_s / step_s
-            print(f"  {name:>13}  {step_s:7.3f}  {speed:4.2f}x  {trainer:12.1%}  {engine:11.1%}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--sigma", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--sigma", type=float, nargs="+")
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--staleness", type=int, nargs="+")
     parser.add_argument("--real", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.real:
-        real(arguments.steps, [n for n in arguments.staleness if n])
+    parser.add_argument(
+        "--matched", action="store_true", help="with --real: equal rates, skewed lengths"
+    )
+    given = parser.parse_args()
+    if given.real:
+        import pipeline_real
+
+        bounds = [n for n in given.staleness or [1, 2, 4] if n]
+        if given.matched:
+            steps = given.steps or 22
+            pipeline_real.matched(steps, max(8, steps // 2 - 1), given.sigma or [0.5, 1.0], bounds)
+        else:
+            pipeline_real.as_it_is(given.steps or 30, bounds)
         return
-    for sigma in arguments.sigma:
-        modelled(arguments.steps, sigma, arguments.slots, arguments.staleness)
+    for sigma in given.sigma or [0.0, 0.5, 1.0]:
+        modelled(given.steps or 100, sigma, given.slots, given.staleness or [0, 1, 2, 4])
 
 
 if __name__ == "__main__":
