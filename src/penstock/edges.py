@@ -35,8 +35,8 @@ class EdgeKind(StrEnum):
     WRITE_CHECKPOINT = "write checkpoint"  # that copy on its way to disk
     LOAD = "load"  # a checkpoint on its way back
     PAUSE = "pause"  # an engine that is told to stop, or to go on
-    SLEEP = "sleep"  # one that gives its memory to the trainer
-    WAKE = "wake"  # one that takes it back
+    SLEEP = "sleep"  # an engine that gives its memory to the trainer, or the other way round
+    WAKE = "wake"  # who takes it back
     ASK = "ask"  # a short question
     RESTART = "restart"  # a worker that is being started again
 

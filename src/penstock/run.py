@@ -51,12 +51,14 @@ class Loop:
         job.activity = f"waiting for the groups of step {step}"
         batch = await job.take_batch(step)
         waited = time.monotonic() - started
+        if job.config.launch.colocate:
+            await self._settle()  # an evaluation gets nowhere while the engines sleep
         job.activity = f"training step {step}"
         report = await job.trainer.train(batch)
         report = await self._with_times(report, started, waited)
         await job.commit_step(report)
         self.step = step
-        if step % job.config.sync.every_steps == 0 or step == job.total_steps:
+        if job.config.publishes_after(step, job.total_steps):
             await self._publish()
         job.tracker.log_step(step, report.metrics)
         job.rollout_log.write(batch)

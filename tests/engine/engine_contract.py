@@ -366,6 +366,23 @@ def check_sleep_and_wake(case: EngineCase) -> None:
     case.run(main)
 
 
+def check_weights_that_come_in_its_sleep(case: EngineCase) -> None:
+    case.needs("weight updates")
+
+    async def main() -> None:
+        async with started(case) as engine:
+            await engine.pause("abort")
+            await engine.sleep()
+            assert await engine.update_weights(1, tiny.handle(1)) == tiny.handle(1).digest
+            await engine.wake()
+            await engine.resume()
+            made = await engine.generate(tiny.request("a", [7, 8, 9]))
+            assert_true_logprobs(case, made, [7, 8, 9])
+            assert (await engine.stats()).policy_version == 1
+
+    case.run(main)
+
+
 def check_sleep_keeps_new_weights(case: EngineCase) -> None:
     case.needs("weight updates")
 

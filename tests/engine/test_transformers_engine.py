@@ -196,18 +196,6 @@ def test_fetch_that_fails_leaves_the_engine_serving() -> None:
     run(main)
 
 
-def test_sleep_refuses_weights_until_awake() -> None:
-    async def main() -> None:
-        async with started(EngineCase("t", make_engine)) as engine:
-            await engine.sleep()
-            with pytest.raises(EngineError, match="wake"):
-                await engine.update_weights(1, tiny.handle(1))
-            await engine.wake()
-            await engine.update_weights(1, tiny.handle(1))
-
-    run(main)
-
-
 def test_the_token_budget_bounds_what_runs() -> None:
     async def main() -> None:
         engine = make_engine(max_slots=8, max_tokens_in_flight=120)

@@ -66,3 +66,32 @@ def test_colocated_engines_fed_by_broadcast_leave_the_same_weights_though_one_di
     for asleep, awake, step in zip(turns[::2], turns[1::2], training, strict=True):
         assert asleep["end"] <= step["start"]
         assert step["end"] <= awake["start"]
+    loads = [e for e in events if e["lane"] == "engine-0" and e["what"] == "sync"]
+    assert all(
+        any(asleep["end"] <= load["start"] and load["end"] <= awake["start"] for load in loads)
+        for asleep, awake in zip(turns[::2], turns[1::2], strict=True)
+    )
+
+
+def test_a_colocated_trainer_that_dies_in_its_turn_leaves_the_same_weights(
+    quiet: RunFolder, tmp_path: Path
+) -> None:
+    async def disturb(job: Job, step: int) -> None:
+        if step == 2:
+            fall_asleep = job.engine.sleep
+
+            async def sleep(**how: bool) -> None:
+                await fall_asleep(**how)
+                job.engine.sleep = fall_asleep  # type: ignore[method-assign]
+                kill(job, "trainer")
+
+            job.engine.sleep = sleep  # type: ignore[method-assign,assignment]
+
+    config = config_of(tmp_path, "turns", SYNC, "launch.colocate=true")
+    folder, notes = run(config, disturb)
+    assert digests(folder) == digests(quiet)
+    assert_balanced(folder)
+    assert sum("trainer: serves again" in note for note in notes) == 1
+    events = [json.loads(line) for line in (folder.path / "timeline/events.jsonl").open()]
+    handed_over = [e["what"] for e in events if e["lane"] == "trainer" and e["what"] != "ask"]
+    assert {"wake", "train", "sleep"} <= set(handed_over)

@@ -22,6 +22,7 @@ from penstock.engine.prefill import PrefillStep, Span
 from penstock.engine.runner import Finished, end_ids
 from penstock.engine.sampling import sample
 from penstock.engine.sequences import Sequence, SlotTable, TextOf
+from penstock.engine.weights import load_weights
 from penstock.errors import UserError
 
 
@@ -94,7 +95,8 @@ class CpuRunner:
         self._kv.remove(slot)
         self.table.leave(slot)
 
-    def weights_changed(self) -> None:
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        load_weights(self.model, weights)
         self._products.refresh()
         self.forget_prompts()
 

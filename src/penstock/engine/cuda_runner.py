@@ -19,10 +19,12 @@ from penstock.engine.cpu_runner import lay_out, longest_request, probe_shape
 from penstock.engine.cuda_steps import DecodeRows, KVPool, PackedPrefill, sample_rows
 from penstock.engine.fuse import fuse_norms, fuse_projections, fuse_with_kernels
 from penstock.engine.loading import TransformersOptions
+from penstock.engine.parking import Parking, short_of_memory
 from penstock.engine.regions import Regions
 from penstock.engine.runner import Finished, end_ids
 from penstock.engine.sampling import sample
 from penstock.engine.sequences import Sequence, SlotTable, TextOf
+from penstock.engine.weights import load_weights, named_weights
 from penstock.errors import UserError
 
 _LAG = 1  # launches that the host lets run ahead of what it has read
@@ -93,14 +95,16 @@ class CudaRunner:
         self._pending: deque[Launch] = deque()
         self._active: list[int] = []
         self._rows_changed = True
-        self._host_weights: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._parking = Parking(self._tensors)
         self._tokens = self._pool_tokens()
         self.longest = min(longest_request(model, options), self._tokens - 2)
-        self._open()
+        with short_of_memory("engine", self._advice):
+            self._open()
 
     def _pool_tokens(self) -> int:
         """Tokens that the pool holds: what was asked for, or a share of the free memory."""
         options = self._options
+        torch.cuda.empty_cache()  # of what was fused
         free, _ = torch.cuda.mem_get_info(self._device)
         fits = int(free * options.kv_memory_share) // self._shape.bytes_per_token
         ceiling = options.max_slots * (longest_request(self.model, options) + 2)
@@ -162,7 +166,12 @@ class CudaRunner:
         self._active.remove(slot)
         self._rows_changed = True
 
-    def weights_changed(self) -> None:
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        if self._parking.parked:
+            for name, tensor in named_weights(self.model):
+                self._parking.held(tensor).copy_(weights[name])
+        else:
+            load_weights(self.model, weights)
         self.forget_prompts()
 
     def forget_prompts(self) -> None:
@@ -171,21 +180,27 @@ class CudaRunner:
     def sleep(self) -> None:
         """Keys, values and graphs go; weights move to the host."""
         self.forget_prompts()
-        del self._pool, self._graphs, self._state
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in self._tensors()}
-        for storage in storages.values():
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8)
-            host.copy_(_bytes_of(storage))
-            self._host_weights.append((storage, host))
-            storage.resize_(0)
-        torch.cuda.empty_cache()
+        for given_back in ("_pool", "_graphs", "_state"):
+            self.__dict__.pop(given_back, None)
+        self._parking.park()
 
     def wake(self) -> None:
-        for storage, host in self._host_weights:
-            storage.resize_(len(host))
-            _bytes_of(storage).copy_(host)
-        self._host_weights.clear()
-        self._open()
+        """With the weights of `sleep`, or those that were loaded since."""
+        with short_of_memory("engine", self._advice):
+            self._parking.unpark()
+            try:
+                self._open()
+            except torch.OutOfMemoryError:
+                self.sleep()
+                raise
+
+    @property
+    def _advice(self) -> str:
+        share = self._options.kv_memory_share
+        return (
+            f"lower engine.options.kv_memory_share (now {share:g}) or engine.max_slots; a trainer on "
+            "this device gives its memory back only with launch.colocate=true"
+        )
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
@@ -381,10 +396,6 @@ class CudaRunner:
                     self._text_of,
                 )  # fmt: skip
         return finished
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _fixed_rope(model: Any) -> bool:

@@ -114,13 +114,13 @@ class InferenceEngine(Protocol):
         """Go on after a pause."""
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        """Switch between two decode steps; returns the digest of what is loaded now."""
+        """Switch between two decode steps, or asleep; returns the digest of what is loaded now."""
 
     async def sleep(self) -> None:
         """Give device memory back; weights are kept on the host."""
 
     async def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`, with the newest weights."""
 
     async def stats(self) -> EngineStats:
         """A snapshot."""

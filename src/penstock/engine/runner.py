@@ -43,14 +43,14 @@ class Runner(Protocol):
     def release(self, slot: int) -> None:
         """Free a slot and its memory."""
 
-    def weights_changed(self) -> None:
-        """What was made of the old ones (kept prompts, copies) is of no use any more."""
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        """Take checked weights, asleep or awake; what was made of the old ones is forgotten."""
 
     def sleep(self) -> None:
         """Give memory back; no request is in a slot."""
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`, with the newest weights."""
 
 
 def end_ids(model: torch.nn.Module) -> tuple[int, ...]:

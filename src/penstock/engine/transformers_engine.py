@@ -18,6 +18,7 @@ import torch
 
 from penstock.engine.loading import TransformersOptions, load_model, text_decoder
 from penstock.engine.mailbox import Inbox, Order, Reply
+from penstock.engine.parking import first_sentences
 from penstock.engine.protocol import (
     EngineStats,
     FinishReason,
@@ -27,7 +28,7 @@ from penstock.engine.protocol import (
 )
 from penstock.engine.runner import Finished, Runner
 from penstock.engine.sequences import Sequence, TextOf, check_request
-from penstock.engine.weights import checked_weights, load_weights, model_digest
+from penstock.engine.weights import checked_weights, model_digest
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.types import WeightHandle
 
@@ -355,13 +356,11 @@ class TransformersEngine:
         self._drained.clear()
 
     def _switch(self, version: int, weights: dict[str, torch.Tensor], digest: str) -> str:
-        if self._asleep:
-            raise EngineError(f"{self._name}: got new weights while asleep, allowed: wake it first")
+        """Asleep, it wakes with them."""
         self._settle()
         runner = self._live_runner
-        load_weights(runner.model, weights)
+        runner.load(weights)
         self._version, self._digest = version, digest
-        runner.weights_changed()
         for slot in runner.table.occupied:
             sequence = runner.table.sequences[slot]
             assert sequence is not None
@@ -413,6 +412,9 @@ def _make_runner(model: torch.nn.Module, options: TransformersOptions, text_of: 
 
 
 def _words(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        setting = "lower engine.options.kv_memory_share or engine.options.prefill_rows"
+        return f"{first_sentences(error)}; {setting}"
     return f"{type(error).__name__}: {error}"
 
 

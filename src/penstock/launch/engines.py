@@ -27,7 +27,7 @@ from penstock.engine.protocol import (
 )
 from penstock.errors import EngineError, RunError, UserError, WeightsGone, WorkerDied
 from penstock.launch.distribution import Distribution
-from penstock.launch.supervise import Supervised, Watched
+from penstock.launch.supervise import Supervised, Watched, nothing
 from penstock.types import WeightHandle
 
 T = TypeVar("T")
@@ -99,7 +99,8 @@ class EngineWorker:
         try:
             stats: EngineStats = await self._part.stats()
         except EngineError as error:
-            await self.supervised.replace(str(error))
+            if self.supervised.worker is not None:  # else the next one is on its way
+                await self.supervised.replace(str(error))
             raise
         self._tokens = stats.tokens_generated
         return replace(stats, tokens_generated=self._tokens + self._tokens_of_dead)
@@ -160,13 +161,17 @@ class Engines:
         self._latest: tuple[int, WeightHandle] | None = None
         self._times_renewed = 0  # the newest weights
         self._switching = asyncio.Lock()  # an update, a return and a turn do not cross
-        self._awake = asyncio.Event()  # not while the trainer has the devices
-        self._awake.set()
+        self._have_devices = asyncio.Event()  # not in the trainer's turn; asleep or awake else
+        self._have_devices.set()
+        self._awake = True
+        self._starting: set[int] = set()  # again, until they serve
+        self.when_loaded: Callable[[], Awaitable[None]] = nothing
         self._news = asyncio.Event()
         for index, one in enumerate(supervised):
             self._adopt(index, one)
 
     def _adopt(self, index: int, one: Supervised) -> None:
+        one.room = partial(self._room, index)
         one.prepare = partial(self._load_newest, index)
         one.when_back = partial(self._take_back, index)
         one.when_given_up = self._news.set
@@ -195,7 +200,7 @@ class Engines:
 
     async def _take_in(self, index: int) -> None:
         worker = self._workers[index]
-        async with self._switching_awake():
+        async with self._switching_in_turn():
             try:
                 if worker.supervised.worker is not None:  # else it comes back with the newest
                     await self._catch_up(worker, index)
@@ -237,12 +242,13 @@ class Engines:
         assert self._make is not None
         index = len(self._workers)
         one = self._make(index)
-        await one.start()
-        worker = EngineWorker(one, self._edges, self._lost)
-        self._workers.append(worker)
-        self._pool.add(worker)
-        self._adopt(index, one)
-        await self._load_newest(index, Watched(one.name, self._edges, one.call))
+        async with self._room(index):
+            await one.start()
+            worker = EngineWorker(one, self._edges, self._lost)
+            self._workers.append(worker)
+            self._pool.add(worker)
+            self._adopt(index, one)
+            await self._load_newest(index, Watched(one.name, self._edges, one.call))
         await self._take_back(index)
         return one
 
@@ -286,21 +292,40 @@ class Engines:
         self._latest = (self._latest[0], await self._renew(source))
 
     async def _take_back(self, index: int) -> None:
-        async with self._switching:
-            self._workers[index].came_back()
-            await self._pool.restart(index)
-            if not self._awake.is_set():  # it takes its turn with the others
-                await self._workers[index].pause("wait")
-                await self._workers[index].sleep()
+        try:
+            async with self._switching:
+                self._workers[index].came_back()
+                await self._pool.restart(index)
+                if not self._awake:  # it takes its turn with the others
+                    await self._workers[index].pause("wait")
+                    await self._workers[index].sleep()
+        finally:
+            self._starts_no_more(index)
+
+    @contextlib.asynccontextmanager
+    async def _room(self, index: int) -> AsyncIterator[None]:
+        """A start takes device memory: it waits for the end of the trainer's turn, the next for it."""
+        if not self._have_devices.is_set():
+            with self._edges.wait("driver", EdgeKind.RESTART, f"engine-{index}, in its turn"):
+                await self._have_devices.wait()
+        self._starting.add(index)
+        try:
+            yield
+        except BaseException:
+            self._starts_no_more(index)
+            raise
+
+    def _starts_no_more(self, index: int) -> None:
+        self._starting.discard(index)
         self._news.set()
 
     @contextlib.asynccontextmanager
-    async def _switching_awake(self) -> AsyncIterator[None]:
-        """Weights are loaded inside; an engine that sleeps cannot."""
+    async def _switching_in_turn(self) -> AsyncIterator[None]:
+        """Weights are loaded inside, also by engines that are still asleep."""
         while True:
-            await self._awake.wait()
+            await self._have_devices.wait()
             async with self._switching:
-                if self._awake.is_set():
+                if self._have_devices.is_set():
                     yield
                     return
 
@@ -355,19 +380,35 @@ class Engines:
     async def resume(self) -> None:
         await self._on_a_living_one(self._pool.resume)
 
-    async def sleep(self) -> None:
-        """One that comes back meanwhile does so asleep. Waits for: weights that are being loaded."""
+    async def sleep(self, *, at_once: bool = False) -> None:
+        """From here on the devices are not theirs; one that dies is started when they are again.
+
+        Waits for: weights that are being loaded, engines that are starting (not `at_once`).
+        """
         async with self._switching:
-            self._awake.clear()
-        await self._on_a_living_one(self._pool.sleep)
+            self._have_devices.clear()
+            self._awake = False
+        while self._starting and not at_once:
+            self._news.clear()
+            with self._edges.wait("driver", EdgeKind.RESTART, "engines"):
+                await self._news.wait()
+        try:
+            await self._pool.sleep()
+        except EngineError:
+            if self._pool.alive:
+                raise  # else they are all dead, and hold nothing
+
+    def take_devices(self) -> None:
+        """The trainer is done with them: engines may start and load weights, still asleep."""
+        self._have_devices.set()
 
     async def wake(self) -> None:
-        """Weights that came meanwhile are loaded after it."""
+        self.take_devices()
 
         async def wake_all() -> None:
             async with self._switching:
                 await self._pool.wake()
-                self._awake.set()
+                self._awake = True
 
         await self._on_a_living_one(wake_all)
 
@@ -375,16 +416,19 @@ class Engines:
         self._latest, self._times_renewed = (version, source), 0
 
         async def switch() -> str:
-            async with self._switching_awake():
+            async with self._switching_in_turn():
                 spread = await self._spread(newest, lambda: self._pool.alive)
                 return await self._pool.update_weights(version, spread)
 
         while True:
             newest = self._latest[1]
             try:
-                return await self._on_a_living_one(switch)
+                digest = await self._on_a_living_one(switch)
+                break
             except WeightsGone:
                 await self._make_readable(newest)
+        await self.when_loaded()
+        return digest
 
     async def stats(self) -> EngineStats:
         return await self._on_a_living_one(self._pool.stats)

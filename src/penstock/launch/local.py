@@ -16,7 +16,7 @@ from penstock.edges import Edges
 from penstock.launch.remote import Remote, Worker
 from penstock.launch.services import LOCAL_AUTO, Workers, sync_kind
 from penstock.launch.supervise import Supervised, Surroundings
-from penstock.launch.together import all_or_first_error, join
+from penstock.launch.together import all_or_first_error, join, start_all, turns
 from penstock.launch.trainer import RankGroup
 from penstock.sync.shared_memory import Folder
 
@@ -44,7 +44,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         folder.remove()
 
     try:
-        await all_or_first_error(*(one.start() for one in (trainer, *engines)))
+        await start_all(trainer, engines, colocate=settings.colocate)
     except BaseException:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         await clean_up()
@@ -57,7 +57,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         around,
         kind,
         make_engine,
-        colocate=settings.colocate,
+        publishes=turns(config, total_steps),
     )
 
 

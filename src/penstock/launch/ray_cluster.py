@@ -22,7 +22,7 @@ from penstock.launch.ray_actor import RayRemote
 from penstock.launch.remote import Worker
 from penstock.launch.services import Workers, sync_kind
 from penstock.launch.supervise import Supervised, Surroundings
-from penstock.launch.together import all_or_first_error, join
+from penstock.launch.together import all_or_first_error, join, start_all, turns
 from penstock.launch.trainer import RankGroup, watched
 from penstock.types import WeightHandle
 
@@ -263,7 +263,7 @@ async def _start_parts(
         disconnect(ours)
 
     try:
-        await all_or_first_error(*(one.start() for one in (trainer, *engines)))
+        await start_all(trainer, engines, colocate=settings.colocate)
     except BaseException:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         raise
@@ -275,7 +275,7 @@ async def _start_parts(
         around,
         kind,
         make_engine,
-        colocate=settings.colocate,
+        publishes=turns(site.config, total_steps),
         distribution=site.distribution,
     )
 

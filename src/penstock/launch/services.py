@@ -128,9 +128,30 @@ class TrainerService:
         self._draft: Path | None = None  # of the checkpoint that is being written
 
     def train(self, batch: Batch) -> StepReport:
-        report = self._consumer.train(batch)
+        from penstock.engine.parking import short_of_memory
+
+        with short_of_memory("trainer", self._advice):
+            report = self._consumer.train(batch)
         self._digest = report.digest
         return report
+
+    def sleep(self) -> None:
+        """Give device memory to the engines; publishing and checkpoints work on."""
+        self._consumer.park()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        from penstock.engine.parking import short_of_memory
+
+        with short_of_memory("trainer", self._advice):
+            self._consumer.unpark()
+
+    @property
+    def _advice(self) -> str:
+        smaller = "lower train.micro_batch_tokens or set train.gradient_checkpointing=true"
+        if self._consumer.config.launch.colocate:
+            return f"{smaller}; with launch.colocate the engines have given all of theirs back"
+        return f"{smaller}; an engine on the same device gives way with launch.colocate=true"
 
     def publish(self) -> WeightHandle:
         """Every rank takes part, since shards are gathered; the first one hands them over."""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,8 @@ class Supervised:
     ) -> None:
         self.name = name
         self.prepare: Prepare | None = None
-        self.when_back: Callable[[], Awaitable[None]] = _nothing
+        self.room: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # to start in
+        self.when_back: Callable[[], Awaitable[None]] = nothing
         self.when_given_up: Callable[[], None] = lambda: None
         self.given_up: WorkerDied | None = None
         self.restarts = 0
@@ -191,17 +193,18 @@ class Supervised:
         return False
 
     async def _replace_worker(self) -> None:
-        worker = self._coming = await self._spawn()
-        try:
-            assert self.prepare is not None
-            edges = self._around.edges
-            await self.prepare(Watched(self.name, edges, worker.call))
-        except BaseException:
-            await worker.close()
-            raise
-        finally:
-            self._coming = None
-        self._worker = worker
+        async with self.room():
+            worker = self._coming = await self._spawn()
+            try:
+                assert self.prepare is not None
+                edges = self._around.edges
+                await self.prepare(Watched(self.name, edges, worker.call))
+            except BaseException:
+                await worker.close()
+                raise
+            finally:
+                self._coming = None
+            self._worker = worker
 
     def _may_restart(self) -> bool:
         """Count an end; too many within the window are the last."""
@@ -229,4 +232,4 @@ class Supervised:
         )
 
 
-async def _nothing() -> None: ...
+async def nothing() -> None: ...

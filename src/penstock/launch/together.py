@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
+from penstock.config import Config, EngineConfig
+from penstock.launch.colocated import ColocatedTrainer
 from penstock.launch.distribution import Distribution
 from penstock.launch.engines import Engines
 from penstock.launch.services import Workers
 from penstock.launch.supervise import Supervised, Surroundings
-from penstock.launch.trainer import ColocatedTrainer, RestartingTrainer
+from penstock.launch.trainer import RestartingTrainer
 from penstock.types import WeightHandle
 
 T = TypeVar("T")
@@ -28,6 +31,23 @@ async def all_or_first_error(*starting: Coroutine[Any, Any, T]) -> list[T]:
         raise
 
 
+async def start_all(trainer: Supervised, engines: list[Supervised], *, colocate: bool) -> None:
+    """At the same time; on shared devices the trainer first, so that engines see what it leaves them."""
+    if colocate:
+        await trainer.start()
+        await trainer.call("sleep")
+        await all_or_first_error(*(one.start() for one in engines))
+    else:
+        await all_or_first_error(*(one.start() for one in (trainer, *engines)))
+
+
+def turns(config: Config, total_steps: int) -> Callable[[int], bool] | None:
+    """Whether weights are published after a step, where parts take turns on shared devices."""
+    if not config.launch.colocate:
+        return None
+    return partial(config.publishes_after, total_steps=total_steps)
+
+
 def join(
     kind: str,
     trainer: Supervised,
@@ -37,10 +57,13 @@ def join(
     sync: str,
     make_engine: Callable[[int], Supervised],
     *,
-    colocate: bool = False,
+    publishes: Callable[[int], bool] | None = None,
     distribution: Distribution | None = None,
 ) -> Workers:
-    """What a launcher returns, from workers that have started; `clean_up` comes after their end."""
+    """What a launcher returns, from workers that have started; `clean_up` comes after their end.
+
+    `publishes` is given where they share devices: whether weights are published after a step.
+    """
     everyone = [trainer, *engines]
     places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
     announces = sync != "object_store"
@@ -50,8 +73,8 @@ def join(
 
     engine = Engines(engines, around.edges, make_engine, distribution, renew)
     part = RestartingTrainer(trainer, around.edges, announces=announces)
-    if colocate:
-        part = ColocatedTrainer(trainer, around.edges, engine, announces=announces)
+    if publishes is not None:
+        part = ColocatedTrainer(trainer, around.edges, engine, publishes, announces=announces)
     supervised = {one.name: one for one in everyone}
 
     async def scale(count: int) -> str:

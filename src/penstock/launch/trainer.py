@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.edges import EdgeKind, Edges
-from penstock.engine.protocol import InferenceEngine
 from penstock.errors import EngineError, WorkerDied
 from penstock.launch.remote import Worker
 from penstock.launch.supervise import Supervised, Watched
@@ -230,30 +229,3 @@ class RestartingTrainer:
     async def request_stop(self) -> None:
         if self._supervised.worker is not None:
             await self._supervised.call("request_stop")
-
-
-class ColocatedTrainer(RestartingTrainer):
-    """Shares its devices with the engines: they sleep while it trains.
-
-    Running responses finish first and new ones wait, so taking turns loses nothing.
-    """
-
-    def __init__(
-        self,
-        supervised: Supervised,
-        edges: Edges,
-        engine: InferenceEngine,
-        *,
-        announces: bool = False,
-    ) -> None:
-        super().__init__(supervised, edges, announces=announces)
-        self._engine = engine
-
-    async def train(self, batch: Batch) -> StepReport:
-        await self._engine.pause("wait")
-        await self._engine.sleep()
-        try:
-            return await super().train(batch)
-        finally:
-            await self._engine.wake()
-            await self._engine.resume()

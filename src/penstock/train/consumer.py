@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.algo.choice import method_class, resolve
 from penstock.config import Config
+from penstock.engine.parking import Parking
 from penstock.errors import RunError, StopRequested
 from penstock.train import state
 from penstock.train.measure import step_metrics
@@ -69,6 +70,7 @@ class Consumer:
             shard(self.policy, self.ranks, self.engine_dtype)
         self.masters = Masters(model, separate=model.dtype == torch.bfloat16)
         self.optimizer = make_optimizer(self.masters.parameters, config.train)
+        self.parking = Parking(self._needed_by_train)
         self._stop = threading.Event()
         self._updater = Updater(
             config,
@@ -118,6 +120,7 @@ class Consumer:
     def train(self, batch: Batch) -> StepReport:
         """One step. Raises StopRequested with everything as it was if a stop was asked for."""
         started = time.perf_counter()
+        self.unpark()
         torch.set_num_threads(self.config.train.threads)
         random_state = torch.get_rng_state()
         try:
@@ -153,7 +156,25 @@ class Consumer:
 
     def load(self, folder: Path) -> None:
         """Go back to what `save` wrote; what follows is bitwise what would have followed there."""
+        self.unpark()
         state.load(self, Path(folder))
+
+    def park(self) -> None:
+        """Give back the device memory that only `train` needs; the weights that leave for engines stay."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.parking.park()
+
+    def unpark(self) -> None:
+        """Undo `park`, bit for bit; `train` and `load` do so themselves."""
+        self.parking.unpark()
+
+    def _needed_by_train(self) -> Iterator[Tensor]:
+        if self.masters.separate:
+            yield from self.masters.parameters.values()
+        if self._updater.reference is not None:
+            yield from self._updater.reference.parameters()
+        for moments in self.optimizer.state.values():
+            yield from (value for value in moments.values() if isinstance(value, Tensor))
 
     def _metrics(self, outcome: BatchOutcome, seconds: float) -> dict[str, float]:
         metrics = step_metrics(outcome.rows, outcome.advantages_N, outcome.record, self.ranks)

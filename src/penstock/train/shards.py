@@ -8,7 +8,7 @@ has the same pieces in `consumer.pt`. What the tensors are is `state.py`'s busin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,17 @@ Piece = tuple[int, Tensor]  # the number of its first row in the whole tensor, a
 Pieces = dict[str, Piece]
 
 
-def pieces_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> Pieces:
-    """Copies in host memory of what this rank holds; what all hold alike is the first one's."""
+def pieces_of(
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    held: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> Pieces:
+    """Copies in host memory of what this rank holds; what all hold alike is the first one's.
+
+    `held` tells where rows are that have been moved away.
+    """
     return {
-        name: (first, host_copy(rows))
+        name: (first, host_copy(held(rows)))
         for name, tensor in tensors.items()
         for first, rows in [_local(tensor, ranks)]
         if ranks.is_first or rows is not tensor

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.config import Config
 from penstock.config_source import to_toml
+from penstock.engine.parking import Parking
 from penstock.errors import RunError
 from penstock.train.parallel import Ranks
 from penstock.train.policy import Policy
@@ -39,6 +40,7 @@ class Trained(Protocol):
     policy: Policy
     masters: Masters
     optimizer: torch.optim.Optimizer
+    parking: Parking
     texts: TextStream | None
     step: int
     policy_version: int
@@ -57,13 +59,15 @@ def take_snapshot(consumer: Trained, folder: Path) -> Callable[[], None]:
     """Copy the state to host memory; the returned call writes it, in any thread, beside training.
 
     Every rank takes part in the copy, since the model is gathered; each writes without the others.
+    What is parked is copied where it lies.
     """
     first, ranks = consumer.ranks.is_first, consumer.ranks
     weights: Tensors = {}
     for name, tensor in consumer.weights():  # gathered by all ranks, kept by the first
         if first:
             weights[name] = host_copy(tensor)
-    pieces, random_state = pieces_of(_tensors(consumer), ranks), _random_state(consumer)
+    pieces = pieces_of(_tensors(consumer), ranks, consumer.parking.held)
+    random_state = _random_state(consumer)
     content: dict[str, Any] = {
         "format": FORMAT,
         "world": ranks.world,

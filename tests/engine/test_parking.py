@@ -1,0 +1,189 @@
+"""Parked tensors give their memory back and are the same bits afterwards, whatever they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.cuda_runner import CudaRunner
+from penstock.engine.loading import TransformersOptions
+from penstock.engine.parking import Parking, short_of_memory
+from penstock.errors import RunError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.bool)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Of a copy: memory that numpy has seen cannot be given back."""
+    return tensor.clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@st.composite
+def shared_tensors(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Tensors over a few storages: wholes, slices, transposes, scalars, empty ones."""
+    tensors: list[torch.Tensor] = []
+    for seed in range(draw(st.integers(1, 5))):
+        rows, columns = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.randint(0, 2, (rows, columns), generator=generator)
+        whole = (whole * torch.arange(columns)).to(draw(st.sampled_from(DTYPES)))
+        views = [whole, whole.T, whole[rows // 2 :], whole[:, 1:2], whole.reshape(-1)[:0]]
+        views += [whole[0, 0]] if whole.numel() else []
+        tensors += draw(st.lists(st.sampled_from(views), min_size=1, max_size=4))
+    return tensors
+
+
+@settings(max_examples=150, deadline=None)
+@given(shared_tensors(), st.integers(1, 3))
+def test_parked_tensors_come_back_bit_for_bit(tensors: list[torch.Tensor], times: int) -> None:
+    before = [bits(tensor) for tensor in tensors]
+    parking = Parking(lambda: tensors, devices=("cpu",), chunk_bytes=128)
+    rooms = set()
+    for _ in range(times):
+        parking.park()
+        assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
+        assert [bits(parking.held(tensor)) for tensor in tensors] == before
+        parking.park()  # there is nothing left to move
+        rooms.add(parking.host_bytes)
+        parking.unpark()
+        assert not parking.parked
+        assert [bits(tensor) for tensor in tensors] == before
+        assert all(parking.held(tensor) is tensor for tensor in tensors)
+    assert len(rooms) == 1  # host memory is made once
+
+
+@settings(max_examples=50, deadline=None)
+@given(shared_tensors())
+def test_what_is_written_while_parked_comes_back(tensors: list[torch.Tensor]) -> None:
+    parking = Parking(lambda: tensors, devices=("cpu",), chunk_bytes=128)
+    parking.park()
+    for tensor in tensors:
+        parking.held(tensor).fill_(1)
+    parking.unpark()
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+
+
+def test_tensors_that_come_later_join_and_the_room_of_the_first_stays() -> None:
+    tensors = [torch.arange(100.0)]
+    parking = Parking(lambda: tensors, devices=("cpu",), chunk_bytes=512)
+    parking.park()
+    parking.unpark()
+    chunk = parking._chunks[0].data_ptr()
+    tensors += [torch.arange(7), torch.ones(1000, dtype=torch.bfloat16)]
+    before = [bits(tensor) for tensor in tensors]
+    parking.park()
+    assert parking._chunks[0].data_ptr() == chunk
+    assert parking.host_bytes == 512 + 2000
+    parking.unpark()
+    assert [bits(tensor) for tensor in tensors] == before
+
+
+def test_memory_that_others_look_at_stays() -> None:
+    seen, own = torch.arange(4.0), torch.arange(3.0)
+    seen.numpy()
+    parking = Parking(lambda: [seen, own], devices=("cpu",))
+    parking.park()
+    assert (seen.untyped_storage().nbytes(), own.untyped_storage().nbytes()) == (16, 0)
+    parking.unpark()
+    assert own.tolist() == [0, 1, 2]
+
+
+def test_on_a_cpu_nothing_moves_unless_told_to() -> None:
+    tensor = torch.arange(10.0)
+    parking = Parking(lambda: [tensor])
+    parking.park()
+    assert not parking.parked
+    assert parking.host_bytes == 0
+    assert tensor.untyped_storage().nbytes() == 40
+
+
+def test_memory_that_runs_out_on_the_way_back_leaves_all_of_it_parked() -> None:
+    tensors = [torch.arange(10.0), torch.arange(20.0)]
+    parking = Parking(lambda: tensors, devices=("cpu",))
+    parking.park()
+    second = list(parking._places.values())[1]
+
+    class Full:
+        device, _cdata = second.storage.device, second.storage._cdata
+
+        def resize_(self, size: int) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 bytes.")
+
+    key = second.storage._cdata
+    parking._places[key] = type(second)(Full(), second.host)  # type: ignore[arg-type]
+    with pytest.raises(torch.OutOfMemoryError):
+        parking.unpark()
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
+    parking._places[key] = second
+    parking.unpark()
+    assert [float(tensor.sum()) for tensor in tensors] == [45.0, 190.0]
+
+
+def test_out_of_memory_is_one_line_with_what_to_change() -> None:
+    long = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free. Process 7 has 6.00 GiB\nmore"
+    with pytest.raises(RunError) as caught, short_of_memory("trainer", "lower x"):
+        raise torch.OutOfMemoryError(long)
+    assert str(caught.value) == (
+        "trainer: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "8.00 GiB of which 1.00 GiB is free; lower x"
+    )
+
+
+class RunnerOnCpu(CudaRunner):
+    """The part of a CUDA runner that gives memory away, over a model on the CPU."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self._prompts, self._options = model, {}, TransformersOptions()
+        self._parking = Parking(self._tensors, devices=("cpu",))
+        self.full = False
+        self._open()
+
+    def _open(self) -> None:
+        if self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+        self._pool: Any = torch.zeros(8)
+        self._state: Any = torch.zeros(8)
+        self._graphs = {}
+
+
+def tied_model() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 3), torch.nn.Linear(3, 4))
+    model[1].weight = model[0].weight
+    model.register_buffer("places", torch.arange(5))
+    return model.requires_grad_(False)
+
+
+def test_an_engine_wakes_with_its_weights_or_with_those_it_got_asleep() -> None:
+    model = tied_model()
+    runner = RunnerOnCpu(model)
+    before = {name: bits(tensor) for name, tensor in model.state_dict().items()}
+    runner.sleep()
+    assert not hasattr(runner, "_pool")
+    assert not any(t.untyped_storage().nbytes() for t in model.state_dict().values())
+    runner.wake()
+    assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == before
+    runner.sleep()
+    new = {"0.weight": torch.full((4, 3), 7.0), "1.bias": torch.full((4,), 5.0)}
+    runner.load(new)
+    runner.wake()
+    assert bits(model[1].weight) == bits(new["0.weight"])
+    assert bits(model[1].bias) == bits(new["1.bias"])
+    assert model.places.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_engine_that_cannot_wake_says_what_to_lower_and_sleeps_on() -> None:
+    model = tied_model()
+    runner = RunnerOnCpu(model)
+    before = bits(model[0].weight)
+    runner.sleep()
+    runner.full = True
+    with pytest.raises(RunError, match=r"engine\.options\.kv_memory_share .*launch\.colocate"):
+        runner.wake()
+    assert model[0].weight.untyped_storage().nbytes() == 0
+    runner.full = False
+    runner.wake()
+    assert bits(model[0].weight) == before

@@ -1,0 +1,119 @@
+"""A trainer that has given its memory back: nothing it is asked for differs, and it goes on bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_consumer import batches, from_disk, saved_model  # noqa: F401  (a fixture)
+
+from penstock.engine.parking import Parking
+from penstock.errors import RunError
+from penstock.launch.services import TrainerService
+from penstock.sync.in_process import InProcessSync
+from penstock.train.consumer import Consumer
+from penstock.types import Batch
+
+SETTINGS: dict[str, Any] = {
+    "model": {"dtype": "bfloat16"},
+    "train": {"lr": 1e-3},
+    "algorithm": {"kl_beta": 0.1},  # so that there is a reference
+}
+
+
+def on_cpu(consumer: Consumer) -> Consumer:
+    """Parking moves tensors of a CPU too."""
+    consumer.parking = Parking(consumer._needed_by_train, devices=("cpu",))
+    return consumer
+
+
+def sizes(consumer: Consumer) -> list[int]:
+    return [tensor.untyped_storage().nbytes() for tensor in consumer._needed_by_train()]
+
+
+def state(folder: Path) -> Any:
+    return torch.load(folder / "consumer.pt", weights_only=True)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one.keys() == other.keys()
+    for name, (first, rows) in one.items():
+        assert other[name][0] == first
+        assert torch.equal(other[name][1], rows), name
+
+
+def test_steps_between_which_it_parks_are_the_same_steps(saved_model) -> None:  # noqa: F811
+    plain, parked = from_disk(saved_model, **SETTINGS), on_cpu(from_disk(saved_model, **SETTINGS))
+    parked.park()  # before the first step there are masters and a reference, and no moments
+    assert set(sizes(parked)) == {0}
+    for batch in batches(3):
+        expected = plain.train(batch)
+        report = parked.train(batch)
+        assert 0 not in sizes(parked)
+        parked.park()
+        assert set(sizes(parked)) == {0}
+        assert report.digest == expected.digest == parked.digest()  # parked as it is
+        assert dict(parked.weights()).keys() == dict(plain.weights()).keys()
+
+
+def test_a_checkpoint_taken_while_parked_is_the_same_and_moves_nothing(
+    saved_model,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    consumer = on_cpu(from_disk(saved_model, **SETTINGS))
+    consumer.train(batches(1)[0])
+    consumer.save(tmp_path / "there")
+    consumer.park()
+    consumer.save(tmp_path / "parked")
+    assert set(sizes(consumer)) == {0}
+    assert_same(state(tmp_path / "there")["pieces"], state(tmp_path / "parked")["pieces"])
+    resumed = from_disk(saved_model, **SETTINGS)
+    resumed.load(tmp_path / "parked")
+    second = batches(2)[1]
+    assert resumed.train(second).digest == consumer.train(second).digest
+
+
+def test_a_parked_trainer_loads_and_publishes(saved_model, tmp_path: Path) -> None:  # noqa: F811
+    config = from_disk(saved_model, **SETTINGS).config
+    sync = InProcessSync()
+    service = TrainerService(config, 10, sync)
+    on_cpu(service._consumer)
+    first, second = batches(2)
+    service.train(first)
+    service.snapshot(str(tmp_path / "one"))
+    write = service._write
+    assert write is not None
+    service.sleep()
+    write()
+    expected = service.train(second).digest
+    service.sleep()
+    handle = service.publish()
+    assert (handle.version, handle.digest) == (2, expected)
+    assert dict(sync.fetch(handle)).keys() == dict(service._consumer.weights()).keys()
+    assert service.load(str(tmp_path / "one"))[0] == 1
+    assert service.train(second).digest == expected
+    service.sleep()
+    service.wake()
+    assert 0 not in sizes(service._consumer)
+
+
+def test_on_a_cpu_a_sleeping_trainer_copies_nothing(saved_model) -> None:  # noqa: F811
+    service = TrainerService(from_disk(saved_model, **SETTINGS).config, 10, InProcessSync())
+    service.sleep()
+    assert 0 not in sizes(service._consumer)
+    assert service._consumer.parking.host_bytes == 0
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+def test_a_trainer_out_of_memory_says_what_to_change(saved_model, colocate: bool) -> None:  # noqa: F811
+    config = from_disk(saved_model, launch={"colocate": colocate}).config
+    service = TrainerService(config, 10, InProcessSync())
+
+    def too_large(batch: Batch) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has")
+
+    service._consumer.train = too_large  # type: ignore[method-assign]
+    with pytest.raises(RunError, match=r"^trainer: CUDA out of memory.*micro_batch.*colocate"):
+        service.train(batches(1)[0])
