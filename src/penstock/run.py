@@ -28,11 +28,12 @@ class Loop:
         self.step = first_step  # updates done
         self._tasks: asyncio.TaskGroup
         self._updating: asyncio.Task[None] | None = None
-        self._tokens_before, self._waited_before = 0, 0.0
+        self._tokens_before, self._moved_before, self._waited_before = 0, 0, 0.0
 
     async def run(self) -> None:
         """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
         job = self._job
+        job.workers.around.first_loaded = self._confirmed
         async with asyncio.TaskGroup() as self._tasks:
             producing = self._tasks.create_task(job.producer.run(), name="produce")
             watching = self._tasks.create_task(job.watchdog().run(), name="watchdog")
@@ -77,8 +78,12 @@ class Loop:
 
     async def _update_engine(self, handle: WeightHandle) -> None:
         digest = await self._job.engine.update_weights(handle.version, handle)
-        self._job.journal.record_confirmed("engine", handle.version, digest)
-        self._job.producer.weights_updated(handle.version)
+        self._confirmed(handle.version, digest)
+
+    def _confirmed(self, version: int, digest: str) -> None:
+        """By the first engine that has them, which serves from then on, and when all have."""
+        self._job.journal.record_confirmed("engine", version, digest)
+        self._job.producer.weights_updated(version)
 
     async def _start_evaluation(self) -> None:
         waits = self._job.config.eval.blocking
@@ -99,16 +104,19 @@ class Loop:
         await self._job.evaluations.pinned()
 
     async def _with_times(self, report: StepReport, started: float, waited: float) -> StepReport:
-        tokens = (await self._job.engine.stats()).tokens_generated
+        stats = await self._job.engine.stats()
+        tokens, moved = stats.tokens_generated, stats.moved
         producer_waited = self._job.producer.snapshot().producer_wait_s
         times = {
             "policy_version": float(report.policy_version),
             "tokens/generated": float(max(0, tokens - self._tokens_before)),  # 0: it restarted
+            "responses/moved": float(moved - self._moved_before),
             "time/step_s": time.monotonic() - started,
             "time/consumer_wait_s": waited,
             "time/producer_wait_s": producer_waited - self._waited_before,
         }
-        self._tokens_before, self._waited_before = tokens, producer_waited
+        self._tokens_before, self._moved_before = tokens, moved
+        self._waited_before = producer_waited
         return replace(report, metrics={**report.metrics, **times})
 
     def _evaluation_due(self) -> bool:

@@ -90,6 +90,7 @@ class EngineStats:
     paused: bool = False
     batch_invariant: bool = False  # a rollout's bits do not depend on who shares its batch
     live: bool = True  # tokens are counted as they are made, not when a response is whole
+    moved: int = 0  # responses that were taken from a slow engine and went on at another
 
 
 class InferenceEngine(Protocol):

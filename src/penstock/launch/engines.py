@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.edges import EdgeKind, Edges
-from penstock.engine.pool import EnginePool
+from penstock.engine.pool import EnginePool, UpdateOrder
 from penstock.engine.protocol import (
     EngineStats,
     Generation,
@@ -148,12 +148,27 @@ class Engines:
         make: Callable[[int], Supervised] | None = None,
         distribution: Distribution | None = None,
         renew: Renew | None = None,
+        *,
+        slots: int = 64,
+        update: UpdateOrder = "together",
+        note: Callable[[str], None] = lambda line: None,
+        first_loaded: Callable[[int, str], None] = lambda version, digest: None,
     ) -> None:
-        """`distribution`: between nodes. `renew`: the handle of weights that are to be read again."""
+        """`distribution`: between nodes. `renew`: the handle of weights that are to be read again.
+
+        `note` takes lines to the user; the others are as in `EnginePool`.
+        """
         self._lost: set[str] = set()
         self._workers = [EngineWorker(one, edges, self._lost) for one in supervised]
         members: list[InferenceEngine] = [*self._workers]
-        self._pool = EnginePool(members)
+        self._pool = EnginePool(
+            members,
+            update=update,
+            slots=slots,
+            name_of=self._name_of,
+            tell=note,
+            first_loaded=first_loaded,
+        )
         self._edges, self._make = edges, make
         self._distribution, self._renew = distribution, renew
         self._retired: set[int] = set()
@@ -177,6 +192,9 @@ class Engines:
         one.when_given_up = self._news.set
         if self._distribution is not None:
             self._workers[index].readable = partial(self._distribution.copy_for, index)
+
+    def _name_of(self, index: int) -> str:
+        return self._workers[index].supervised.name
 
     # ---- one of them for itself
 

@@ -58,6 +58,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         kind,
         make_engine,
         publishes=turns(config, total_steps),
+        settings=config.engine,
     )
 
 

@@ -277,6 +277,7 @@ async def _start_parts(
         make_engine,
         publishes=turns(site.config, total_steps),
         distribution=site.distribution,
+        settings=site.config.engine,
     )
 
 

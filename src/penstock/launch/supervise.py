@@ -42,10 +42,11 @@ CALLS = {  # every method of a part that is called through an edge, and what the
 
 @dataclass(slots=True, kw_only=True)
 class Surroundings:
-    """What supervision needs of the run around it; the job fills it in."""
+    """What supervision needs of the run around it; the job and the loop fill it in."""
 
     edges: Edges
     note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+    first_loaded: Callable[[int, str], None] = lambda version, digest: None  # by one of the engines
 
 
 class Watched:

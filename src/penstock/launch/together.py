@@ -59,6 +59,7 @@ def join(
     *,
     publishes: Callable[[int], bool] | None = None,
     distribution: Distribution | None = None,
+    settings: EngineConfig,
 ) -> Workers:
     """What a launcher returns, from workers that have started; `clean_up` comes after their end.
 
@@ -71,7 +72,17 @@ def join(
     async def renew(handle: WeightHandle) -> WeightHandle:
         return await part.renewed(handle)
 
-    engine = Engines(engines, around.edges, make_engine, distribution, renew)
+    engine = Engines(
+        engines,
+        around.edges,
+        make_engine,
+        distribution,
+        renew,
+        slots=settings.max_slots,
+        update=settings.update,
+        note=lambda line: around.note(line),  # where these go is said later
+        first_loaded=lambda version, digest: around.first_loaded(version, digest),
+    )
     part = RestartingTrainer(trainer, around.edges, announces=announces)
     if publishes is not None:
         part = ColocatedTrainer(trainer, around.edges, engine, publishes, announces=announces)

@@ -1,0 +1,486 @@
+"""Who takes which requests: on a clock of its own, with engines that come, go and are slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fakes import VirtualClock
+from paced import PacedEngine, length_of, logprobs_of, request_of, tokens_of
+from penstock.engine.dispatch import Dispatcher, Work
+from penstock.engine.family import Family, joined
+from penstock.engine.pool import EnginePool
+from penstock.engine.protocol import Generation, GenerationRequest
+from penstock.types import VersionSegment, expand_segments
+
+SLOTS = 4
+
+
+def work(size: int = 1, *, longest: int = 100, prompt: int = 10, least_version: int = 0) -> Work:
+    tokens = size * (longest + prompt)
+    return Work(size=size, tokens=tokens, longest=longest, least_version=least_version)
+
+
+def measured(dispatcher: Dispatcher, index: int, *, seconds: float, length: int) -> None:
+    """One answer of this engine, to know it by."""
+    known = work()
+    known.wanted = index
+    assert dispatcher.offer(known, 0.0) == index
+    dispatcher.release(known, seconds, [length])
+
+
+# ---- binding, by hand
+
+
+def test_work_beyond_the_slots_waits_and_goes_to_whoever_has_room_first() -> None:
+    dispatcher = Dispatcher(2, SLOTS)
+    for index in (0, 1):
+        measured(dispatcher, index, seconds=1.0, length=10)
+    works = [work() for _ in range(14)]
+    taken = [dispatcher.offer(one, 0.0) for one in works]
+    assert taken.count(0) == taken.count(1) == 5  # four slots, and one ahead
+    assert taken[10:] == [None] * 4
+    assert dispatcher.waiting == 4
+    dispatcher.release(works[1], 1.0, [10])
+    assert [one.engine for one in dispatcher.bindings(1.0)] == [1]
+    assert works[10].engine == 1
+    assert works[11].waits
+
+
+def test_one_engine_alone_takes_all_at_once() -> None:
+    dispatcher = Dispatcher(1, SLOTS)
+    assert [dispatcher.offer(work(8), 0.0) for _ in range(9)] == [0] * 9
+
+
+def test_responses_that_end_before_the_longest_of_their_work_make_room_for_more() -> None:
+    """Half of what is bound runs on the average, so twice as much is bound."""
+    dispatcher = Dispatcher(2, SLOTS)
+    for _ in range(50):
+        first = work(2)
+        dispatcher.offer(first, 0.0)
+        dispatcher.release(first, 1.0, [10, 0])
+    taken = [dispatcher.offer(work(2), 0.0) for _ in range(20)]
+    assert taken.count(0) == taken.count(1) == 5
+
+
+def test_an_engine_without_the_weights_that_are_asked_for_is_passed_over() -> None:
+    dispatcher = Dispatcher(2, SLOTS)
+    dispatcher.members[1].version = 1
+    assert dispatcher.offer(work(least_version=1), 0.0) == 1
+    assert dispatcher.offer(work(least_version=1), 0.0) == 1
+    assert dispatcher.offer(work(least_version=2), 0.0) is None
+    dispatcher.members[0].version = 2
+    (bound,) = dispatcher.bindings(0.0)
+    assert bound.engine == 0
+
+
+def test_a_slow_engine_does_not_begin_what_the_others_will_soon_be_through_with() -> None:
+    dispatcher = Dispatcher(2, SLOTS)
+    measured(dispatcher, 0, seconds=1.0, length=100)
+    measured(dispatcher, 1, seconds=10.0, length=100)
+    dispatcher.let_serve(0, True)
+    fast = [work() for _ in range(5)]
+    assert [dispatcher.offer(one, 0.0) for one in fast] == [0] * 5
+    assert dispatcher.offer(work(), 0.0) is None  # in a slot of the fast one soon, and done at 2 s
+    for _ in range(40):
+        dispatcher.offer(work(), 0.0)
+    assert len(list(dispatcher.bindings(0.0))) == 5  # with so much to do it helps
+
+
+def test_work_that_comes_back_is_before_all_that_waits() -> None:
+    dispatcher = Dispatcher(2, SLOTS)
+    dispatcher.held = True
+    late, back = work(), work()
+    assert dispatcher.offer(late, 0.0) is None
+    assert dispatcher.offer(back, 0.0, first=True) is None
+    dispatcher.held = False
+    assert list(dispatcher.bindings(0.0)) == [back, late]
+
+
+# ---- moving, by hand
+
+
+def slow_and_idle() -> tuple[Dispatcher, Work]:
+    """Engine 0 makes 100 tokens/s of a response and is idle; engine 1 holds one since t = 0."""
+    dispatcher = Dispatcher(2, SLOTS)
+    measured(dispatcher, 0, seconds=1.0, length=100)
+    held = work(longest=100)
+    held.wanted = 1
+    dispatcher.offer(held, 0.0)
+    return dispatcher, held
+
+
+def test_what_a_slow_engine_holds_goes_to_an_idle_one() -> None:
+    dispatcher, held = slow_and_idle()
+    assert dispatcher.look_again_s() == 0.25
+    assert dispatcher.suspects(0.9) == []  # an engine as fast as the other may be at it still
+    assert dispatcher.suspects(1.1) == [1]
+    assert dispatcher.plan_moves(1, 10.0, 1.1) == [(held, 0)]
+
+
+@pytest.mark.parametrize(
+    ("pace", "moves"),
+    [(60.0, False), (40.0, True), (0.0, True)],  # the other makes 100; twice as soon it must be
+)
+def test_it_stays_where_little_would_be_gained(pace: float, moves: bool) -> None:
+    dispatcher, _ = slow_and_idle()
+    assert bool(dispatcher.plan_moves(1, pace, 1.1)) is moves
+
+
+def test_it_stays_while_others_wait_or_the_engines_are_paused_or_the_other_has_older_weights() -> (
+    None
+):
+    dispatcher, held = slow_and_idle()
+    dispatcher.held = True
+    assert dispatcher.plan_moves(1, 1.0, 2.0) == []
+    assert dispatcher.look_again_s() is None
+    dispatcher.held = False
+    dispatcher.members[1].version = 1
+    assert dispatcher.plan_moves(1, 1.0, 2.0) == []
+    dispatcher.members[0].version = 1
+    assert dispatcher.plan_moves(1, 1.0, 2.0) == [(held, 0)]
+    dispatcher.offer(work(least_version=7), 2.0)
+    assert dispatcher.plan_moves(1, 1.0, 2.0) == []
+
+
+def test_a_move_is_never_back_and_never_the_third() -> None:
+    dispatcher, held = slow_and_idle()
+    held.been_at = (0,)
+    assert dispatcher.plan_moves(1, 1.0, 2.0) == []
+    held.been_at, held.moves = (), 2
+    assert dispatcher.plan_moves(1, 1.0, 2.0) == []
+
+
+def test_only_as_much_moves_as_there_are_slots() -> None:
+    dispatcher, _ = slow_and_idle()
+    for _ in range(2):
+        more = work(2)
+        more.wanted = 1
+        dispatcher.offer(more, 0.0)
+    assert sum(one.size for one, _ in dispatcher.plan_moves(1, 1.0, 2.0)) == SLOTS
+
+
+def test_looks_that_change_nothing_become_rare_and_end() -> None:
+    dispatcher, _ = slow_and_idle()
+    delays = []
+    while (delay := dispatcher.look_again_s()) is not None:
+        delays.append(delay)
+        dispatcher.suspects(0.0)
+    assert delays == [0.25, *(0.25 * 2**n for n in range(11))]
+
+
+def test_parts_of_a_response_are_joined_with_their_versions() -> None:
+    def part(name: str, start: int, stop: int, version: int, reason: str) -> Generation:
+        return Generation(
+            request_id=name,
+            token_ids=tokens_of(1, start, stop),
+            logprobs=logprobs_of(1, start, stop),
+            segments=(VersionSegment(version, stop - start),),
+            finish_reason=reason,  # type: ignore[arg-type]
+        )
+
+    family = Family.of([request_of("a", 1, seed=1, length=9), request_of("b", 1, seed=1)])
+    family.moves_to = 1
+    family.take([part("a", 0, 3, 4, "abort"), part("b", 0, 10, 4, "stop")])
+    assert [r.request_id for r in family.left] == ["a"]
+    assert np.array_equal(family.left[0].response_ids, tokens_of(1, 0, 3))
+    family.moves_to = None
+    family.take([part("a", 3, 9, 5, "stop")])
+    whole = family.done["a"]
+    assert np.array_equal(whole.token_ids, tokens_of(1, 0, 9))
+    assert whole.segments == (VersionSegment(4, 3), VersionSegment(5, 6))
+    same = joined(part("a", 0, 3, 4, "abort"), part("a", 3, 9, 4, "stop"))
+    assert same.segments == (VersionSegment(4, 9),)
+
+
+# ---- the dispatcher, whatever happens
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    """Work is offered, bound, answered, taken back; engines come and go."""
+
+    @initialize(engines=st.integers(1, 4))
+    def begin(self, engines: int) -> None:
+        self.dispatcher, self.now = Dispatcher(engines, SLOTS), 0.0
+        self.waiting: list[Work] = []
+        self.bound: list[Work] = []
+
+    def _bind(self) -> None:
+        for one in self.dispatcher.bindings(self.now):
+            assert one is self.waiting[0], "first come, first served"
+            self.bound.append(self.waiting.pop(0))
+
+    @rule(size=st.integers(1, 6), longest=st.integers(1, 50), first=st.booleans())
+    def offer(self, size: int, longest: int, first: bool) -> None:
+        one = work(size, longest=longest)
+        if self.dispatcher.offer(one, self.now, first=first) is not None:
+            self.bound.append(one)
+        else:
+            self.waiting.insert(0 if first else len(self.waiting), one)
+            self._bind()
+
+    @precondition(lambda self: self.bound)
+    @rule(data=st.data(), seconds=st.floats(0, 10), finished=st.booleans())
+    def answer(self, data: st.DataObject, seconds: float, finished: bool) -> None:
+        one = self.bound.pop(data.draw(st.integers(0, len(self.bound) - 1)))
+        self.now += seconds
+        lengths = data.draw(st.lists(st.integers(0, 50), min_size=one.size, max_size=one.size))
+        self.dispatcher.release(one, self.now, lengths if finished else ())
+        self._bind()
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        one = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        self.dispatcher.withdraw(one)
+        self._bind()
+
+    @rule(data=st.data(), serves=st.booleans())
+    def come_or_go(self, data: st.DataObject, serves: bool) -> None:
+        count = len(self.dispatcher.members)
+        self.dispatcher.let_serve(data.draw(st.integers(0, count - 1)), serves)
+        self._bind()
+
+    @precondition(lambda self: len(self.dispatcher.members) < 6)
+    @rule()
+    def add(self) -> None:
+        self.dispatcher.let_serve(self.dispatcher.add(), True)
+        self._bind()
+
+    @rule(held=st.booleans())
+    def hold(self, held: bool) -> None:
+        self.dispatcher.held = held
+        self._bind()
+
+    @precondition(lambda self: self.bound)
+    @rule(data=st.data(), pace=st.floats(0, 100))
+    def move(self, data: st.DataObject, pace: float) -> None:
+        index = data.draw(st.sampled_from([one.engine for one in self.bound]))
+        assert index is not None
+        for one, target in self.dispatcher.plan_moves(index, pace, self.now):
+            assert one in self.bound
+            assert one.engine == index != target
+            assert not self.waiting
+            assert self.dispatcher.members[target].serves
+            assert target not in one.been_at
+            assert one.moves < 2
+            self.bound.remove(one)
+            self.dispatcher.release(one, self.now)
+            one.wanted, one.moves, one.been_at = target, one.moves + 1, (*one.been_at, index)
+            assert self.dispatcher.offer(one, self.now, first=True) == target
+            self.bound.append(one)
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        if not hasattr(self, "dispatcher"):
+            return
+        dispatcher = self.dispatcher
+        assert dispatcher.waiting == sum(one.size for one in self.waiting)
+        assert dispatcher.running == sum(one.size for one in self.bound)
+        assert dispatcher.waiters() == self.waiting
+        for index, member in enumerate(dispatcher.members):
+            here = [one for one in self.bound if one.engine == index]
+            assert set(member.bound) == set(here)
+            assert member.requests == sum(one.size for one in here)
+            assert member.tokens == sum(one.tokens for one in here)
+
+    @invariant()
+    def nothing_waits_beside_an_engine_with_room(self) -> None:
+        if hasattr(self, "dispatcher") and self.waiting and not self.dispatcher.held:
+            for index in range(len(self.dispatcher.members)):
+                takes = self.dispatcher._may_take(self.waiting[0], index)
+                assert not (takes and self.dispatcher._is_worth_it(self.waiting[0], index))
+
+    @invariant()
+    def what_waits_has_something_to_wait_for(self) -> None:
+        """An engine that is at work, or one that comes."""
+        if hasattr(self, "dispatcher") and self.waiting and not self.dispatcher.held:
+            serving = self.dispatcher.serving
+            assert not serving or any(self.dispatcher.members[i].bound for i in serving)
+
+
+TestDispatcher = DispatcherMachine.TestCase
+TestDispatcher.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# ---- the pool, whatever happens
+
+
+@dataclass
+class Asked:
+    """One caller and its requests."""
+
+    requests: list[GenerationRequest]
+    task: asyncio.Task[list[Generation]]
+    may_abort: bool = False
+    aborted: set[str] = field(default_factory=set)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Deaths, drains, pauses, aborts, new weights and slow engines; every request has one answer."""
+
+    @initialize(paces=st.lists(st.sampled_from([0.01, 0.02, 0.2]), min_size=2, max_size=3))
+    def begin(self, paces: list[float]) -> None:
+        self.clock = VirtualClock()
+        self.engines = [self._engine(pace) for pace in paces]
+        self.lines: list[str] = []
+        self.pool = EnginePool(self.engines, slots=SLOTS, tell=self.lines.append)
+        self.asked: list[Asked] = []
+        self.names, self.version, self.paused = 0, 0, False
+        self.retired: set[int] = set()
+        self.deaths = 0
+
+    def _engine(self, pace: float) -> PacedEngine:
+        engine = PacedEngine(pace, slots=SLOTS, prefill_s=0.001)
+        engine.on_begin = self._begins
+        return engine
+
+    def _begins(self, name: str) -> None:
+        runs = [e for e in self.engines if name in e._running]
+        assert len(runs) == 1, f"{name} runs twice at once"
+
+    def _in_loop(self, act: Callable[[], None]) -> None:
+        async def run() -> None:
+            act()
+
+        self.clock.run(run())
+        self.clock.settle()
+
+    def _up(self) -> list[int]:
+        return [i for i, e in enumerate(self.engines) if not e.dead and i not in self.retired]
+
+    @rule(families=st.lists(st.integers(1, 6), min_size=1, max_size=3), length=st.integers(1, 60))
+    def ask(self, families: list[int], length: int) -> None:
+        requests = []
+        for size in families:
+            self.names += 1
+            for index in range(size):
+                name = f"{self.names}.{index}"
+                seed = 10 * self.names + index
+                requests.append(
+                    request_of(name, self.names, seed=seed, length=length + 9 * index, longest=200)
+                )
+        task = self.clock.loop.create_task(self.pool.generate_many(requests))
+        self.asked.append(Asked(requests, task))
+        self.clock.settle()
+
+    @rule(seconds=st.floats(0.001, 3.0))
+    def let_time_pass(self, seconds: float) -> None:
+        self.clock.run(asyncio.sleep(seconds))
+
+    @precondition(lambda self: len(self._up()) > 1)
+    @rule(data=st.data())
+    def kill(self, data: st.DataObject) -> None:
+        self._in_loop(self.engines[data.draw(st.sampled_from(self._up()))].die)
+        self.deaths += 1
+
+    @precondition(lambda self: len(self._up()) < len(self.engines) - len(self.retired))
+    @rule(data=st.data())
+    def revive(self, data: st.DataObject) -> None:
+        down = [i for i, e in enumerate(self.engines) if e.dead and i not in self.retired]
+        self.clock.run(self.pool.restart(data.draw(st.sampled_from(down))))
+
+    @precondition(lambda self: len(self._up()) > 1 and len(self.engines) < 6)
+    @rule(data=st.data(), pace=st.sampled_from([0.01, 0.2]))
+    def drain_one_and_add_one(self, data: st.DataObject, pace: float) -> None:
+        index = data.draw(st.sampled_from(self._up()))
+        self.pool.retire(index)
+        self.retired.add(index)
+        self._in_loop(
+            self.engines[index].die
+        )  # as a worker that is closed: what waited there goes elsewhere
+        self.deaths += 1
+        self.engines.append(self._engine(pace))
+        self.clock.run(self.pool.restart(self.pool.add(self.engines[-1])))
+
+    @rule(data=st.data(), pace=st.sampled_from([0.01, 0.02, 0.3]))
+    def change_pace(self, data: st.DataObject, pace: float) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        self._in_loop(lambda: engine.set_pace(pace))
+
+    @precondition(lambda self: any(not one.task.done() for one in self.asked))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from([one for one in self.asked if not one.task.done()]))
+        name = data.draw(st.sampled_from([r.request_id for r in one.requests]))
+        one.aborted.add(name)
+        self.clock.run(self.pool.abort(name))
+
+    @precondition(lambda self: any(not one.task.done() for one in self.asked))
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from([one for one in self.asked if not one.task.done()]))
+        one.task.cancel()
+        self.clock.settle()
+
+    @precondition(lambda self: not self.paused)
+    @rule(keep=st.booleans())
+    def pause(self, keep: bool) -> None:
+        if not keep:
+            for one in self.asked:
+                one.may_abort = True
+        self.paused = True
+        self.clock.run(self.pool.pause("wait" if keep else "abort"))
+
+    @precondition(lambda self: self.paused)
+    @rule()
+    def resume(self) -> None:
+        self.paused = False
+        self.clock.run(self.pool.resume())
+
+    @rule()
+    def new_weights(self) -> None:
+        self.version += 1
+        self.clock.run(self.pool.update_weights(self.version, None))  # type: ignore[arg-type]
+
+    def teardown(self) -> None:
+        if hasattr(self, "clock"):
+            try:
+                self._end()
+            finally:
+                self.clock.close()
+
+    def _end(self) -> None:
+        if self.paused:
+            self.resume()
+        self.clock.run(self._all_answered())
+        for one in self.asked:
+            if not one.task.cancelled():
+                self._check(one)
+        assert self.pool._dispatcher.running == self.pool._dispatcher.waiting == 0
+        assert not self.pool._families
+        assert len(self.lines) <= len(self.engines)
+        self.clock.run(self.pool.close())
+
+    async def _all_answered(self) -> None:
+        """Sooner than this, in virtual seconds."""
+        async with asyncio.timeout(100_000):
+            await asyncio.gather(*(one.task for one in self.asked), return_exceptions=True)
+
+    def _check(self, one: Asked) -> None:
+        for request, made in zip(one.requests, one.task.result(), strict=True):
+            assert made.request_id == request.request_id
+            count = len(made.token_ids)
+            if made.finish_reason == "abort":
+                assert one.may_abort or request.request_id in one.aborted
+            else:
+                assert made.finish_reason == "stop", made.error
+                assert count == length_of(request)
+            assert np.array_equal(made.token_ids, tokens_of(request.seed, 0, count))
+            assert np.array_equal(made.logprobs, logprobs_of(request.seed, 0, count))
+            versions = expand_segments(made.segments)
+            assert len(versions) == count
+            assert versions == sorted(versions)
+            begun = sum(engine.begun.get(request.request_id, 0) for engine in self.engines)
+            assert begun <= 3 + self.deaths
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
