@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline.py [--steps 100] [--sigma 0 0.5 1] [--slots 64] [--staleness 0 1 2 4]
     python benchmarks/pipeline.py --real [--steps 30]      # the demo model, engine and trainer in processes
-    python benchmarks/pipeline.py --real --matched [--steps 22] [--sigma 0.5 1] [--staleness 1 2 4]
+    python benchmarks/pipeline.py --real --matched [--minutes 5.5] [--sigma 0.5 1] [--staleness 1 2 4]
 
 The real producer, strategies, buffer and journal on a virtual clock; only the engine and the trainer
 take set times: a response takes its length (log-normal, so that a few are long) times the time per
@@ -215,14 +215,14 @@ def main() -> None:
     parser.add_argument(
         "--matched", action="store_true", help="with --real: equal rates, skewed lengths"
     )
+    parser.add_argument("--minutes", type=float, default=5.5, help="with --matched: for all of it")
     given = parser.parse_args()
     if given.real:
         import pipeline_real
 
         bounds = [n for n in given.staleness or [1, 2, 4] if n]
         if given.matched:
-            steps = given.steps or 22
-            pipeline_real.matched(steps, max(8, steps // 2 - 1), given.sigma or [0.5, 1.0], bounds)
+            pipeline_real.matched(given.minutes, given.sigma or [0.5, 1.0], bounds)
         else:
             pipeline_real.as_it_is(given.steps or 30, bounds)
         return

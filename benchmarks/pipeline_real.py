@@ -29,7 +29,9 @@ HERE = Path(__file__).resolve().parent
 QUIET = ["eval.tasks={}", "checkpoint.every_steps=0", "track.rollouts_every_steps=0"]
 GROUPS, GENERATIONS = 16, 8
 MEAN_TOKENS, MOST_TOKENS = 48, 480
-FIRST_SLOTS = 32
+SLOTS = 32  # four responses of a step for each, as on the virtual clock
+FIRST_TEXTS, TEXT_TOKENS = 8, 32
+PROMPT_TOKENS = 12  # about
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -81,8 +83,9 @@ class Load:
     """What one run is given; `bound` None: the sync strategy."""
 
     sigma: float
-    slots: int = FIRST_SLOTS
     passes: int = 1
+    texts: int = FIRST_TEXTS  # of the auxiliary loss, in each pass: the trainer's fine adjustment
+    slots: int = SLOTS
     steps: int = 6
     bound: int | None = None
 
@@ -109,6 +112,10 @@ class Load:
             f"train.steps={self.steps}",
             f"train.groups_per_step={GROUPS}",
             f"train.num_epochs={self.passes}",
+            "train.ptx.coefficient=0.1",
+            f"train.ptx.data={model / 'texts.jsonl'}",
+            f"train.ptx.sequences_per_step={self.texts}",
+            f"train.ptx.max_tokens={TEXT_TOKENS}",
             f"sampling.num_generations={GENERATIONS}",
             f"sampling.max_tokens={MOST_TOKENS}",
             f"engine.max_slots={self.slots}",
@@ -131,6 +138,7 @@ class Figures:
     load: Load
     step_s: float
     whole_s: float  # over all steps but the first
+    wall_s: float  # of the whole run, start and end included
     staleness: float
     train_s: float
     publish_s: float
@@ -143,8 +151,13 @@ class Figures:
     driver_cpu_s: float
     engine_cpu_s: float
     trainer_cpu_s: float
-    batch_s: float  # the engine's time for one batch, sleep left out
+    batch_cpu_s: float  # of the engine, for as many tokens as a step has
     steps: np.ndarray = field(repr=False)  # of the engine: seconds, rows, new requests
+
+    @property
+    def other_s(self) -> float:
+        """Of the trainer's side: the step is journalled, figures are written, calls go there and back."""
+        return self.step_s - self.train_s - self.publish_s - self.groups_s
 
     @property
     def trainer_idle(self) -> float:
@@ -161,19 +174,20 @@ def run(load: Load, folder: Path, model: Path) -> Figures:
     meter = folder / f"{path.name}.meter"
     command = [sys.executable, "-m", "penstock.cli", "train", *load.words(path, model, meter)]
     search = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    began = time.monotonic()
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": search}
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    return read(load, path, meter)
+    return read(load, path, meter, time.monotonic() - began)
 
 
 def _lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def read(load: Load, path: Path, meter: Path) -> Figures:
+def read(load: Load, path: Path, meter: Path, wall_s: float) -> Figures:
     clock, metrics, engine = (
         _lines(path / "clock.jsonl"),
         _lines(path / "metrics.jsonl"),
@@ -197,6 +211,7 @@ def read(load: Load, path: Path, meter: Path) -> Figures:
         load=load,
         step_s=seconds / count,
         whole_s=(clock[-1]["at"] - clock[0]["at"]) / (load.steps - 1),
+        wall_s=wall_s,
         staleness=float(np.mean([row["staleness/mean"] for row in chosen])),
         train_s=sum(row["time/train_s"] for row in chosen) / count,
         publish_s=_publishing(path, first + 1, last + 1) / count,
@@ -210,7 +225,7 @@ def read(load: Load, path: Path, meter: Path) -> Figures:
         engine_cpu_s=(after["cpu_s"] - before["cpu_s"]) * per_step,
         trainer_cpu_s=sum(end["workers"][p] - begin["workers"].get(p, 0.0) for p in trainer)
         / count,
-        batch_s=(1 - slept) * span / batches,
+        batch_cpu_s=(after["cpu_s"] - before["cpu_s"]) / batches,
         steps=steps,
     )
 
@@ -245,37 +260,56 @@ class EngineModel:
         """With all slots in use throughout."""
         return tokens / slots * (self.fixed + self.row * slots) + self.new * GROUPS * GENERATIONS
 
-    def slots_for(self, tokens: float, seconds: float) -> int:
-        responses = GROUPS * GENERATIONS
-        return min(range(4, responses + 1), key=lambda n: abs(self.batch_s(tokens, n) - seconds))
+
+def text_s(one: Figures) -> float:
+    """What one more text costs the trainer in each pass, as a share of its tokens."""
+    responses = GROUPS * GENERATIONS
+    tokens = one.load.batch_tokens + responses * PROMPT_TOKENS + one.load.texts * TEXT_TOKENS
+    return one.trainer_cpu_s / one.load.passes * TEXT_TOKENS / tokens
 
 
-def match(sigma: float, folder: Path, model: Path) -> Load:
-    """Passes over a batch and engine slots with which both sides take as long for one."""
+def with_trainer(one: Figures, passes: int, trainer_s: float, wanted_s: float) -> Load:
+    """As many texts as bring the trainer from `trainer_s` to `wanted_s`."""
+    more = round((wanted_s - trainer_s) / (passes * text_s(one)))
+    return replace(one.load, passes=passes, texts=max(1, one.load.texts + more))
+
+
+def match(sigma: float, folder: Path, model: Path) -> tuple[Load, Figures]:
+    """Passes over a batch and texts of the auxiliary loss with which both sides take as long for a
+    step, by their CPU time; and the last warm-up."""
     first = run(Load(sigma=sigma, steps=6), folder, model)
-    tokens, engine = first.load.batch_tokens, EngineModel.fit(first.steps)
-    full_s = engine.batch_s(tokens, FIRST_SLOTS)
-    passes = max(1, round(full_s / first.train_s))
-    slots = engine.slots_for(tokens, first.train_s * passes + first.publish_s)
+    engine = EngineModel.fit(first.steps)
+    full_s = engine.batch_s(first.load.batch_tokens, SLOTS)
+    passes = max(1, int(first.batch_cpu_s / first.trainer_cpu_s))
     print(
-        f"  sync warm-up, {FIRST_SLOTS} slots, 1 pass: an engine step takes {engine.fixed * 1e3:.2f} ms + "
+        f"  sync warm-up, {SLOTS} slots, 1 pass: an engine step takes {engine.fixed * 1e3:.2f} ms + "
         f"{engine.row * 1e6:.0f} us a row + {engine.new * 1e6:.0f} us a new request, so a batch {full_s:.2f} s "
-        f"with all slots in use; the trainer {first.train_s:.2f} s a pass"
+        f"with all slots in use; the trainer {first.train_s:.2f} s a pass "
+        f"(CPU time {first.batch_cpu_s:.2f} s, with slots that drain, and {first.trainer_cpu_s:.2f} s)"
     )
-    second = run(Load(sigma=sigma, steps=12, bound=4, passes=passes, slots=slots), folder, model)
-    wanted = second.step_s - second.groups_s
-    seen = second.batch_s / engine.batch_s(tokens, slots)  # both sides at once, weights on the way
-    corrected = engine.slots_for(tokens, wanted / seen)
+    guess = with_trainer(first, passes, passes * first.trainer_cpu_s, 0.85 * first.batch_cpu_s)
+    second = run(replace(guess, steps=12, bound=4), folder, model)
+    trainer_s = second.trainer_cpu_s + second.other_s
+    chosen = with_trainer(second, passes, trainer_s, second.batch_cpu_s)
     print(
-        f"  warm-up with staleness 4, {passes} passes, {slots} slots: engine {second.batch_s:.3f} s, trainer's "
-        f"side {wanted:.3f} s a batch\n  chosen: train.num_epochs={passes}, engine.max_slots={corrected}",
+        f"  warm-up with staleness 4, {passes} passes, {guess.texts} texts: engine {second.batch_cpu_s:.3f} s, "
+        f"trainer's side {trainer_s:.3f} s of CPU time a step\n  chosen: train.num_epochs={passes}, "
+        f"train.ptx.sequences_per_step={chosen.texts} (of {TEXT_TOKENS} tokens), engine.max_slots={SLOTS}",
         flush=True,
     )
-    return replace(second.load, slots=corrected)
+    return chosen, second
 
 
-def matched(steps: int, sync_steps: int, sigmas: list[float], bounds: list[int]) -> None:
+def steps_within(seconds: float, warm_up: Figures, runs: int) -> int:
+    """Of each async run, where the sync run does half as many and takes about 2.5 times as long for one."""
+    start_s = warm_up.wall_s - warm_up.load.steps * warm_up.whole_s
+    return int(np.clip((seconds - (runs + 1) * start_s) / warm_up.whole_s / (runs + 1.25), 14, 40))
+
+
+def matched(minutes: float, sigmas: list[float], bounds: list[int]) -> None:
+    """As many steps as fit into the time."""
     for sigma in sigmas:
+        began, given_s = time.monotonic(), minutes * 60 / len(sigmas)
         with tempfile.TemporaryDirectory() as place:
             folder, model = Path(place) / "runs", Path(place) / "model"
             folder.mkdir()
@@ -284,9 +318,11 @@ def matched(steps: int, sync_steps: int, sigmas: list[float], bounds: list[int])
                 f"lengths: log-normal, sigma {sigma:g}, mean {MEAN_TOKENS} tokens, most {MOST_TOKENS}; "
                 f"{GROUPS} x {GENERATIONS} responses a step; demo model, one thread each"
             )
-            chosen = match(sigma, folder, model)
-            figures = [run(replace(chosen, bound=None, steps=sync_steps), folder, model)]
-            _print_head()
+            chosen, warm_up = match(sigma, folder, model)
+            left_s = given_s - (time.monotonic() - began)
+            steps = steps_within(left_s, warm_up, len(bounds))
+            figures = [run(replace(chosen, bound=None, steps=steps // 2), folder, model)]
+            _print_head(steps)
             _print_line(figures[0], figures[0])
             for bound in bounds:
                 figures.append(run(replace(chosen, bound=bound, steps=steps), folder, model))
@@ -295,7 +331,7 @@ def matched(steps: int, sync_steps: int, sigmas: list[float], bounds: list[int])
 
 
 def _lengthened_demo(folder: Path) -> None:
-    """The demo policy with more positions (rotary ones, so its weights stay as they are)."""
+    """The demo policy with more positions (rotary ones, so its weights stay as they are), and texts."""
     from penstock.demo import resolve_model_path
 
     shutil.copytree(resolve_model_path("demo"), folder)
@@ -303,15 +339,17 @@ def _lengthened_demo(folder: Path) -> None:
     (folder / "config.json").write_text(
         json.dumps(config | {"max_position_embeddings": MOST_TOKENS + 64})
     )
+    texts = (json.dumps({"text": f"{n} + {n + 1} = {2 * n + 1}; " * 8}) for n in range(256))
+    (folder / "texts.jsonl").write_text("\n".join(texts))
 
 
 def _name(one: Figures) -> str:
     return "sync" if one.load.bound is None else str(one.load.bound)
 
 
-def _print_head() -> None:
+def _print_head(steps: int) -> None:
     print(
-        "                          speed             idle, steady\n"
+        f"  {steps} steps (sync {steps // 2})        speed             idle, steady\n"
         "  max_staleness   s/step  steady   whole  trainer   engine  slots empty  staleness"
     )
 
@@ -337,7 +375,7 @@ def _print_times(figures: list[Figures]) -> None:
         cpu = (one.driver_cpu_s, one.engine_cpu_s, one.trainer_cpu_s)
         print(
             f"  {_name(one):>13}  {trainer[0]:20.3f}  {trainer[1]:7.3f}  {trainer[2]:16.3f}  "
-            f"{one.step_s - sum(trainer):5.3f} | {engine[0]:14.3f}  {engine[1]:6.3f}  {engine[2]:5.3f}  "
+            f"{one.other_s:5.3f} | {engine[0]:14.3f}  {engine[1]:6.3f}  {engine[2]:5.3f}  "
             f"{one.step_s - sum(engine):5.3f}  {one.rows:5.1f} | {cpu[0]:11.3f}  {cpu[1]:6.3f}  "
             f"{cpu[2]:7.3f}  {sum(cpu) / one.step_s / 2:10.1%}",
             flush=True,
