@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import tiny
 from engine_case import EngineCase
-from engine_contract import CHECKS
+from engine_contract import CHECKS, assert_true_logprobs
 from engine_lacks import LACKS
 
 from penstock.engine.http_client import HttpError
@@ -106,6 +106,31 @@ def case(url: str) -> Iterator[EngineCase]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_contract(check: str, case: EngineCase) -> None:
     CHECKS[check](case)
+
+
+def test_a_server_that_was_lost_is_asked_what_it_holds(case: EngineCase) -> None:
+    """By a real server's own calls; with another name for its weights it gets the newest again."""
+    engine, loop = case.shared, case.loop
+    assert isinstance(engine, OpenAIEngine)
+    assert loop is not None
+
+    async def main() -> None:
+        server, loader, source = engine._servers.all[0], engine._loader, tiny.handle(1)
+        assert isinstance(loader, VllmCalls)
+        await engine.update_weights(1, source)
+        assert await loader.holds(server, 1, source.digest)
+        assert not await loader.holds(server, 1, tiny.handle(2).digest)
+        for name in ("", "default"):  # as it is, and as after a restart
+            if name:
+                await server.client.post("/update_weight_version", {"new_version": name})
+            engine._servers.lose(server, "for a test")
+            made = await engine.generate(tiny.request(f"a{name}", [7, 8, 9]))
+            assert_true_logprobs(case, made, [7, 8, 9])
+            assert await loader.holds(server, 1, source.digest)
+            assert not await server.is_paused()
+        await engine.update_weights(0, tiny.handle(0))
+
+    loop.run(main())
 
 
 def test_the_server_refuses_weights_that_are_not_those_announced(
