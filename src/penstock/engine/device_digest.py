@@ -15,7 +15,7 @@ import torch
 
 from penstock.digest import LEAF_BYTES, combine_leaves
 
-HELD_BYTES = 4 << 30  # hashed at a time: enough leaves for every lane of a large GPU
+HELD_BYTES = 1 << 30  # hashed at a time: leaves enough for a large GPU, of which some memory is free
 Shaped = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 

@@ -77,15 +77,16 @@ def checked_weights(
 ) -> dict[str, torch.Tensor]:
     """What `source` names, if it is what was announced and fits `model`; hashed as it arrives.
 
-    A folder is read as it is, without `fetch`.
+    A folder is read as it is, without `fetch`. Where the model is on a GPU, that does the hashing.
     """
     weights: dict[str, torch.Tensor] = {}
+    hashed_on = torch.device("cpu") if model is None else next(model.parameters()).device
 
     def arriving() -> Iterator[tuple[str, torch.Tensor]]:
         named = read_folder(source.location).items() if source.kind == FOLDER else fetch(source)
         for name, tensor in named:
             weights[name] = tensor.detach()
-            yield name, weights[name]
+            yield name, weights[name] if tensor.is_cuda else weights[name].to(hashed_on)
 
     try:
         digest = digest_of(arriving())

@@ -49,6 +49,9 @@ class DeviceBytes:
         }
 
 
+_OWN: weakref.WeakValueDictionary[DevicePlace, DeviceMemory] = weakref.WeakValueDictionary()
+
+
 class DeviceMemory:
     """An allocation of this process; freed with the last tensor of it."""
 
@@ -69,8 +72,11 @@ class DeviceMemory:
         weakref.finalize(self, _free, device, self._pointer).atexit = False
 
     def tensor(self) -> torch.Tensor:
-        octets = DeviceBytes(self._pointer, self._size, self)
-        return torch.as_tensor(octets, device=self._device)
+        return self.octets(self._size)[0]
+
+    def octets(self, size: int) -> tuple[torch.Tensor, object]:
+        """Its bytes, and what lives exactly as long as this tensor and its views."""
+        return _octets(self._pointer, size, self._device, self)
 
     def place(self) -> DevicePlace:
         handle = _Handle()
@@ -81,7 +87,9 @@ class DeviceMemory:
                 f"weights: the driver cannot share memory of {self._device} between processes "
                 f"({_words(code)}); sync.kind=shared_memory does without"
             )
-        return DevicePlace(_uuid(self._device), bytes(memoryview(handle)))
+        place = DevicePlace(_uuid(self._device), bytes(memoryview(handle)))
+        _OWN[place] = self
+        return place
 
 
 class OpenedMemory:
@@ -100,9 +108,14 @@ class OpenedMemory:
         weakref.finalize(self, _close, self._device, self._pointer).atexit = False
 
     def octets(self, size: int) -> tuple[torch.Tensor, object]:
-        """All of it, and what lives exactly as long as this tensor and its views."""
-        octets = DeviceBytes(self._pointer, size, self)
-        return torch.as_tensor(octets, device=self._device), octets
+        return _octets(self._pointer, size, self._device, self)
+
+
+def _octets(
+    pointer: int, size: int, device: torch.device, owner: object
+) -> tuple[torch.Tensor, object]:
+    octets = DeviceBytes(pointer, size, owner)
+    return torch.as_tensor(octets, device=device), octets
 
 
 class OpenedMemories:
@@ -111,8 +124,13 @@ class OpenedMemories:
     def __init__(self) -> None:
         self._by_path: dict[str, tuple[DevicePlace, OpenedMemory]] = {}
 
-    def of(self, path: str, place: DevicePlace) -> OpenedMemory:
-        """One for each file that describes a place; a new place there closes the one before."""
+    def of(self, path: str, place: DevicePlace) -> OpenedMemory | DeviceMemory:
+        """One for each file that describes a place; a new place there closes the one before.
+
+        The driver opens no memory in the process that it belongs to.
+        """
+        if (own := _OWN.get(place)) is not None:
+            return own
         known = self._by_path.get(path)
         if known is None or known[0] != place:
             self._by_path.pop(path, None)  # given back first, if nobody reads it any more

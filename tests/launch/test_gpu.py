@@ -1,0 +1,74 @@
+"""Runs on a GPU: weights that never leave it, and devices that change hands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster_runs import STEPS, assert_balanced, config_of, run
+from test_faults import kill
+
+from penstock.job import Job
+from penstock.types import WeightHandle
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def handles_of(job: Job, seen: list[WeightHandle]) -> None:
+    """Have what engines are told written down."""
+    update = job.engine.update_weights
+
+    async def noted(version: int, source: WeightHandle) -> str:
+        seen.append(source)
+        return await update(version, source)
+
+    job.engine.update_weights = noted  # type: ignore[method-assign]
+
+
+def on_device(handle: WeightHandle) -> bool:
+    location: dict[str, Any] = handle.location
+    return location["device"] is not None
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_weights_stay_on_the_gpu_though_trainer_and_engine_die(
+    tmp_path: Path, strategy: str
+) -> None:
+    seen: list[WeightHandle] = []
+
+    async def disturb(job: Job, step: int) -> None:
+        if step == 1:
+            handles_of(job, seen)
+        if step == 2:
+            kill(job, "engine-0")
+        if step == 3:
+            kill(job, "trainer")
+
+    words = [f"produce.strategy={strategy}"]
+    folder, notes = run(config_of(tmp_path, strategy, *words), disturb)
+    assert_balanced(folder)
+    assert len(seen) >= STEPS
+    assert all(map(on_device, seen))
+    text = "\n".join(notes)
+    assert "engine-0: serves again" in text
+    assert "trainer: serves again" in text
+
+
+def test_colocated_they_take_turns_and_a_dead_engine_comes_back_in_its_own(tmp_path: Path) -> None:
+    seen: list[WeightHandle] = []
+
+    async def disturb(job: Job, step: int) -> None:
+        if step == 1:
+            handles_of(job, seen)
+        if step == 2:
+            kill(job, "engine-0")
+
+    words = ["produce.strategy=sync", "launch.colocate=true"]
+    folder, _ = run(config_of(tmp_path, "turns", *words), disturb)
+    assert_balanced(folder)
+    assert not any(map(on_device, seen))  # the device's memory is for who has its turn
+    events = [json.loads(line) for line in (folder.path / "timeline/events.jsonl").open()]
+    assert {"sleep", "wake"} <= {event["what"] for event in events}
