@@ -39,6 +39,10 @@ class WorkerDied(RunError):
     """A worker process or actor ended while something waited for it."""
 
 
+class PartFailed(RunError):
+    """A part in a worker raised something that is not ours; its name, the type and the text in one line."""
+
+
 class TooManyFailures(RunError):
     """The share of failing groups went past its limit (law 7)."""
 

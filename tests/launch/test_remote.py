@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import RunError, UserError, WorkerDied
+from penstock.errors import PartFailed, UserError, WorkerDied
 from penstock.launch.remote import Remote
 
 
@@ -100,13 +100,14 @@ def test_calls_are_answered_in_any_order(tmp_path: Path) -> None:
 
 def test_an_error_there_is_an_error_here_and_the_worker_lives_on(tmp_path: Path) -> None:
     async def act(remote: Remote) -> str:
-        with pytest.raises(KeyError, match="missing"):
+        with pytest.raises(PartFailed, match=r"^echo: KeyError: 'missing' \(traceback: .*echo.log"):
             await remote.fail()
-        with pytest.raises(RunError, match="Local: cannot be pickled"):
+        with pytest.raises(PartFailed, match=r"^echo: Local: cannot be pickled"):
             await remote.fail_strangely()
         return await remote.greet("still")
 
     assert with_echo(tmp_path, act) == "hello still"
+    assert "in fail_strangely" in (tmp_path / "echo.log").read_text()
 
 
 def test_a_stop_reaches_a_busy_worker(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.config import LaunchConfig
-from penstock.errors import PenstockError, RunError, WeightsGone, WorkerDied
+from penstock.errors import PartFailed, PenstockError, RunError, WeightsGone, WorkerDied
 from penstock.launch.remote import Worker
 from penstock.launch.supervise import Supervised, Surroundings, Watched
 from penstock.types import WeightHandle
@@ -159,7 +159,7 @@ class Distribution:
         self._group = ([], "")
         if isinstance(fault, WorkerDied | TimeoutError):
             await self._lost(node, str(fault) or f"{self._names[node]}: it did not answer")
-        elif isinstance(fault, WeightsGone) or not isinstance(fault, RunError):
+        elif isinstance(fault, WeightsGone | PartFailed) or not isinstance(fault, RunError):
             raise fault
 
     async def _lost(self, node: str, reason: str) -> None:

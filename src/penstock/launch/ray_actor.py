@@ -16,13 +16,15 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError, RayTaskError
 
-from penstock.errors import RunError, WorkerDied
+from penstock.errors import PartFailed, RunError, WorkerDied
 from penstock.launch.effort import effort_of
+from penstock.launch.ray_faults import ACTOR_IS_GONE, why
+from penstock.launch.remote import with_log
 from penstock.launch.room import with_room
 from penstock.launch.served import Served, portable, stacks
 from penstock.types import WeightHandle
@@ -33,36 +35,46 @@ _STACK_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 
 
+class Where(NamedTuple):
+    """What an actor tells of itself."""
+
+    node: str
+    address: str
+    pid: int
+    free_port: int
+    logs_to_run: bool  # what it prints is in the run's own log
+
+
 class ServingActor:
     """What runs on the other side."""
 
     def __init__(self, name: str, log_path: str, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        _write_log_to(Path(log_path))
+        self._logs_to_run = _write_log_to(Path(log_path))
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-        self._served = Served(name)
+        self._name, self._served = name, Served(name)
 
-    async def where(self) -> tuple[str, str, int, int]:
-        """Node, its address, process id, and a port that is free there."""
+    async def where(self) -> Where:
         address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
-        return ray.get_runtime_context().get_node_id(), address, os.getpid(), port
+        node = ray.get_runtime_context().get_node_id()
+        return Where(node, address, os.getpid(), port, self._logs_to_run)
 
     async def build(self, search_path: list[str], factory: str, args: tuple) -> Any:
         try:
             await self._served.build(search_path, factory, args, {})
             return None, None
         except Exception as error:
-            return portable(error), None
+            return portable(self._name, error), None
 
     async def call(self, method: str, args: tuple, kwargs: dict) -> Any:
         try:
             return None, await self._served.call(method, args, kwargs)
         except Exception as error:
-            return portable(error), None
+            return portable(self._name, error), None
 
     async def chunk(self, number: int) -> tuple[Any, bool]:
         """An object of its own in the store, which the caller owns; and that it is there."""
@@ -80,25 +92,27 @@ class ServingActor:
         await asyncio.Event().wait()
 
 
-def _write_log_to(path: Path) -> None:
+def _write_log_to(path: Path) -> bool:
     """The run's own log where its folder is reachable from this node, else Ray's."""
-    with contextlib.suppress(OSError):
+    try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
+    except OSError:
+        return False
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    return True
 
 
 class RayRemote:
     """See `Worker`. Consumes method calls, produces results from the actor."""
 
-    def __init__(
-        self, name: str, actor: Any, where: tuple[str, str, int, int], log_path: Path
-    ) -> None:
+    def __init__(self, name: str, actor: Any, where: Where, log_path: Path) -> None:
         self.name = name
-        self._log_path = log_path
-        self.node, self.address, self.pid, self.free_port = where
+        self._log_path, self._logs_to_run = log_path, where.logs_to_run
+        self.node, self.address = where.node, where.address
+        self.pid, self.free_port = where.pid, where.free_port
         self.note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
         self._actor = actor
         self._open_end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
@@ -119,7 +133,12 @@ class RayRemote:
             ray.kill(actor)
             raise RunError(f"{name}: Ray gave it no place within {timeout_s:g} s") from None
         except RayError as error:
-            raise WorkerDied(f"{name}: {_first_line(error)}") from error
+            _append(log_path, str(error))
+            line = f"{name}: the actor could not be started: {why(error)} (log: {log_path})"
+            raise WorkerDied(line) from error
+        except BaseException:
+            ray.kill(actor)
+            raise
         return cls(name, actor, where, log_path)
 
     async def build(self, factory: str, *args: Any, timeout_s: float) -> None:
@@ -144,14 +163,21 @@ class RayRemote:
     async def _ask(self, reference: Any) -> Any:
         try:
             error, result = await reference
-        except RayActorError as died:
-            ray.kill(self._actor)  # one that cannot be reached is not to come back
-            raise WorkerDied(f"{self.name}: {_first_line(died)}") from None
         except RayError as fault:
-            raise RunError(f"{self.name}: {_first_line(fault)}") from fault
-        if error is not None:
-            raise error
-        return result
+            raise self._told(fault) from None
+        if error is None:
+            return result
+        if not self._logs_to_run:
+            _append(self._log_path, "\n".join(getattr(error, "__notes__", [])))
+        raise with_log(error, self._log_path)
+
+    def _told(self, fault: RayError) -> Exception:
+        """What Ray raised for a call: an exception of the actor, its end, or a fault of Ray's own."""
+        if isinstance(fault, ACTOR_IS_GONE) and not isinstance(fault, RayTaskError):
+            ray.kill(self._actor)  # one that cannot be reached is not to come back
+            return WorkerDied(f"{self.name}: {why(fault)}")
+        _append(self._log_path, str(fault))
+        return with_log(PartFailed(f"{self.name}: {why(fault)}"), self._log_path)
 
     async def collect(self, handle: WeightHandle) -> WeightHandle:
         """Take the staged chunks into the object store; they are owned here."""
@@ -165,8 +191,8 @@ class RayRemote:
         try:
             what = f"weights of version {handle.version}"
             references = await with_room(what, store, self.note)
-        except RayActorError as died:
-            raise WorkerDied(f"{self.name}: {_first_line(died)}") from None
+        except RayError as fault:
+            raise self._told(fault) from None
         return WeightHandle(
             version=handle.version, digest=handle.digest, kind=handle.kind, location=references
         )
@@ -174,7 +200,7 @@ class RayRemote:
     async def ended(self) -> str:
         await asyncio.wait([self._open_end])
         fault = self._open_end.exception()
-        return f"{self.name}: the actor ended unexpectedly: {_first_line(fault)}"
+        return f"{self.name}: the actor ended unexpectedly: {why(fault)} (log: {self._log_path})"
 
     async def stack(self) -> str:
         """From a thread of its own; where none of its threads can run, by a signal, into its log."""
@@ -214,8 +240,7 @@ async def _awaited(reference: Any) -> Any:
     return await reference
 
 
-def _first_line(error: BaseException | None) -> str:
-    """Ray's errors are pages; the line that says why is kept."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = next((line for line in lines if line.startswith("The actor")), lines[0] if lines else "")
-    return f"{type(error).__name__}: {said[:200]}"
+def _append(log_path: Path, text: str) -> None:
+    """From here, where it can be read whatever node the actor was on."""
+    with contextlib.suppress(OSError), log_path.open("a") as log:
+        log.write(f"{text.rstrip()}\n")

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.errors import RunError, WorkerDied
+from penstock.errors import PartFailed, RunError, WorkerDied
 from penstock.launch.effort import effort_of
 
 FRAME = struct.Struct("!Q")
@@ -41,6 +41,13 @@ def write_frame(writer: asyncio.StreamWriter, message: Any) -> None:
     payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     writer.write(FRAME.pack(len(payload)))
     writer.write(payload)
+
+
+def with_log(error: Exception, log_path: Path) -> Exception:
+    """Says where the traceback is, of what a part did not raise on purpose."""
+    if isinstance(error, PartFailed):
+        error.args = (f"{error} (traceback: {log_path})",)
+    return error
 
 
 class Worker(Protocol):
@@ -169,7 +176,7 @@ class Remote:
                 if error is None:
                     future.set_result(result)
                 else:
-                    future.set_exception(error)
+                    future.set_exception(with_log(error, self._log_path))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:

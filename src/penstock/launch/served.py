@@ -15,11 +15,12 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from penstock.errors import PenstockError, RunError
+from penstock.errors import PartFailed, PenstockError
 from penstock.plugins import load
 
 # Thread-safe methods that must not queue behind a running one.
 IMMEDIATE = ("request_stop", "progress")
+_LONGEST_LINE = 400
 
 
 class Served:
@@ -49,15 +50,30 @@ class Served:
         return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
 
-def portable(error: Exception) -> Exception:
-    """The error itself where it survives pickling, else its text; strange ones go to the log."""
-    if not isinstance(error, PenstockError):
-        traceback.print_exception(error)
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RunError(f"{type(error).__name__}: {error}")
-    return error
+def portable(name: str, error: Exception) -> Exception:
+    """An error of ours as it is. Others are told in a line, and their traceback goes to the log.
+
+    So it does not matter whether the driver has the package that their class comes from.
+    """
+    if isinstance(error, PenstockError):
+        try:
+            pickle.loads(pickle.dumps(error))
+            return error
+        except Exception:  # whatever its constructor wants, the text is told
+            return PartFailed(f"{name}: {one_line(error)}")
+    text = "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, end="", flush=True)
+    failed = PartFailed(f"{name}: {one_line(error)}")
+    failed.add_note(text)
+    return failed
+
+
+def one_line(error: BaseException) -> str:
+    """Its own type and message; of a group with one error in it, those of that one."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:_LONGEST_LINE]}".removesuffix(": ")
 
 
 def stacks() -> str:

@@ -79,6 +79,7 @@ class Supervised:
         self.room: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # to start in
         self.when_back: Callable[[], Awaitable[None]] = nothing
         self.when_given_up: Callable[[], None] = lambda: None
+        self.when_closed: Callable[[], None] = lambda: None
         self.given_up: WorkerDied | None = None
         self.restarts = 0
         self._spawn, self._settings, self._around = spawn, settings, around
@@ -150,6 +151,7 @@ class Supervised:
             await asyncio.wait([self._tending])
         if self._worker is not None:
             await self._worker.close()
+        self.when_closed()
 
     async def _tend(self) -> None:
         """Waits for the worker's end, woken by it; starts the next one."""

@@ -36,7 +36,7 @@ async def serve(connection: socket.socket) -> None:
                 work = _stacks()
             else:
                 work = served.call(method, call_args, call_kwargs)
-            task = asyncio.create_task(_answer(writer, call_id, work))
+            task = asyncio.create_task(_answer(writer, name, call_id, work))
             calls.add(task)
             task.add_done_callback(calls.discard)
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -49,12 +49,12 @@ async def _stacks() -> str:
     return stacks()
 
 
-async def _answer(writer: asyncio.StreamWriter, call_id: int, work: Any) -> None:
+async def _answer(writer: asyncio.StreamWriter, name: str, call_id: int, work: Any) -> None:
     reply: tuple[int, Any, Exception | None]
     try:
         reply = (call_id, await work, None)
     except Exception as error:
-        reply = (call_id, None, portable(error))
+        reply = (call_id, None, portable(name, error))
     write_frame(writer, reply)
     await writer.drain()
 

@@ -1,0 +1,43 @@
+"""A Ray cluster of several nodes on this machine, which may leave and join."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from penstock.job import Job
+
+
+class Nodes:
+    """The first one is the head; the others are known by their id."""
+
+    def __init__(self, *num_cpus: int) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        self._size: dict[str, Any] = {"object_store_memory": 2**27, "include_dashboard": False}
+        head = {"num_cpus": num_cpus[0], **self._size}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._others: dict[str, Any] = {}
+        self.ids = [self.join(count) for count in num_cpus[1:]]
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
+
+    def join(self, num_cpus: int, num_gpus: int = 0) -> str:
+        """Sets signal handlers: not for a thread."""
+        node = self._cluster.add_node(num_cpus=num_cpus, num_gpus=num_gpus, **self._size)
+        self._others[str(node.node_id)] = node
+        return str(node.node_id)
+
+    def leave(self, node_id: str) -> None:
+        self._cluster.remove_node(self._others.pop(node_id))
+
+    def close(self) -> None:
+        import ray
+
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+def node_of(job: Job, name: str) -> str:
+    return str(job.workers.supervised[name].worker.node)  # type: ignore[union-attr]
