@@ -152,7 +152,7 @@ class Figures:
     engine_cpu_s: float
     trainer_cpu_s: float
     batch_cpu_s: float  # of the engine, for as many tokens as a step has
-    steps: np.ndarray = field(repr=False)  # of the engine: seconds, rows, new requests
+    steps: np.ndarray = field(repr=False)  # of the engine: seconds, of CPU; rows, new requests
 
     @property
     def other_s(self) -> float:
@@ -201,10 +201,10 @@ def read(load: Load, path: Path, meter: Path, wall_s: float) -> Figures:
     before, after = inside[0], inside[-1]
     span = after["at"] - before["at"]
     steps = np.array([step for line in inside[1:] for step in line["steps"]])
-    decode_s, rows = steps[:, 0].sum(), float((steps[:, 0] * steps[:, 1]).sum() / steps[:, 0].sum())
+    decode_s, rows = steps[:, 0].sum(), float((steps[:, 0] * steps[:, 2]).sum() / steps[:, 0].sum())
     slept = (after["slept_s"] - before["slept_s"]) / span
     per_step = seconds / count / span  # the engine's share of the time, as seconds a step
-    batches = steps[:, 1].sum() / load.batch_tokens
+    batches = steps[:, 2].sum() / load.batch_tokens
     trainer = [pid for pid in end["workers"] if int(pid) != after["pid"]]
     chosen = metrics[first + 1 : last + 1]
     return Figures(
@@ -242,7 +242,7 @@ def _publishing(path: Path, first: int, last: int) -> float:
 
 @dataclass(slots=True, frozen=True)
 class EngineModel:
-    """Seconds of one engine step: fixed, and for each row and each new request."""
+    """CPU seconds of one engine step: fixed, and for each row and each new request."""
 
     fixed: float
     row: float
@@ -251,9 +251,9 @@ class EngineModel:
     @classmethod
     def fit(cls, steps: np.ndarray) -> EngineModel:
         """Least squares; the slowest hundredth (somebody else's time) is left out."""
-        kept = steps[steps[:, 0] <= np.quantile(steps[:, 0], 0.99)]
-        columns = np.stack([np.ones(len(kept)), kept[:, 1], kept[:, 2]], axis=1)
-        found = np.linalg.lstsq(columns, kept[:, 0], rcond=None)[0]
+        kept = steps[steps[:, 1] <= np.quantile(steps[:, 1], 0.99)]
+        columns = np.stack([np.ones(len(kept)), kept[:, 2], kept[:, 3]], axis=1)
+        found = np.linalg.lstsq(columns, kept[:, 1], rcond=None)[0]
         return cls(*np.maximum(found, 0))
 
     def batch_s(self, tokens: float, slots: int) -> float:
@@ -261,39 +261,35 @@ class EngineModel:
         return tokens / slots * (self.fixed + self.row * slots) + self.new * GROUPS * GENERATIONS
 
 
-def text_s(one: Figures) -> float:
-    """What one more text costs the trainer in each pass, as a share of its tokens."""
+def trainer_that_takes(seconds: float, one: Figures) -> Load:
+    """Passes over a batch and texts in each with which the trainer's CPU time becomes `seconds`."""
     responses = GROUPS * GENERATIONS
     tokens = one.load.batch_tokens + responses * PROMPT_TOKENS + one.load.texts * TEXT_TOKENS
-    return one.trainer_cpu_s / one.load.passes * TEXT_TOKENS / tokens
-
-
-def with_trainer(one: Figures, passes: int, trainer_s: float, wanted_s: float) -> Load:
-    """As many texts as bring the trainer from `trainer_s` to `wanted_s`."""
-    more = round((wanted_s - trainer_s) / (passes * text_s(one)))
-    return replace(one.load, passes=passes, texts=max(1, one.load.texts + more))
+    a_pass = one.trainer_cpu_s / one.load.passes
+    text = a_pass * TEXT_TOKENS / tokens
+    without = a_pass - one.load.texts * text
+    passes = max(1, int(seconds / (without + text)))
+    texts = max(1, round((seconds / passes - without) / text))
+    return replace(one.load, passes=passes, texts=texts)
 
 
 def match(sigma: float, folder: Path, model: Path) -> tuple[Load, Figures]:
-    """Passes over a batch and texts of the auxiliary loss with which both sides take as long for a
-    step, by their CPU time; and the last warm-up."""
+    """What makes both sides take as long for a step, by their CPU time; and the last warm-up."""
     first = run(Load(sigma=sigma, steps=6), folder, model)
     engine = EngineModel.fit(first.steps)
     full_s = engine.batch_s(first.load.batch_tokens, SLOTS)
-    passes = max(1, int(first.batch_cpu_s / first.trainer_cpu_s))
     print(
         f"  sync warm-up, {SLOTS} slots, 1 pass: an engine step takes {engine.fixed * 1e3:.2f} ms + "
-        f"{engine.row * 1e6:.0f} us a row + {engine.new * 1e6:.0f} us a new request, so a batch {full_s:.2f} s "
-        f"with all slots in use; the trainer {first.train_s:.2f} s a pass "
-        f"(CPU time {first.batch_cpu_s:.2f} s, with slots that drain, and {first.trainer_cpu_s:.2f} s)"
+        f"{engine.row * 1e6:.0f} us a row + {engine.new * 1e6:.0f} us a new request of CPU time, so a batch "
+        f"{full_s:.2f} s with all slots in use; the trainer {first.trainer_cpu_s:.2f} s a pass"
     )
-    guess = with_trainer(first, passes, passes * first.trainer_cpu_s, 0.85 * first.batch_cpu_s)
+    guess = trainer_that_takes(1.1 * full_s, first)
     second = run(replace(guess, steps=12, bound=4), folder, model)
-    trainer_s = second.trainer_cpu_s + second.other_s
-    chosen = with_trainer(second, passes, trainer_s, second.batch_cpu_s)
+    chosen = trainer_that_takes(second.batch_cpu_s - second.other_s, second)
     print(
-        f"  warm-up with staleness 4, {passes} passes, {guess.texts} texts: engine {second.batch_cpu_s:.3f} s, "
-        f"trainer's side {trainer_s:.3f} s of CPU time a step\n  chosen: train.num_epochs={passes}, "
+        f"  warm-up with staleness 4, {guess.passes} passes, {guess.texts} texts: engine "
+        f"{second.batch_cpu_s:.3f} s, trainer {second.trainer_cpu_s:.3f} s of CPU time a step, and "
+        f"{second.other_s:.3f} s between two steps\n  chosen: train.num_epochs={chosen.passes}, "
         f"train.ptx.sequences_per_step={chosen.texts} (of {TEXT_TOKENS} tokens), engine.max_slots={SLOTS}",
         flush=True,
     )

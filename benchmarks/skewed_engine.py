@@ -71,7 +71,7 @@ class SkewedEngine(TransformersEngine):
     def _reset(self) -> None:
         super()._reset()
         self._inbox: Any = TimedInbox()
-        self._steps: list[tuple[float, int, int]] = []  # seconds, rows, new requests
+        self._steps: list[tuple[float, float, int, int]] = []  # seconds, of CPU; rows, new requests
         self._switch_s, self._switches = 0.0, 0
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
@@ -84,10 +84,12 @@ class SkewedEngine(TransformersEngine):
         )
 
     def _step(self) -> None:
-        tokens, waiting, began = self._tokens_generated, len(self._waiting), time.perf_counter()
+        tokens, waiting = self._tokens_generated, len(self._waiting)
+        began, cpu = time.perf_counter(), time.thread_time()
         super()._step()
-        seconds, rows = time.perf_counter() - began, self._tokens_generated - tokens
-        self._steps.append((round(seconds, 6), rows, waiting - len(self._waiting)))
+        seconds, cpu_s = time.perf_counter() - began, time.thread_time() - cpu
+        rows, new = self._tokens_generated - tokens, waiting - len(self._waiting)
+        self._steps.append((round(seconds, 6), round(cpu_s, 6), rows, new))
 
     def _switch(self, *arguments: Any) -> str:
         began = time.perf_counter()
@@ -102,7 +104,6 @@ class SkewedEngine(TransformersEngine):
                 "at": time.monotonic(),
                 "pid": os.getpid(),
                 "cpu_s": time.process_time(),
-                "thread_cpu_s": time.thread_time(),
                 "slept_s": self._inbox.slept_s,
                 "switch_s": self._switch_s,
                 "switches": self._switches,
