@@ -1,9 +1,9 @@
 """One GPU for engine and trainer: what each holds in its turn, and what handing it over costs.
 
     python benchmarks/colocated.py                      # CPU: a tiny size, to see that it works
-    python benchmarks/colocated.py --size 1.7b          # one GPU, a Qwen3 shape of 1.6B parameters
-    python benchmarks/colocated.py --size 1.7b --fill   # sized so that both together do not fit
-    python benchmarks/colocated.py --size 1.7b --fill --beside   # the same without turns: does not start
+    python benchmarks/colocated.py --size 1.5b          # one GPU, a Qwen3 shape of 1.5B parameters
+    python benchmarks/colocated.py --size 1.5b --fill   # sized so that both together do not fit
+    python benchmarks/colocated.py --size 1.5b --fill --beside   # the same without turns: does not start
 
 A real local run (launch.colocate=true) in a process of its own, which is ended after --timeout seconds
 whatever happens. Device memory is sampled from outside (mem_get_info; nvidia-smi by process where it
@@ -57,7 +57,7 @@ class Size:
 SIZES = {
     "tiny": Size(64, 2, 4, 2, 16, 128, 512, 4, 16, 16),
     "0.6b": Size(1024, 28, 16, 8, 128, 3072, 32768, 16, 512, 128),
-    "1.7b": Size(2048, 28, 16, 8, 128, 6144, 32768, 16, 512, 128),
+    "1.5b": Size(2048, 28, 16, 8, 128, 6144, 32768, 16, 512, 128),
 }
 
 
@@ -111,7 +111,6 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
         "train.lr=1e-6",
         "sampling.num_generations=8",
         f"sampling.max_tokens={size.tokens}",
-        f"sampling.min_tokens={size.tokens}",
         f"engine.max_slots={slots}",
         f"engine.options={{kv_memory_share={share}}}",
         "produce.strategy=sync",
@@ -397,12 +396,23 @@ def report(arguments: argparse.Namespace, folder: Path, watch: Watch, code: int)
         print(error)
         return 1
     table(turns, watch)
+    print(f"  trainer's own peak, as torch counts it: {_trainer_peak(folder):.2f} GiB")
     found_path = folder / "found.json"
     found = json.loads(found_path.read_text()) if found_path.exists() else {}
     good = False
     if turns.trainers():
         good = verdict(arguments, turns, watch, found)
+    else:
+        print("no turns were taken")
     return 0 if good and not code else 1
+
+
+def _trainer_peak(folder: Path) -> float:
+    """Of the newest step (max_memory_allocated; on a CPU the process's memory)."""
+    path = folder / "colocated" / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    peaks = [json.loads(line).get("memory/peak_mib", 0.0) for line in lines]
+    return max(peaks, default=0.0) / 1024
 
 
 if __name__ == "__main__":

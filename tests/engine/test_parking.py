@@ -101,6 +101,22 @@ def test_on_a_cpu_nothing_moves_unless_told_to() -> None:
     assert tensor.untyped_storage().nbytes() == 40
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_memory_is_free_for_others_meanwhile() -> None:
+    whole = torch.randn(64, 2**20, device="cuda")
+    tensors = [whole, whole[1:], torch.arange(10, device="cuda"), torch.arange(3)]
+    before = [bits(tensor.cpu()) for tensor in tensors]
+    parking = Parking(lambda: tensors)
+    for _ in range(2):
+        free, _ = torch.cuda.mem_get_info()
+        parking.park()
+        assert torch.cuda.mem_get_info()[0] - free >= 2**28
+        assert [bits(parking.held(tensor)) for tensor in tensors] == before
+        assert parking.held(whole).is_pinned()
+        parking.unpark()
+        assert [bits(tensor.cpu()) for tensor in tensors] == before
+
+
 def test_memory_that_runs_out_on_the_way_back_leaves_all_of_it_parked() -> None:
     tensors = [torch.arange(10.0), torch.arange(20.0)]
     parking = Parking(lambda: tensors, devices=("cpu",))
