@@ -417,6 +417,8 @@ class Config(Section):
                     f"tasks.{task}: enable_partial_rollout has no effect with max_staleness 0 and "
                     "sync.every_steps 1: every partial is expired by the time it could go on"
                 )
+        if self.launch.colocate and self.launch.kind == "inline":
+            found.append("launch.colocate has no effect with launch.kind inline: nobody gives way")
         return found
 
 

@@ -413,8 +413,10 @@ def _make_runner(model: torch.nn.Module, options: TransformersOptions, text_of: 
 
 def _words(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
-        setting = "lower engine.options.kv_memory_share or engine.options.prefill_rows"
-        return f"{first_sentences(error)}; {setting}"
+        return (
+            f"{first_sentences(error)}; lower engine.options.kv_memory_share or prefill_rows; "
+            "a trainer on the same device gives way with launch.colocate=true"
+        )
     return f"{type(error).__name__}: {error}"
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -119,18 +120,19 @@ class TrainerService:
     def __init__(
         self, config: Config, total_steps: int, sync: WeightSync, folder: Folder | None = None
     ) -> None:
+        from penstock.engine.parking import short_of_memory
         from penstock.train.consumer import Consumer
 
-        self._consumer = Consumer.from_config(config, total_steps=total_steps)
+        self._memory = partial(short_of_memory, "trainer", _memory_advice(config))
+        with self._memory():
+            self._consumer = Consumer.from_config(config, total_steps=total_steps)
         self._sync, self._folder = sync, folder
         self._digest = self._consumer.digest()
         self._write: Callable[[], None] | None = None
         self._draft: Path | None = None  # of the checkpoint that is being written
 
     def train(self, batch: Batch) -> StepReport:
-        from penstock.engine.parking import short_of_memory
-
-        with short_of_memory("trainer", self._advice):
+        with self._memory():
             report = self._consumer.train(batch)
         self._digest = report.digest
         return report
@@ -141,17 +143,8 @@ class TrainerService:
 
     def wake(self) -> None:
         """Undo `sleep`."""
-        from penstock.engine.parking import short_of_memory
-
-        with short_of_memory("trainer", self._advice):
+        with self._memory():
             self._consumer.unpark()
-
-    @property
-    def _advice(self) -> str:
-        smaller = "lower train.micro_batch_tokens or set train.gradient_checkpointing=true"
-        if self._consumer.config.launch.colocate:
-            return f"{smaller}; with launch.colocate the engines have given all of theirs back"
-        return f"{smaller}; an engine on the same device gives way with launch.colocate=true"
 
     def publish(self) -> WeightHandle:
         """Every rank takes part, since shards are gathered; the first one hands them over."""
@@ -195,7 +188,8 @@ class TrainerService:
         await asyncio.to_thread(write)
 
     def load(self, folder: str) -> tuple[int, str]:
-        self._consumer.load(Path(folder))
+        with self._memory():
+            self._consumer.load(Path(folder))
         self._digest = self._consumer.digest()
         return self.identity()
 
@@ -211,6 +205,13 @@ class TrainerService:
     def progress(self) -> tuple[int, int]:
         """Pieces of work that are done, and bytes of the newest checkpoint; from any thread."""
         return self._consumer.pieces, _size_of(self._draft)
+
+
+def _memory_advice(config: Config) -> str:
+    smaller = "lower train.micro_batch_tokens or set train.gradient_checkpointing=true"
+    if config.launch.colocate:
+        return f"{smaller}; with launch.colocate the engines have given all of theirs back"
+    return f"{smaller}; an engine on the same device gives way with launch.colocate=true"
 
 
 def _size_of(folder: Path | None) -> int:
