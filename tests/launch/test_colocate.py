@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
+import hypothesis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_supervise import HANDLE, Crew, FakeWorker, nothing, request, settings
 
 from fakes import FakeEngine
@@ -24,6 +29,12 @@ class Device:
         self.holders: set[str] = set()
         self.log: list[str] = []
         self.crowded: list[str] = []
+        self.at: dict[int, Callable[[], None]] = {}  # what befalls after so many lines
+
+    def note(self, line: str) -> None:
+        """The last thing that a part does before it may die of it."""
+        self.log.append(line)
+        self.at.pop(len(self.log), lambda: None)()
 
     def take(self, who: str) -> None:
         self.holders.add(who)
@@ -48,7 +59,7 @@ class Sleeper(FakeEngine):
         device.take(name)
 
     def _log(self, what: str) -> None:
-        self.device.log.append(f"{self.name} {what}")
+        self.device.note(f"{self.name} {what}")
 
     async def pause(self, mode: Any = "abort") -> None:
         self.paused = True
@@ -57,25 +68,26 @@ class Sleeper(FakeEngine):
 
     async def resume(self) -> None:
         assert not self.asleep
-        self._log("resumes")
         self.paused = False
+        self._log("resumes")
 
     async def sleep(self) -> None:
-        if not self.asleep:
-            self._log("sleeps")
-        self.asleep = True
+        before, self.asleep = self.asleep, True
         self.device.leave(self.name)
         self.fell_asleep.set()
+        if not before:
+            self._log("sleeps")
 
     async def wake(self) -> None:
-        if self.asleep:
-            self._log(f"wakes with {self.version}")
-        self.asleep = False
+        before, self.asleep = self.asleep, False
         self.device.take(self.name)
+        if before:
+            self._log(f"wakes with {self.version}")
 
     async def update_weights(self, version: int, source: WeightHandle | None = None) -> str:
+        digest = await super().update_weights(version, source)
         self._log(f"loads {version}")
-        return await super().update_weights(version, source)
+        return digest
 
 
 class Tenant(FakeWorker):
@@ -102,21 +114,21 @@ class TrainerFake:
 
     async def train(self, batch: Batch) -> StepReport:
         self._device.take("trainer")
-        self._device.log.append(f"train {batch.step}")
+        self._device.note(f"train {batch.step}")
         await self._during()
         self.step = batch.step
         return StepReport(step=batch.step, policy_version=batch.step, digest=f"digest-{batch.step}")
 
     async def sleep(self) -> None:
-        self._device.log.append("trainer sleeps")
         self._device.leave("trainer")
+        self._device.note("trainer sleeps")
 
     async def load(self, folder: str) -> tuple[int, str]:
         self._device.take("trainer")
         return await self.identity()
 
     async def publish(self) -> WeightHandle:
-        self._device.log.append(f"publish {self.step}")
+        self._device.note(f"publish {self.step}")
         return WeightHandle(version=self.step, digest=f"digest-{self.step}", kind="none")
 
     async def identity(self) -> tuple[int, str]:
@@ -145,6 +157,9 @@ class Shift(Crew):
 
         return spawn
 
+    def kill(self, name: str) -> None:
+        (self.trainers if name == "trainer" else self.made[name])[-1].die()
+
     async def both(self, *, every: int = 1) -> tuple[Engines, ColocatedTrainer]:
         async def spawn() -> Any:
             part = TrainerFake(self.device, lambda: self.during())
@@ -155,9 +170,10 @@ class Shift(Crew):
             for step in range(1, self.committed + 1):
                 await trainer.train(Batch(step=step, groups=()))
 
-        trainer = Supervised("trainer", spawn, settings(), self.around)
+        trainer = Supervised("trainer", spawn, settings(max_restarts=9), self.around)
         engines = [
-            Supervised(name, self._spawner(name), settings(), self.around) for name in self.made
+            Supervised(name, self._spawner(name), settings(max_restarts=9), self.around)
+            for name in self.made
         ]
         await start_all(trainer, engines, colocate=True)
         trainer.prepare = restore
@@ -480,6 +496,46 @@ def test_weights_that_come_in_the_trainers_turn_are_loaded_after_it() -> None:
         await shift.end(engines)
 
     asyncio.run(run())
+
+
+STEPS, EVERY = 3, 2
+MOST_LINES = 30  # of a run of so many steps in which nobody dies
+
+
+async def three_steps(deaths: dict[int, str]) -> None:
+    """After so many lines of the log somebody dies; the steps are done, and nobody was in the way."""
+    shift = Shift(2)
+    engines, trainer = await shift.both(every=EVERY)
+    shift.device.at = {at: partial(shift.kill, name) for at, name in deaths.items()}
+    async with asyncio.timeout(30):  # a deadlock is to fail here, not to hang
+        for number in range(1, STEPS + 1):
+            await shift.step(trainer, number, publish=number % EVERY == 0)
+            made = await engines.generate_many([request("a" * n) for n in range(1, 5)])
+            assert {one.finish_reason for one in made} == {"stop"}
+            versions = {segment.version for one in made for segment in one.segments}
+            assert versions == {number - number % EVERY}
+    await shift.end(engines)
+
+
+@pytest.mark.parametrize("victim", ["trainer", "engine-0", "engine-1"])
+def test_whoever_dies_at_any_point_the_steps_are_done_and_the_device_is_never_shared(
+    victim: str,
+) -> None:
+    for at in range(1, MOST_LINES):
+        asyncio.run(three_steps({at: victim}))
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.integers(1, MOST_LINES + 10),
+        st.sampled_from(["trainer", "engine-0", "engine-1"]),
+        min_size=2,
+        max_size=5,
+    )
+)
+def test_several_may_die(deaths: dict[int, str]) -> None:
+    asyncio.run(three_steps(deaths))
 
 
 def test_an_engine_that_was_told_to_pause_is_not_taken_for_stuck() -> None:

@@ -33,6 +33,10 @@ UpdateOrder = Literal["together", "rolling"]
 _REMEMBERED = 65536  # rollouts whose engine is remembered
 
 
+class NoEngineLeft(EngineError):
+    """All that were asked died of it, or were dead; some may be back by now."""
+
+
 class EnginePool:
     """See `InferenceEngine`. `alive` lists the engines that take requests.
 
@@ -355,5 +359,5 @@ class EnginePool:
                 raise result
             good += result
         if not good:
-            raise EngineError("engine pool: no engine is left: " + "; ".join(self._dead.values()))
+            raise NoEngineLeft("engine pool: no engine is left: " + "; ".join(self._dead.values()))
         return good

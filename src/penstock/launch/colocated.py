@@ -41,6 +41,7 @@ class ColocatedTrainer(RestartingTrainer):
         self._handing_over = asyncio.Lock()
         self._has_devices = False  # the engines sleep
         self._works = False  # a call is under way that needs them
+        self._comes_back = False  # it is being started again, and needs them
         self._weights_due = False  # the engines are to wake with new ones
         supervised.room = self._room
         supervised.when_back = self._came_back
@@ -95,8 +96,8 @@ class ColocatedTrainer(RestartingTrainer):
 
     async def _give_devices(self) -> None:
         async with self._handing_over:
-            if self._works:
-                return  # the next call has taken its turn
+            if self._works or self._comes_back:
+                return  # they are given at the end of that
             self._engines.take_devices()
             if self._has_devices and not self._weights_due:
                 await self._engines.wake()
@@ -106,10 +107,12 @@ class ColocatedTrainer(RestartingTrainer):
     @asynccontextmanager
     async def _room(self) -> AsyncIterator[None]:
         """To load the model and to redo steps; an engine that starts may wait for this very trainer."""
+        self._comes_back = True
         await self._take_devices(at_once=True)
         yield
 
     async def _came_back(self) -> None:
         if not self._works:
             await self._part.sleep()
-            await self._give_devices()
+        self._comes_back = False
+        await self._give_devices()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.edges import EdgeKind, Edges
-from penstock.engine.pool import EnginePool, UpdateOrder
+from penstock.engine.pool import EnginePool, NoEngineLeft, UpdateOrder
 from penstock.engine.protocol import (
     EngineStats,
     Generation,
@@ -360,6 +360,8 @@ class Engines:
         while True:
             try:
                 return await act()
+            except NoEngineLeft:
+                pass
             except EngineError:
                 if self._pool.alive:
                     raise
@@ -410,11 +412,8 @@ class Engines:
             self._news.clear()
             with self._edges.wait("driver", EdgeKind.RESTART, "engines"):
                 await self._news.wait()
-        try:
+        with contextlib.suppress(NoEngineLeft):  # the dead hold nothing, and come back asleep
             await self._pool.sleep()
-        except EngineError:
-            if self._pool.alive:
-                raise  # else they are all dead, and hold nothing
 
     def take_devices(self) -> None:
         """The trainer is done with them: engines may start and load weights, still asleep."""
