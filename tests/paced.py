@@ -183,7 +183,7 @@ class PacedEngine:
         self._idle.set()
 
     async def abort(self, request_id: str) -> None:
-        self._check()
+        """What a dead one ran has ended with it."""
         run = self._find(request_id)
         if run is not None:
             self._finish(run, "abort")

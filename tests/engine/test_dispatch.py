@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fakes import VirtualClock
-from paced import PacedEngine, length_of, logprobs_of, request_of, tokens_of
+from paced import logprobs_of, request_of, tokens_of
 from penstock.engine.dispatch import Dispatcher, Work
 from penstock.engine.family import Family, joined
-from penstock.engine.pool import EnginePool
-from penstock.engine.protocol import Generation, GenerationRequest
-from penstock.types import VersionSegment, expand_segments
+from penstock.engine.protocol import Generation
+from penstock.types import VersionSegment
 
 SLOTS = 4
 
@@ -308,179 +302,3 @@ class DispatcherMachine(RuleBasedStateMachine):
 
 TestDispatcher = DispatcherMachine.TestCase
 TestDispatcher.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-# ---- the pool, whatever happens
-
-
-@dataclass
-class Asked:
-    """One caller and its requests."""
-
-    requests: list[GenerationRequest]
-    task: asyncio.Task[list[Generation]]
-    may_abort: bool = False
-    aborted: set[str] = field(default_factory=set)
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """Deaths, drains, pauses, aborts, new weights and slow engines; every request has one answer."""
-
-    @initialize(paces=st.lists(st.sampled_from([0.01, 0.02, 0.2]), min_size=2, max_size=3))
-    def begin(self, paces: list[float]) -> None:
-        self.clock = VirtualClock()
-        self.engines = [self._engine(pace) for pace in paces]
-        self.lines: list[str] = []
-        self.pool = EnginePool(self.engines, slots=SLOTS, tell=self.lines.append)
-        self.asked: list[Asked] = []
-        self.names, self.version, self.paused = 0, 0, False
-        self.retired: set[int] = set()
-        self.deaths = 0
-
-    def _engine(self, pace: float) -> PacedEngine:
-        engine = PacedEngine(pace, slots=SLOTS, prefill_s=0.001)
-        engine.on_begin = self._begins
-        return engine
-
-    def _begins(self, name: str) -> None:
-        runs = [e for e in self.engines if name in e._running]
-        assert len(runs) == 1, f"{name} runs twice at once"
-
-    def _in_loop(self, act: Callable[[], None]) -> None:
-        async def run() -> None:
-            act()
-
-        self.clock.run(run())
-        self.clock.settle()
-
-    def _up(self) -> list[int]:
-        return [i for i, e in enumerate(self.engines) if not e.dead and i not in self.retired]
-
-    @rule(families=st.lists(st.integers(1, 6), min_size=1, max_size=3), length=st.integers(1, 60))
-    def ask(self, families: list[int], length: int) -> None:
-        requests = []
-        for size in families:
-            self.names += 1
-            for index in range(size):
-                name = f"{self.names}.{index}"
-                seed = 10 * self.names + index
-                requests.append(
-                    request_of(name, self.names, seed=seed, length=length + 9 * index, longest=200)
-                )
-        task = self.clock.loop.create_task(self.pool.generate_many(requests))
-        self.asked.append(Asked(requests, task))
-        self.clock.settle()
-
-    @rule(seconds=st.floats(0.001, 3.0))
-    def let_time_pass(self, seconds: float) -> None:
-        self.clock.run(asyncio.sleep(seconds))
-
-    @precondition(lambda self: len(self._up()) > 1)
-    @rule(data=st.data())
-    def kill(self, data: st.DataObject) -> None:
-        self._in_loop(self.engines[data.draw(st.sampled_from(self._up()))].die)
-        self.deaths += 1
-
-    @precondition(lambda self: len(self._up()) < len(self.engines) - len(self.retired))
-    @rule(data=st.data())
-    def revive(self, data: st.DataObject) -> None:
-        down = [i for i, e in enumerate(self.engines) if e.dead and i not in self.retired]
-        self.clock.run(self.pool.restart(data.draw(st.sampled_from(down))))
-
-    @precondition(lambda self: len(self._up()) > 1 and len(self.engines) < 6)
-    @rule(data=st.data(), pace=st.sampled_from([0.01, 0.2]))
-    def drain_one_and_add_one(self, data: st.DataObject, pace: float) -> None:
-        index = data.draw(st.sampled_from(self._up()))
-        self.pool.retire(index)
-        self.retired.add(index)
-        self._in_loop(
-            self.engines[index].die
-        )  # as a worker that is closed: what waited there goes elsewhere
-        self.deaths += 1
-        self.engines.append(self._engine(pace))
-        self.clock.run(self.pool.restart(self.pool.add(self.engines[-1])))
-
-    @rule(data=st.data(), pace=st.sampled_from([0.01, 0.02, 0.3]))
-    def change_pace(self, data: st.DataObject, pace: float) -> None:
-        engine = data.draw(st.sampled_from(self.engines))
-        self._in_loop(lambda: engine.set_pace(pace))
-
-    @precondition(lambda self: any(not one.task.done() for one in self.asked))
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        one = data.draw(st.sampled_from([one for one in self.asked if not one.task.done()]))
-        name = data.draw(st.sampled_from([r.request_id for r in one.requests]))
-        one.aborted.add(name)
-        self.clock.run(self.pool.abort(name))
-
-    @precondition(lambda self: any(not one.task.done() for one in self.asked))
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        one = data.draw(st.sampled_from([one for one in self.asked if not one.task.done()]))
-        one.task.cancel()
-        self.clock.settle()
-
-    @precondition(lambda self: not self.paused)
-    @rule(keep=st.booleans())
-    def pause(self, keep: bool) -> None:
-        if not keep:
-            for one in self.asked:
-                one.may_abort = True
-        self.paused = True
-        self.clock.run(self.pool.pause("wait" if keep else "abort"))
-
-    @precondition(lambda self: self.paused)
-    @rule()
-    def resume(self) -> None:
-        self.paused = False
-        self.clock.run(self.pool.resume())
-
-    @rule()
-    def new_weights(self) -> None:
-        self.version += 1
-        self.clock.run(self.pool.update_weights(self.version, None))  # type: ignore[arg-type]
-
-    def teardown(self) -> None:
-        if hasattr(self, "clock"):
-            try:
-                self._end()
-            finally:
-                self.clock.close()
-
-    def _end(self) -> None:
-        if self.paused:
-            self.resume()
-        self.clock.run(self._all_answered())
-        for one in self.asked:
-            if not one.task.cancelled():
-                self._check(one)
-        assert self.pool._dispatcher.running == self.pool._dispatcher.waiting == 0
-        assert not self.pool._families
-        assert len(self.lines) <= len(self.engines)
-        self.clock.run(self.pool.close())
-
-    async def _all_answered(self) -> None:
-        """Sooner than this, in virtual seconds."""
-        async with asyncio.timeout(100_000):
-            await asyncio.gather(*(one.task for one in self.asked), return_exceptions=True)
-
-    def _check(self, one: Asked) -> None:
-        for request, made in zip(one.requests, one.task.result(), strict=True):
-            assert made.request_id == request.request_id
-            count = len(made.token_ids)
-            if made.finish_reason == "abort":
-                assert one.may_abort or request.request_id in one.aborted
-            else:
-                assert made.finish_reason == "stop", made.error
-                assert count == length_of(request)
-            assert np.array_equal(made.token_ids, tokens_of(request.seed, 0, count))
-            assert np.array_equal(made.logprobs, logprobs_of(request.seed, 0, count))
-            versions = expand_segments(made.segments)
-            assert len(versions) == count
-            assert versions == sorted(versions)
-            begun = sum(engine.begun.get(request.request_id, 0) for engine in self.engines)
-            assert begun <= 3 + self.deaths
-
-
-TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

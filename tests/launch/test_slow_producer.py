@@ -188,6 +188,28 @@ def test_an_engine_that_becomes_slow_is_found_out_while_it_holds_the_last_respon
     clock.run(run())
 
 
+def test_engines_serve_from_the_moment_on_that_they_have_new_weights(clock: VirtualClock) -> None:
+    """Sync mode: a batch begins when the first engine has them; the other one joins in later."""
+
+    async def run() -> tuple[float, list[int]]:
+        crew, began = Crew(FAST_S, FAST_S), asyncio.Event()
+        crew.engines[0].load_s, crew.engines[1].load_s = 1.0, 5.0
+        crew.pool._first_loaded = lambda version, digest: began.set()
+        handle: Any = WeightHandle(version=1, digest="digest-1", kind="none")
+        updating = asyncio.create_task(crew.pool.update_weights(1, handle))
+        await began.wait()
+        made = await crew.make(batch(0))
+        assert {segment.version for one in made for segment in one.segments} == {1}
+        assert await updating == "digest-1"
+        return clock.now, [engine.calls for engine in crew.engines]
+
+    alone = seconds_for(clock, Crew(FAST_S), 1)[0]
+    before = clock.now
+    seconds, calls = clock.run(run())
+    assert seconds - before < 1.0 + alone
+    assert all(calls)
+
+
 # ---- a whole run
 
 

@@ -220,6 +220,7 @@ class Dispatcher:
 
     def _weigh_all(self) -> None:
         self._alone = sum(not member.retired for member in self.members) == 1
+        self.is_served = any(member.serves for member in self.members)
         for member in self.members:
             self._note_clear(member)
         self._find_paces()

@@ -56,6 +56,8 @@ class Family(Work):
             if one.finish_reason == "abort" and moves:
                 self.parts[name] = whole
                 left.append(_going_on(by_id[name], one))
+                newest = max((part.version for part in whole.segments), default=0)
+                self.least_version = max(self.least_version, newest)  # it never goes back
             else:
                 self.done[name] = whole
         self.left = left

@@ -52,11 +52,13 @@ class EnginePool:
         name_of: Callable[[int], str] = "engine {}".format,
         tell: Callable[[str], None] = lambda line: None,
         first_loaded: Callable[[int, str], None] = lambda version, digest: None,
+        stranded: set[str] | None = None,
     ) -> None:
         """`slots`: requests that one engine runs at once. `tell` hears of slow engines, by name.
 
         `first_loaded` hears of the first engine that has new weights, while the others still load:
-        from then on requests that come go only to engines that have them.
+        from then on requests that come go only to engines that have them. Requests that fail since
+        no engine is left are put into `stranded`.
         """
         if not engines:
             raise EngineError("engine pool: got 0 engines, allowed: at least 1")
@@ -68,7 +70,7 @@ class EnginePool:
         self._aside: set[int] = set()
         self._owner: OrderedDict[str, int] = OrderedDict()
         self._latest: tuple[int, WeightHandle] | None = None
-        self._first_loaded = first_loaded
+        self._first_loaded, self._stranded = first_loaded, stranded
         self._least_version = 0  # of the weights that new requests may be made with
         self._moved = 0
 
@@ -83,9 +85,10 @@ class EnginePool:
     def _died(self, index: int, reason: str, *, retired: bool = False) -> None:
         self._dead[index] = reason
         self._dispatcher.let_serve(index, False, retired=retired)
-        if not self.alive:  # whoever waits for room is told that none will come
+        if not self._dispatcher.is_served:  # whoever waits for room is told that none will come
             for family in self._waiters():
                 self._give_up(family)
+        self._bind_waiting()  # those that are left are worth more now
 
     def _give_up(self, family: Family) -> None:
         self._dispatcher.withdraw(family)
@@ -115,6 +118,7 @@ class EnginePool:
         index = min(able, key=lambda i: members[i].tokens)
         self._aside.add(index)
         self._dispatcher.let_serve(index, False)
+        self._bind_waiting()
         return index
 
     def take_in(self, index: int) -> None:
@@ -186,13 +190,15 @@ class EnginePool:
                 if self._families.get(request.request_id) is family:
                     del self._families[request.request_id]
         if family.left:
+            if self._stranded is not None:
+                self._stranded.update(request.request_id for request in family.left)
             reasons = "; ".join(self._dead.values())
             family.end("error", error=f"no engine is left: {reasons}")
         return [family.done[request.request_id] for request in requests]
 
     async def _has_room(self, family: Family, *, first: bool) -> bool:
         """It is bound to an engine; False: none is left, or it was aborted. Waits for: room."""
-        if not self.alive:
+        if not self._dispatcher.is_served:
             return False
         loop = asyncio.get_running_loop()
         if self._dispatcher.offer(family, loop.time(), first=first) is not None:
@@ -305,7 +311,7 @@ class EnginePool:
         digests: list[str] = []
         for indices in [alive] if self._update == "together" else [[index] for index in alive]:
             digests += await self._all(load, indices)
-        self._latest = (version, source)
+        self._latest, self._least_version = (version, source), version
         return digests[0]
 
     async def stats(self) -> EngineStats:

@@ -168,6 +168,7 @@ class Engines:
             name_of=self._name_of,
             tell=note,
             first_loaded=first_loaded,
+            stranded=self._lost,
         )
         self._edges, self._make = edges, make
         self._distribution, self._renew = distribution, renew
