@@ -136,7 +136,10 @@ class Servers:
             server.ready, server.tries, server.reason = True, 0, ""
             log.warning("engine openai: %s serves again", server.url)
         except HttpError as error:
-            self._later(server, error) if error.again else self._give_up(server, error)
+            if error.again:
+                self._later(server, error)
+            else:
+                self._give_up(server, error)
         except (EngineError, UserError) as error:
             self._give_up(server, error)
         finally:
