@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from penstock.demo import policy_path
 from penstock.timeline import Event, read_events
 
 GIB = 2**30
-SAMPLE_S, PROCESS_SAMPLE_S = 0.005, 0.5
+SAMPLE_S, PROCESS_SAMPLE_S, STOP_S = 0.005, 0.5, 20.0
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -210,11 +210,14 @@ class Watch:
                 held = {int(pid): int(mib) * 2**20 for pid, mib in rows}
                 self.by_process.append((time.time(), held))
 
-    def most(self, start: float, end: float) -> float:
-        return max((used for at, used in self.used if start <= at <= end), default=0) / GIB
+    def most(self, *spans: tuple[float, float]) -> float:
+        return max(self._within(spans), default=0) / GIB
 
-    def least(self, start: float, end: float) -> float:
-        return min((used for at, used in self.used if start <= at <= end), default=0) / GIB
+    def least(self, *spans: tuple[float, float]) -> float:
+        return min(self._within(spans), default=0) / GIB
+
+    def _within(self, spans: Sequence[tuple[float, float]]) -> list[int]:
+        return [used for at, used in self.used if any(start <= at <= end for start, end in spans)]
 
     def most_of(self, name: str, start: float, end: float) -> float | None:
         """None: nvidia-smi does not tell of this process."""
@@ -281,7 +284,7 @@ def table(turns: Turns, watch: Watch) -> None:
     for name, (start, end) in sorted(rows, key=lambda row: row[1]):
         own = [watch.most_of(lane, start, end) for lane in ("engine-0", "trainer")]
         told = "  ".join("       -" if one is None else f"{one:8.2f}" for one in own)
-        print(f"{name:12s} {end - start:7.2f}   {watch.most(start, end):17.2f}   {told}")
+        print(f"{name:12s} {end - start:7.2f}   {watch.most((start, end)):17.2f}   {told}")
     print("\nhand-over, seconds of each (in order)")
     for lane, what, words in (
         ("engine-0", "pause", "engine: pause and resume"),
@@ -304,17 +307,16 @@ def verdict(arguments: argparse.Namespace, turns: Turns, watch: Watch, found: di
     print(f"\nsteps trained: {trained} of {arguments.steps}")
     print(f"engine and trainer hold the same weights: {found.get('same_weights')}")
     if "snapshot" in found:
-        since, until = found["snapshot"]
+        since, until = span = tuple(found["snapshot"])
         print(
             f"state of the parked trainer copied in {until - since:.2f} s; device memory meanwhile "
-            f"{watch.least(since, until):.2f} to {watch.most(since, until):.2f} GiB"
+            f"{watch.least(span):.2f} to {watch.most(span):.2f} GiB"
         )
     if not watch.used:
         print("device memory: 0 of 0 GiB (no GPU)")
         return good
-    trainer = max(watch.most(*span) for span in turns.trainers())
-    engine = max(watch.most(*span) for span in turns.engines())
-    floor = min(watch.least(*span) for span in turns.between())
+    trainer, engine = watch.most(*turns.trainers()), watch.most(*turns.engines())
+    floor = watch.least(*turns.between())
     both, most = trainer + engine - floor, max(used for _, used in watch.used) / GIB
     print(
         f"device: {watch.total / GIB:.1f} GiB; both asleep {floor:.2f}; the trainer's turn takes "
@@ -373,7 +375,10 @@ def watched_run(arguments: argparse.Namespace, folder: Path) -> int:
             code = child.wait(timeout=arguments.timeout)
         except subprocess.TimeoutExpired:
             code = -1
-            print(f"not through after {arguments.timeout:g} s: ended")
+            print(f"not through after {arguments.timeout:g} s: it is stopped", flush=True)
+            child.send_signal(signal.SIGINT)  # so that it writes its timeline
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=STOP_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -387,6 +392,7 @@ def report(arguments: argparse.Namespace, folder: Path, watch: Watch, code: int)
     from penstock.run_folder import RunFolder
 
     if code:
+        print(f"the last lines of its workers, of {folder}:")
         for log in sorted((folder / "colocated" / "logs").glob("*.log")):
             lines = log.read_text(errors="replace").splitlines()
             print(f"--- {log.name}, its end", *lines[-15:], sep="\n")
