@@ -109,6 +109,9 @@ def test_partial_rollouts_that_can_do_nothing_are_warned_of() -> None:
     assert any("no effect" in line for line in load_config(None, useless).config.warnings())
     useful = ["produce.max_staleness=1", "produce.enable_partial_rollout=true"]
     assert load_config(None, useful).config.warnings() == []
+
+
+def test_turns_that_nobody_takes_are_warned_of() -> None:
     inline = ["launch.colocate=true", "launch.kind=inline"]
     assert "launch.colocate" in load_config(None, inline).config.warnings()[0]
     assert load_config(None, ["launch.colocate=true"]).config.warnings() == []
