@@ -30,44 +30,29 @@ _INSERT_GROUP = (
 _AS_DRAWN = ("in_flight", "init", 0, *(None,) * 8)  # the columns that are not given then
 
 
-def _update_group(where: str, **values: str) -> str:
-    """Columns of a group from numbered parameters, and the checksum of what the row is then."""
+def _update_group(*columns: str, where: str = "", **fixed: str) -> str:
+    """Columns of a group from parameters of their names, and the checksum of what the row is then."""
+    values = {column: f":{column}" for column in columns} | fixed
     sets = ", ".join(f"{column} = {value}" for column, value in values.items())
     check = expression("group_rows", **values)
-    return f"UPDATE group_rows SET {sets}, row_check = {check} WHERE {where}"
+    return f"UPDATE group_rows SET {sets}, row_check = {check} WHERE group_id = :group_id{where}"
 
 
-_LAND_GROUP = _update_group(
-    "group_id = ?10",
-    place="?1",
-    status="?2",
-    tries="?3",
-    oldest_version="?4",
-    num_tokens="?5",
-    reward="?6",
-    landed_at="?7",
-    drop_reason="?8",
-    error="?9",
-)
-_MOVE_GROUP = _update_group("group_id = ?5", place="?1", status="?2", tries="?3", drop_reason="?4")
+_MOVED = ("place", "status", "tries", "drop_reason")
+_LANDED = (*_MOVED, "oldest_version", "num_tokens", "reward", "landed_at", "error")
+_LAND_GROUP, _MOVE_GROUP = _update_group(*_LANDED), _update_group(*_MOVED)
 _TAKE_GROUP = _update_group(
-    "group_id = ?3 AND place = 'buffered' AND status = 'completed'",
-    place="'taken'",
-    step="?1",
-    position="?2",
+    "step", "position", place="'taken'", where=" AND place = 'buffered' AND status = 'completed'"
 )
 _COMMITTED = {
-    "committed_at": "?2",
-    "policy_version": "?3",
-    "digest": "?4",
-    "metrics": "?5",
+    column: f":{column}" for column in ("committed_at", "policy_version", "digest", "metrics")
 }
-_AS_NEW = expression("step_rows", step="?1", begun_at="NULL", group_ids="NULL", **_COMMITTED)
+_AS_NEW = expression("step_rows", step=":step", begun_at="NULL", group_ids="NULL", **_COMMITTED)
 _COMMIT_STEP = (
-    "INSERT INTO step_rows(step, committed_at, policy_version, digest, metrics, row_check)"
-    f" VALUES (?1, ?2, ?3, ?4, ?5, {_AS_NEW}) ON CONFLICT(step) DO UPDATE SET"
-    " committed_at = ?2, policy_version = ?3, digest = ?4, metrics = ?5,"
-    f" row_check = {expression('step_rows', **_COMMITTED)}"
+    f"INSERT INTO step_rows(step, {', '.join(_COMMITTED)}, row_check)"
+    f" VALUES (:step, {', '.join(_COMMITTED.values())}, {_AS_NEW}) ON CONFLICT(step) DO UPDATE SET "
+    + ", ".join(f"{column} = {value}" for column, value in _COMMITTED.items())
+    + f", row_check = {expression('step_rows', **_COMMITTED)}"
 )
 
 
@@ -104,7 +89,7 @@ class Landed:
     @classmethod
     def write_all(cls, db: sqlite3.Connection, records: Sequence[Landed]) -> None:
         rollouts: list[tuple] = []
-        groups: list[tuple] = []
+        groups: list[dict[str, Any]] = []
         events: list[tuple] = []
         for record in records:
             record._add_rows(rollouts, groups, events)
@@ -113,7 +98,9 @@ class Landed:
         _expect(len(records), changed, [record.group.group_id for record in records])
         db.executemany(_INSERT_EVENT, events)
 
-    def _add_rows(self, rollouts: list[tuple], groups: list[tuple], events: list[tuple]) -> None:
+    def _add_rows(
+        self, rollouts: list[tuple], groups: list[dict[str, Any]], events: list[tuple]
+    ) -> None:
         group, status = self.group, self.group.status.value
         scores = [r.score.value for r in group.rollouts if r.score is not None]
         reward = stored_number(sum(scores) / len(scores)) if scores else None
@@ -122,8 +109,20 @@ class Landed:
         rollouts.extend(
             _rollout_row(group.group_id, number, r) for number, r in enumerate(group.rollouts)
         )
-        fate = (oldest, tokens, reward, self.at, self.drop_reason, error, group.group_id)
-        groups.append((self.place, status, group.tries, *fate))
+        groups.append(
+            {
+                "group_id": group.group_id,
+                "place": self.place,
+                "status": status,
+                "tries": group.tries,
+                "drop_reason": self.drop_reason,
+                "oldest_version": oldest,
+                "num_tokens": tokens,
+                "reward": reward,
+                "landed_at": self.at,
+                "error": error,
+            }
+        )
         kind = self.drop_reason if self.drop_reason == "filtered" else "landed"
         event = (self.at, group.group_id, kind, status, group.tries, error, tokens, reward, oldest)
         events.append((*event, row_check(*event)))
@@ -145,7 +144,13 @@ class Moved:
     def write(self, db: sqlite3.Connection) -> None:
         changed = db.execute(
             _MOVE_GROUP,
-            (self.place, self.status, self.tries, self.drop_reason, self.group_id),
+            {
+                "group_id": self.group_id,
+                "place": self.place,
+                "status": self.status,
+                "tries": self.tries,
+                "drop_reason": self.drop_reason,
+            },
         ).rowcount
         _expect(1, changed, [self.group_id])
         reason = stored_text(self.reason)
@@ -169,7 +174,10 @@ class StepBegun:
         )
         changed = db.executemany(
             _TAKE_GROUP,
-            [(self.step, position, group_id) for position, group_id in enumerate(self.group_ids)],
+            [
+                {"group_id": group_id, "step": self.step, "position": position}
+                for position, group_id in enumerate(self.group_ids)
+            ],
         ).rowcount
         if changed != len(self.group_ids):
             raise RunError(
@@ -189,13 +197,13 @@ class StepCommitted:
         report = self.report
         db.execute(
             _COMMIT_STEP,
-            (
-                report.step,
-                self.at,
-                report.policy_version,
-                report.digest,
-                json.dumps(report.metrics),
-            ),
+            {
+                "step": report.step,
+                "committed_at": self.at,
+                "policy_version": report.policy_version,
+                "digest": report.digest,
+                "metrics": json.dumps(report.metrics),
+            },
         )
 
 
