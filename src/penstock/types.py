@@ -242,8 +242,8 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        versions = [r.oldest_version for r in self.rollouts if r.oldest_version is not None]
-        return min(versions, default=None)
+        versions = (rollout.oldest_version for rollout in self.rollouts)
+        return min((version for version in versions if version is not None), default=None)
 
     def staleness(self, train_step: int) -> int:
         """Updates between the oldest token and the step that would train it; 0 is on-policy."""

@@ -45,6 +45,12 @@ class Clumsy:
     def lock(self) -> Any:
         return threading.Lock()  # which no process can send to another
 
+    async def generate_many(self, requests: list[str]) -> list[Any]:
+        """Such calls are packed on both ways."""
+        if "odd" in requests:
+            raise ValueError("an odd request")
+        return [threading.Lock() if request == "lock" else request for request in requests]
+
     def weight_chunk(self, number: int) -> Any:
         raise ValueError(f"no chunk {number}")
 
@@ -89,6 +95,11 @@ def test_an_exception_of_a_part_is_told_in_one_line_and_its_traceback_is_in_the_
         with pytest.raises(PartFailed) as raised:
             await remote.collect(WeightHandle(version=1, digest="", kind="", location=1))
         told["chunk"] = str(raised.value)
+        for request in ("odd", "lock"):
+            with pytest.raises(PartFailed) as raised:
+                await remote.call("generate_many", [request])
+            told[f"generate {request}"] = str(raised.value)
+        assert await remote.call("generate_many", ["fine"]) == ["fine"]
         with pytest.raises(UserError, match=r"^size: got 3, allowed: 4$"):
             await remote.call("fail_on_purpose")
         await remote.close()
@@ -100,6 +111,8 @@ def test_an_exception_of_a_part_is_told_in_one_line_and_its_traceback_is_in_the_
         "fail_in_lines": "echo: ImportError: this part needs two packages: - one - another" + end,
         "fail_in_a_group": "echo: KeyError: 'missing'" + end,
         "lock": "echo: TypeError: cannot pickle '_thread.lock' object" + end,
+        "generate odd": "echo: ValueError: an odd request" + end,
+        "generate lock": "echo: TypeError: cannot pickle '_thread.lock' object" + end,
         "chunk": "echo: ValueError: no chunk 0" + end,
     }
     text = log.read_text()

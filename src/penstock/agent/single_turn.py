@@ -86,7 +86,11 @@ class SingleTurn:
     async def _generate(self, rollouts: list[Rollout]) -> None:
         if not rollouts:
             return
-        requests = [self._request(rollout) for rollout in rollouts]
+        by_temperature = {
+            temperature: SamplingParams.from_config(self._sampling, temperature=temperature)
+            for temperature in {rollout.temperature for rollout in rollouts}
+        }  # shared, so that they are sent once
+        requests = [self._request(rollout, by_temperature) for rollout in rollouts]
         ids = [request.request_id for request in requests]
         self._running.update(ids)
         try:
@@ -154,12 +158,14 @@ class SingleTurn:
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
-    def _request(self, rollout: Rollout) -> GenerationRequest:
+    def _request(
+        self, rollout: Rollout, by_temperature: dict[float, SamplingParams]
+    ) -> GenerationRequest:
         self._requests += 1
         return GenerationRequest(
             request_id=f"{rollout.rollout_id}/{self._requests}",
             prompt_ids=rollout.prompt_ids,
-            sampling=SamplingParams.from_config(self._sampling, temperature=rollout.temperature),
+            sampling=by_temperature[rollout.temperature],
             seed=rollout.seed,
             response_ids=rollout.response_ids,
         )

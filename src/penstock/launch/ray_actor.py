@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import faulthandler
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -30,6 +31,8 @@ from penstock.launch.served import Served, portable, stacks
 from penstock.types import WeightHandle
 
 _CALLS_AT_ONCE = 4096
+# Many small objects, several hundred times a second: plain pickle takes half the time of Ray's own.
+_PACKED = ("generate", "generate_many")
 _WATCH = "watch"  # a second event loop of the actor, on its own thread
 _STACK_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
@@ -75,6 +78,10 @@ class ServingActor:
             return None, await self._served.call(method, args, kwargs)
         except Exception as error:
             return portable(self._name, error), None
+
+    async def packed_call(self, packed: bytes) -> bytes:
+        method, args, kwargs = pickle.loads(packed)
+        return _packed(await self.call(method, args, kwargs))
 
     async def chunk(self, number: int) -> tuple[Any, bool]:
         """An object of its own in the store, which the caller owns; and that it is there."""
@@ -154,7 +161,11 @@ class RayRemote:
         return f"node {self.address} pid {self.pid}"
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        packed = _packed((method, args, kwargs)) if method in _PACKED else None
+
         async def send() -> list[Any]:  # large arguments are objects of the store
+            if packed is not None:
+                return [self._actor.packed_call.remote(packed)]
             return [self._actor.call.remote(method, args, kwargs)]
 
         (reference,) = await with_room(f"{self.name}: {method}", send, self.note)
@@ -162,7 +173,8 @@ class RayRemote:
 
     async def _ask(self, reference: Any) -> Any:
         try:
-            error, result = await reference
+            answer = await reference
+            error, result = pickle.loads(answer) if isinstance(answer, bytes) else answer
         except RayError as fault:
             raise self._told(fault) from None
         if error is None:
@@ -234,6 +246,10 @@ class RayRemote:
         with contextlib.suppress(Exception):
             await asyncio.wait([self._open_end], timeout=_CLOSE_TIMEOUT_S)
         self._open_end.cancel()
+
+
+def _packed(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 async def _awaited(reference: Any) -> Any:
