@@ -154,25 +154,27 @@ class Rollout:
 
     def check(self) -> None:
         """Raise unless every per-token field speaks of the same tokens."""
-        length = len(self.response_ids)
+        length, spoken_of = len(self.response_ids), sum(one.length for one in self.segments)
+        if len(self.logprobs) == len(self.loss_mask) == spoken_of == length:
+            return
         lengths = {
             "logprobs": len(self.logprobs),
             "loss_mask": len(self.loss_mask),
-            "segments": sum(segment.length for segment in self.segments),
+            "segments": spoken_of,
         }
         wrong = {name: got for name, got in lengths.items() if got != length}
-        if wrong:
-            raise ValueError(
-                f"rollout {self.rollout_id}: got lengths {wrong}, allowed: {length} "
-                "(that of response_ids)"
-            )
+        raise ValueError(
+            f"rollout {self.rollout_id}: got lengths {wrong}, allowed: {length} "
+            "(that of response_ids)"
+        )
 
     def append(
         self, token_ids: np.ndarray, logprobs: np.ndarray, segments: Sequence[VersionSegment]
     ) -> None:
         """Add tokens the policy sampled. `segments` speak of the new tokens only."""
-        self.response_ids = np.concatenate([self.response_ids, token_ids]).astype(np.int32)
-        self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32)
+        ids = np.concatenate([self.response_ids, token_ids])
+        self.response_ids = ids.astype(np.int32, copy=False)
+        self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32, copy=False)
         self.loss_mask = np.concatenate([self.loss_mask, np.ones(len(token_ids), dtype=np.bool_)])
         for segment in segments:
             self.segments = extend_segments(self.segments, segment.version, segment.length)

@@ -132,6 +132,33 @@ def test_of_two_that_lost_their_nodes_each_takes_the_first_place_there_is(cluste
     ]
 
 
+@pytest.mark.slow
+def test_ranks_that_sit_together_move_together_when_one_loses_its_node(cluster: Nodes) -> None:
+    notes: list[str] = []
+
+    async def play() -> None:
+        kept, lost = [cluster.join(1, num_gpus=1) for _ in range(2)]
+        places = places_of(notes, num_consumers=2, gpus_per_consumer=1)
+        await places.reserve()
+        seats, names = places.consumers, ["trainer-0", "trainer-1"]
+        assert {await seat.node() for seat in seats} == {kept, lost}
+        for seat in seats:
+            seat.is_used = True
+        cluster.leave(lost)
+        settling = asyncio.create_task(places.settle(names, seats))
+        joined = cluster.join(1, num_gpus=1)
+        async with asyncio.timeout(LONGEST_S):
+            await settling
+            both = zip(names, seats, strict=True)
+            assert [await places.sit(name, seat, sat) for name, seat in both] == ["sits", "sits"]
+        assert {await seat.node() for seat in seats} == {kept, joined}
+        places.release()
+        for node in (kept, joined):
+            cluster.leave(node)
+
+    asyncio.run(play())
+
+
 async def sat(options: dict[str, Any]) -> str:
     assert "scheduling_strategy" in options
     return "sits"

@@ -271,6 +271,11 @@ class Places:
                 f"{name}: waits up to {limit_s:g} s for {amount(asked)}; free: {amount(free)}"
             )
 
+    async def settle(self, names: list[str], seats: list[Seat]) -> None:
+        """Before the first of several sits down again: a node for each, since they lose them together."""
+        for name, seat in zip(names, seats, strict=True):
+            await self._find_node(name, seat)
+
     async def sit(
         self, name: str, seat: Seat, create: Callable[[Options], Coroutine[Any, Any, T]]
     ) -> T:

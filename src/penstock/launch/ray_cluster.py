@@ -172,10 +172,12 @@ def _spawn_trainer(site: _Site, total_steps: int) -> Callable[[], Awaitable[Work
     folders: dict[str, str] = {}  # for weights, by node: a new trainer goes on in the old one's
 
     async def spawn() -> Worker:
+        seats = site.places.consumers
+        await site.places.settle(names, seats)
         ranks = await all_or_first_error(
             *(
-                site.seated(name, config.train.threads, site.places.consumers[rank])
-                for rank, name in enumerate(names)
+                site.seated(name, config.train.threads, seat)
+                for name, seat in zip(names, seats, strict=True)
             )
         )
         meeting, node = (ranks[0].address, ranks[0].free_port), ranks[0].node
@@ -186,7 +188,7 @@ def _spawn_trainer(site: _Site, total_steps: int) -> Callable[[], Awaitable[Work
                 for rank, remote in enumerate(ranks)
             )
         )
-        for seat in site.places.consumers:
+        for seat in seats:
             seat.is_used = True
         folders[node] = await ranks[0].call("weights_folder")
         collect = watched(_collect, site.around.edges)
