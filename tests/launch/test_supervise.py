@@ -16,7 +16,7 @@ from fakes import FakeEngine
 from penstock.config import LaunchConfig
 from penstock.edges import Edges
 from penstock.engine.protocol import GenerationRequest, SamplingParams
-from penstock.errors import EngineError, RunError, UserError, WorkerDied
+from penstock.errors import EngineError, PartFailed, RunError, UserError, WorkerDied
 from penstock.launch.control import Control, scale_run
 from penstock.launch.engines import Engines
 from penstock.launch.remote import Remote
@@ -226,7 +226,8 @@ def test_restarts_are_bounded_and_the_end_says_so() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_died_inside_its_worker_is_started_again() -> None:
+@pytest.mark.parametrize("kind", [EngineError, PartFailed])
+def test_an_engine_that_died_inside_its_worker_is_started_again(kind: type[RunError]) -> None:
     async def run() -> None:
         crew = Crew(2)
         engines = await crew.start()
@@ -234,7 +235,10 @@ def test_an_engine_that_died_inside_its_worker_is_started_again() -> None:
         async def broken(*args: Any) -> Any:
             raise EngineError("engine 0: it died: out of memory")
 
-        crew.made["engine-0"][0].engine.stats = broken  # type: ignore[method-assign]
+        async def broken_stats() -> Any:
+            raise kind("engine 0: it died: out of memory")
+
+        crew.made["engine-0"][0].engine.stats = broken_stats  # type: ignore[method-assign]
         crew.made["engine-0"][0].engine.generate_many = broken  # type: ignore[method-assign]
         made = await engines.generate_many([request("a"), request("bb"), request("ccc")])
         assert {one.finish_reason for one in made} == {"stop"}

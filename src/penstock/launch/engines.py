@@ -25,7 +25,7 @@ from penstock.engine.protocol import (
     InferenceEngine,
     PauseMode,
 )
-from penstock.errors import EngineError, RunError, UserError, WeightsGone, WorkerDied
+from penstock.errors import EngineError, PartFailed, RunError, UserError, WeightsGone, WorkerDied
 from penstock.launch.distribution import Distribution
 from penstock.launch.supervise import Supervised, Watched, nothing
 from penstock.types import WeightHandle
@@ -98,10 +98,12 @@ class EngineWorker:
         """Tokens are counted over all workers. An engine that died inside its worker ends it."""
         try:
             stats: EngineStats = await self._part.stats()
-        except EngineError as error:
+        except (EngineError, PartFailed) as error:
             if self.supervised.worker is not None:  # else the next one is on its way
                 await self.supervised.replace(str(error))
-            raise
+            if isinstance(error, EngineError):
+                raise
+            raise EngineError(str(error)) from error
         self._tokens = stats.tokens_generated
         return replace(stats, tokens_generated=self._tokens + self._tokens_of_dead)
 
