@@ -11,7 +11,7 @@ from typing import Any, Self
 from penstock.config import Config
 from penstock.engine.transformers_engine import TransformersEngine
 
-STEPS = 3  # decode steps with each version
+STEPS = 2  # decode steps with each version
 
 
 class StallingSecond(TransformersEngine):

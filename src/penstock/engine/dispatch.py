@@ -20,6 +20,7 @@ _UNKNOWN_FILL = 0.5
 _GAIN = 2.0  # so many times sooner it must be elsewhere
 _PREFILL_GAIN = 8.0  # tokens are read so many times faster than written
 _TIMES_MOVED = 2
+_REFUSALS = 16  # of work by a slow engine; then it gets some, to see whether it still is
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 5.0
 _FRUITLESS_LOOKS = 12  # in a row; from the third on, each after twice the time of the one before
 
@@ -57,6 +58,7 @@ class Member:
     seconds: float | None = None  # that work takes there
     stamp: int = 0  # entries of the heap with another one are out of date
     clear: bool = False  # it has clear room, as seen from its slots
+    refused: int = 0  # times that others were waited for instead
 
 
 class Dispatcher:
@@ -159,6 +161,7 @@ class Dispatcher:
         member = self.members[index]
         work.engine, work.wanted, work.since = index, None, now
         member.bound[work] = None
+        member.refused = 0
         member.requests += work.size
         member.tokens += work.tokens
         work.ahead = member.tokens
@@ -177,8 +180,11 @@ class Dispatcher:
         if not heap:
             return None
         index = heap[0][1]
-        if self._may_take(work, index) and self._is_worth_it(work, index):
-            return index
+        if self._may_take(work, index):
+            member = self.members[index]
+            if self._is_worth_it(work, index) or member.refused >= _REFUSALS:
+                return index
+            member.refused += 1
         return self._search(work)
 
     def _search(self, work: Work) -> int | None:
@@ -316,7 +322,17 @@ class Dispatcher:
                     room[target] -= work.size
                     planned.append((work, target))
                     break
+        if planned:
+            self._note_slow(source, pace, self.members[planned[0][1]])
         return planned
+
+    def _note_slow(self, source: Member, pace: float, target: Member) -> None:
+        """Its responses never end there, so this is what is known of it."""
+        assert target.pace is not None
+        source.pace = _blend(source.pace, max(pace, target.pace / 100))
+        if source.speed is None:
+            source.speed = self._average * source.pace / target.pace
+        self._weigh_all()
 
     def _targets(self) -> list[int]:
         """Engines with clear room, the fastest first."""
