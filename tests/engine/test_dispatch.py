@@ -123,7 +123,7 @@ def slow_and_idle() -> tuple[Dispatcher, Work]:
 
 def test_what_a_slow_engine_holds_goes_to_an_idle_one() -> None:
     dispatcher, held = slow_and_idle()
-    assert dispatcher.look_again_s() == 0.25
+    assert dispatcher.look_again_s() == 0.5
     assert dispatcher.suspects(0.9) == []  # an engine as fast as the other may be at it still
     assert dispatcher.suspects(1.1) == [1]
     assert dispatcher.plan_moves(1, 10.0, 1.1) == [(held, 0)]
@@ -177,7 +177,7 @@ def test_looks_that_change_nothing_become_rare_and_end() -> None:
     while (delay := dispatcher.look_again_s()) is not None:
         delays.append(delay)
         dispatcher.suspects(0.0)
-    assert delays == [0.25, *(0.25 * 2**n for n in range(11))]
+    assert delays == [0.5, *(0.5 * 2**n for n in range(11))]
 
 
 def test_parts_of_a_response_are_joined_with_their_versions() -> None:

@@ -21,7 +21,7 @@ _GAIN = 2.0  # so many times sooner it must be elsewhere
 _PREFILL_GAIN = 8.0  # tokens are read so many times faster than written
 _TIMES_MOVED = 2
 _REFUSALS = 16  # of work by a slow engine; then it gets some, to see whether it still is
-_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 5.0
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.5, 5.0  # short enough to help, too long to cost anything
 _FRUITLESS_LOOKS = 12  # in a row; from the third on, each after twice the time of the one before
 
 
@@ -293,7 +293,7 @@ class Dispatcher:
         targets = self._targets()
         if self.waiting or self.held or not targets:
             return []
-        usual = self.members[targets[0]].seconds or 0.0
+        usual = max(self.members[targets[0]].seconds or 0.0, _SHORTEST_LOOK_S)
         return [
             index
             for index, member in enumerate(self.members)
