@@ -20,8 +20,8 @@ from penstock.run_folder import RunFolder
 ray = pytest.importorskip("ray")
 from penstock.launch.places import Places, Seat  # noqa: E402
 
-pytestmark = pytest.mark.ray
-LONGEST_S = 120.0  # no test waits for so long
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+LONGEST_S = 300.0  # no test waits for so long
 
 
 @pytest.fixture(scope="module")
