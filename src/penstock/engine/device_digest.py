@@ -15,7 +15,7 @@ import torch
 
 from penstock.digest import LEAF_BYTES, combine_leaves
 
-HELD_BYTES = 1 << 30  # hashed at a time: leaves enough for a large GPU, of which some memory is free
+HELD_BYTES = 1 << 30  # hashed at a time: leaves enough for a large GPU
 Shaped = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 
