@@ -286,6 +286,7 @@ class Places:
         while True:
             node = await self._find_node(name, seat)
             creating = asyncio.create_task(create(seat.options()), name=f"create {name}")
+            creating.add_done_callback(lambda task: task.cancelled() or task.exception())
             try:
                 if await self._is_made(creating, seat, node):
                     return creating.result()

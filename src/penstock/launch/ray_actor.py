@@ -123,6 +123,7 @@ class RayRemote:
         self.note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
         self._actor = actor
         self._open_end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
+        self._open_end.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     @classmethod
     async def create(
