@@ -1,11 +1,13 @@
-"""Who computes on which GPU of a machine with several."""
+"""Who computes on which GPU of a machine with several, and how weights may travel."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from penstock import preflight
 from penstock.config import Config, ModelConfig
+from penstock.config_source import load_config
 from penstock.engine.loading import TransformersOptions
 from penstock.errors import UserError
 from penstock.launch.services import trainer_part
@@ -49,6 +51,27 @@ def test_a_named_device_is_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert str(device_of(ModelConfig(device="cuda:3"))) == "cuda:3"
     assert str(device_of(ModelConfig(device="cpu"))) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("launch", "kinds"),
+    [
+        ("local", ["auto", "shared_memory", "cuda_ipc", "collective"]),
+        ("ray", ["auto", "object_store", "collective"]),
+        ("inline", ["auto", "in_process"]),
+    ],
+)
+def test_each_launcher_has_its_ways_for_weights(launch: str, kinds: list[str]) -> None:
+    everything = {"auto", "in_process", "shared_memory", "cuda_ipc", "object_store", "collective"}
+    for kind in everything:
+        config = load_config(None, [f"launch.kind={launch}", f"sync.kind={kind}"]).config
+        if kind in kinds:
+            preflight.check(config)
+        else:
+            with pytest.raises(UserError) as refused:
+                preflight.check(config)
+            said = f"got '{kind}' with launch.kind = {launch}, allowed: {', '.join(kinds)}"
+            assert str(refused.value) == f"sync.kind: {said}"
 
 
 def test_weights_cannot_stay_on_a_gpu_that_is_not_there() -> None:

@@ -20,7 +20,7 @@ from penstock.engine import ENGINES
 from penstock.errors import UserError
 from penstock.launch import LAUNCHERS
 from penstock.plugins import check_name
-from penstock.sync import WEIGHT_SYNCS
+from penstock.sync import SYNC_KINDS, sync_kind
 from penstock.track import TRACKERS
 
 _OPTIONAL = {"vllm": ("vllm", "vllm"), "wandb": ("wandb", "wandb"), "ray": ("ray", "ray")}
@@ -31,7 +31,8 @@ def check(config: Config) -> None:
     check_name("engine.name", config.engine.name, ENGINES)
     check_name("launch.kind", config.launch.kind, LAUNCHERS)
     check_name("algorithm.name", config.algorithm.name, algo.ALGORITHMS)
-    check_name("sync.kind", config.sync.kind, {"auto": "", **WEIGHT_SYNCS})
+    if config.launch.kind in SYNC_KINDS:
+        sync_kind(config)
     for tracker in config.track.trackers:
         check_name("track.trackers", tracker, TRACKERS)
     for name in (config.engine.name, config.launch.kind, *config.track.trackers):

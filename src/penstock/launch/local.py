@@ -14,19 +14,17 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.edges import Edges
 from penstock.launch.remote import Remote, Worker
-from penstock.launch.services import LOCAL_AUTO, Workers, sync_kind
+from penstock.launch.services import Workers
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.launch.together import all_or_first_error, join, start_all, turns
 from penstock.launch.trainer import RankGroup
+from penstock.sync import sync_kind
 from penstock.sync.shared_memory import Folder
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     """Start the workers together; if one cannot start, the others are stopped and its error rises."""
-    settings, kind = (
-        config.launch,
-        sync_kind(config, LOCAL_AUTO, "shared_memory", "cuda_ipc", "collective"),
-    )
+    settings, kind = config.launch, sync_kind(config)
     around = Surroundings(edges=Edges())
     folder = Folder.new()
     link = (kind, str(folder.path))

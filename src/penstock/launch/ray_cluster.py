@@ -21,16 +21,17 @@ from penstock.launch.distribution import Distribution
 from penstock.launch.places import Places, Seat, bundles
 from penstock.launch.ray_actor import RayRemote
 from penstock.launch.remote import Worker
-from penstock.launch.services import Workers, sync_kind
+from penstock.launch.services import Workers
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.launch.together import all_or_first_error, join, start_all, turns
 from penstock.launch.trainer import RankGroup, watched
+from penstock.sync import sync_kind
 from penstock.types import WeightHandle
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     """Join or start the cluster, place the actors, build the parts."""
-    kind = sync_kind(config, "object_store", "collective")
+    kind = sync_kind(config)
     ours, around = connect(config.launch), Surroundings(edges=Edges())
     places = Places(config.launch, ours, lambda text: around.note(text))
     try:

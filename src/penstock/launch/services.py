@@ -25,6 +25,7 @@ from penstock.launch.effort import effort_of
 from penstock.launch.served import IMMEDIATE
 from penstock.launch.supervise import Supervised, Surroundings
 from penstock.plugins import load
+from penstock.sync import SHARED
 from penstock.sync.protocol import Announcing, WeightSync
 from penstock.types import Batch, StepReport, WeightHandle
 
@@ -226,18 +227,6 @@ def _size_of(folder: Path | None) -> int:
 
 
 Meeting = tuple[str, int]  # address and port at which trainer ranks find each other
-LOCAL_AUTO = "auto"  # memory that processes of one machine share: the GPU's, or the host's
-
-
-def sync_kind(config: Config, *allowed: str) -> str:
-    """The weight sync of a launcher; the first of those it can use where the config says auto."""
-    kind = allowed[0] if config.sync.kind == "auto" else config.sync.kind
-    if kind not in allowed:
-        raise UserError(
-            f"sync.kind: got {kind!r} with launch.kind = {config.launch.kind}, "
-            f"allowed: auto, {', '.join(one for one in allowed if one != LOCAL_AUTO)}"
-        )
-    return kind
 
 
 def trainer_part(
@@ -263,7 +252,7 @@ def trainer_part(
 
 def _shares_device(config: Config, kind: str) -> bool:
     """Whether weights stay on the GPU; colocated, its memory is worth more than the time."""
-    if kind not in ("cuda_ipc", LOCAL_AUTO):
+    if kind not in ("cuda_ipc", SHARED):
         return False
     from penstock.train.weights import device_of
 

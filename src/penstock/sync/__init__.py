@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-WEIGHT_SYNCS = {
-    "in_process": "penstock.sync.in_process:InProcessSync",
-    "shared_memory": "penstock.sync.shared_memory:SharedMemorySync",
-    "object_store": "penstock.sync.object_store:ObjectStoreSync",
-    "collective": "penstock.sync.collective:Distributor",  # shared memory on each node, and these between
+from penstock.config import Config
+from penstock.errors import UserError
+
+SHARED = "auto"  # memory that processes of one machine share: the GPU's, or the host's
+SYNC_KINDS = {  # what each launcher can use, the first one where the config says auto
+    "local": (SHARED, "shared_memory", "cuda_ipc", "collective"),
+    "ray": ("object_store", "collective"),
+    "inline": ("in_process",),
 }
+
+
+def sync_kind(config: Config) -> str:
+    """The weight sync of a launcher that ships; a UserError where it cannot use what is asked for."""
+    kind, allowed = config.sync.kind, SYNC_KINDS[config.launch.kind]
+    if kind == "auto":
+        return allowed[0]
+    if kind not in allowed:
+        names = ", ".join(dict.fromkeys(("auto", *allowed)))
+        raise UserError(
+            f"sync.kind: got {kind!r} with launch.kind = {config.launch.kind}, allowed: {names}"
+        )
+    return kind
