@@ -70,7 +70,7 @@ def test_what_is_held_is_hashed_when_it_is_enough(monkeypatch: pytest.MonkeyPatc
     assert set(several.digests) == {"a", "b"}
 
 
-def test_a_view_that_does_not_begin_at_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_that_does_not_begin_at_a_word() -> None:
     octets = torch.arange(200, dtype=torch.uint8).to(DEVICE)
     odd = DeviceDigests(DEVICE, leaf_bytes=64)
     odd.add("a", octets[1:129])

@@ -85,10 +85,20 @@ async def until_lost(server: Server) -> None:
     assert not server.ready
 
 
-async def until_ready(engine: OpenAIEngine, server: Server) -> None:
-    while not server.ready:
+async def until_seen_to(engine: OpenAIEngine, server: Server) -> None:
+    """Tried until it serves again or never will; woken by the end of each try."""
+    while not (server.ready or server.given_up):
         await engine._servers.some_ready()
-        await asyncio.sleep(0)
+        if server.returning is not None:
+            await asyncio.wait([server.returning])
+
+
+@pytest.fixture
+def both(kind: str, servers: list[ServerProcess]) -> list[ServerProcess]:
+    """Two that run."""
+    for server in servers:
+        server.start(kind)
+    return servers
 
 
 @pytest.mark.parametrize("kind", ["reload", "rl"])
@@ -142,11 +152,9 @@ def test_one_that_is_killed_within_a_response(
 
 @pytest.mark.parametrize("kind", ["reload", "rl"])
 def test_one_of_two_misses_an_update_and_catches_up(
-    kind: str, servers: list[ServerProcess], tmp_path: Path
+    kind: str, both: list[ServerProcess], tmp_path: Path
 ) -> None:
-    first, second = servers
-    first.start(kind)
-    second.start(kind)
+    first, second = both
 
     async def main() -> None:
         engine = make_engine(kind, tmp_path, first, second)
@@ -157,7 +165,7 @@ def test_one_of_two_misses_an_update_and_catches_up(
         await engine.update_weights(2, tiny.handle(2))  # the other one takes it
         assert_all_of(await engine.generate(tiny.request("a", max_tokens=8)), 2)
         first.start(kind)
-        await until_ready(engine, engine._servers.all[0])
+        await until_seen_to(engine, engine._servers.all[0])
         second.kill()
         assert_all_of(await engine.generate(tiny.request("b", max_tokens=8)), 2)
         first.kill()
@@ -171,14 +179,12 @@ def test_one_of_two_misses_an_update_and_catches_up(
 @pytest.mark.parametrize("kind", ["reload", "rl"])
 def test_one_that_comes_back_and_takes_no_weights_is_left_out(
     kind: str,
-    servers: list[ServerProcess],
+    both: list[ServerProcess],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whoever started it again forgot how: one line names it, the other one serves on."""
-    first, second = servers
-    first.start(kind)
-    second.start(kind)
+    first, second = both
 
     async def main() -> None:
         engine = make_engine(kind, tmp_path, first, second)
@@ -187,9 +193,9 @@ def test_one_that_comes_back_and_takes_no_weights_is_left_out(
         first.kill()
         first.start("frozen")
         lost = engine._servers.all[0]
-        while not lost.given_up:
-            await asyncio.sleep(0)
-            await engine._servers.some_ready()
+        await until_lost(lost)
+        await until_seen_to(engine, lost)
+        assert lost.given_up
         lines = [line for line in caplog.messages if "not used again" in line]
         assert len(lines) == 1
         assert first.url in lines[0]
@@ -278,7 +284,7 @@ def test_one_that_comes_back_is_paused_as_the_others_are(
         if held:
             await engine.pause("keep")
         first.start("rl")
-        await until_ready(engine, server)
+        await until_seen_to(engine, server)
         assert await server.is_paused() == held
         await engine.resume()
         assert not await server.is_paused()

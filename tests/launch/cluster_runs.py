@@ -70,6 +70,18 @@ def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list
     return folder, notes
 
 
+def when_told(job: Job, words: str, act: Callable[[], object]) -> None:
+    """`act` is called at each note to the user that has these words in it."""
+    tell = job.workers.around.note
+
+    def note(text: str) -> None:
+        tell(text)
+        if words in text:
+            act()
+
+    job.workers.around.note = note
+
+
 def digests(folder: RunFolder) -> list[str]:
     journal = Journal.open(folder.journal, readonly=True)
     try:

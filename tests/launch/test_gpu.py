@@ -12,6 +12,7 @@ from cluster_runs import STEPS, assert_balanced, config_of, run
 from test_faults import kill
 
 from penstock.job import Job
+from penstock.run_folder import RunFolder
 from penstock.types import WeightHandle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,6 +29,23 @@ def handles_of(job: Job, seen: list[WeightHandle]) -> None:
     job.engine.update_weights = noted  # type: ignore[method-assign]
 
 
+def run_with_kills(
+    tmp_path: Path, name: str, kills: dict[int, str], *words: str
+) -> tuple[RunFolder, list[str], list[WeightHandle]]:
+    """A run whose workers are killed before these steps: its folder, notes and handles."""
+    seen: list[WeightHandle] = []
+
+    async def disturb(job: Job, step: int) -> None:
+        if step == 1:
+            handles_of(job, seen)
+        if step in kills:
+            kill(job, kills[step])
+
+    folder, notes = run(config_of(tmp_path, name, *words), disturb)
+    assert_balanced(folder)
+    return folder, notes, seen
+
+
 def on_device(handle: WeightHandle) -> bool:
     location: dict[str, Any] = handle.location
     return location["device"] is not None
@@ -37,19 +55,9 @@ def on_device(handle: WeightHandle) -> bool:
 def test_weights_stay_on_the_gpu_though_trainer_and_engine_die(
     tmp_path: Path, strategy: str
 ) -> None:
-    seen: list[WeightHandle] = []
-
-    async def disturb(job: Job, step: int) -> None:
-        if step == 1:
-            handles_of(job, seen)
-        if step == 2:
-            kill(job, "engine-0")
-        if step == 3:
-            kill(job, "trainer")
-
-    words = [f"produce.strategy={strategy}"]
-    folder, notes = run(config_of(tmp_path, strategy, *words), disturb)
-    assert_balanced(folder)
+    kills = {2: "engine-0", 3: "trainer"}
+    word = f"produce.strategy={strategy}"
+    _, notes, seen = run_with_kills(tmp_path, strategy, kills, word)
     assert len(seen) >= STEPS
     assert all(map(on_device, seen))
     text = "\n".join(notes)
@@ -58,17 +66,8 @@ def test_weights_stay_on_the_gpu_though_trainer_and_engine_die(
 
 
 def test_colocated_they_take_turns_and_a_dead_engine_comes_back_in_its_own(tmp_path: Path) -> None:
-    seen: list[WeightHandle] = []
-
-    async def disturb(job: Job, step: int) -> None:
-        if step == 1:
-            handles_of(job, seen)
-        if step == 2:
-            kill(job, "engine-0")
-
     words = ["produce.strategy=sync", "launch.colocate=true"]
-    folder, _ = run(config_of(tmp_path, "turns", *words), disturb)
-    assert_balanced(folder)
+    folder, _, seen = run_with_kills(tmp_path, "turns", {2: "engine-0"}, *words)
     assert not any(map(on_device, seen))  # the device's memory is for who has its turn
     events = [json.loads(line) for line in (folder.path / "timeline/events.jsonl").open()]
     assert {"sleep", "wake"} <= {event["what"] for event in events}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_runs import assert_balanced, config_of, digests, run
+from cluster_runs import assert_balanced, config_of, digests, run, when_told
 from test_producers import ARGUMENTS
 
 from penstock.demo import policy_path
@@ -95,14 +95,7 @@ def test_a_full_object_store_is_told_of_and_waited_for(
         if step != 2:
             return
         await asyncio.to_thread(fill)
-        tell = job.workers.around.note
-
-        def note(text: str) -> None:
-            tell(text)
-            if "are full; trying again" in text:
-                others.clear()
-
-        job.workers.around.note = note
+        when_told(job, "are full; trying again", others.clear)
 
     words = ["launch.kind=ray", "produce.strategy=sync"]
     folder, notes = run(config_of(tmp_path, "full", *words), disturb)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import STEPS, assert_balanced, config_of, digests, run
+from cluster_runs import STEPS, assert_balanced, config_of, digests, run, when_told
 from ray_nodes import Nodes, node_of
 
 from penstock.config import LaunchConfig
@@ -47,14 +47,7 @@ def test_an_engine_that_no_node_has_room_for_comes_back_on_one_that_joins_later(
 
     async def disturb(job: Job, step: int) -> None:
         if step == 2:
-            tell = job.workers.around.note
-
-            def note(text: str) -> None:
-                tell(text)
-                if "it waits for one with 1 CPU, 0 GPU free" in text:
-                    waits.set()
-
-            job.workers.around.note = note
+            when_told(job, "it waits for one with 1 CPU, 0 GPU free", waits.set)
             names = ("engine-0", "engine-1")
             seen["lost"] = next(name for name in names if node_of(job, name) == second)
             cluster.leave(second)

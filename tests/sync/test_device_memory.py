@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -141,8 +142,6 @@ sys.stdin.read()
 
 
 def started_trainer(folder: Path, value: int, size: int) -> tuple[subprocess.Popen[bytes], object]:
-    import pickle
-
     process = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(folder), str(value), str(size)],
         stdin=subprocess.PIPE,

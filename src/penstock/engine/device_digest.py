@@ -7,21 +7,27 @@ whatever else the device does. The piece of a tensor that fills no leaf is hashe
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 
 import numpy as np
 import torch
 
-from penstock.digest import LEAF_BYTES, combine_leaves
+from penstock.digest import LEAF_BYTES, LEAF_DIGEST_BYTES, combine_leaves
 
 HELD_BYTES = 1 << 30  # hashed at a time: leaves enough for a large GPU
 Shaped = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 
-def can_hash(tensor: torch.Tensor) -> bool:
-    """Whether it lies where our kernel runs."""
-    return tensor.is_cuda and importlib.util.find_spec("triton") is not None
+def can_hash_on(device: torch.device) -> bool:
+    """Whether our kernel runs there."""
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 class DeviceDigests:
@@ -75,7 +81,7 @@ class DeviceDigests:
         leaf = rest = 0
         for (name, dtype, shape), size in zip(shaped, sizes, strict=True):
             count, over = divmod(size, self._leaf_bytes)
-            own = leaves[32 * leaf : 32 * (leaf + count)]
+            own = leaves[LEAF_DIGEST_BYTES * leaf : LEAF_DIGEST_BYTES * (leaf + count)]
             if over:
                 own += hashlib.sha256(rests[rest : rest + over]).digest()
             self.digests[name] = combine_leaves(name, dtype, shape, own)

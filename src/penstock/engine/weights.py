@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.digest import combine_digests, tensor_digests
-from penstock.engine.device_digest import DeviceDigests, can_hash
+from penstock.engine.device_digest import DeviceDigests, can_hash_on
 from penstock.engine.weight_places import FOLDER, read_folder
 from penstock.errors import DigestMismatch, EngineError, WeightsGone
 from penstock.types import WeightHandle
@@ -45,7 +45,7 @@ def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
 
     def on_host() -> Iterator[tuple[str, str, np.ndarray]]:
         for name, tensor in weights:
-            if can_hash(tensor):
+            if can_hash_on(tensor.device):
                 if tensor.device not in on_devices:
                     on_devices[tensor.device] = DeviceDigests(tensor.device)
                 on_devices[tensor.device].add(name, tensor)
@@ -80,13 +80,15 @@ def checked_weights(
     A folder is read as it is, without `fetch`. Where the model is on a GPU, that does the hashing.
     """
     weights: dict[str, torch.Tensor] = {}
-    hashed_on = torch.device("cpu") if model is None else next(model.parameters()).device
+    device = torch.device("cpu") if model is None else next(model.parameters()).device
+    moves = can_hash_on(device)
 
     def arriving() -> Iterator[tuple[str, torch.Tensor]]:
         named = read_folder(source.location).items() if source.kind == FOLDER else fetch(source)
         for name, tensor in named:
             weights[name] = tensor.detach()
-            yield name, weights[name] if tensor.is_cuda else weights[name].to(hashed_on)
+            there = moves and not tensor.is_cuda
+            yield name, weights[name].to(device) if there else weights[name]
 
     try:
         digest = digest_of(arriving())

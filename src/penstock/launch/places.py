@@ -136,10 +136,8 @@ class Reserved:
             group = self._group
             if node := await self.node(number):
                 return node
-            is_lost = (
-                self._was_placed and group is self._group
-            )  # else another bundle's actor saw to it
-            if is_lost and not self._is_shared:
+            seen_to = group is not self._group  # by another bundle's actor
+            if self._was_placed and not seen_to and not self._is_shared:
                 self.remove()
                 self._group, self._was_placed = self._ask(), False
             await self.ready()

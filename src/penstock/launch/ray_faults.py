@@ -21,7 +21,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from penstock.launch.served import one_line
+from penstock.launch.served import LONGEST_LINE, one_line
 
 # What a call meets where the actor is gone, or never came to be: by Ray's reason for it.
 ACTOR_IS_GONE = (
@@ -34,11 +34,8 @@ ACTOR_IS_GONE = (
     ActorPlacementGroupRemoved,
     RuntimeEnvSetupError,
 )
-_LONGEST_LINE = 400
 _FRAME = re.compile(r'^ *File "')
-_OF_A_GROUP = re.compile(
-    r"^ *[|+][ -]?"
-)  # what tracebacks of exception groups put before each line
+_OF_A_GROUP = re.compile(r"^ *[|+][ -]?")  # before each line of an exception group's traceback
 _EXIT = re.compile(r"Worker exit type: (\S+) Worker exit detail: (.*)")
 _IDS = re.compile(r"^\t(class_name|actor_id|pid|name|namespace|ip): ")
 _DIGRESSION = re.compile(r"Some common causes include|Object store memory usage:")
@@ -66,7 +63,7 @@ def _raised_last(text: str) -> str:
     while below and (not below[0].strip() or below[0].startswith(" ")):
         below.pop(0)
     kind, _, said = " ".join(" ".join(below).split()).partition(":")
-    return f"{kind.rpartition('.')[2]}:{said}"[:_LONGEST_LINE].removesuffix(":")
+    return f"{kind.rpartition('.')[2]}:{said}"[:LONGEST_LINE].removesuffix(":")
 
 
 def _known_end(text: str) -> str:
@@ -80,4 +77,4 @@ def _known_end(text: str) -> str:
         said = f"its process has ended ({exit_[1]}: {exit_[2].strip().rstrip('.')})"
         if _WITHOUT_A_WORD in exit_[2]:
             said += ", by a crash, a signal or the kernel for want of memory"
-    return said[:_LONGEST_LINE]
+    return said[:LONGEST_LINE]

@@ -20,7 +20,7 @@ from penstock.plugins import load
 
 # Thread-safe methods that must not queue behind a running one.
 IMMEDIATE = ("request_stop", "progress")
-_LONGEST_LINE = 400
+LONGEST_LINE = 400
 
 
 class Served:
@@ -73,7 +73,7 @@ def one_line(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:_LONGEST_LINE]}".removesuffix(": ")
+    return f"{type(error).__name__}: {said[:LONGEST_LINE]}".removesuffix(": ")
 
 
 def stacks() -> str:
