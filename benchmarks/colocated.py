@@ -31,9 +31,9 @@ from pathlib import Path
 import torch
 
 from penstock.config import Config
-from penstock.config_source import load_config
+from penstock.config.source import load_config
 from penstock.demo import policy_path
-from penstock.timeline import Event, read_events
+from penstock.inspection.timeline import Event, read_events
 
 GIB = 2**30
 SAMPLE_S, PROCESS_SAMPLE_S, STOP_S = 0.005, 0.5, 20.0

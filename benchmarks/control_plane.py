@@ -25,7 +25,7 @@ from fakes import finish_rollout, make_prompt, make_prompts
 from penstock.data.sampler import Sampler
 from penstock.journal import Journal
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.replay import ReplayBuffer
+from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
 
 SAMPLES = 1000

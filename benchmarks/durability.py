@@ -81,11 +81,11 @@ WATCHED = {
 
 def measure_run(steps: int, every: int) -> None:
     """Train the demo and print what each part took of a step."""
-    import penstock.engine.weights as engine_weights
-    from penstock.config_source import load_config
+    import penstock.weights.model_weights as engine_weights
+    from penstock.config.source import load_config
     from penstock.journal import Journal
     from penstock.journal.writer import Writer
-    from penstock.launch.services import TrainerService
+    from penstock.launch.part_factories import TrainerService
     from penstock.session import train_new
     from penstock.track.jsonl import JsonlTracker
     from penstock.train.consumer import Consumer
@@ -193,7 +193,7 @@ def made_group(number: int) -> Any:
 
 def measure_digest(gibibytes: list[float]) -> None:
     """Hash weights of those sizes: pieces of 16 MiB, of which 64 differ (more than any cache holds)."""
-    from penstock import digest
+    from penstock.weights import digest
 
     pieces = [np.full(4 * 2**20, float(i), dtype=np.float32) for i in range(64)]
     columns = ("weights", "wall s", "CPU s", "GiB / CPU s", "digest is 1 % of a step of", "")
@@ -216,7 +216,7 @@ def measure_device_digest(gibibytes: list[float]) -> None:
     """Hash weights of those sizes on the GPU, and through the host; matrices of 32 MiB, random."""
     import torch
 
-    from penstock.engine.weights import digest_of
+    from penstock.weights.model_weights import digest_of
 
     columns = ("weights on the GPU", "hashed there", "GiB/s", "through the host")
     table = Table(*columns, box=None)

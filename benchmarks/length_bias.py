@@ -23,7 +23,7 @@ from penstock.data.sampler import Sampler
 from penstock.engine.protocol import GenerationRequest
 from penstock.journal import Journal
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.replay import ReplayBuffer
+from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.types import StepReport
 
 STEPS, GROUPS = 40, 16

@@ -3,7 +3,7 @@
     python benchmarks/many_producers.py [--producers 64] [--groups 2000] [--profile]
 
 Every producer is an actor that answers each request at once with a response of the wanted length, so what
-is measured is the driver: sampler, strategy, pool, supervision, edges, Ray calls, journal, buffer, batches.
+is measured is the driver: sampler, strategy, pool, supervision, waits, Ray calls, journal, buffer, batches.
 CPU time is that of the driver process: of its event loop's thread, which bounds the groups a second, and of
 all its threads (the journal's and those of Ray's client too). The actors' own time and what a busy machine
 takes are left out.
@@ -30,16 +30,16 @@ import ray
 from penstock.agent.single_turn import SingleTurn
 from penstock.config import LaunchConfig, SamplingConfig
 from penstock.data.sampler import Sampler
-from penstock.edges import Edges
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
 from penstock.journal import Journal
-from penstock.launch.engines import Engines
-from penstock.launch.ray_actor import RayRemote
-from penstock.launch.remote import Worker
-from penstock.launch.supervise import Supervised, Surroundings
+from penstock.launch.ray.actor import ActorWorker
+from penstock.pool.engines import Engines
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.replay import ReplayBuffer
+from penstock.produce.replay_buffer import ReplayBuffer
+from penstock.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.supervise.worker import Worker
 from penstock.types import Prompt, Rollout, Score, StepReport, VersionSegment
+from penstock.watch.waits import Waits
 
 GROUPS_PER_STEP, GENERATIONS = 128, 8
 FACTORY = f"{Path(__file__).resolve()}:InstantEngine"
@@ -90,22 +90,22 @@ def cpu_s(who: int) -> float:
 
 
 async def engines(count: int, tokens: int, folder: Path) -> Engines:
-    around, settings = Surroundings(edges=Edges()), LaunchConfig(kind="ray")
+    callbacks, settings = SupervisionCallbacks(waits=Waits()), LaunchConfig(kind="ray")
 
     def make(number: int) -> Supervised:
         name = f"engine-{number}"
 
         async def spawn() -> Worker:
-            remote = await RayRemote.create(name, folder / name, 1, 300.0, num_cpus=0)
+            remote = await ActorWorker.create(name, folder / name, 1, 300.0, num_cpus=0)
             await remote.build(FACTORY, tokens, timeout_s=300.0)
             return remote
 
-        return Supervised(name, spawn, settings, around)
+        return Supervised(name, spawn, settings, callbacks)
 
     made = [make(number) for number in range(count)]
     for start in range(0, count, 8):  # so many processes at once
         await asyncio.gather(*(one.start() for one in made[start : start + 8]))
-    return Engines(made, around.edges)
+    return Engines(made, callbacks.waits)
 
 
 def producer(engine: Any, journal: Journal, steps: int) -> Producer:

@@ -31,8 +31,8 @@ from penstock.produce import (
     ProduceTask,
     SyncProduceStrategyConfig,
 )
+from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.produce.virtual_time import VirtualClock
-from penstock.replay import ReplayBuffer
 from penstock.types import Prompt, Rollout, Score, Status, StepReport, VersionSegment
 
 GROUPS, GENERATIONS = 32, 8

@@ -38,9 +38,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from penstock.engine.loading import TransformersOptions
 from penstock.engine.protocol import GenerationRequest, SamplingParams
-from penstock.engine.transformers_engine import TransformersEngine
+from penstock.engine.transformers.engine import TransformersEngine
+from penstock.engine.transformers.loading import TransformersOptions
 
 CACHE_BLOCKS, CACHE_BATCH_TOKENS = (
     4096,

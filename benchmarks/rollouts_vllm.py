@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from penstock.engine.protocol import GenerationRequest, SamplingParams
-from penstock.engine.vllm_engine import VllmEngine, VllmOptions
+from penstock.engine.vllm.engine import VllmEngine, VllmOptions
 
 
 def cpu_seconds() -> float:

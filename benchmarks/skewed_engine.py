@@ -17,9 +17,9 @@ from typing import Any, Self
 import numpy as np
 
 from penstock.config import Config
-from penstock.engine.mailbox import Inbox, Order
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
-from penstock.engine.transformers_engine import Fetch, TransformersEngine
+from penstock.engine.transformers.engine import Fetch, TransformersEngine
+from penstock.engine.transformers.mailbox import Inbox, Order
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

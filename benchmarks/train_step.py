@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from penstock.config import Config
-from penstock.train import attention
+from penstock.train import packed_attention as attention
 from penstock.train.consumer import Consumer
 from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
 

@@ -27,14 +27,14 @@ from typing import Any
 import torch
 
 from penstock.config import LaunchConfig
-from penstock.edges import Edges
-from penstock.launch.distribution import Distribution
-from penstock.launch.remote import Remote
-from penstock.launch.supervise import Surroundings
-from penstock.sync.in_process import InProcessSync
-from penstock.sync.object_store import ObjectStoreSync
-from penstock.sync.shared_memory import Folder, SharedMemorySync
+from penstock.launch.processes.process_worker import ProcessWorker
+from penstock.pool.distribution import Distribution
+from penstock.supervise.supervised import SupervisionCallbacks
 from penstock.types import WeightHandle
+from penstock.watch.waits import Waits
+from penstock.weights.in_process import InProcessSync
+from penstock.weights.object_store import ObjectStoreSync
+from penstock.weights.shared_memory import Folder, SharedMemorySync
 
 TENSOR_BYTES = 32 * 2**20
 PATHS = ("in_process", "shared_memory", "object_store", "collective", "two nodes")
@@ -130,16 +130,16 @@ class Nodes:
         self._loop = asyncio.new_event_loop()
         self.distribution: Distribution | None = None
         if kind not in ("shared_memory", "cuda_ipc"):
-            around = Surroundings(edges=Edges(), note=lambda text: None)
-            self.distribution = Distribution(self._spawn, LaunchConfig(), around)
+            callbacks = SupervisionCallbacks(waits=Waits(), note=lambda text: None)
+            self.distribution = Distribution(self._spawn, LaunchConfig(), callbacks)
             for index in range(producers):
                 self.distribution.settle(index, "other" if self._apart else "here")
 
-    async def _spawn(self, name: str, node: str, folder: str) -> Remote:
-        part = "penstock.launch.services:distributor_part"
+    async def _spawn(self, name: str, node: str, folder: str) -> ProcessWorker:
+        part = "penstock.launch.part_factories:distributor_part"
         log = self._logs / f"{name}.log"
         given = (folder, node, "127.0.0.1", self._backend)
-        return await Remote.start(name, part, *given, log_path=log, threads=1, timeout_s=120)
+        return await ProcessWorker.start(name, part, *given, log_path=log, threads=1, timeout_s=120)
 
     def for_each(self, handle: WeightHandle, producers: int) -> list[WeightHandle]:
         """What each producer is told, once its node has a copy or will have it."""

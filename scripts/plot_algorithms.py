@@ -26,7 +26,7 @@ from penstock.config import Config
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.dataset import load_dataset
 from penstock.data.sampler import Sampler
-from penstock.engine.transformers_engine import TransformersEngine
+from penstock.engine.transformers.engine import TransformersEngine
 from penstock.reward import build_reward
 from penstock.train.consumer import Consumer
 from penstock.types import Batch, Group, WeightHandle

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.config_source import load_config, to_toml
-from penstock.evaluate import EvalResult, append_summary, wilson
+from penstock.config.source import load_config, to_toml
+from penstock.evaluation.evaluate import EvalResult, append_summary, wilson
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.track.jsonl import JsonlTracker

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fakes import make_prompt
-from penstock.attest import chain_faults, redone_versions
+from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.journal import Journal
 from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
 

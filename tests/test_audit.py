@@ -12,14 +12,14 @@ from rich.console import Console
 
 from fakes import CountingReward, FakeEngine, VirtualClock, make_prompts
 from penstock.agent.single_turn import SingleTurn
-from penstock.audit import Audit, EraBounds, audit_journal, audit_run
 from penstock.config import SamplingConfig
 from penstock.data.sampler import Sampler
+from penstock.inspection.audit import Audit, EraBounds, audit_journal, audit_run
 from penstock.journal import Journal
 from penstock.journal.checks import CHECKED, expression
 from penstock.journal.schema import open_database
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.replay import ReplayBuffer
+from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.run_folder import RunFolder
 from penstock.types import StepReport
 
@@ -190,6 +190,6 @@ def test_a_bias_in_length_is_a_warning(tmp_path: Path) -> None:
     found = look(tmp_path)
     assert found.balanced
     found.tasks["train"].trained = 60
-    from penstock.audit import _bias
+    from penstock.inspection.audit import _bias
 
     assert "shorter" in _bias("train", found.tasks["train"])[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import Config
-from penstock.config_source import describe, load_config, to_toml, valid_keys, validate
+from penstock.config.source import describe, load_config, to_toml, valid_keys, validate
 from penstock.errors import UserError
 
 PROMISED_KEYS = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.config import Config
-from penstock.config_changes import FREE, UPDATE, _flat, allowed_changes, effect_of
-from penstock.config_source import load_config
+from penstock.config.changes import FREE, UPDATE, _flat, allowed_changes, effect_of
+from penstock.config.source import load_config
 from penstock.errors import UserError
 
 

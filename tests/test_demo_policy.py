@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config_source import load_config
+from penstock.config.source import load_config
 from penstock.data import builtin, check_data
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.demo import policy_path, resolve_model_path

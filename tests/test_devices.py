@@ -7,11 +7,11 @@ import torch
 
 from penstock import preflight
 from penstock.config import Config, ModelConfig
-from penstock.config_source import load_config
-from penstock.engine.loading import TransformersOptions
+from penstock.config.source import load_config
+from penstock.engine.transformers.loading import TransformersOptions
 from penstock.errors import UserError
-from penstock.launch.services import trainer_part
-from penstock.train.weights import device_of
+from penstock.launch.part_factories import trainer_part
+from penstock.train.policy_weights import device_of
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock import digest
+from penstock.weights import digest
 
 
 def tensors(count: int = 40) -> list[tuple[str, str, np.ndarray]]:

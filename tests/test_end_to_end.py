@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.checkpoint import CheckpointStore
-from penstock.config_source import load_config
+from penstock.config.source import load_config
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.session import resume_run, train_new

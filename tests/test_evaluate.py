@@ -11,7 +11,14 @@ import pytest
 
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.errors import RunError
-from penstock.evaluate import EvalTask, append_summary, evaluate, interval, mean_pass_at, wilson
+from penstock.evaluation.evaluate import (
+    EvalTask,
+    append_summary,
+    evaluate,
+    interval,
+    mean_pass_at,
+    wilson,
+)
 from penstock.types import Prompt, Rollout, Score, VersionSegment
 
 

@@ -16,20 +16,20 @@ import pytest
 from fakes import CountingReward, FakeEngine, make_prompt
 from penstock.config import LaunchConfig
 from penstock.data.sampler import Sampler
-from penstock.edges import EdgeKind
 from penstock.engine.protocol import EngineStats, SamplingParams
-from penstock.evaluate import EvalTask
-from penstock.evaluations import Evaluations
-from penstock.launch.distribution import Distribution
-from penstock.launch.engines import Engines
+from penstock.evaluation.background import Evaluations
+from penstock.evaluation.evaluate import EvalTask
 from penstock.launch.inline import watched
-from penstock.launch.supervise import CALLS, Surroundings
-from penstock.launch.trainer import RankGroup, RestartingTrainer
-from penstock.launch.trainer import watched as watched_collect
+from penstock.pool.distribution import Distribution
+from penstock.pool.engines import Engines
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.replay import ReplayBuffer
+from penstock.produce.replay_buffer import ReplayBuffer
+from penstock.supervise.supervised import CALLS, SupervisionCallbacks
+from penstock.supervise.trainer import RankGroup, RestartingTrainer
+from penstock.supervise.trainer import watched as watched_collect
 from penstock.types import Batch, Group, StepReport, WeightHandle
-from penstock.watchdog import WatchedJournal
+from penstock.watch.waits import WaitKind
+from penstock.watch.watchdog import WatchedJournal
 from watch_stage import STALL_S, Silent, SilentWorker, Stage, agent, never, one_rollout
 
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
@@ -38,10 +38,10 @@ NOTHING = EngineStats(
     policy_version=0, digest="", running=0, waiting=0, tokens_generated=0, busy_s=0.0
 )
 Hang = Callable[[Stage], Awaitable[Any]]
-HANGS: dict[EdgeKind, tuple[Hang, str]] = {}
+HANGS: dict[WaitKind, tuple[Hang, str]] = {}
 
 
-def hangs(kind: EdgeKind, named: str) -> Callable[[Hang], Hang]:
+def hangs(kind: WaitKind, named: str) -> Callable[[Hang], Hang]:
     def keep(hang: Hang) -> Hang:
         HANGS[kind] = (hang, named)
         return hang
@@ -49,12 +49,12 @@ def hangs(kind: EdgeKind, named: str) -> Callable[[Hang], Hang]:
     return keep
 
 
-@hangs(EdgeKind.GENERATE, "engine-0 has not answered generate for 60 s; the waiter waits")
+@hangs(WaitKind.GENERATE, "engine-0 has not answered generate for 60 s; the waiter waits")
 async def an_engine(stage: Stage) -> None:
     await agent(stage, Silent(), CountingReward()).generate_group([one_rollout()])
 
 
-@hangs(EdgeKind.REWARD, "rewards of sums has not answered reward (sums:0.0) for 60 s")
+@hangs(WaitKind.REWARD, "rewards of sums has not answered reward (sums:0.0) for 60 s")
 async def a_reward(stage: Stage) -> None:
     await agent(stage, FakeEngine(), Silent()).generate_group([one_rollout()])
 
@@ -74,10 +74,10 @@ def a_producer(stage: Stage, journal: Any, agent_loop: Any) -> Producer:
     return Producer(
         tasks=[task],
         replay_buffer=buffer,
-        journal=WatchedJournal(journal, stage.edges),  # type: ignore[arg-type]
+        journal=WatchedJournal(journal, stage.waits),  # type: ignore[arg-type]
         progress=ProduceProgress.build(["sums"]),
         groups_per_step=1,
-        edges=stage.edges,
+        waits=stage.waits,
     )
 
 
@@ -89,13 +89,13 @@ class DeafJournal:
         return never if waits else lambda *args, **kwargs: None
 
 
-@hangs(EdgeKind.SEND, "journal has not answered send (sums:0) for 60 s")
+@hangs(WaitKind.SEND, "journal has not answered send (sums:0) for 60 s")
 async def a_group_that_cannot_land(stage: Stage) -> None:
     agent_loop = agent(stage, FakeEngine(), CountingReward())
     await a_producer(stage, DeafJournal(), agent_loop).run()
 
 
-@hangs(EdgeKind.WAIT, "nothing has moved for 60 s: produce sums waits for wait (")
+@hangs(WaitKind.WAIT, "nothing has moved for 60 s: produce sums waits for wait (")
 async def a_producer_without_new_weights(stage: Stage) -> None:
     class Memory(DeafJournal):
         async def landed(self, group: Group) -> None: ...
@@ -104,75 +104,75 @@ async def a_producer_without_new_weights(stage: Stage) -> None:
     await a_producer(stage, Memory(), agent_loop).run()
 
 
-@hangs(EdgeKind.JOURNAL, "journal has not answered journal (step 3) for 60 s")
+@hangs(WaitKind.JOURNAL, "journal has not answered journal (step 3) for 60 s")
 async def a_step_that_cannot_be_written_down(stage: Stage) -> None:
     report = StepReport(step=3, policy_version=3, digest="d")
-    await WatchedJournal(DeafJournal(), stage.edges).commit_step(report)
+    await WatchedJournal(DeafJournal(), stage.waits).commit_step(report)
 
 
 def with_trainer(method: str, *args: Any) -> Hang:
     async def hang(stage: Stage) -> None:
-        trainer = RestartingTrainer(await stage.silent("trainer"), stage.edges)
+        trainer = RestartingTrainer(await stage.silent("trainer"), stage.waits)
         await getattr(trainer, method)(*args)
 
     return hang
 
 
 for kind, method, arguments in (
-    (EdgeKind.TRAIN, "train", [Batch(step=1, groups=())]),
-    (EdgeKind.PUBLISH, "publish", []),
-    (EdgeKind.CHECKPOINT, "snapshot", ["folder"]),
-    (EdgeKind.WRITE_CHECKPOINT, "write_snapshot", []),
-    (EdgeKind.LOAD, "load", ["folder"]),
-    (EdgeKind.ASK, "identity", []),
+    (WaitKind.TRAIN, "train", [Batch(step=1, groups=())]),
+    (WaitKind.PUBLISH, "publish", []),
+    (WaitKind.CHECKPOINT, "snapshot", ["folder"]),
+    (WaitKind.WRITE_CHECKPOINT, "write_snapshot", []),
+    (WaitKind.LOAD, "load", ["folder"]),
+    (WaitKind.ASK, "identity", []),
 ):
     HANGS[kind] = (with_trainer(method, *arguments), f"trainer has not answered {kind} for 60 s")
 
 
 @hangs(
-    EdgeKind.OBJECT_STORE, "trainer has not answered object store (weights of version 2) for 60 s"
+    WaitKind.OBJECT_STORE, "trainer has not answered object store (weights of version 2) for 60 s"
 )
 async def an_object_store_that_takes_nothing(stage: Stage) -> None:
     ranks = [SilentWorker("trainer", publish=HANDLE)]
 
     async def spawn() -> RankGroup:
-        return RankGroup(ranks, watched_collect(never, stage.edges))
+        return RankGroup(ranks, watched_collect(never, stage.waits))
 
     supervised = await stage.silent("trainer")
     supervised._worker = await spawn()
-    await RestartingTrainer(supervised, stage.edges).publish()
+    await RestartingTrainer(supervised, stage.waits).publish()
 
 
-@hangs(EdgeKind.COLLECTIVE, "distributor-2 has not answered collective for 60 s")
+@hangs(WaitKind.COLLECTIVE, "distributor-2 has not answered collective for 60 s")
 async def a_group_that_does_not_meet(stage: Stage) -> None:
     async def spawn(name: str, node: str, folder: str) -> SilentWorker:
         return SilentWorker(name, folder="")
 
-    around = Surroundings(edges=stage.edges, note=lambda text: None)
-    distribution = Distribution(spawn, LaunchConfig(), around)
+    callbacks = SupervisionCallbacks(waits=stage.waits, note=lambda text: None)
+    distribution = Distribution(spawn, LaunchConfig(), callbacks)
     distribution.settle(0, "there")
     await distribution.spread(replace(HANDLE, location={"node": "here"}), lambda: [0])
 
 
-@hangs(EdgeKind.SYNC, "engine-0 has not answered sync for 60 s")
+@hangs(WaitKind.SYNC, "engine-0 has not answered sync for 60 s")
 async def weights_that_never_arrive(stage: Stage) -> None:
-    engines = Engines([await stage.silent("engine-0", stats=NOTHING)], stage.edges)
+    engines = Engines([await stage.silent("engine-0", stats=NOTHING)], stage.waits)
     await engines.update_weights(2, HANDLE)
 
 
 def with_engine(method: str) -> Hang:
     async def hang(stage: Stage) -> None:
-        engines = Engines([await stage.silent("engine-0", stats=NOTHING)], stage.edges)
+        engines = Engines([await stage.silent("engine-0", stats=NOTHING)], stage.waits)
         await getattr(engines, method)()
 
     return hang
 
 
-for kind in (EdgeKind.PAUSE, EdgeKind.SLEEP, EdgeKind.WAKE):
+for kind in (WaitKind.PAUSE, WaitKind.SLEEP, WaitKind.WAKE):
     HANGS[kind] = (with_engine(str(kind)), f"engine-0 has not answered {kind} for 60 s")
 
 
-@hangs(EdgeKind.EVAL, "nothing has moved for 60 s: eval waits for eval (sums after step 4)")
+@hangs(WaitKind.EVAL, "nothing has moved for 60 s: eval waits for eval (sums after step 4)")
 async def an_evaluation(stage: Stage) -> None:
     task = EvalTask(
         name="sums",
@@ -187,13 +187,13 @@ async def an_evaluation(stage: Stage) -> None:
         tasks=[task],
         folder=Path("nowhere"),
         engine=FakeEngine(),
-        edges=stage.edges,
+        waits=stage.waits,
         log=lambda *args: None,
     )
     await evaluations._one(FakeEngine(), task, 4)
 
 
-@hangs(EdgeKind.RESTART, "nothing has moved for 60 s: driver waits for restart (engine-0)")
+@hangs(WaitKind.RESTART, "nothing has moved for 60 s: driver waits for restart (engine-0)")
 async def a_worker_that_does_not_come_back(stage: Stage) -> None:
     engine = await stage.silent("engine-0")
     engine._settled.clear()
@@ -201,11 +201,11 @@ async def a_worker_that_does_not_come_back(stage: Stage) -> None:
 
 
 def test_every_kind_of_wait_has_a_hang() -> None:
-    assert set(HANGS) == set(EdgeKind)
+    assert set(HANGS) == set(WaitKind)
 
 
-@pytest.mark.parametrize("kind", EdgeKind)
-def test_a_hang_is_named(kind: EdgeKind) -> None:
+@pytest.mark.parametrize("kind", WaitKind)
+def test_a_hang_is_named(kind: WaitKind) -> None:
     stage = Stage("report")
     hang, named = HANGS[kind]
     stage.run(hang(stage), seconds=1.5 * STALL_S)
@@ -216,12 +216,12 @@ def test_a_hang_is_named(kind: EdgeKind) -> None:
 @pytest.mark.parametrize("method", CALLS)
 def test_every_call_of_a_part_is_named(method: str) -> None:
     stage = Stage()
-    line = stage.run(getattr(watched("trainer", Silent(), stage.edges), method)())
+    line = stage.run(getattr(watched("trainer", Silent(), stage.waits), method)())
     assert line.startswith(f"stuck: trainer has not answered {CALLS[method]} for 60 s")
 
 
 def test_no_edge_is_opened_under_a_name_of_its_own() -> None:
-    """The second argument of every `edges.wait` is a kind, or a name that the type checker holds to one."""
+    """The second argument of every `waits.wait` is a kind, or a name that the type checker holds to one."""
     used: set[str] = set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -231,14 +231,14 @@ def test_no_edge_is_opened_under_a_name_of_its_own() -> None:
                     continue
                 assert isinstance(kind, ast.Attribute), f"{path}: {ast.unparse(node)}"
                 assert isinstance(kind.value, ast.Name)
-                assert kind.value.id == "EdgeKind"
-                used.add(EdgeKind[kind.attr])
-    assert used | set(CALLS.values()) == set(EdgeKind)
+                assert kind.value.id == "WaitKind"
+                used.add(WaitKind[kind.attr])
+    assert used | set(CALLS.values()) == set(WaitKind)
 
 
 def _opens_an_edge(function: ast.expr) -> bool:
     return (
         isinstance(function, ast.Attribute)
         and function.attr == "wait"
-        and ast.unparse(function.value).endswith("edges")
+        and ast.unparse(function.value).endswith("waits")
     )

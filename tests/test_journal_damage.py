@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from made_run import make_run
-from penstock.audit import audit_run
 from penstock.errors import JournalDamaged, PenstockError
+from penstock.inspection.audit import audit_run
 from penstock.journal import Journal
 from penstock.journal.checks import CHECKED, row_check
 from penstock.run_folder import RunFolder

@@ -12,7 +12,7 @@ import pytest
 from fakes import make_prompt
 from penstock.checkpoint import CheckpointStore
 from penstock.errors import DigestMismatch, UserError
-from penstock.evaluate import SUMMARY, restore_summaries
+from penstock.evaluation.evaluate import SUMMARY, restore_summaries
 from penstock.journal import Journal
 from penstock.recover import redo, save_at_stop
 from penstock.run_folder import RunFolder

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fakes import finish_rollout, make_prompt
 from penstock.errors import UserError
-from penstock.replay import ReplayBuffer
+from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.types import Group, Rollout, Status
 
 

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from made_run import GROUP_SIZE, make_run
 from penstock.errors import UserError
+from penstock.inspection.rollout_viewer import Sample, show_rollouts
 from penstock.journal.checks import rollout_key
 from penstock.journal.codec import decode_rollout, encode_rollout
-from penstock.rollouts import Sample, show_rollouts
 from penstock.run_folder import RunFolder
 from penstock.types import Prompt
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from penstock.errors import UserError
-from penstock.score import parse_options, score_file
+from penstock.evaluation.score import parse_options, score_file
 
 
 def write(path: Path, *lines: dict[str, Any] | str) -> Path:

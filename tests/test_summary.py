@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from made_run import make_run, metrics_of
-from penstock.evaluate import EvalResult
-from penstock.report import write_report
+from penstock.evaluation.evaluate import EvalResult
+from penstock.inspection.report import write_report
+from penstock.inspection.summary import print_evaluations, print_summary
 from penstock.run_folder import RunFolder
-from penstock.summary import print_evaluations, print_summary
 
 
 @pytest.fixture(scope="module")

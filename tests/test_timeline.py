@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.edges import EdgeKind, Edges
 from penstock.errors import UserError
-from penstock.run_folder import RunFolder
-from penstock.timeline import (
+from penstock.inspection.timeline import (
     _COLOURS,
     chrome_trace,
     lanes,
@@ -21,7 +19,9 @@ from penstock.timeline import (
     write_png,
     write_timeline,
 )
-from penstock.timeline_log import TimelineLog
+from penstock.run_folder import RunFolder
+from penstock.watch.timeline_log import TimelineLog
+from penstock.watch.waits import WaitKind, Waits
 
 
 class Clock:
@@ -35,15 +35,15 @@ class Clock:
 def run(tmp_path: Path) -> RunFolder:
     """Two overlapping generations of 2 s in 10 s, one step of 4 s, a wait of 6 s before it."""
     clock = Clock()
-    edges = Edges(clock)
-    log = TimelineLog(tmp_path / "timeline", edges)
-    with edges.wait("loop", EdgeKind.WAIT, "groups of step <1>"):
-        with edges.wait("engine-0", EdgeKind.GENERATE, culprit="engine-0"):
+    waits = Waits(clock)
+    log = TimelineLog(tmp_path / "timeline", waits)
+    with waits.wait("loop", WaitKind.WAIT, "groups of step <1>"):
+        with waits.wait("engine-0", WaitKind.GENERATE, responder="engine-0"):
             clock.now += 1
-            with edges.wait("engine-0", EdgeKind.GENERATE, culprit="engine-0"):
+            with waits.wait("engine-0", WaitKind.GENERATE, responder="engine-0"):
                 clock.now += 1
         clock.now += 4
-    with edges.wait("trainer", EdgeKind.TRAIN, culprit="trainer"):
+    with waits.wait("trainer", WaitKind.TRAIN, responder="trainer"):
         clock.now += 4
     log.flush()
     return RunFolder(tmp_path)
@@ -98,8 +98,8 @@ def test_without_pillow_there_is_no_picture(run: RunFolder, monkeypatch: Any) ->
 
 
 def test_every_kind_of_wait_has_a_colour_of_its_own() -> None:
-    assert set(_COLOURS) == set(EdgeKind)
-    assert len(set(_COLOURS.values())) == len(EdgeKind)
+    assert set(_COLOURS) == set(WaitKind)
+    assert len(set(_COLOURS.values())) == len(WaitKind)
 
 
 def test_a_cut_off_last_line_is_left_out(run: RunFolder) -> None:

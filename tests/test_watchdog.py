@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from fakes import CountingReward, FakeEngine
-from penstock.edges import EdgeKind, Edges
 from penstock.launch.inline import watched
+from penstock.watch.waits import WaitKind, Waits
 from watch_stage import Silent, Stage, agent, never, one_rollout
 
 
@@ -21,10 +21,10 @@ def test_an_engine_that_never_answers_is_named() -> None:
 
 
 def test_parts_of_the_driver_that_wait_for_each_other_are_named() -> None:
-    stage = Stage(waits=lambda: ["produce sums waits for step 4 to be consumed (60.0 s)"])
+    stage = Stage(producer_waits=lambda: ["produce sums waits for step 4 to be consumed (60.0 s)"])
 
     async def wait() -> None:
-        with stage.edges.wait("loop", EdgeKind.WAIT, "groups of step 4"):
+        with stage.waits.wait("loop", WaitKind.WAIT, "groups of step 4"):
             await asyncio.get_running_loop().create_future()
 
     line = stage.run(wait())
@@ -36,7 +36,7 @@ def test_the_deepest_wait_is_the_culprit() -> None:
     stage = Stage()
 
     async def loop() -> None:
-        with stage.edges.wait("loop", EdgeKind.WAIT, "groups of step 1"):
+        with stage.waits.wait("loop", WaitKind.WAIT, "groups of step 1"):
             await agent(stage, Silent(), CountingReward()).generate_group([one_rollout()])
 
     assert stage.run(loop()).startswith("stuck: engine-0")
@@ -47,7 +47,7 @@ def test_the_culprits_own_stack_is_shown() -> None:
         return f"{name} is in forward()"
 
     stage = Stage(stack_of=stack_of)
-    stage.run(watched("trainer", Silent(), stage.edges).train(None))
+    stage.run(watched("trainer", Silent(), stage.waits).train(None))
     assert "trainer is in forward()" in stage.notes[0]
 
 
@@ -58,17 +58,17 @@ def test_progress_without_an_answer_is_not_stuck() -> None:
         return next(tokens)
 
     stage = Stage(progress_of=progress_of)
-    assert stage.run(watched("engine-0", Silent(), stage.edges).generate_many([])) == ""
+    assert stage.run(watched("engine-0", Silent(), stage.waits).generate_many([])) == ""
     assert stage.notes == []
 
 
 def test_only_the_second_half_of_a_silence_must_show_something() -> None:
     """A micro-batch that ended just before the first look is no sign of life at the second."""
     stage = Stage(progress_of=lambda name: at(stage, 29.0))
-    line = stage.run(watched("trainer", Silent(), stage.edges).train())
+    line = stage.run(watched("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 60 s")
     stage = Stage(progress_of=lambda name: at(stage, 31.0))
-    line = stage.run(watched("trainer", Silent(), stage.edges).train())
+    line = stage.run(watched("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 120 s")
 
 
@@ -79,7 +79,7 @@ async def at(stage: Stage, seconds: float) -> int:
 
 def test_a_probe_that_is_not_answered_either_is_no_progress() -> None:
     stage = Stage(progress_of=never)
-    line = stage.run(watched("engine-0", Silent(), stage.edges).generate_many([]))
+    line = stage.run(watched("engine-0", Silent(), stage.waits).generate_many([]))
     assert line.startswith("stuck: engine-0 has not answered generate for 80 s")
 
 
@@ -88,7 +88,7 @@ def test_a_question_that_fails_ends_nothing() -> None:
         raise OSError("the log is gone")
 
     stage = Stage("report", progress_of=fails, effort_of=fails, stack_of=fails)
-    assert stage.run(watched("trainer", Silent(), stage.edges).train(), seconds=100.0) == ""
+    assert stage.run(watched("trainer", Silent(), stage.waits).train(), seconds=100.0) == ""
     assert stage.notes[0].endswith("(no stack: OSError: the log is gone)")
 
 
@@ -101,20 +101,20 @@ def spends(stage: Stage, share: float) -> Any:
 
 def test_one_huge_micro_batch_or_a_compilation_is_told_of_and_left_alone() -> None:
     stage = Stage("restart", effort_of=lambda name: spends(stage, 0.8)(name))
-    assert stage.run(watched("trainer", Silent(), stage.edges).train(), seconds=350.0) == ""
+    assert stage.run(watched("trainer", Silent(), stage.waits).train(), seconds=350.0) == ""
     assert len(stage.notes) == 5
     assert "(its process is busy with something)" in stage.notes[0]
 
 
 def test_a_collective_that_waits_by_spinning_is_ended_at_last() -> None:
     stage = Stage(effort_of=lambda name: spends(stage, 1.0)(name))
-    line = stage.run(watched("trainer", Silent(), stage.edges).train())
+    line = stage.run(watched("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 360 s")
 
 
 def test_the_little_that_an_idle_worker_spends_is_not_work() -> None:
     stage = Stage(effort_of=lambda name: spends(stage, 0.02)(name))
-    line = stage.run(watched("trainer", Silent(), stage.edges).train())
+    line = stage.run(watched("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 60 s")
 
 
@@ -131,8 +131,8 @@ def test_of_one_tasks_waits_the_last_one_is_the_culprit() -> None:
     stage = Stage()
 
     async def publish() -> None:
-        with stage.edges.wait("trainer", EdgeKind.PUBLISH, culprit="trainer"):
-            with stage.edges.wait("trainer", EdgeKind.OBJECT_STORE, culprit="the store"):
+        with stage.waits.wait("trainer", WaitKind.PUBLISH, responder="trainer"):
+            with stage.waits.wait("trainer", WaitKind.OBJECT_STORE, responder="the store"):
                 await never()
 
     assert stage.run(publish()).startswith("stuck: the store has not answered object store")
@@ -142,7 +142,7 @@ def test_a_restart_is_told_of_and_left_to_its_own_time_out() -> None:
     stage = Stage()
 
     async def ready() -> None:
-        with stage.edges.wait("driver", EdgeKind.RESTART, "engine-0"):
+        with stage.waits.wait("driver", WaitKind.RESTART, "engine-0"):
             await never()
 
     assert stage.run(ready()) == ""
@@ -157,7 +157,7 @@ def test_a_slow_step_like_the_ones_before_is_not_stuck() -> None:
             await asyncio.sleep(seconds)
 
     async def steps() -> None:
-        trainer = watched("trainer", Slow(), stage.edges)
+        trainer = watched("trainer", Slow(), stage.waits)
         for seconds in (50.0, 200.0, 240.0):
             await trainer.train(seconds)
         await asyncio.get_running_loop().create_future()
@@ -179,7 +179,7 @@ def test_restart_is_asked_for_a_worker_and_the_run_goes_on() -> None:
             await answered.wait()
 
     stage = Stage("restart", restart=restart)
-    assert stage.run(watched("trainer", HangsOnce(), stage.edges).train()) == ""
+    assert stage.run(watched("trainer", HangsOnce(), stage.waits).train()) == ""
     assert asked == ["trainer"]
 
 
@@ -194,19 +194,19 @@ def test_what_cannot_be_restarted_stops_the_run() -> None:
 
 def test_report_only_goes_on_and_tells_again_after_another_while() -> None:
     stage = Stage("report")
-    assert stage.run(watched("trainer", Silent(), stage.edges).train(None), seconds=200.0) == ""
+    assert stage.run(watched("trainer", Silent(), stage.waits).train(None), seconds=200.0) == ""
     assert len(stage.notes) == 3
 
 
 def test_a_cancelled_wait_is_no_answer() -> None:
-    edges = Edges()
+    waits = Waits()
 
     async def run() -> None:
-        task = asyncio.create_task(watched("engine-0", Silent(), edges).generate_many([]))
+        task = asyncio.create_task(watched("engine-0", Silent(), waits).generate_many([]))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
 
     asyncio.run(run())
-    assert edges.answered == {}
-    assert edges.open == {}
+    assert waits.answered == {}
+    assert waits.open == {}

@@ -1,4 +1,4 @@
-"""A stage for the watchdog: a virtual clock, edges on it, parts that take every call and answer none."""
+"""A stage for the watchdog: a virtual clock, waits on it, parts that take every call and answer none."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from fakes import VirtualClock, make_prompt
 from penstock.agent.single_turn import SingleTurn
 from penstock.config import LaunchConfig, SamplingConfig, WatchdogConfig
-from penstock.edges import Edges
 from penstock.errors import RunError
 from penstock.launch.inline import watched
-from penstock.launch.supervise import CALLS, Supervised, Surroundings
+from penstock.supervise.supervised import CALLS, Supervised, SupervisionCallbacks
 from penstock.types import Rollout
-from penstock.watchdog import Watchdog, WatchedReward
+from penstock.watch.waits import Waits
+from penstock.watch.watchdog import Watchdog, WatchedReward
 
 STALL_S = 60.0
 
@@ -57,16 +57,16 @@ class SilentWorker:
 
 
 class Stage:
-    """The watchdog and what it told. Every culprit is seen to stand still unless callbacks differ."""
+    """The watchdog and what it told. Every responder is seen to stand still unless callbacks differ."""
 
     def __init__(self, action: str = "stop", **callbacks: Any) -> None:
         self.clock = VirtualClock()
-        self.edges = Edges(lambda: self.clock.now)
+        self.waits = Waits(lambda: self.clock.now)
         self.notes: list[str] = []
-        self.around = Surroundings(edges=self.edges, note=self.notes.append)
+        self.callbacks = SupervisionCallbacks(waits=self.waits, note=self.notes.append)
         settings = WatchdogConfig.model_validate({"stall_s": STALL_S, "action": action})
         callbacks = {"progress_of": _stands_still, "effort_of": _idle, **callbacks}
-        self.watchdog = Watchdog(self.edges, settings, note=self.notes.append, **callbacks)
+        self.watchdog = Watchdog(self.waits, settings, note=self.notes.append, **callbacks)
 
     def run(self, work: Any, seconds: float = 1000.0) -> str:
         """Run the work beside the watchdog; the error that stopped it, or nothing."""
@@ -98,7 +98,7 @@ class Stage:
         async def spawn() -> SilentWorker:
             return SilentWorker(name, **answers)
 
-        supervised = Supervised(name, spawn, LaunchConfig(), self.around)
+        supervised = Supervised(name, spawn, LaunchConfig(), self.callbacks)
         await supervised.start()
         return supervised
 
@@ -113,8 +113,8 @@ async def _idle(name: str) -> float | None:
 
 def agent(stage: Stage, engine: Any, reward: Any) -> SingleTurn:
     return SingleTurn(
-        engine=watched("engine-0", engine, stage.edges),  # type: ignore[arg-type]
-        reward=WatchedReward(reward, "sums", stage.edges),
+        engine=watched("engine-0", engine, stage.waits),  # type: ignore[arg-type]
+        reward=WatchedReward(reward, "sums", stage.waits),
         sampling=SamplingConfig(),
         decode=lambda ids: "text",
     )

@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer: whole or not there at all, written beside training. Layer 4.
+"""Checkpoints of the trainer: whole or not there at all, written beside training.
 
     checkpoints/step-N/ model/ (HF safetensors)  trainer state  manifest.json (written last)
 

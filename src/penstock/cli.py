@@ -1,4 +1,4 @@
-"""The command line. Layer 8: parses arguments, prints results, turns errors into exit codes.
+"""The command line: parse arguments, print results, turn errors into exit codes.
 
 Exit codes: 0 fine; 1 the run or the check failed; 2 the input is wrong; 130 stopped by Ctrl-C.
 Nothing heavy is imported before the input was checked.
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from penstock import __version__
 from penstock.config import Section
-from penstock.config_source import explain
+from penstock.config.source import explain
 from penstock.errors import PenstockError, StopRequested, UserError
 
 app = typer.Typer(
@@ -73,7 +73,7 @@ def options(
 @app.command(rich_help_panel="Run")
 def train(arguments: Arguments = None) -> None:
     """Train a policy. With no config: the CPU demo."""
-    from penstock.config_source import load_config
+    from penstock.config.source import load_config
 
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
@@ -141,7 +141,7 @@ def audit(
     run: Run, json_out: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
 ) -> None:
     """Prove from the journal that nothing was lost, trained twice or too stale; exit 1 if not."""
-    from penstock.audit import audit_run
+    from penstock.inspection.audit import audit_run
     from penstock.run_folder import find
 
     raise typer.Exit(audit_run(find(run), as_json=json_out))
@@ -153,7 +153,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Default: RUN/report.html.")] = None,
 ) -> None:
     """Write one HTML file: curves, timeline, staleness, lengths, samples."""
-    from penstock.report import write_report
+    from penstock.inspection.report import write_report
     from penstock.run_folder import find
 
     typer.echo(write_report([find(run) for run in runs], out))
@@ -168,8 +168,8 @@ def timeline(
     ] = None,
 ) -> None:
     """Draw who was busy when, with the idle share of each side; and a trace for Perfetto."""
+    from penstock.inspection.timeline import summary_lines, write_png, write_timeline
     from penstock.run_folder import find
-    from penstock.timeline import summary_lines, write_png, write_timeline
 
     folder = find(run)
     for line in summary_lines(folder):
@@ -189,7 +189,7 @@ def rollouts(
     json_out: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Look at samples: text, reward parts, versions, the step that trained them or why not."""
-    from penstock.rollouts import show_rollouts
+    from penstock.inspection.rollout_viewer import show_rollouts
     from penstock.run_folder import find
 
     show_rollouts(find(run), where=where, step=step, task=task, limit=limit, as_json=json_out)
@@ -206,8 +206,8 @@ def generate(
 ) -> None:
     """Sample from a config's model and show every token with its log-probability."""
     from penstock import preflight
-    from penstock.config_source import load_config
-    from penstock.generate import describe, generate_samples
+    from penstock.config.source import load_config
+    from penstock.evaluation.generate import describe, generate_samples
 
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides).config
@@ -219,7 +219,7 @@ def generate(
 @app.command(rich_help_panel="Look")
 def config(arguments: Arguments = None) -> None:
     """Print the resolved config: every key, its value, where it came from, and what it means."""
-    from penstock.config_source import describe, load_config
+    from penstock.config.source import describe, load_config
 
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
@@ -241,7 +241,7 @@ def score(
     out: Annotated[Path | None, typer.Option(help="Where the lines go; default: stdout.")] = None,
 ) -> None:
     """Run a reward over recorded responses: one JSON line each, in order."""
-    from penstock.score import parse_options, score_file
+    from penstock.evaluation.score import parse_options, score_file
 
     raise typer.Exit(score_file(data, reward, out, parse_options(options or [])).exit_code)
 
@@ -279,7 +279,7 @@ S = TypeVar("S", bound=Section)
 
 
 def _section(kind: type[S], options: list[str] | None) -> S:
-    from penstock.score import parse_options
+    from penstock.evaluation.score import parse_options
 
     try:
         return kind.model_validate(parse_options(options or []))

@@ -1,4 +1,4 @@
-"""Every exception that Penstock raises on purpose, in one tree. Layer 0.
+"""Every exception that Penstock raises on purpose, in one tree.
 
 A `UserError` is the user's mistake: the command line prints its one line and exits with 2.
 A `RunError` is a fault at run time: one line, exit 1, and the journal is intact.

@@ -1,4 +1,4 @@
-"""Every part of one run, built from its config and joined. Layer 6.
+"""Every part of one run, built from its config and joined.
 
 `open_job` is where a config becomes objects: data, rewards, agent loops and strategies here, engine
 and trainer wherever the launcher puts them. It starts nothing that trains; the loop does that.
@@ -22,17 +22,16 @@ from penstock.config import Config
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.sampler import Sampler
-from penstock.edges import EdgeKind, Edges
 from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
-from penstock.evaluate import EvalTask
-from penstock.evaluations import Evaluations
+from penstock.evaluation.background import Evaluations
+from penstock.evaluation.evaluate import EvalTask
 from penstock.journal import Journal
 from penstock.launch import LAUNCHERS
-from penstock.launch.alone import trainer_alone
 from penstock.launch.control import Control
-from penstock.launch.services import TrainerPart, Workers
+from penstock.launch.offline_trainer import trainer_alone
+from penstock.launch.part_factories import TrainerPart, Workers
 from penstock.plugins import load
 from penstock.produce import (
     IsValidSample,
@@ -42,16 +41,17 @@ from penstock.produce import (
     strategy_config,
     task_lines,
 )
-from penstock.replay import ReplayBuffer
+from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.reward import build_reward
 from penstock.run_folder import RunFolder
-from penstock.timeline_log import TimelineLog
 from penstock.track.fanout import Fanout
 from penstock.track.jsonl import restore_metrics
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
 from penstock.types import Batch, Rollout, StepReport, WeightHandle
-from penstock.watchdog import Watchdog, WatchedJournal, WatchedReward
+from penstock.watch.timeline_log import TimelineLog
+from penstock.watch.waits import WaitKind, Waits
+from penstock.watch.watchdog import Watchdog, WatchedJournal, WatchedReward
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,10 +74,10 @@ class Job:
     activity: str = "starting"  # what the trainer's side is doing now, for the display
 
     @property
-    def edges(self) -> Edges:
-        return self.workers.around.edges
+    def waits(self) -> Waits:
+        return self.workers.callbacks.waits
 
-    def waits(self) -> list[str]:
+    def producer_waits(self) -> list[str]:
         """Who waits for what on the producing side, since when."""
         return [
             f"{wait.who} waits for {wait.what} ({wait.seconds:.1f} s)"
@@ -87,26 +87,26 @@ class Job:
 
     def live(self) -> str:
         """What the trainer does and who waits for what, then where the groups of each task are."""
-        first = "; ".join([self.activity, *self.waits()])
+        first = "; ".join([self.activity, *self.producer_waits()])
         return "\n".join([first, *task_lines(self.producer.snapshot())])
 
     async def take_batch(self, step: int) -> Batch:
-        with self.edges.wait("loop", EdgeKind.WAIT, f"groups of step {step}"):
+        with self.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
             return await self.producer.take_batch(step)
 
     async def commit_step(self, report: StepReport) -> None:
-        await WatchedJournal(self.journal, self.edges).commit_step(report)
+        await WatchedJournal(self.journal, self.waits).commit_step(report)
 
     def watchdog(self) -> Watchdog:
         return Watchdog(
-            self.edges,
+            self.waits,
             self.config.watchdog,
             note=self.tracker.note,
             stack_of=self.workers.stack_of,
             restart=self.workers.restart,
             progress_of=self.workers.progress_of,
             effort_of=self.workers.effort_of,
-            waits=self.waits,
+            producer_waits=self.producer_waits,
         )
 
 
@@ -133,10 +133,10 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
                 before_rename=journal.sync,
             ),
             evaluations=Evaluations(
-                tasks=_eval_tasks(config, data, workers.around.edges, closing),
+                tasks=_eval_tasks(config, data, workers.callbacks.waits, closing),
                 folder=folder.evaluations,
                 engine=workers.engine,
-                edges=workers.around.edges,
+                waits=workers.callbacks.waits,
                 log=lambda step, metrics: job.tracker.log_eval(step, metrics),
                 set_aside=workers.set_aside,
             ),
@@ -150,9 +150,9 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
             placement=workers.description,
         )
         job.tracker = _tracker(job)
-        workers.around.note = job.tracker.note
+        workers.callbacks.note = job.tracker.note
         await _serve_control(folder, workers, closing)
-        closing.callback(TimelineLog(folder.path / "timeline", workers.around.edges).flush)
+        closing.callback(TimelineLog(folder.path / "timeline", workers.callbacks.waits).flush)
         closing.callback(job.tracker.close)
         closing.push_async_callback(job.checkpoints.settle)
         yield job
@@ -203,7 +203,7 @@ async def open_evaluation(
         engine: InferenceEngine = engine_class.from_config(config, fetch=_no_weights, index=0)
         await engine.start()
         closing.push_async_callback(engine.close)
-        yield engine, _eval_tasks(config, data, Edges(), closing)
+        yield engine, _eval_tasks(config, data, Waits(), closing)
 
 
 def _no_weights(handle: WeightHandle) -> Iterable:
@@ -258,8 +258,8 @@ def _producer(
     return Producer(
         tasks=[_task(config, name, data, workers, buffer, closing) for name in config.tasks],
         replay_buffer=buffer,
-        journal=cast(Journal, WatchedJournal(journal, workers.around.edges)),
-        edges=workers.around.edges,
+        journal=cast(Journal, WatchedJournal(journal, workers.callbacks.waits)),
+        waits=workers.callbacks.waits,
         progress=ProduceProgress.build(list(config.tasks)),
         groups_per_step=config.train.groups_per_step,
         sync_weights_interval=config.sync.every_steps,
@@ -289,7 +289,7 @@ def _task(
         strategy=strategy_config(produce).build(sync_weights_interval=config.sync.every_steps),
         agent_loop=agent_class(
             engine=workers.engine,
-            reward=WatchedReward(reward, name, workers.around.edges),
+            reward=WatchedReward(reward, name, workers.callbacks.waits),
             sampling=sampling,
             decode=data.chat.decode,
             **task.agent_options,
@@ -317,7 +317,7 @@ def _validity(config: Config, own_rule: str) -> IsValidSample:
 
 
 def _eval_tasks(
-    config: Config, data: _Data, edges: Edges, closing: AsyncExitStack
+    config: Config, data: _Data, waits: Waits, closing: AsyncExitStack
 ) -> list[EvalTask]:
     settings, tasks = config.eval, []
     for name, task in settings.tasks.items():
@@ -330,7 +330,7 @@ def _eval_tasks(
             EvalTask(
                 name=name,
                 problems=[dataset[index] for index in range(count)],
-                reward=WatchedReward(reward, f"eval {name}", edges),
+                reward=WatchedReward(reward, f"eval {name}", waits),
                 sampling=SamplingParams.from_config(sampling),
                 num_generations=sampling.num_generations,
                 decode=data.chat.decode,

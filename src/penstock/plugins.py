@@ -1,4 +1,4 @@
-"""Extension tables: a name -> "module:Class", and the user's own "module:Class" in its place. Layer 0.
+"""Extension tables: a name -> "module:Class", and the user's own "module:Class" in its place.
 
 Each folder keeps one literal table. There are no decorators and no registration: what a config says
 is looked up here, when it is needed, so that importing Penstock never imports an optional package.

@@ -1,4 +1,4 @@
-"""Checks that cost nothing, made before anything heavy is imported. Layer 6.
+"""Checks that cost nothing, made before anything heavy is imported.
 
 Names exist, options are known, data files are well-formed, the model folder is one. Every failure
 is a UserError of one line. What needs the model or the tokenizer is checked when they are loaded.
@@ -20,8 +20,8 @@ from penstock.engine import ENGINES
 from penstock.errors import UserError
 from penstock.launch import LAUNCHERS
 from penstock.plugins import check_name
-from penstock.sync import SYNC_KINDS, sync_kind
 from penstock.track import TRACKERS
+from penstock.weights import SYNC_KINDS, sync_kind
 
 _OPTIONAL = {"vllm": ("vllm", "vllm"), "wandb": ("wandb", "wandb"), "ray": ("ray", "ray")}
 

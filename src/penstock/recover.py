@@ -1,4 +1,4 @@
-"""Before the first step: weights that everybody agrees on, from the start or from a journal. Layer 7.
+"""Before the first step: weights that everybody agrees on, from the start or from a journal.
 
 Recovery = newest valid checkpoint + redo of the journalled steps, with no generation. On a CPU each
 redone step must give the digest that was journalled, bit for bit; a difference stops the run. The
@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.checkpoint import Checkpoint, CheckpointStore
-from penstock.digest import FORM
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
 from penstock.job import Job, open_trainer
 from penstock.journal import Journal, is_empty
-from penstock.launch.services import TrainerPart
+from penstock.launch.part_factories import TrainerPart
 from penstock.run_folder import CONFIG, RunFolder
 from penstock.track.jsonl import last_step_told
 from penstock.types import StepReport
+from penstock.weights.digest import FORM
 
 Note = Callable[[str], None]
 

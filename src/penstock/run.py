@@ -1,4 +1,4 @@
-"""The loop, on one screen. Layer 7.
+"""The loop, on one screen.
 
     producer --groups--> replay buffer --batch--> trainer --digest--> journal
        ^                 (journalled first)          |
@@ -33,7 +33,7 @@ class Loop:
     async def run(self) -> None:
         """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
         job = self._job
-        job.workers.around.first_loaded = self._confirmed
+        job.workers.callbacks.first_loaded = self._confirmed
         async with asyncio.TaskGroup() as self._tasks:
             producing = self._tasks.create_task(job.producer.run(), name="produce")
             watching = self._tasks.create_task(job.watchdog().run(), name="watchdog")

@@ -1,4 +1,4 @@
-"""The folder of one run: how it is named, made, found and refused. Layer 4.
+"""The folder of one run: how it is named, made, found and refused.
 
 runs/NAME/  config.toml  configs/until-step-N.toml (earlier ones)  journal.db  metrics.jsonl  rollouts.jsonl  eval/  checkpoints/  logs/
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import Config
-from penstock.config_source import load_config, to_toml
+from penstock.config.source import load_config, to_toml
 from penstock.errors import UserError
 
 _UNTIL = "until-step-"

@@ -1,4 +1,4 @@
-"""One command's worth of work: a new run, a resumed run, one evaluation. Layer 8.
+"""One command's worth of work: a new run, a resumed run, one evaluation.
 
 Owns the event loop, the signals and the closing summary; the work itself is in `run.py`.
 """
@@ -17,10 +17,13 @@ from rich.console import Console
 
 from penstock import run_folder
 from penstock.config import Config
-from penstock.config_changes import Change, allowed_changes
-from penstock.config_source import load_config
+from penstock.config.changes import Change, allowed_changes
+from penstock.config.source import load_config
 from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError
-from penstock.evaluate import EvalResult, evaluate, restore_summaries
+from penstock.evaluation.evaluate import EvalResult, evaluate, restore_summaries
+from penstock.inspection.replay import check_run, make_fork, train_fork
+from penstock.inspection.report import write_report
+from penstock.inspection.summary import ReplayProgress, print_evaluations, print_summary
 from penstock.job import open_evaluation, open_job
 from penstock.journal import Journal
 from penstock.recover import (
@@ -33,11 +36,8 @@ from penstock.recover import (
     save_at_stop,
     with_way_out,
 )
-from penstock.replay_run import check_run, make_fork, train_fork
-from penstock.report import write_report
 from penstock.run import Loop
 from penstock.run_folder import RunFolder
-from penstock.summary import ReplayProgress, print_evaluations, print_summary
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -2,7 +2,7 @@
 
     Prompt -> Rollout -> Group -> Batch -> StepReport
 
-Layer 0: standard library and numpy only. Records hold data and check themselves; they do
+Standard library and numpy only. Records hold data and check themselves; they do
 no input or output and know nothing of engines, trainers or the journal.
 """
 

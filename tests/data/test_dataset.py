@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskConfig
-from penstock.config_source import validate
+from penstock.config.source import validate
 from penstock.data import Dataset, check_data, load_dataset, validate_source
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.dataset import Example, read_examples

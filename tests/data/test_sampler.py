@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fakes import finish_rollout, make_prompts
 from penstock.data.sampler import PromptsExhausted, Sampler, rollout_seed
 from penstock.errors import UserError
-from penstock.replay import ReplayBuffer
+from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.types import Group, Status
 
 

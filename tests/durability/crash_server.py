@@ -26,18 +26,18 @@ import torch
 from tiny_run import TINY
 from warm_workers import Nursery
 
-import penstock.engine.transformers_engine as engine
+import penstock.engine.transformers.engine as engine
 import penstock.train.state as state
 from penstock.checkpoint import CheckpointStore
 from penstock.cli import main
 from penstock.journal import records, writer
-from penstock.launch.engines import Engines
-from penstock.launch.services import TrainerService
-from penstock.launch.trainer import RestartingTrainer
+from penstock.launch.part_factories import TrainerService
+from penstock.pool.engines import Engines
 from penstock.produce.producer import Producer
-from penstock.sync.in_process import InProcessSync
-from penstock.sync.shared_memory import _PREFIX as SHARED_MEMORY
+from penstock.supervise.trainer import RestartingTrainer
 from penstock.track.jsonl import JsonlTracker
+from penstock.weights.in_process import InProcessSync
+from penstock.weights.shared_memory import _PREFIX as SHARED_MEMORY
 
 POINTS: dict[str, list[tuple[Any, str]]] = {
     "journal record": [

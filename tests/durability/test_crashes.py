@@ -23,7 +23,7 @@ from tiny_run import (
     digests,
 )
 
-from penstock.audit import audit_run
+from penstock.inspection.audit import audit_run
 from penstock.run_folder import RunFolder
 
 CRASHES = int(os.environ.get("PENSTOCK_CRASHES", "25"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_run import CrashServer
 
-from penstock.config_source import load_config
+from penstock.config.source import load_config
 from penstock.errors import UserError
 from penstock.run_folder import RunFolder
 

@@ -13,7 +13,7 @@ from tiny_run import STEPS, TINY, CrashServer, assert_no_worker_is_left, assert_
 
 from penstock.checkpoint import CheckpointStore
 from penstock.config import CheckpointConfig, Config
-from penstock.config_source import load_config
+from penstock.config.source import load_config
 from penstock.errors import WorkerDied
 from penstock.job import open_trainer
 from penstock.journal import Journal

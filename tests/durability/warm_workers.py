@@ -1,7 +1,7 @@
 """Worker processes that are forked from a warm one instead of started from nothing: imports are paid once.
 
 `Nursery` forks itself off the crash server and serves a socket; `spawn` takes the place of
-`penstock.launch.remote._spawn` in a driver. A worker has no parent among the drivers, shares no
+`penstock.launch.processes.process_worker._spawn` in a driver. A worker has no parent among the drivers, shares no
 descriptor with one but those it was given, and runs the real worker program.
 """
 
@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.launch import remote, worker
+from penstock.launch.processes import process_worker as remote
+from penstock.launch.processes import worker_main as worker
 
 
 class Nursery:

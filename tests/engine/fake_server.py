@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import tiny
 
-from penstock.engine.loading import TransformersOptions
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
-from penstock.engine.transformers_engine import TransformersEngine
-from penstock.engine.weight_places import read_folder, read_places
+from penstock.engine.transformers.engine import TransformersEngine
+from penstock.engine.transformers.loading import TransformersOptions
 from penstock.types import WeightHandle
+from penstock.weights.mapped_files import read_folder, read_places
 
 PIECE = 4  # tokens of one chunk
 

@@ -11,10 +11,10 @@ import torch
 import transformers
 from engine_case import run
 
-from penstock.engine.loading import TransformersOptions
-from penstock.engine.transformers_engine import TransformersEngine
+from penstock.engine.transformers.engine import TransformersEngine
+from penstock.engine.transformers.loading import TransformersOptions
 from penstock.errors import UserError
-from penstock.train import attention
+from penstock.train import packed_attention as attention
 from penstock.train.pack import make_pack
 from penstock.train.policy import Policy
 

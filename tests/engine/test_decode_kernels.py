@@ -7,15 +7,15 @@ import os
 import pytest
 import torch
 
-from penstock.engine import decode_reference as reference
-from penstock.engine.randomness import stream_key, uniforms, uniforms_torch
+from penstock.engine.transformers.cuda import decode_reference as reference
+from penstock.engine.transformers.randomness import stream_key, uniforms, uniforms_torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs CUDA, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from penstock.engine import decode_kernels as kernels  # noqa: E402
+from penstock.engine.transformers.cuda import decode_kernels as kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
@@ -98,7 +98,7 @@ def test_the_same_uniforms_everywhere() -> None:
 
 
 def test_rows_are_stored_where_they_belong() -> None:
-    from penstock.engine import layer_kernels
+    from penstock.engine.transformers.cuda import layer_kernels
 
     generator = torch.Generator().manual_seed(3)
     key = torch.randn(1, 6, 2 * 48 + 5, generator=generator)[..., : 2 * 48].view(1, 6, 2, 48)
@@ -117,9 +117,9 @@ def test_layers_compute_the_same_with_kernels(dtype: torch.dtype) -> None:
     """The kernels go into every layer of a real model, and its layers' outputs stay."""
     import tiny
 
-    from penstock.engine.cpu_runner import probe_shape
-    from penstock.engine.fuse import fuse_norms, fuse_projections
-    from penstock.engine.fuse_cuda import fuse_layers
+    from penstock.engine.transformers.cpu.cpu_runner import probe_shape
+    from penstock.engine.transformers.cuda.fuse_layers import fuse_layers
+    from penstock.engine.transformers.fuse import fuse_norms, fuse_projections
 
     if INTERPRETED:
         pytest.skip("the interpreter is slow on whole models")

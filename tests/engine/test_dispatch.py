@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paced import logprobs_of, request_of, tokens_of
-from penstock.engine.dispatch import Dispatcher, Work
-from penstock.engine.family import Family, joined
 from penstock.engine.protocol import Generation
+from penstock.pool.dispatch import Dispatcher, Work
+from penstock.pool.prompt_batch import Family, joined
 from penstock.types import VersionSegment
 
 SLOTS = 4

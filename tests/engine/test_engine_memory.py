@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.buckets import BucketedKV, KVShape
-from penstock.engine.regions import Regions
-from penstock.engine.weights import model_digest, named_weights
+from penstock.engine.transformers.cpu.buckets import BucketedKV, KVShape
+from penstock.engine.transformers.cuda.regions import Regions
+from penstock.weights.model_weights import model_digest, named_weights
 
 SHAPE = KVShape(layers=2, heads=1, key_size=2, value_size=2, dtype=torch.float32)
 
@@ -68,7 +68,7 @@ def test_buckets_keep_every_row_through_moves(events: list[tuple[int, int]]) -> 
 def test_tied_weights_count_once_and_fusing_changes_no_digest() -> None:
     import tiny
 
-    from penstock.engine.fuse import fuse_norms, fuse_projections
+    from penstock.engine.transformers.fuse import fuse_norms, fuse_projections
 
     model = tiny.tiny_model(0)
     names = [name for name, _ in named_weights(model)]

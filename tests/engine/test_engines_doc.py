@@ -7,9 +7,9 @@ from pathlib import Path
 from engine_lacks import CAPABILITIES, LACKS
 
 from penstock.engine import ENGINES
-from penstock.engine.loading import TransformersOptions
-from penstock.engine.openai_engine import OpenAIOptions
-from penstock.engine.vllm_options import VllmOptions
+from penstock.engine.openai.engine import OpenAIOptions
+from penstock.engine.transformers.loading import TransformersOptions
+from penstock.engine.vllm.options import VllmOptions
 
 DOC = (Path(__file__).parents[2] / "docs" / "engines.md").read_text("utf-8")
 

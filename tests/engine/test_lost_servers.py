@@ -17,9 +17,9 @@ from engine_contract import until_running
 from small_server import FIRST_TOKEN
 from test_openai_engine import ServedEngine
 
-from penstock.engine.openai_engine import OpenAIEngine, OpenAIOptions
+from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
+from penstock.engine.openai.servers import Server
 from penstock.engine.protocol import Generation
-from penstock.engine.servers import Server
 from penstock.errors import EngineError
 
 PROGRAM = Path(__file__).parent / "small_server.py"

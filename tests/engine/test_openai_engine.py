@@ -14,8 +14,8 @@ from engine_contract import CHECKS, until_running
 from engine_lacks import LACKS
 from fake_server import PIECE, FakeServer
 
-from penstock.engine.openai_engine import OpenAIEngine, OpenAIOptions
-from penstock.engine.server_weights import ReloadCall
+from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
+from penstock.engine.openai.server_weights import ReloadCall
 from penstock.errors import EngineError, UserError
 from penstock.types import WeightHandle
 

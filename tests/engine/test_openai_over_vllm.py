@@ -17,9 +17,9 @@ from engine_case import EngineCase
 from engine_contract import CHECKS, assert_true_logprobs
 from engine_lacks import LACKS
 
-from penstock.engine.http_client import HttpError
-from penstock.engine.openai_engine import OpenAIEngine, OpenAIOptions
-from penstock.engine.server_weights import VllmCalls
+from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
+from penstock.engine.openai.http_client import HttpError
+from penstock.engine.openai.server_weights import VllmCalls
 
 if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)
@@ -39,7 +39,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager",
         "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1", "--port", str(port),
         "--weight-transfer-config", '{"backend": "penstock"}',
-        "--worker-extension-cls", "penstock.engine.vllm_engine.WorkerExtension",
+        "--worker-extension-cls", "penstock.engine.vllm.engine.WorkerExtension",
     ]  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],

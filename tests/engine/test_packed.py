@@ -9,8 +9,8 @@ from engine_case import EngineCase, run
 from engine_contract import CHECKS
 from test_transformers_engine import make_engine, same_bits
 
-from penstock.engine import packed as packing
-from penstock.engine.packed import PackedProduct, Product, Products, product_kind
+from penstock.engine.transformers.cpu import mkl as packing
+from penstock.engine.transformers.cpu.mkl import PackedProduct, Product, Products, product_kind
 
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL here")
 

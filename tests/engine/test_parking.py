@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.cuda_runner import CudaRunner
-from penstock.engine.loading import TransformersOptions
-from penstock.engine.parking import Parking, short_of_memory
+from penstock.engine.transformers.cuda.cuda_runner import CudaRunner
+from penstock.engine.transformers.loading import TransformersOptions
 from penstock.errors import RunError
+from penstock.weights.offload import Parking, short_of_memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.bool)
 

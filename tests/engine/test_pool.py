@@ -10,9 +10,9 @@ from engine_case import EngineCase, run
 from engine_contract import CHECKS, until_running
 from test_transformers_engine import make_engine
 
-from penstock.engine.pool import EnginePool
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import DigestMismatch
+from penstock.pool.pool import EnginePool
 
 
 def make_pool(update: str = "together") -> EnginePool:

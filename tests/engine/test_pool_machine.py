@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fakes import VirtualClock
 from paced import PacedEngine, length_of, logprobs_of, request_of, tokens_of
-from penstock.engine.pool import EnginePool
 from penstock.engine.protocol import Generation, GenerationRequest
+from penstock.pool.pool import EnginePool
 from penstock.types import expand_segments
 
 SLOTS = 4

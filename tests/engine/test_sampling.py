@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.randomness import stream_key, uniforms
-from penstock.engine.sampling import RowSampling, keep_likely, pick, sample
+from penstock.engine.transformers.randomness import stream_key, uniforms
+from penstock.engine.transformers.sampling import RowSampling, keep_likely, pick, sample
 
 
 def how(rows: int, uniform: list[float] | None = None, **fields: object) -> RowSampling:

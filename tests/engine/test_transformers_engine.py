@@ -13,9 +13,9 @@ from engine_contract import CHECKS, until_running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.loading import TransformersOptions
 from penstock.engine.protocol import Generation, GenerationRequest
-from penstock.engine.transformers_engine import TransformersEngine
+from penstock.engine.transformers.engine import TransformersEngine
+from penstock.engine.transformers.loading import TransformersOptions
 from penstock.errors import EngineError, UserError
 
 DEVICES = [

@@ -16,13 +16,13 @@ from engine_case import EngineCase
 from engine_contract import CHECKS
 from engine_lacks import LACKS
 
-from penstock.engine.weight_places import place_weights
 from penstock.types import WeightHandle
+from penstock.weights.mapped_files import place_weights
 
 if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)
 
-from penstock.engine.vllm_engine import VllmEngine, VllmOptions
+from penstock.engine.vllm.engine import VllmEngine, VllmOptions
 
 OWN_ENGINE = ("close_returns_partials", "death_fails_requests_and_it_starts_again")
 SHARDED = ("temperatures_side_by_side", "pause_keep_and_update")

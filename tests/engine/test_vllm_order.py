@@ -19,7 +19,7 @@ from penstock.types import WeightHandle
 if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)
 
-from penstock.engine.vllm_engine import VllmEngine, VllmOptions
+from penstock.engine.vllm.engine import VllmEngine, VllmOptions
 
 UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "update_weight_version"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engine.weight_group import WeightGroup, open_store
-from penstock.engine.weight_places import place_weights, read_folder, read_places
+from penstock.weights.broadcast import WeightGroup, open_store
+from penstock.weights.mapped_files import place_weights, read_folder, read_places
 
 WEIGHTS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),

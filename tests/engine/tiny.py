@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.engine.protocol import GenerationRequest, SamplingParams
-from penstock.engine.weights import model_digest, named_weights
 from penstock.types import WeightHandle
+from penstock.weights.model_weights import model_digest, named_weights
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 +-=<>/.,?!"
 EOS = 1

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from penstock.config import Config
-from penstock.config_source import load_config
+from penstock.config.source import load_config
 from penstock.job import Job, open_job
 from penstock.journal import Journal
 from penstock.recover import begin, keep_trainer_alive
@@ -51,7 +51,7 @@ def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list
 
     async def train() -> None:
         async with open_job(config, folder) as job:
-            job.workers.around.note = notes.append
+            job.workers.callbacks.note = notes.append
             notes.append(job.placement)
             await begin(job)
             keep_trainer_alive(job)
@@ -72,14 +72,14 @@ def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list
 
 def when_told(job: Job, words: str, act: Callable[[], object]) -> None:
     """`act` is called at each note to the user that has these words in it."""
-    tell = job.workers.around.note
+    tell = job.workers.callbacks.note
 
     def note(text: str) -> None:
         tell(text)
         if words in text:
             act()
 
-    job.workers.around.note = note
+    job.workers.callbacks.note = note
 
 
 def digests(folder: RunFolder) -> list[str]:
@@ -98,7 +98,7 @@ def weights(folder: RunFolder) -> np.ndarray:
 
 def assert_balanced(folder: RunFolder) -> None:
     """Every step whole and once, no group twice, every drawn group accounted for."""
-    from penstock.audit import audit_run
+    from penstock.inspection.audit import audit_run
 
     journal = Journal.open(folder.journal, readonly=True)
     try:

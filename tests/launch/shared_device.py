@@ -9,10 +9,10 @@ from typing import Any
 from test_supervise import Crew, FakeWorker, settings
 
 from fakes import FakeEngine
+from penstock.launch.assemble import start_all
 from penstock.launch.colocated import ColocatedTrainer
-from penstock.launch.engines import Engines
-from penstock.launch.supervise import Supervised
-from penstock.launch.together import start_all
+from penstock.pool.engines import Engines
+from penstock.supervise.supervised import Supervised
 from penstock.types import Batch, StepReport, WeightHandle
 
 
@@ -164,16 +164,16 @@ class Shift(Crew):
             for step in range(1, self.committed + 1):
                 await trainer.train(Batch(step=step, groups=()))
 
-        trainer = Supervised("trainer", spawn, settings(max_restarts=9), self.around)
+        trainer = Supervised("trainer", spawn, settings(max_restarts=9), self.callbacks)
         engines = [
-            Supervised(name, self._spawner(name), settings(max_restarts=9), self.around)
+            Supervised(name, self._spawner(name), settings(max_restarts=9), self.callbacks)
             for name in self.made
         ]
         await start_all(trainer, engines, colocate=True)
         trainer.prepare = restore
-        together = Engines(engines, self.around.edges, make=self._make)
+        together = Engines(engines, self.callbacks.waits, make=self._make)
         publishes = lambda step: step % every == 0  # noqa: E731
-        part = ColocatedTrainer(trainer, self.around.edges, together, publishes)
+        part = ColocatedTrainer(trainer, self.callbacks.waits, together, publishes)
         self.supervised = trainer
         self.device.log.clear()
         return together, part

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from penstock.config import Config
-from penstock.engine.transformers_engine import TransformersEngine
+from penstock.engine.transformers.engine import TransformersEngine
 
 STEPS = 2  # decode steps with each version
 

@@ -14,8 +14,8 @@ from shared_device import Shift, Sleeper
 from test_supervise import HANDLE, FakeWorker, nothing, request, settings
 
 from fakes import FakeEngine
-from penstock.launch.services import Workers
-from penstock.launch.supervise import Supervised
+from penstock.launch.part_factories import Workers
+from penstock.supervise.supervised import Supervised
 
 
 def test_engines_wake_with_the_new_weights_and_the_device_is_never_shared() -> None:
@@ -336,14 +336,14 @@ def test_an_engine_that_was_told_to_pause_is_not_taken_for_stuck() -> None:
             return FakeWorker("engine-0", Paused())
 
         shift = Shift(0)
-        one = Supervised("engine-0", spawn, settings(), shift.around)
+        one = Supervised("engine-0", spawn, settings(), shift.callbacks)
         await one.start()
         workers = Workers(
             engine=FakeEngine(),
             trainer=None,  # type: ignore[arg-type]
             close=lambda: nothing(None),
             description="",
-            around=shift.around,
+            callbacks=shift.callbacks,
             supervised={"engine-0": one},
         )
         assert await workers.progress_of("engine-0") != await workers.progress_of("engine-0")

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import LaunchConfig
-from penstock.edges import Edges
 from penstock.errors import RunError, WeightsGone, WorkerDied
-from penstock.launch.distribution import Distribution
-from penstock.launch.remote import Remote
-from penstock.launch.supervise import Surroundings
-from penstock.sync.collective import BUCKET_BYTES, Distributor
-from penstock.sync.shared_memory import SharedMemorySync, sweep_stale
+from penstock.launch.processes.process_worker import ProcessWorker
+from penstock.pool.distribution import Distribution
+from penstock.supervise.supervised import SupervisionCallbacks
 from penstock.types import WeightHandle
+from penstock.watch.waits import Waits
+from penstock.weights.collective import BUCKET_BYTES, Distributor
+from penstock.weights.shared_memory import SharedMemorySync, sweep_stale
 
 COUNT = 2
 SIZE = 10 * 2**20  # of each tensor, in numbers: 40 MiB, more than one bucket
@@ -65,15 +65,15 @@ class Site:
         self.notes: list[str] = []
         self.started: list[str] = []
         self.gone: set[str] = set()
-        around = Surroundings(edges=Edges(), note=self.notes.append)
-        self.distribution = Distribution(self._spawn, LaunchConfig(), around)
-        self.workers: dict[str, Remote] = {}
+        callbacks = SupervisionCallbacks(waits=Waits(), note=self.notes.append)
+        self.distribution = Distribution(self._spawn, LaunchConfig(), callbacks)
+        self.workers: dict[str, ProcessWorker] = {}
 
-    async def _spawn(self, name: str, node: str, folder: str) -> Remote:
+    async def _spawn(self, name: str, node: str, folder: str) -> ProcessWorker:
         if node in self.gone:
             raise WorkerDied(f"{name}: its node has left")
         self.started.append(node)
-        self.workers[node] = await Remote.start(
+        self.workers[node] = await ProcessWorker.start(
             name,
             f"{__file__}:Mortal",
             folder,
@@ -165,9 +165,9 @@ def test_whatever_fails_every_node_that_can_be_reached_gets_its_copy(rounds: lis
         return Scripted(name, node, scripts)
 
     async def story() -> None:
-        around = Surroundings(edges=Edges(), note=notes.append)
+        callbacks = SupervisionCallbacks(waits=Waits(), note=notes.append)
         unbounded = LaunchConfig(max_restarts=1000)
-        distribution = Distribution(spawn, unbounded, around)
+        distribution = Distribution(spawn, unbounded, callbacks)
         for version, (nodes, faults, leaving) in enumerate(rounds, 1):
             gone.clear()
             gone.update(leaving)
@@ -201,8 +201,8 @@ def test_a_member_that_hangs_is_replaced_once_another_has_failed() -> None:
         return made[-1]
 
     async def story() -> None:
-        around = Surroundings(edges=Edges(), note=notes.append)
-        distribution = Distribution(spawn, LaunchConfig(), around, others_timeout_s=0.01)
+        callbacks = SupervisionCallbacks(waits=Waits(), note=notes.append)
+        distribution = Distribution(spawn, LaunchConfig(), callbacks, others_timeout_s=0.01)
         distribution.settle(0, "b")
         handle = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})
         spread = await distribution.spread(handle, lambda: [0])
@@ -229,8 +229,8 @@ def test_another_node_sends_where_the_trainers_has_left() -> None:
         return Sender(name, node, {})
 
     async def story() -> None:
-        around = Surroundings(edges=Edges(), note=lambda text: None)
-        distribution = Distribution(spawn, LaunchConfig(), around)
+        callbacks = SupervisionCallbacks(waits=Waits(), note=lambda text: None)
+        distribution = Distribution(spawn, LaunchConfig(), callbacks)
         for engine, node in enumerate("bc"):
             distribution.settle(engine, node)
         handle = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.effort import BYTES_PER_SECOND, effort_of
+from penstock.supervise.activity import BYTES_PER_SECOND, effort_of
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

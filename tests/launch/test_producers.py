@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.compat.producer_log import Names, ProducerLog
+from penstock.compat.producers import SimpleProducer
 from penstock.errors import UserError
-from penstock.launch.producer_log import Names, ProducerLog
-from penstock.launch.producers import SimpleProducer
 
 ARGUMENTS = {
     "producer_idx": 0,
@@ -81,7 +81,7 @@ def test_wrong_fields_are_refused(producer: SimpleProducer) -> None:
 
 def test_new_weights_are_loaded_and_told_by_their_digest(producer: SimpleProducer) -> None:
     from penstock.demo import policy_path
-    from penstock.train.weights import load_model
+    from penstock.train.policy_weights import load_model
 
     model = load_model(str(policy_path()), producer.config.model, torch.float32)
     state = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
@@ -127,8 +127,8 @@ def test_figures_go_to_trackers_by_the_names_that_were_given(
 
 
 def test_a_profile_is_a_timeline(producer: SimpleProducer) -> None:
+    from penstock.inspection.timeline import read_events
     from penstock.run_folder import find
-    from penstock.timeline import read_events
 
     folder = producer._log.rollout_file.parent  # type: ignore[union-attr]
     events = read_events(find(folder))

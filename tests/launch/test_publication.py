@@ -10,9 +10,9 @@ from test_supervise import FakeWorker, Play, nothing, settings
 
 from fakes import FakeEngine
 from penstock.errors import EngineError, WeightsGone
-from penstock.launch.engines import Engines
-from penstock.launch.supervise import Supervised
-from penstock.launch.trainer import RestartingTrainer
+from penstock.pool.engines import Engines
+from penstock.supervise.supervised import Supervised
+from penstock.supervise.trainer import RestartingTrainer
 from penstock.types import Batch, WeightHandle
 
 BATCH = Batch(step=2, groups=())
@@ -69,10 +69,10 @@ class Trainers(Play):
             self.made.append(FakeWorker("trainer", part))
             return self.made[-1]
 
-        self.supervised = Supervised("trainer", spawn, settings(), self.around)
+        self.supervised = Supervised("trainer", spawn, settings(), self.callbacks)
         self.supervised.prepare = nothing
         await self.supervised.start()
-        return RestartingTrainer(self.supervised, self.around.edges, announces=True)
+        return RestartingTrainer(self.supervised, self.callbacks.waits, announces=True)
 
 
 def test_a_publication_that_dies_with_its_trainer_is_made_again_before_the_next_step() -> None:
@@ -125,9 +125,9 @@ async def picky_engines(play: Play, renewed: str) -> tuple[Engines, Supervised]:
     async def renew(old: WeightHandle) -> WeightHandle:
         return handle(renewed, old.version)
 
-    one = Supervised("engine-0", spawn, settings(), play.around)
+    one = Supervised("engine-0", spawn, settings(), play.callbacks)
     await one.start()
-    return Engines([one], play.around.edges, renew=renew), one
+    return Engines([one], play.callbacks.waits, renew=renew), one
 
 
 def test_engines_that_find_weights_gone_load_them_when_they_are_there_again() -> None:

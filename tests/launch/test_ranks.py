@@ -14,8 +14,8 @@ from cluster_runs import assert_balanced, config_of, run, weights
 
 from penstock.errors import WorkerDied
 from penstock.job import Job
-from penstock.launch.trainer import RankGroup
 from penstock.run_folder import RunFolder
+from penstock.supervise.trainer import RankGroup
 from penstock.types import Batch
 
 

@@ -18,7 +18,7 @@ from penstock.launch.control import scale_run
 from penstock.run_folder import RunFolder
 
 ray = pytest.importorskip("ray")
-from penstock.launch.places import bundles, check_fit  # noqa: E402
+from penstock.launch.ray.placement import bundles, check_fit  # noqa: E402
 
 pytestmark = pytest.mark.ray
 RAY = ["launch.kind=ray", "launch.num_producers=2"]

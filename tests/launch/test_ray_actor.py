@@ -13,7 +13,7 @@ import pytest
 from penstock.errors import WorkerDied
 
 ray = pytest.importorskip("ray")
-from penstock.launch.ray_actor import RayRemote  # noqa: E402
+from penstock.launch.ray.actor import ActorWorker  # noqa: E402
 
 pytestmark = pytest.mark.ray
 ECHO = f"{Path(__file__).with_name('test_remote.py')}:Echo"
@@ -36,7 +36,7 @@ def own_cluster() -> Iterator[None]:
 
 def test_an_actor_whose_event_loop_is_blocked_shows_its_stack(tmp_path: Path) -> None:
     async def run() -> str:
-        remote = await RayRemote.create("echo", tmp_path / "echo.log", 1, 60, num_cpus=0)
+        remote = await ActorWorker.create("echo", tmp_path / "echo.log", 1, 60, num_cpus=0)
         await remote.build(ECHO, "hello", timeout_s=60)
         os.mkfifo(pipe := tmp_path / "pipe")
         blocked = asyncio.ensure_future(remote.call("block_the_loop", pipe))

@@ -14,7 +14,7 @@ import pytest
 from penstock.errors import PartFailed, UserError, WorkerDied
 
 ray = pytest.importorskip("ray")
-from penstock.launch.ray_actor import RayRemote  # noqa: E402
+from penstock.launch.ray.actor import ActorWorker  # noqa: E402
 from penstock.types import WeightHandle  # noqa: E402
 
 pytestmark = pytest.mark.ray
@@ -75,8 +75,8 @@ def start_cluster(**fields: Any) -> None:
     ray.init(address="local", **size, **quiet, **fields)
 
 
-async def created(log: Path, **options: Any) -> RayRemote:
-    return await RayRemote.create("echo", log, 1, LONGEST_S, num_cpus=0, **options)
+async def created(log: Path, **options: Any) -> ActorWorker:
+    return await ActorWorker.create("echo", log, 1, LONGEST_S, num_cpus=0, **options)
 
 
 def test_an_exception_of_a_part_is_told_in_one_line_and_its_traceback_is_in_the_log(

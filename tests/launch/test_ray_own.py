@@ -16,14 +16,14 @@ import torch
 from cluster_runs import assert_balanced, config_of, digests, run, when_told
 from test_producers import ARGUMENTS
 
+from penstock.compat.producers import SimpleProducer, producer_config
+from penstock.compat.weight_broadcast import join_group, send_state_dict
 from penstock.demo import policy_path
-from penstock.digest import weights_digest
-from penstock.engine.weights import weight_bits
 from penstock.job import Job
-from penstock.launch.producers import SimpleProducer, producer_config
-from penstock.launch.weight_broadcast import join_group, send_state_dict
 from penstock.run_folder import RunFolder
-from penstock.train.weights import load_model
+from penstock.train.policy_weights import load_model
+from penstock.weights.digest import weights_digest
+from penstock.weights.model_weights import weight_bits
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -38,7 +38,7 @@ def children() -> set[int]:
 
 
 def test_one_call_starts_a_cluster_does_a_whole_run_and_leaves_nothing(tmp_path: Path) -> None:
-    from penstock.distributed import launch_distributed
+    from penstock.compat.distributed import launch_distributed
 
     before = children()
     folder = launch_distributed(

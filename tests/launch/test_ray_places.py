@@ -14,11 +14,11 @@ from ray_nodes import Nodes, node_of
 from penstock.config import LaunchConfig
 from penstock.errors import RunError, UserError, WorkerDied
 from penstock.job import Job
-from penstock.launch.supervise import Supervised
 from penstock.run_folder import RunFolder
+from penstock.supervise.supervised import Supervised
 
 ray = pytest.importorskip("ray")
-from penstock.launch.places import Places, Seat  # noqa: E402
+from penstock.launch.ray.placement import Places, Seat  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 LONGEST_S = 300.0  # no test waits for so long

@@ -40,7 +40,7 @@ def test_weights_reach_every_node_though_a_distributor_is_killed(
 
     async def disturb(job: Job, step: int) -> None:
         """Before step 2 the first weights have been passed on; at step 3, the second ones."""
-        job.workers.around.note = notes.append
+        job.workers.callbacks.note = notes.append
         if step == 3:
             told = re.search(r"distributor-1: passes weights on, .* pid (\d+)", "\n".join(notes))
             assert told is not None, notes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import PartFailed, UserError, WorkerDied
-from penstock.launch.remote import Remote
+from penstock.launch.processes.process_worker import ProcessWorker
 
 
 class Echo:
@@ -75,7 +75,7 @@ class Echo:
 
 def with_echo(tmp_path: Path, act: Any, greeting: str = "hello") -> Any:
     async def run() -> Any:
-        remote = await Remote.start(
+        remote = await ProcessWorker.start(
             "echo",
             f"{__file__}:Echo",
             greeting,
@@ -92,14 +92,14 @@ def with_echo(tmp_path: Path, act: Any, greeting: str = "hello") -> Any:
 
 
 def test_calls_are_answered_in_any_order(tmp_path: Path) -> None:
-    async def act(remote: Remote) -> list[str]:
+    async def act(remote: ProcessWorker) -> list[str]:
         return await asyncio.gather(remote.greet("a"), remote.greet_async(name="b"))
 
     assert with_echo(tmp_path, act) == ["hello a", "hello b"]
 
 
 def test_an_error_there_is_an_error_here_and_the_worker_lives_on(tmp_path: Path) -> None:
-    async def act(remote: Remote) -> str:
+    async def act(remote: ProcessWorker) -> str:
         with pytest.raises(PartFailed, match=r"^echo: KeyError: 'missing' \(traceback: .*echo.log"):
             await remote.fail()
         with pytest.raises(PartFailed, match=r"^echo: Local: cannot be pickled"):
@@ -111,7 +111,7 @@ def test_an_error_there_is_an_error_here_and_the_worker_lives_on(tmp_path: Path)
 
 
 def test_a_stop_reaches_a_busy_worker(tmp_path: Path) -> None:
-    async def act(remote: Remote) -> str:
+    async def act(remote: ProcessWorker) -> str:
         waiting = asyncio.create_task(remote.wait_for_stop())
         await remote.request_stop()
         return await waiting
@@ -120,7 +120,7 @@ def test_a_stop_reaches_a_busy_worker(tmp_path: Path) -> None:
 
 
 def test_death_fails_every_waiting_and_every_later_call(tmp_path: Path) -> None:
-    async def act(remote: Remote) -> None:
+    async def act(remote: ProcessWorker) -> None:
         waiting = asyncio.create_task(remote.wait_for_stop())
         await remote.greet_async("is up")
         os.kill(remote.pid, signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_death_fails_every_waiting_and_every_later_call(tmp_path: Path) -> None:
 
 
 def test_a_part_that_cannot_be_built_says_why(tmp_path: Path) -> None:
-    async def never(remote: Remote) -> None:
+    async def never(remote: ProcessWorker) -> None:
         raise AssertionError("it must not start")
 
     with pytest.raises(UserError, match="allowed: anything else"):
@@ -141,7 +141,7 @@ def test_a_part_that_cannot_be_built_says_why(tmp_path: Path) -> None:
 
 
 def test_closing_leaves_no_process(tmp_path: Path) -> None:
-    async def act(remote: Remote) -> int:
+    async def act(remote: ProcessWorker) -> int:
         return remote.pid
 
     pid = with_echo(tmp_path, act)
@@ -151,7 +151,7 @@ def test_closing_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["block_the_loop", "block_every_thread"])
 def test_a_blocked_worker_still_shows_its_stack(tmp_path: Path, method: str) -> None:
-    async def act(remote: Remote) -> str:
+    async def act(remote: ProcessWorker) -> str:
         blocked = asyncio.create_task(remote.call(method))
         await asyncio.sleep(0)
         text = await remote.stack()
@@ -167,7 +167,7 @@ def test_a_blocked_worker_still_shows_its_stack(tmp_path: Path, method: str) -> 
 
 
 def test_progress_is_told_while_a_call_runs(tmp_path: Path) -> None:
-    async def act(remote: Remote) -> int:
+    async def act(remote: ProcessWorker) -> int:
         waiting = asyncio.create_task(remote.wait_for_stop())
         await remote.until_waiting()
         told = await remote.progress()

@@ -8,7 +8,7 @@ from fakes import VirtualClock
 from penstock.errors import RunError
 
 ray = pytest.importorskip("ray")
-from penstock.launch.room import BACKOFF_S, with_room  # noqa: E402
+from penstock.launch.ray.object_store_retry import BACKOFF_S, with_room  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

@@ -13,17 +13,17 @@ import pytest
 from cluster_runs import config_of
 from test_supervise import HANDLE, Crew, request
 
-from penstock.edges import Edges
 from penstock.engine.protocol import SamplingParams
 from penstock.errors import EngineError
-from penstock.evaluate import EvalTask
-from penstock.evaluations import Evaluations
+from penstock.evaluation.background import Evaluations
+from penstock.evaluation.evaluate import EvalTask
 from penstock.job import open_job
 from penstock.recover import begin
 from penstock.reward.protocol import Reward
 from penstock.run import Loop
 from penstock.run_folder import RunFolder, create
 from penstock.types import Prompt, Rollout, Score, StepReport
+from penstock.watch.waits import Waits
 
 
 def test_an_engine_that_is_set_aside_keeps_its_weights_and_takes_nothing_else() -> None:
@@ -121,7 +121,7 @@ def test_an_evaluation_whose_engine_dies_begins_again_and_is_of_one_version(
             tasks=[eval_task("a", reward), eval_task("b", reward)],
             folder=tmp_path,
             engine=engines,
-            edges=Edges(),
+            waits=Waits(),
             log=lambda step, metrics: None,
             set_aside=engines.set_aside,
         )

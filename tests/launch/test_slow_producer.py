@@ -14,8 +14,8 @@ from cluster_runs import assert_balanced, config_of, digests, run
 
 from fakes import VirtualClock
 from paced import PacedEngine, request_of, tokens_of
-from penstock.engine.pool import EnginePool
 from penstock.engine.protocol import Generation, GenerationRequest
+from penstock.pool.pool import EnginePool
 from penstock.run_folder import RunFolder
 from penstock.types import WeightHandle
 

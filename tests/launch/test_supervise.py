@@ -14,15 +14,15 @@ from test_remote import Echo  # noqa: F401  (what the worker serves)
 
 from fakes import FakeEngine
 from penstock.config import LaunchConfig
-from penstock.edges import Edges
 from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.errors import EngineError, PartFailed, RunError, UserError, WorkerDied
 from penstock.launch.control import Control, scale_run
-from penstock.launch.engines import Engines
-from penstock.launch.remote import Remote
-from penstock.launch.supervise import Supervised, Surroundings
-from penstock.launch.trainer import RankGroup
+from penstock.launch.processes.process_worker import ProcessWorker
+from penstock.pool.engines import Engines
+from penstock.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.supervise.trainer import RankGroup
 from penstock.types import Batch, WeightHandle
+from penstock.watch.waits import Waits
 from watch_stage import SilentWorker
 
 ECHO = f"{Path(__file__).with_name('test_remote.py')}:Echo"
@@ -37,14 +37,16 @@ class Play:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.around = Surroundings(edges=Edges(), note=self.notes.append)
+        self.callbacks = SupervisionCallbacks(waits=Waits(), note=self.notes.append)
 
     def echo(self, folder: Path, **fields: Any) -> Supervised:
-        async def spawn() -> Remote:
+        async def spawn() -> ProcessWorker:
             log = folder / "echo.log"
-            return await Remote.start("echo", ECHO, "hello", log_path=log, threads=1, timeout_s=60)
+            return await ProcessWorker.start(
+                "echo", ECHO, "hello", log_path=log, threads=1, timeout_s=60
+            )
 
-        return Supervised("echo", spawn, settings(**fields), self.around)
+        return Supervised("echo", spawn, settings(**fields), self.callbacks)
 
 
 async def nothing(worker: Any) -> None: ...
@@ -125,17 +127,17 @@ class Crew(Play):
 
     async def start(self) -> Engines:
         supervised = [
-            Supervised(name, self._spawner(name), settings(**self._fields), self.around)
+            Supervised(name, self._spawner(name), settings(**self._fields), self.callbacks)
             for name in self.made
         ]
         for one in supervised:
             await one.start()
-        return Engines(supervised, self.around.edges, make=self._make)
+        return Engines(supervised, self.callbacks.waits, make=self._make)
 
     def _make(self, number: int) -> Supervised:
         name = f"engine-{number}"
         self.made[name] = []
-        return Supervised(name, self._spawner(name), settings(**self._fields), self.around)
+        return Supervised(name, self._spawner(name), settings(**self._fields), self.callbacks)
 
     def _spawner(self, name: str) -> Any:
         async def spawn() -> FakeWorker:
@@ -254,7 +256,7 @@ def test_a_worker_that_may_not_be_restarted_is_given_up_with_its_reason(tmp_path
     async def run() -> None:
         one = play.echo(tmp_path)
         await one.start()
-        assert isinstance(one.worker, Remote)
+        assert isinstance(one.worker, ProcessWorker)
         os.kill(one.worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="echo: the worker"):
             await one.call("wait_for_stop")
@@ -306,8 +308,8 @@ def test_a_worker_that_hangs_in_its_preparation_can_be_looked_at_and_ended(tmp_p
         await one.replace("a test")
         await preparing.wait()
         await one.progress("until_waiting")
-        (edge,) = play.around.edges.open.values()
-        assert (edge.culprit, edge.what) == ("echo", "load")
+        (wait,) = play.callbacks.waits.open.values()
+        assert (wait.responder, wait.what) == ("echo", "load")
         assert await one.progress("progress") == 7
         assert (await one.effort() or 0) > 0
         assert "in load" in await one.stack()

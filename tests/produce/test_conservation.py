@@ -26,7 +26,7 @@ from penstock.produce import (
     ProduceTask,
     SyncProduceStrategyConfig,
 )
-from penstock.replay import ReplayBuffer
+from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.types import Batch, Status, StepReport, expand_segments, staleness
 
 SEEN: Counter[str] = Counter()

@@ -27,7 +27,7 @@ from penstock.produce import (
     ProduceTask,
     SyncProduceStrategyConfig,
 )
-from penstock.replay import ReplayBuffer
+from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.types import Status
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from made_run import GROUP_SIZE, make_run, metrics_of
-from penstock.report import write_report
-from penstock.report.data import read_run
-from penstock.report.page import render
+from penstock.inspection.report import write_report
+from penstock.inspection.report.data import read_run
+from penstock.inspection.report.page import render
 from penstock.run_folder import RunFolder
 
 BROWSER = next(

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from made_run import GROUP_SIZE, make_run, metrics_of
-from penstock.config_source import load_config, to_toml
+from penstock.config.source import load_config, to_toml
 from penstock.errors import UserError
-from penstock.report import write_report
-from penstock.report.data import MAX_TEXT, read_run
-from penstock.report.figures import take_figures
-from penstock.report.page import embed, render
+from penstock.inspection.report import write_report
+from penstock.inspection.report.data import MAX_TEXT, read_run
+from penstock.inspection.report.figures import take_figures
+from penstock.inspection.report.page import embed, render
 from penstock.run_folder import RunFolder
 
 

@@ -21,9 +21,10 @@ from hypothesis import settings
 from test_sides import Publications, holds, weights
 
 from penstock.errors import WeightsGone
-from penstock.sync import device_memory, side
-from penstock.sync.device_memory import DeviceMemory, DevicePlace, OpenedMemory
-from penstock.sync.shared_memory import SharedMemorySync
+from penstock.weights import buffer as side
+from penstock.weights import device_memory
+from penstock.weights.device_memory import DeviceMemory, DevicePlace, OpenedMemory
+from penstock.weights.shared_memory import SharedMemorySync
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu:0")
@@ -131,7 +132,7 @@ def test_memory_that_died_with_its_trainer_is_gone_and_not_a_fault(tmp_path: Pat
 
 TRAINER = """
 import pickle, sys, torch
-from penstock.sync.shared_memory import SharedMemorySync
+from penstock.weights.shared_memory import SharedMemorySync
 trainer = SharedMemorySync(sys.argv[1], on_device=True)
 value, size = float(sys.argv[2]), int(sys.argv[3])
 handle = trainer.publish(1, "d", [("w", torch.full((size,), value, device="cuda"))])

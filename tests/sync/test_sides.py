@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.errors import RunError, WeightsGone
-from penstock.sync.shared_memory import SharedMemorySync
+from penstock.weights.shared_memory import SharedMemorySync
 
 
 def weights(value: int, count: int = 3) -> list[tuple[str, torch.Tensor]]:
@@ -155,7 +155,7 @@ def test_a_publication_that_fails_wakes_its_readers_with_an_error(tmp_path: Path
 
 WRITER = """
 import sys, torch
-from penstock.sync.shared_memory import SharedMemorySync
+from penstock.weights.shared_memory import SharedMemorySync
 import pickle
 trainer = SharedMemorySync(sys.argv[1])
 weights = [(f"w{n}", torch.full((5, 7), 1.0 + n)) for n in range(3)]
@@ -198,7 +198,7 @@ def test_a_writer_that_is_killed_leaves_nobody_waiting(tmp_path: Path) -> None:
 
 READER = """
 import pickle, sys
-from penstock.sync.shared_memory import SharedMemorySync
+from penstock.weights.shared_memory import SharedMemorySync
 held = list(SharedMemorySync().fetch(pickle.load(sys.stdin.buffer)))
 print("held", flush=True)
 sys.stdin.buffer.read()

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from penstock.errors import RunError
-from penstock.sync.in_process import InProcessSync
-from penstock.sync.object_store import ObjectStoreSync, tensor_of
-from penstock.sync.protocol import WeightSync
-from penstock.sync.shared_memory import Folder, SharedMemorySync, sweep_stale
+from penstock.weights.in_process import InProcessSync
+from penstock.weights.object_store import ObjectStoreSync, tensor_of
+from penstock.weights.protocol import WeightSync
+from penstock.weights.shared_memory import Folder, SharedMemorySync, sweep_stale
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from training_data import config_of, random_batch, tiny_model, tricky_batch
 
-from penstock.engine.parking import Parking
 from penstock.train.consumer import Consumer
 from penstock.train.parallel import Ranks, rank_share
 from penstock.train.ptx import Text, TextStream
 from penstock.train.state import take_snapshot
+from penstock.weights.offload import Parking
 
 ALGORITHMS = {
     "plain": {},

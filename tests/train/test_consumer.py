@@ -7,10 +7,10 @@ import pytest
 import torch
 from training_data import VOCABULARY, config_of, consumer_of, random_batch, tiny_model
 
-from penstock.engine.weights import model_digest
 from penstock.errors import RunError, StopRequested, UserError
 from penstock.train.consumer import Consumer
-from penstock.train.weights import add_adapters
+from penstock.train.policy_weights import add_adapters
+from penstock.weights.model_weights import model_digest
 
 METRICS = [
     "reward/mean",

@@ -144,8 +144,8 @@ def test_mini_batches_are_the_gradients_of_their_own_groups() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
 def test_ratio_is_one_at_any_temperature_when_the_weights_are_the_same(temperature) -> None:
     """What an engine with these weights would have sampled with, annealed or not."""
+    from penstock.train.flat_batch import rows_of
     from penstock.train.objective import TokenInputs
-    from penstock.train.rows import rows_of
 
     batch = random_batch(temperature=temperature)
     consumer = consumer_of(config_of(train={"micro_batch_tokens": 11}))

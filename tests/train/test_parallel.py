@@ -12,8 +12,8 @@ import pytest
 import rank_program
 import torch
 
-from penstock.engine.weights import digest_of
 from penstock.train.parallel import Ranks, digest_over, rank_share
+from penstock.weights.model_weights import digest_of
 
 JOBS = list(rank_program.ALGORITHMS)
 

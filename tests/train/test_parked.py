@@ -9,12 +9,12 @@ import pytest
 import torch
 from test_consumer import batches, from_disk, saved_model  # noqa: F401  (a fixture)
 
-from penstock.engine.parking import Parking
 from penstock.errors import RunError
-from penstock.launch.services import TrainerService
-from penstock.sync.in_process import InProcessSync
+from penstock.launch.part_factories import TrainerService
 from penstock.train.consumer import Consumer
 from penstock.types import Batch
+from penstock.weights.in_process import InProcessSync
+from penstock.weights.offload import Parking
 
 SETTINGS: dict[str, Any] = {
     "model": {"dtype": "bfloat16"},

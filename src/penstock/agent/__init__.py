@@ -1,4 +1,7 @@
-"""How a group of rollouts comes to be: single turn, or turns with tools. Layer 2."""
+"""How a group of rollouts is made: one turn, or turns with tools.
+
+An agent loop asks an engine and a reward; a new one is one file and one line in `AGENTS`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every agent loop does. Layer 2."""
+"""What every agent loop does."""
 
 from __future__ import annotations
 

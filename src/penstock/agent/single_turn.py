@@ -1,4 +1,4 @@
-"""One prompt, one response: the plain agent loop. Layer 2.
+"""One prompt, one response: the plain agent loop.
 
 Asks the engine for what is not finished, then the reward for what has no score yet. A fault of one
 rollout stays in that rollout. It does not retry: the failure policy of the producing side does.
@@ -15,7 +15,7 @@ from penstock.engine.protocol import Generation, GenerationRequest, InferenceEng
 from penstock.reward.protocol import Reward
 from penstock.types import Rollout, Status
 
-_PASSED_OVER = 31  # groups that are not searched after the engine was found to be the culprit
+_PASSED_OVER = 31  # groups that are not searched after the engine was found to be the responder
 _FINISHED = frozenset({"stop", "length", "tool_calls"})
 
 
@@ -48,9 +48,9 @@ class SingleTurn:
         self._running: set[str] = set()
         self._requests = 0
         self._aborting: set[asyncio.Task[None]] = set()
-        self._searching = asyncio.Lock()  # for a culprit, in one group at a time
+        self._searching = asyncio.Lock()  # for a responder, in one group at a time
         self._passed_over: int | None = (
-            None  # groups since the engine was the culprit; None: it is not
+            None  # groups since the engine was the responder; None: it is not
         )
 
     async def generate_group(
@@ -124,7 +124,7 @@ class SingleTurn:
     async def _find_culprit(
         self, requests: list[GenerationRequest], error: Exception
     ) -> Sequence[Generation | BaseException]:
-        """Each alone; where the first two raise as well, the engine is taken for the culprit.
+        """Each alone; where the first two raise as well, the engine is taken for the responder.
 
         Then the others are not asked, and neither are those of the next groups, until one succeeds.
         """

@@ -1,4 +1,4 @@
-"""The algorithm family: advantages, losses and corrections, one file a method. Layer 1.
+"""Algorithms: advantages, losses and corrections, one file per method.
 
 A new algorithm is one file with a subclass of `method.Algorithm`, one line in this table, one test
 and one row in docs/algorithms.md. Nothing here imports torch: the maths uses methods of the tensors

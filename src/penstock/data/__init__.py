@@ -1,4 +1,7 @@
-"""Datasets, built-in tasks and chat templates. Layer 1; the parts live in this folder's files."""
+"""Datasets, built-in tasks, the sampler and chat templates: from a data source to token ids.
+
+Text becomes tokens only in `chat.py`. May import config, types and the demo.
+"""
 
 from __future__ import annotations
 

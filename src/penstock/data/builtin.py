@@ -1,4 +1,4 @@
-"""Built-in generated tasks: problems with known answers, made here, no download. Layer 1.
+"""Built-in generated tasks: problems with known answers, made here, no download.
 
 A task gives plain dataset records (the same shape as a JSONL line) in a fixed order that looks random,
 so that the first N problems of a task are a fair sample of it. `NAME` is the training part and

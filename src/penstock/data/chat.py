@@ -1,4 +1,4 @@
-"""Chat templates and tokenizers: the one place where text becomes token ids and back. Layer 1.
+"""Chat templates and tokenizers: the one place where text becomes token ids and back.
 
 Prompts are encoded once, with the generation prompt; what the engine samples is never tokenised
 again. A tokenizer without a chat template gets the contents of the messages joined by line breaks and

@@ -1,4 +1,4 @@
-"""Datasets: a JSONL file, a built-in task or a reasoning-gym generator becomes Prompts. Layer 1.
+"""Datasets: a JSONL file, a built-in task or a reasoning-gym generator becomes Prompts.
 
 Every line is checked before anything is trained, and a mistake names its file and line. Prompts over
 the limit are skipped and counted, or refused; none is ever cut. The order of a dataset is that of its

@@ -1,4 +1,4 @@
-"""Problems from the optional reasoning-gym package: `reasoning_gym:NAME`. Layer 1.
+"""Problems from the optional reasoning-gym package: `reasoning_gym:NAME`.
 
 Problems are generated from a seed, without a download. `reasoning_gym:NAME:heldout` gives problems whose
 question falls on the held-out side of a fixed split, whatever the seed, so that a training set

@@ -1,4 +1,4 @@
-"""Draws groups to generate: first what must be tried again, then fresh prompts. Layer 1.
+"""Draws groups to generate: first what must be tried again, then fresh prompts.
 
 The position in the data is one absolute cursor. Epoch e is a permutation that depends only on the
 seed, the task and e, so any cursor can be drawn again at any time (`group_at`), ids never repeat in

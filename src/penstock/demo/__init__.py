@@ -1,4 +1,4 @@
-"""The demo that ships: a small starting policy and the config that trains it on a CPU. Layer 1.
+"""The demo that ships: a small starting policy and the config that trains it on a CPU.
 
 `policy/` holds the model and its tokenizer, made by scripts/make_demo_policy.py; `demo.toml` is what
 `penstock train` runs without a config.

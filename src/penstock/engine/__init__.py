@@ -1,7 +1,11 @@
-"""Inference engines: one protocol, several backends. The table names them; nothing heavy is imported here."""
+"""Inference engines: one protocol, one package per backend.
+
+`protocol.py` is the contract, `ENGINES` the table; a new backend is one package and one table line.
+May import weights and models. Several engines as one belong to `pool/`, scoring to `reward/`.
+"""
 
 ENGINES: dict[str, str] = {
-    "transformers": "penstock.engine.transformers_engine:TransformersEngine",
-    "vllm": "penstock.engine.vllm_engine:VllmEngine",
-    "openai": "penstock.engine.openai_engine:OpenAIEngine",
+    "transformers": "penstock.engine.transformers.engine:TransformersEngine",
+    "vllm": "penstock.engine.vllm.engine:VllmEngine",
+    "openai": "penstock.engine.openai.engine:OpenAIEngine",
 }

@@ -1,4 +1,4 @@
-"""What every inference engine does. Layer 1; no framework is imported here.
+"""What every inference engine does. No framework is imported here.
 
 An engine turns token ids into token ids with the log-probabilities of its sampling distribution.
 It never sees text except to watch for stop strings, and never judges what it made.

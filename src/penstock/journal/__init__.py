@@ -1,4 +1,7 @@
-"""The journal: a write-ahead log of every group's life and every step, in one SQLite file. Layer 1."""
+"""The journal: a write-ahead log of every group's life and every step, in one SQLite file.
+
+The writer thread owns the connection that writes. May import errors and types only.
+"""
 
 from __future__ import annotations
 

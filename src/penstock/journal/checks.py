@@ -1,4 +1,4 @@
-"""A checksum for every row of a journal: SQLite does not notice a flipped byte in a value. Layer 1.
+"""A checksum for every row of a journal: SQLite does not notice a flipped byte in a value.
 
 It is computed where a row is written, and again by whoever reads a journal to prove it. A rollout's
 row needs none: its payload (`codec.py`) has a checksum that covers text and key, and says again what

@@ -1,4 +1,4 @@
-"""Groups as compact bytes: the journal's own format, versioned. Layer 1.
+"""Groups as compact bytes: the journal's own format, versioned.
 
 A rollout is a fixed header, its arrays as raw little-endian bytes (int32 ids, float32 log-probs, a bit
 per mask entry unless all are set), its version segments, and a small JSON tail for the rest. The

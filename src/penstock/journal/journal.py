@@ -1,4 +1,4 @@
-"""What the run writes into its journal, and what recovery reads out of it. Layer 1.
+"""What the run writes into its journal, and what recovery reads out of it.
 
 A group is durable (`await landed`) before it can be taken, a batch (`await begin_step`) before the
 trainer sees it, a step (`await commit_step`) before its weights are published. Everything else is

@@ -1,4 +1,4 @@
-"""What one journal record does to the tables. Layer 1; runs inside the writer's transaction.
+"""What one journal record does to the tables. Runs inside the writer's transaction.
 
 Each record is made on the caller's side with plain values; the heavy part (encoding tokens) is done
 here, on the writer's side. Callers leave a group alone until its record is durable.

@@ -1,4 +1,4 @@
-"""Tables and public views of a journal, and how a file of them is opened. Layer 1.
+"""Tables and public views of a journal, and how a file of them is opened.
 
 The tables (`*_rows`) are ours to change with the schema version. The views `groups`, `rollouts`, `steps`,
 `weights` and `events` are public and stay: any SQLite tool can read them while a run writes. Version 2

@@ -1,4 +1,4 @@
-"""The writer: one thread, one queue, one transaction for all that waits in it. Layer 1.
+"""The writer: one thread, one queue, one transaction for all that waits in it.
 
 Consumes records, produces durability. Waits for the queue; woken by `submit`. The first error ends
 it: every waiter and every later call gets that error, nobody hangs.

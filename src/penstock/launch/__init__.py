@@ -1,13 +1,13 @@
-"""Where the parts live: worker processes, this process, or a Ray cluster. Layer 5.
+"""Where the parts of a run live: worker processes, this process, or a Ray cluster.
 
-Only this folder knows processes and Ray. A launcher is `async start(config, total_steps, log_folder)
--> Workers`; the loop cannot tell which one it got.
+A launcher is `async start(config, total_steps, log_folder) -> Workers`, one line in `LAUNCHERS`. Only
+this folder knows processes (`processes/`) and Ray (`ray/`); the loop cannot tell which one it got.
 """
 
 from __future__ import annotations
 
 LAUNCHERS = {
-    "local": "penstock.launch.local:start",
+    "local": "penstock.launch.processes.local:start",
     "inline": "penstock.launch.inline:start",
-    "ray": "penstock.launch.ray_cluster:start",
+    "ray": "penstock.launch.ray.cluster:start",
 }

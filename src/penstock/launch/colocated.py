@@ -1,4 +1,4 @@
-"""A trainer that shares its devices with the engines: they take turns, memory and all. Layer 5.
+"""A trainer that shares its devices with the engines: they take turns, memory and all.
 
     engines: pause, sleep | trainer: wake, train, sleep | publish | engines: load, wake, resume
 
@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from penstock.edges import Edges
 from penstock.errors import WorkerDied
-from penstock.launch.engines import Engines
-from penstock.launch.supervise import Supervised, nothing
-from penstock.launch.trainer import RestartingTrainer
+from penstock.pool.engines import Engines
+from penstock.supervise.supervised import Supervised, nothing
+from penstock.supervise.trainer import RestartingTrainer
 from penstock.types import Batch, StepReport, WeightHandle
+from penstock.watch.waits import Waits
 
 T = TypeVar("T")
 
@@ -30,13 +30,13 @@ class ColocatedTrainer(RestartingTrainer):
     def __init__(
         self,
         supervised: Supervised,
-        edges: Edges,
+        waits: Waits,
         engines: Engines,
         publishes: Callable[[int], bool],
         *,
         announces: bool = False,
     ) -> None:
-        super().__init__(supervised, edges, announces=announces)
+        super().__init__(supervised, waits, announces=announces)
         self._engines, self._publishes = engines, publishes
         self._handing_over = asyncio.Lock()
         self._has_devices = False  # the engines sleep

@@ -1,4 +1,4 @@
-"""The control channel of a run that is under way: one line asks, one line answers. Layer 5.
+"""The control channel of a run that is under way: one line asks, one line answers.
 
 The driver listens on a Unix socket that only its user can reach; RUN/control holds its path (a
 socket's own path may not be as long as that of a run folder). Nothing polls.

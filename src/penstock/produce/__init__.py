@@ -1,4 +1,8 @@
-"""Producing: strategies, the pending set, progress, and the producer that joins them. Layer 3."""
+"""Producing groups: when to launch them, what becomes of each, and which batch a step gets.
+
+The producer, its strategies, the replay buffer and the progress counts. May import the journal and
+data; it knows no engine and no trainer, weights are a version number here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one call of a produce strategy is given, and what it may answer. Layer 3."""
+"""What one call of a produce strategy is given, and what it may answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from penstock.journal import Journal
 from penstock.produce.progress import ProduceProgress
-from penstock.replay import ReplayBuffer
+from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.types import Group, Rollout, Status
 
 IsValidSample = Callable[[list[Rollout]], bool]

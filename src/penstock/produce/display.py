@@ -1,4 +1,4 @@
-"""A snapshot of the producing side in words, one line per task. Layer 3."""
+"""A snapshot of the producing side in words, one line per task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The failure policy of one task: back off, then stop. Layer 3.
+"""The failure policy of one task: back off, then stop.
 
 Failed groups are tried again after a wait that doubles. When nothing but failures comes back, fresh
 prompts wait too, so a dead backend costs a handful of calls. Past the limit the run stops with one line.

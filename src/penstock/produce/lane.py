@@ -1,4 +1,4 @@
-"""One task at work: its context, its counts, and how it comes back after a crash. Layer 3."""
+"""One task at work: its context, its counts, and how it comes back after a crash."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from penstock.data.sampler import PromptsExhausted, Sampler
 from penstock.journal import InFlightRecord
 from penstock.produce.context import IsValidSample, ProduceContext
-from penstock.produce.landing import abort_unfinished
+from penstock.produce.group_runner import abort_unfinished
 from penstock.produce.snapshot import TaskSnapshot
 from penstock.produce.strategy import ProduceStrategy
 from penstock.types import Group, Status

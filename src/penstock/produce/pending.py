@@ -1,4 +1,4 @@
-"""The groups that are being generated. Layer 3.
+"""The groups that are being generated.
 
 Who may handle a group is decided by one claim: its own task when it came back, or a pause that gives
 up on it. Scheduling checks the stop flag and the cap and adds under one lock; cancelling claims all

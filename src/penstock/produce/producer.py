@@ -1,4 +1,4 @@
-"""The producer: one lane per task runs ahead, steps take their batches from the buffer. Layer 3.
+"""The producer: one lane per task runs ahead, steps take their batches from the buffer.
 
     lane: gate (staleness) -> strategy.produce_batch -> groups land in journal and buffer
     take_batch(step): every task's share, fresh -> journal.begin_step -> Batch
@@ -15,17 +15,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.data.sampler import PromptsExhausted
-from penstock.edges import EdgeKind, Edges
 from penstock.errors import RunError, UserError
 from penstock.journal import Journal
 from penstock.produce.context import ProduceBatchStatus, ProduceContext
 from penstock.produce.lane import Lane, ProduceTask
 from penstock.produce.progress import ProduceProgress
+from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.produce.shares import TaskShares
 from penstock.produce.signal import Signal
 from penstock.produce.snapshot import ProducerSnapshot, Wait
-from penstock.replay import ReplayBuffer
 from penstock.types import Batch
+from penstock.watch.waits import WaitKind, Waits
 
 
 def loop_time() -> float:
@@ -49,7 +49,7 @@ class Producer:
         groups_per_step: int,
         sync_weights_interval: int = 1,
         clock: Callable[[], float] = loop_time,
-        edges: Edges | None = None,
+        waits: Waits | None = None,
         first_version: int = 0,
         last_step: int | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class Producer:
         self._buffer = replay_buffer
         self._journal = journal
         self._clock = clock
-        self._edges = edges or Edges(clock)
+        self._waits = waits or Waits(clock)
         self._weights = {task.name: task.weight for task in tasks}
         self._groups_per_step = groups_per_step
         first_step = progress.next_consumer_step
@@ -72,7 +72,7 @@ class Producer:
         self._stopping = False
         self._ended = False
         self._fault: BaseException | None = None
-        self._waits: dict[str, tuple[str, float]] = {}
+        self._waiting_for: dict[str, tuple[str, float]] = {}
         self._idle_since: float | None = None
         self._idle_s = 0.0
 
@@ -164,7 +164,7 @@ class Producer:
         lane.idle_since_change = seen
         self._note_idleness()
         who = f"produce {lane.name}"
-        with self._waiting(who, what), self._edges.wait(who, EdgeKind.WAIT, what):
+        with self._waiting(who, what), self._waits.wait(who, WaitKind.WAIT, what):
             await self._changed.wait_after(seen)
         lane.idle_since_change = None
         self._note_idleness()
@@ -282,12 +282,12 @@ class Producer:
 
     @contextmanager
     def _waiting(self, who: str, what: str) -> Iterator[None]:
-        since = self._waits.get(who, (what, self._clock()))[1]
-        self._waits[who] = (what, since)
+        since = self._waiting_for.get(who, (what, self._clock()))[1]
+        self._waiting_for[who] = (what, since)
         try:
             yield
         finally:
-            self._waits.pop(who, None)
+            self._waiting_for.pop(who, None)
 
     def snapshot(self) -> ProducerSnapshot:
         """Where every group is, who waits for what, and since when."""
@@ -297,7 +297,7 @@ class Producer:
             tasks=tuple(lane.snapshot() for lane in self._lanes),
             waits=tuple(
                 Wait(who=who, what=what, since=since, seconds=now - since)
-                for who, (what, since) in self._waits.items()
+                for who, (what, since) in self._waiting_for.items()
             ),
             producer_wait_s=self._idle_s + idle_now,
             next_step=self.progress.next_consumer_step,

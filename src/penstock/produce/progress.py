@@ -1,4 +1,4 @@
-"""How far production and consumption are, in absolute counts of groups. Layer 3.
+"""How far production and consumption are, in absolute counts of groups.
 
 Targets are cumulative over the run: available = consumed + COMPLETED in the buffer, so a group that
 was consumed never looks missing. Dicts keep their identity over `load_state_dict`: others hold them.

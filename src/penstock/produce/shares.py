@@ -1,4 +1,4 @@
-"""How a batch is divided among tasks: largest remainder, and what is left over is carried. Layer 3.
+"""How a batch is divided among tasks: largest remainder, and what is left over is carried.
 
 With weights 9 : 1 : 0.5 and 8 groups a step the third task gets 0.38 groups a step: none in most
 steps, one in every third. Every step has exactly `groups_per_step` groups.

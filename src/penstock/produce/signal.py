@@ -1,4 +1,4 @@
-"""A wake-up that cannot be lost: waiters say what they have seen, and wait for anything newer. Layer 3."""
+"""A wake-up that cannot be lost: waiters say what they have seen, and wait for anything newer."""
 
 from __future__ import annotations
 

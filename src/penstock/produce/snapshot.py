@@ -1,4 +1,4 @@
-"""What the producing side looks like at one instant, for displays, trackers and the watchdog. Layer 3."""
+"""What the producing side looks like at one instant, for displays, trackers and the watchdog."""
 
 from __future__ import annotations
 

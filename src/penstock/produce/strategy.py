@@ -1,4 +1,4 @@
-"""When groups are launched, and what becomes of them when they land. Layer 3.
+"""When groups are launched, and what becomes of them when they land.
 
 Sync and async are one loop: sync is async without run-ahead, staleness and oversampling. A strategy
 launches until its absolute target is covered, and each group lands itself: journalled, then put into
@@ -22,7 +22,7 @@ from penstock.produce.context import (
     ProduceContext,
     ShouldContinue,
 )
-from penstock.produce.landing import Lander
+from penstock.produce.group_runner import Lander
 from penstock.produce.pending import InFlight
 from penstock.types import Group, Status, staleness
 

@@ -1,4 +1,4 @@
-"""An event loop whose time is virtual: it jumps to the next timer instead of waiting. Layer 3.
+"""An event loop whose time is virtual: it jumps to the next timer instead of waiting.
 
 All waits of the producing side are asyncio waits, so the real strategies run under it unchanged: in
 tests, in experiments, in the digital twin. When nothing is left that could ever happen, it raises

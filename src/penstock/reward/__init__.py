@@ -1,7 +1,7 @@
-"""Rewards: what a rollout is worth. Layer 1.
+"""Rewards: what a rollout is worth.
 
 `REWARDS` names those that ship; a config may also say `module:function` or `path/to/file.py:function`.
-`build_reward` makes the weighted sum that an agent loop calls, `check` only validates.
+A new reward is one class with `score`, one table line, one docs row. May import the sandbox.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""code: a response is right when its program passes the prompt's tests. Layer 1.
+"""code: a response is right when its program passes the prompt's tests.
 
 Runs in sandboxes on this machine or on verification servers. Broken test cases and servers that do not
 answer are failures of the rollout; only a verdict gives a value.

@@ -1,4 +1,4 @@
-"""Decides in line, in microseconds, whether an answer equals the right one. Layer 1.
+"""Decides in line, in microseconds, whether an answer equals the right one.
 
 Text and plain numbers are decided here; what needs algebra comes back as None and goes to the
 symbolic comparison (`math_pool.py`). Nothing here can take long: texts past a limit are never parsed.

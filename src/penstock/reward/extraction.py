@@ -1,6 +1,6 @@
 """Finds the answer in a response: the last answer tag, the last brace-matched box, the last code block.
 
-Layer 1, pure text. Each function says where the answer is and whether the response has the asked form;
+Pure text. Each function says where the answer is and whether the response has the asked form;
 none judges the answer.
 """
 

@@ -1,4 +1,4 @@
-"""Rewards for the length of a response: soft overlong punishment and length shaping. Layer 1.
+"""Rewards for the length of a response: soft overlong punishment and length shaping.
 
 Both give their lowest value to a truncated response, so that running into the limit never pays. They
 count response tokens and do not look at the text.

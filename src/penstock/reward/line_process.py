@@ -1,4 +1,4 @@
-"""A worker process that answers one line per line, with a time-out from outside. Layer 1.
+"""A worker process that answers one line per line, with a time-out from outside.
 
 Blocking, for worker threads; one request at a time. Past its time-out, or when the process is gone, it is
 of no use any more: kill it and start another.

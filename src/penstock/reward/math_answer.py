@@ -1,4 +1,4 @@
-"""think_answer_tags and boxed: a response is right when its answer equals the prompt's. Layer 1.
+"""think_answer_tags and boxed: a response is right when its answer equals the prompt's.
 
 Equality is decided in line where text and numbers tell; the rest goes to worker processes with a
 time-out (`math_pool.py`), started at the first such pair. A truncated response is never right.

@@ -1,4 +1,4 @@
-"""Symbolic comparisons in worker processes, each with a time-out from outside. Layer 1.
+"""Symbolic comparisons in worker processes, each with a time-out from outside.
 
 Algebra on what a model writes may take for ever or eat all memory, and math-verify's own time-out
 works in a main thread only. So each worker is a process of its own: past the time-out it is killed and

@@ -1,4 +1,4 @@
-"""Turns the `options` table of a reward into its checked settings. Layer 1.
+"""Turns the `options` table of a reward into its checked settings.
 
 Every mistake is one line that names the reward, the option, what was given and what is allowed.
 """

@@ -1,4 +1,4 @@
-"""What every reward does. Layer 1.
+"""What every reward does.
 
 A reward judges one finished rollout against its prompt. It never raises for a bad answer: that is
 a score. What it raises is a fault (a dead server, a broken test case) and follows the failure policy.

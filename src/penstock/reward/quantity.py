@@ -1,4 +1,4 @@
-"""Reads one plain number, with the signs people put around it, from an answer. Layer 1.
+"""Reads one plain number, with the signs people put around it, from an answer.
 
 Knows digits of any script, thousands separators, fractions, powers of ten, percent, currency and
 units. It gives None for anything else: expressions belong to the symbolic comparison.

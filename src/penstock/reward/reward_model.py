@@ -1,4 +1,4 @@
-"""reward_model: a sequence-classification model scores responses, in batches, in its own process. Layer 1.
+"""reward_model: a sequence-classification model scores responses, in batches, in its own process.
 
 Consumes rollouts from any number of tasks, gathers them into batches, produces the model's number for
 each. The model's process starts at the first rollout; when it dies the rollouts it held fail and the

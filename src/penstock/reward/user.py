@@ -1,4 +1,4 @@
-"""A user's own function as a reward: sync or async, of one rollout or of a whole group. Layer 1.
+"""A user's own function as a reward: sync or async, of one rollout or of a whole group.
 
 The function's parameter names say what it gets; keyword options come from the config. It runs off the
 event loop, in a thread of its own, so that slow code stalls no engine. A thread cannot be killed: past

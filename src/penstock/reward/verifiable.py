@@ -1,4 +1,4 @@
-"""The weighted sum of named rewards: what an agent loop calls. Layer 1.
+"""The weighted sum of named rewards: what an agent loop calls.
 
 Parts are scored together; the sum keeps every part's own value and note. A fault in a part becomes
 a `RewardError` with the rollout's id and the part's name, so that it counts as a failure and never as

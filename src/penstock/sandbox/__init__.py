@@ -1,4 +1,4 @@
-"""Isolated execution of untrusted code, its HTTP server and client. Layer 1.
+"""Isolated execution of untrusted code, its HTTP server and client.
 
 Stopped: network, files outside a scratch folder, other processes, memory, time, output, disk, signals to
 others, the parent's environment. `check()` says which layers are active on this machine.

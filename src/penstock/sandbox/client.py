@@ -1,4 +1,4 @@
-"""Client of the verification server: several URLs, time-outs, retries with back-off. Layer 1.
+"""Client of the verification server: several URLs, time-outs, retries with back-off.
 
 A server that cannot be reached raises `SandboxError`: the rollout fails and is tried again later. Only a
 server's own answer is ever a verdict.

@@ -1,4 +1,4 @@
-"""The host's side of sandboxes: starts the nursery, asks it for sandboxes, runs jobs in them. Layer 1.
+"""The host's side of sandboxes: starts the nursery, asks it for sandboxes, runs jobs in them.
 
 Blocking, meant for worker threads; every wait has a limit. What comes out of a sandbox is data that was
 read up to a bound. It decides nothing about right or wrong: that is `verify.py`.

@@ -1,4 +1,4 @@
-"""Which layers of isolation work on this machine, found by trying them. Layer 1.
+"""Which layers of isolation work on this machine, found by trying them.
 
 `find_mode` tries the ways to isolate from the strongest down and takes the first that is full, else the
 strongest that works. `check` tells a person, after running a few attempts to break out for real.

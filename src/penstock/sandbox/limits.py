@@ -1,4 +1,4 @@
-"""The limits of one job, from the settings and the time it is given. Layer 1."""
+"""The limits of one job, from the settings and the time it is given."""
 
 from __future__ import annotations
 

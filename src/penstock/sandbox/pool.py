@@ -1,4 +1,4 @@
-"""Warm sandboxes for worker threads: one per submission, never used for two. Layer 1.
+"""Warm sandboxes for worker threads: one per submission, never used for two.
 
 A sandbox is ended when its submission is done, and the next one is already being set up meanwhile. A
 dead nursery is replaced. Blocking; the number of callers bounds the number of sandboxes.

@@ -1,4 +1,4 @@
-"""The verification server: runs solutions against tests for clients over HTTP. Layer 1.
+"""The verification server: runs solutions against tests for clients over HTTP.
 
     POST /check_correctness        {in_outs, generation, timeout} -> {result, metadata}
     POST /check_correctness_batch  {items: [...]}                 -> {items: [...]}

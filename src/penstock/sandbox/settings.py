@@ -1,4 +1,4 @@
-"""Limits of the sandbox, and how much isolation it insists on. Layer 1."""
+"""Limits of the sandbox, and how much isolation it insists on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three forms of test cases, read and checked; and what counts as the same result. Layer 1.
+"""The three forms of test cases, read and checked; and what counts as the same result.
 
 Broken test cases are a fault of the data and raise `RewardError`; they are never a pass or a fail.
 """

@@ -1,4 +1,4 @@
-"""Runs a solution against test cases in sandboxes and gives a code per test. Layer 1.
+"""Runs a solution against test cases in sandboxes and gives a code per test.
 
     1 pass    0 wrong answer    -1 runtime error or time-out    -2 does not compile
 

@@ -1,4 +1,7 @@
-"""Where figures go: a JSONL file always, and the trackers that the config names. Layer 1."""
+"""Where metrics go: metrics.jsonl always, and the trackers that the config names.
+
+A tracker shows; it never decides, and its faults never stop a run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress display: a live panel on a terminal, plain lines elsewhere. Layer 1."""
+"""The progress display: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One tracker in front of several; a faulty one is put aside with a note, the run goes on. Layer 1."""
+"""One tracker in front of several; a faulty one is put aside with a note, the run goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a step, always on. Layer 1."""
+"""metrics.jsonl: one line a step, always on."""
 
 from __future__ import annotations
 

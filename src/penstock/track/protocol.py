@@ -1,4 +1,4 @@
-"""What every tracker does. Layer 1. A tracker shows; it never decides, and its faults never stop a run."""
+"""What every tracker does. A tracker shows; it never decides, and its faults never stop a run."""
 
 from __future__ import annotations
 

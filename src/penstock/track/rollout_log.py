@@ -1,4 +1,4 @@
-"""rollouts.jsonl: every so many updates, a few trained groups for a person to read. Layer 1."""
+"""rollouts.jsonl: every so many updates, a few trained groups for a person to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard event files in RUN/tensorboard. Layer 1; imported only when the config names it."""
+"""TensorBoard event files in RUN/tensorboard. Imported only when the config names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases; WANDB_MODE=offline works without a network. Layer 1, imported only when named.
+"""Weights & Biases; WANDB_MODE=offline works without a network. Imported only when named.
 
 The run's id is kept in RUN/wandb-id, so that a resumed run goes on in the same W&B run.
 """

@@ -1,1 +1,5 @@
-"""The consuming side: packing, the policy model, the update, its checkpoints. Layer 3."""
+"""Training: from a batch of groups to one update of the policy, and its checkpoint state.
+
+A new per-step metric goes into `metrics.py`. May import algo, weights, models and data; it knows
+no engine, no journal and no process but its own ranks.
+"""

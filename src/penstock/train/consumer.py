@@ -1,4 +1,4 @@
-"""The consumer: trains the policy on batches of groups and hands out its weights. Layer 3.
+"""The consumer: trains the policy on batches of groups and hands out its weights.
 
 One step trains one batch, in one or several updates (`update.py`), and raises the policy's version
 by one. Runs in whatever thread or process calls it; `request_stop` and `pieces` alone are for other
@@ -19,16 +19,13 @@ from torch import Tensor
 
 from penstock.algo.choice import method_class, resolve
 from penstock.config import Config
-from penstock.engine.parking import Parking
 from penstock.errors import RunError, StopRequested
 from penstock.train import state
-from penstock.train.measure import step_metrics
+from penstock.train.metrics import step_metrics
 from penstock.train.optimize import clip_gradients, make_optimizer
 from penstock.train.parallel import Ranks, digest_over, shard
 from penstock.train.policy import Policy
-from penstock.train.ptx import TextStream
-from penstock.train.update import BatchOutcome, Updater
-from penstock.train.weights import (
+from penstock.train.policy_weights import (
     Masters,
     add_adapters,
     compute_dtype,
@@ -36,7 +33,10 @@ from penstock.train.weights import (
     load_model,
     published_weights,
 )
+from penstock.train.ptx import TextStream
+from penstock.train.update import BatchOutcome, Updater
 from penstock.types import Batch, StepReport
+from penstock.weights.offload import Parking
 
 
 class Consumer:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config import TrainConfig
-from penstock.train.weights import whole_tensor
+from penstock.train.policy_weights import whole_tensor
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:

@@ -1,6 +1,6 @@
 """Micro-batches: whole sequences laid end to end in one row, sorted by length, without padding.
 
-Sits between `rows.py` (arrays of the batch) and `policy.py` (the forward pass). Decides only which
+Sits between `flat_batch.py` (arrays of the batch) and `policy.py` (the forward pass). Decides only which
 sequences share a forward pass; nothing of the loss depends on it.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.train.attention import PackLayout
+from penstock.train.packed_attention import PackLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

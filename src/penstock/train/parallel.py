@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from penstock.digest import DIGEST_BYTES, combine_digests
-from penstock.engine.weights import digest_of, digests_of
+from penstock.weights.digest import DIGEST_BYTES, combine_digests
+from penstock.weights.model_weights import digest_of, digests_of
 
 if TYPE_CHECKING:
     from penstock.train.policy import Policy

@@ -2,7 +2,7 @@
 
 Wraps a transformers causal LM. Everything that needs the whole model happens inside one forward
 call, so that a sharded model (`parallel.py`) gathers its weights exactly once. Loading, adapters and
-the names under which weights leave live in `weights.py`.
+the names under which weights leave live in `policy_weights.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.train.attention import ATTENTION_NAME
-from penstock.train.head import LogitRule, token_logprobs
+from penstock.train.logprobs import LogitRule, token_logprobs
 from penstock.train.pack import Pack
+from penstock.train.packed_attention import ATTENTION_NAME
 
 
 class Policy(nn.Module):

@@ -1,4 +1,4 @@
-"""The text stream of the auxiliary language-modelling loss. Layer 3.
+"""The text stream of the auxiliary language-modelling loss.
 
 A JSONL file is read in order, round and round; an absolute cursor says where, so a resumed run goes
 on with the next text. A `text` line is learned whole; of a `messages` line only the last message.

@@ -19,14 +19,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.config import Config
-from penstock.config_source import to_toml
-from penstock.engine.parking import Parking
+from penstock.config.source import to_toml
 from penstock.errors import RunError
 from penstock.train.parallel import Ranks
 from penstock.train.policy import Policy
+from penstock.train.policy_weights import Masters, copy_tokenizer, quiet_transformers
 from penstock.train.ptx import TextStream
 from penstock.train.shards import file_of, fill, host_copy, pieces_of, read_shards
-from penstock.train.weights import Masters, copy_tokenizer, quiet_transformers
+from penstock.weights.offload import Parking
 
 FORMAT = 2
 Tensors = dict[str, Tensor]

@@ -19,15 +19,15 @@ from torch import Tensor
 from penstock.algo import kl
 from penstock.algo.method import Algorithm
 from penstock.config import Config
-from penstock.train.credit import shaped_rewards, token_advantages
-from penstock.train.measure import TokenRecord
+from penstock.train.advantages import shaped_rewards, token_advantages
+from penstock.train.flat_batch import Rows, loss_weights, mini_batches, rows_of, update_sums
+from penstock.train.metrics import TokenRecord
 from penstock.train.objective import TokenInputs, pack_loss
 from penstock.train.optimize import learning_rate
 from penstock.train.pack import Pack, empty_pack, make_pack, split_by_tokens
 from penstock.train.parallel import Ranks
 from penstock.train.policy import Policy
 from penstock.train.ptx import TextStream
-from penstock.train.rows import Rows, loss_weights, mini_batches, rows_of, update_sums
 from penstock.types import Batch
 
 

@@ -1,0 +1,57 @@
+"""The settings of a run: one typed tree, read from a TOML file and `key=value` overrides.
+
+`tree.py` declares every key, `source.py` reads files and overrides, `changes.py` says which keys a
+resumed run may change. Nothing here builds a part or imports torch.
+"""
+
+from __future__ import annotations
+
+from penstock.config.tree import (
+    AlgorithmConfig,
+    AnnealConfig,
+    CheckpointConfig,
+    Config,
+    CorrectionConfig,
+    EngineConfig,
+    EvalConfig,
+    EvalTaskConfig,
+    LaunchConfig,
+    LoraConfig,
+    ModelConfig,
+    ProduceConfig,
+    PtxConfig,
+    RewardConfig,
+    RunConfig,
+    SamplingConfig,
+    Section,
+    SyncConfig,
+    TaskConfig,
+    TrackConfig,
+    TrainConfig,
+    WatchdogConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "AnnealConfig",
+    "CheckpointConfig",
+    "Config",
+    "CorrectionConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "EvalTaskConfig",
+    "LaunchConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "ProduceConfig",
+    "PtxConfig",
+    "RewardConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "Section",
+    "SyncConfig",
+    "TaskConfig",
+    "TrackConfig",
+    "TrainConfig",
+    "WatchdogConfig",
+]

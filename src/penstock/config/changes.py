@@ -1,0 +1,107 @@
+"""Which settings may change between two parts of one run, and from when on.
+
+Steps that the journal has but no checkpoint holds are done again when a run resumes. A setting that
+takes part in the update would change them, so it is applied only after they were redone with the
+old value and kept in a checkpoint. What would make the journal mean something else is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from penstock.config import Config
+from penstock.errors import UserError
+
+FREE, UPDATE = "free", "update"
+_FOLDER = "a run keeps its folder; move the folder instead"
+_SIZE = "the groups that wait in the journal have the old size"
+
+# The first pattern that fits decides: FREE, UPDATE, or the reason why not.
+RULES = (
+    ("run.dir", _FOLDER),
+    ("run.name", _FOLDER),
+    ("run.*", FREE),
+    ("seed", "prompts and samples already follow from it"),
+    ("model.device", UPDATE),
+    ("model.*", "the run's weights and their digests follow from it"),
+    ("sampling.num_generations", _SIZE),
+    ("sampling.max_tokens", UPDATE),  # the overlong penalty counts in it
+    ("sampling.*", FREE),
+    ("engine.*", FREE),
+    ("produce.*", FREE),
+    ("algorithm.*", UPDATE),
+    ("train.groups_per_step", "what was produced counts in batches of this size"),
+    ("train.ptx.data", "the place in the text stream counts in it"),
+    ("train.*", UPDATE),
+    ("sync.every_steps", "the staleness of the recorded groups counts in it"),
+    ("sync.*", FREE),
+    ("launch.num_consumers", UPDATE),
+    ("launch.*", FREE),
+    ("eval.*", FREE),
+    ("checkpoint.*", FREE),
+    ("track.*", FREE),
+    ("watchdog.*", FREE),
+    ("tasks.*.sampling.num_generations", _SIZE),
+    ("tasks.*.sampling.max_tokens", UPDATE),
+    ("tasks.*.sampling.*", FREE),
+    ("tasks.*.produce.*", FREE),
+    ("tasks.*.weight", FREE),
+    ("tasks.*.rewards", FREE),
+    ("tasks.*.agent*", FREE),
+    ("tasks.*", "the journal's groups are places in the tasks' data as it was"),
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Change:
+    """One setting that differs."""
+
+    key: str
+    before: object
+    after: object
+    in_update: bool  # journalled steps are redone without it, then it is applied
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before!r} -> {self.after!r}"
+
+
+def allowed_changes(before: Config, after: Config) -> list[Change]:
+    """The settings that differ; raises for one that must not change between parts of a run."""
+    old, new = _flat(before.model_dump()), _flat(after.model_dump())
+    changes = []
+    for key in sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
+        effect = effect_of(key)
+        if _is_whole_task(key, old, new):
+            effect = "the tasks of a run stay the same"
+        if effect not in (FREE, UPDATE):
+            raise UserError(
+                f"{key}: got {new.get(key)!r} for a run with {old.get(key)!r}, "
+                f"allowed: the same value; {effect}"
+            )
+        changes.append(Change(key, old.get(key), new.get(key), effect == UPDATE))
+    return changes
+
+
+def effect_of(key: str) -> str:
+    """FREE, UPDATE, or the reason why this key must not change; every key of a config has one."""
+    return next(effect for pattern, effect in RULES if fnmatchcase(key, pattern))
+
+
+def _is_whole_task(key: str, old: dict[str, object], new: dict[str, object]) -> bool:
+    """Whether the key's task is in only one of the two."""
+    if not key.startswith("tasks."):
+        return False
+    data = f"tasks.{key.split('.')[1]}.data"
+    return (data in old) != (data in new)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,206 @@
+"""Where the values of a config come from: a TOML file, then `key.sub=value` overrides.
+
+Gives the validated tree and, for every leaf, its origin. Every mistake becomes a `UserError` of one
+line: the key, what was given, what is allowed (with the nearest valid key for a misspelt one).
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from penstock.config import Config
+from penstock.errors import UserError
+
+DEMO_CONFIG = Path(__file__).parents[1] / "demo" / "demo.toml"
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedConfig:
+    """A valid config and the origin of each value that is not a default."""
+
+    config: Config
+    origins: dict[str, str]  # dotted key -> "file NAME" | "command line"
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, bare: bool = False
+) -> LoadedConfig:
+    """Read and check a config. Without a file: the built-in demo, or if `bare` the defaults alone."""
+    source = DEMO_CONFIG if path is None else Path(path)
+    tree = {} if bare else _read_toml(source)
+    label = "built-in demo" if path is None else f"file {source}"
+    origins = {key: label for key, _ in _leaves(tree)}
+    for text in overrides:
+        key, value = _parse_override(text)
+        _put(tree, key, value)
+        origins = {k: v for k, v in origins.items() if not k.startswith(f"{key}.")}
+        origins[key] = "command line"
+    return LoadedConfig(config=validate(tree), origins=origins)
+
+
+def validate(tree: dict[str, Any]) -> Config:
+    """Build the tree, or raise a UserError that names the first mistake."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(explain(error)) from None
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML, for the run folder."""
+    return "\n".join(_toml_lines(config.model_dump(mode="json"), prefix="")) + "\n"
+
+
+def describe(config: Config, origins: dict[str, str]) -> Iterator[tuple[str, Any, str, str]]:
+    """(key, value, origin, doc) of every leaf, in the order of the tree."""
+    yield from _describe(config, "", origins)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"config: got {str(path)!r}, allowed: a TOML file that exists")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"config {path}: not valid TOML: {error}") from None
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, equals, raw = text.partition("=")
+    if not equals or not key or not all(key.split(".")):
+        raise UserError(f"override: got {text!r}, allowed: key.sub=value")
+    try:
+        return key, tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, raw  # a bare word is a string: model.path=my/model
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for depth, parent in enumerate(parents):
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            above = ".".join(parents[: depth + 1])
+            raise UserError(
+                f"{key}: got a key below {above}, allowed: {above} is a value, not a table"
+            )
+    tree[last] = value
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def explain(error: ValidationError) -> str:
+    """The first mistake in one line: the key, what was given, what is allowed."""
+    return _explain(error.errors()[0])
+
+
+def _explain(error: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return _unknown_key(key)
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    allowed = message.removeprefix("Input should be ")
+    return f"{key}: got {error['input']!r}, allowed: {allowed}"
+
+
+def _unknown_key(key: str) -> str:
+    valid = list(valid_keys())
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    if not near:  # misspelt parent or right name in the wrong table
+        last = key.rsplit(".", 1)[-1]
+        near = [k for k in valid if k.rsplit(".", 1)[-1] == last][:1]
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown key {key!r}, allowed: a key that `penstock config` lists{hint}"
+
+
+def valid_keys() -> Iterator[str]:
+    """Every dotted key of the tree; tables by name show as `tasks.NAME.field`."""
+    yield from _model_keys(Config, "")
+
+
+def _model_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                middle = "NAME." if kind is not field.annotation else ""
+                yield from _model_keys(kind, f"{prefix}{name}.{middle}")
+
+
+def _describe(
+    section: BaseModel, prefix: str, origins: dict[str, str]
+) -> Iterator[tuple[str, Any, str, str]]:
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            yield from _describe(value, f"{key}.", origins)
+        elif (
+            isinstance(value, dict)
+            and value
+            and all(isinstance(v, BaseModel) for v in value.values())
+        ):
+            for item, below in value.items():
+                yield from _describe(below, f"{key}.{item}.", origins)
+        else:
+            yield key, value, _origin(key, origins), field.description or ""
+
+
+def _origin(key: str, origins: dict[str, str]) -> str:
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        found = origins.get(".".join(parts[:length]))
+        if found:
+            return found
+    below = [origin for other, origin in origins.items() if other.startswith(f"{key}.")]
+    return below[0] if below else "default"
+
+
+def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in table.items():
+        if not isinstance(value, dict) and value is not None:
+            yield f"{_toml_key(key)} = {_toml_value(value)}"
+    for key, value in table.items():
+        if isinstance(value, dict):
+            name = f"{prefix}{_toml_key(key)}"
+            yield ""
+            yield f"[{name}]"
+            yield from _toml_lines(value, f"{name}.")
+
+
+def _toml_key(key: str) -> str:
+    bare = key.replace("-", "").replace("_", "")
+    return key if bare.isalnum() and bare.isascii() else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        for raw, code in (("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r")):
+            escaped = escaped.replace(raw, code)
+        return f'"{escaped}"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        pairs = (f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None)
+        return "{" + ", ".join(pairs) + "}"
+    raise TypeError(f"no TOML form for {type(value).__name__}")

@@ -1,0 +1,482 @@
+"""The whole run in one typed tree. Imports pydantic and nothing heavy.
+
+Every field has a default that is tested and one line of doc under it (`penstock config` prints
+both). Pairs that cannot work together are refused here, before a model is loaded. Where a value
+comes from (file, override) is the business of `source.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A table of the config: unknown keys are refused, docs come from the strings under fields."""
+
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True
+    )
+
+
+class RunConfig(Section):
+    dir: str = "runs"
+    """Folder that holds run folders, relative to the current directory."""
+    name: str = ""
+    """Name of this run's folder; empty: made from the task, the algorithm and the time."""
+    group: str = ""
+    """Runs that belong together, for trackers."""
+    tags: list[str] = []
+    """Words to find the run by, for trackers."""
+
+
+class LoraConfig(Section):
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float = Field(32.0, gt=0)
+    """Scale of the adapters."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapters' input."""
+    target_modules: list[str] = []
+    """Names of the linear layers that get adapters; empty: all linear layers but the head."""
+
+
+class ModelConfig(Section):
+    path: str = "demo"
+    """Folder of a transformers causal LM, a hub name, or `demo`: the small policy that ships."""
+    tokenizer: str = ""
+    """Folder or name of the tokenizer; empty: that of the model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format for generation and compute; auto: float32 on a CPU, bfloat16 on a GPU."""
+    device: str = "auto"
+    """auto | cpu | cuda | cuda:N."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters instead of full fine-tuning."""
+
+
+class RewardConfig(Section):
+    type: str = "think_answer_tags"
+    """A built-in reward, `module:function`, or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """Factor of this part in the sum."""
+    options: dict[str, Any] = {}
+    """Settings of this reward; see docs/rewards.md."""
+
+
+class TaskConfig(Section):
+    data: str = "addition"
+    """A JSONL file, a built-in task, or `reasoning_gym:NAME`."""
+    data_options: dict[str, Any] = {}
+    """Settings of a built-in or generated dataset (sizes, ranges, seed)."""
+    weight: float = Field(1.0, ge=0)
+    """Share of this task in every batch, against the other tasks; remainders are carried over."""
+    rewards: list[RewardConfig] = [RewardConfig()]
+    """What is rewarded: a weighted sum of these."""
+    system_prompt: str = ""
+    """Put before the messages where the data has no system message."""
+    max_prompt_tokens: int = Field(2048, ge=1)
+    """Longest prompt in tokens."""
+    long_prompts: Literal["skip", "refuse"] = "skip"
+    """Prompts past the limit: skip counts and leaves them out, refuse stops before the run."""
+    agent: str = "single_turn"
+    """The agent loop: a built-in name or `module:Class`."""
+    agent_options: dict[str, Any] = {}
+    """Settings of the agent loop."""
+    sampling: dict[str, Any] = {}
+    """Fields of [sampling] that differ for this task."""
+    produce: dict[str, Any] = {}
+    """Fields of [produce] that differ for this task."""
+
+
+class AnnealConfig(Section):
+    end: float | None = None
+    """Temperature at the end of the annealing; None: no annealing."""
+    steps: int = Field(0, ge=0)
+    """Over how many steps it goes linearly from sampling.temperature to `end`; then it stays."""
+
+
+class SamplingConfig(Section):
+    num_generations: int = Field(8, ge=1)
+    """Responses per prompt: the size of a group."""
+    temperature: float = Field(1.0, ge=0)
+    """Of the sampling distribution; 0 is greedy. The trainer uses the same value per rollout."""
+    top_k: int = Field(0, ge=0)
+    """Sample among the k most likely tokens; 0: all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample among the most likely tokens that hold this probability."""
+    min_tokens: int = Field(0, ge=0)
+    """No end of sequence before this many tokens."""
+    max_tokens: int = Field(256, ge=1)
+    """Most tokens of a response."""
+    stop: list[str] = []
+    """Strings that end a response."""
+    anneal: AnnealConfig = AnnealConfig()
+    """Temperature annealing."""
+
+
+class EngineConfig(Section):
+    name: str = "transformers"
+    """transformers | vllm | openai | `module:Class`."""
+    max_slots: int = Field(64, ge=1)
+    """Requests decoded together."""
+    max_tokens_in_flight: int = Field(0, ge=0)
+    """Most prompt and response tokens held at once; 0: as many as the slots can hold."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of an engine process; with 1 a rollout is bitwise the same in any batch."""
+    update: Literal["together", "rolling"] = "together"
+    """Several engines get new weights all at once, or one after another while the others serve."""
+    options: dict[str, Any] = {}
+    """Settings of the chosen engine; see docs/engines.md."""
+
+
+class ProduceConfig(Section):
+    strategy: Literal["async", "sync"] = "async"
+    """async runs ahead of the trainer as far as max_staleness allows; sync makes one batch a step."""
+    max_staleness: int = Field(1, ge=0)
+    """Sync periods that a sample may be behind when it is trained, by its oldest token; 0: on-policy."""
+    over_sample_threshold: float = Field(0.0, ge=0)
+    """Extra groups in flight, as a share of the task's batch."""
+    enable_partial_rollout: bool = False
+    """Interrupted responses go on from their tokens instead of from the prompt."""
+    tail_batch_trigger_size: int = Field(0, ge=0)
+    """Expired groups that make one call draw only from them; 0: they are retried as they come."""
+    max_tries: int = Field(3, ge=1)
+    """Failures after which a group is dropped with its reason, and times that it may be aborted or expire before steps wait for it."""
+    max_failure_share: float = Field(0.5, gt=0, le=1)
+    """Share of failed groups, over the last `failure_window`, above which the run stops."""
+    failure_window: int = Field(32, ge=1)
+    """Groups over which failures are counted."""
+    retry_backoff_s: float = Field(0.1, ge=0)
+    """Wait before a failed group is tried again; doubles with each further failure."""
+    pause_timeout_s: float = Field(60.0, gt=0)
+    """Longest wait for running groups when generation is paused."""
+    max_refused_in_a_row: int = Field(1000, ge=1)
+    """Finished groups that the validity rule may refuse in a row before the run stops."""
+    max_buffered_groups: int = Field(0, ge=0)
+    """Bound of completed groups per task in the replay buffer; 0: what staleness allows."""
+    is_valid_sample: str = ""
+    """`module:function(rollouts) -> bool` that may refuse a finished group."""
+
+
+class CorrectionConfig(Section):
+    kind: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "none"
+    )
+    """Importance correction for the gap between the behaviour policy and the trainer."""
+    cap: float = Field(2.0, gt=0)
+    """Largest importance weight (truncate) or the bound past which tokens are masked (mask)."""
+    floor: float = Field(0.0, ge=0)
+    """Smallest importance weight that is not masked (mask kinds)."""
+
+
+class AlgorithmConfig(Section):
+    name: str = "grpo"
+    """grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | dr_grpo | gspo | cispo | reinforce | `module:Class`."""
+    clip_low: float | None = Field(None, ge=0)
+    """Lower clip of the ratio, 1 - this; None: the algorithm's own."""
+    clip_high: float | None = Field(None, ge=0)
+    """Upper clip of the ratio, 1 + this; None: the algorithm's own."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Lower bound of the objective for negative advantages; None: off."""
+    aggregation: Literal["token", "sequence", "constant"] | None = None
+    """How token losses become one number; None: the algorithm's own."""
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] | None = None
+    """What is taken from a reward to make an advantage; None: the algorithm's own."""
+    normalize: Literal["group", "batch", "none"] | None = None
+    """What the advantage is divided by the standard deviation of; None: the algorithm's own."""
+    kl_in: Literal["loss", "reward", "none"] | None = None
+    """Where the KL term goes; None: the algorithm's own."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Estimator of the KL divergence; None: the algorithm's own."""
+    kl_beta: float | None = Field(None, ge=0)
+    """Coefficient of the KL term; 0 loads no reference model; None: the algorithm's own."""
+    mask_truncated: bool | None = None
+    """Leave responses that hit max_tokens out of the loss; None: the algorithm's own."""
+    filter_groups: bool | None = None
+    """Dynamic sampling: refuse groups that are all right or all wrong; None: the algorithm's own."""
+    overlong_penalty: float | None = Field(None, ge=0)
+    """Weight of the soft overlong punishment; None: the algorithm's own."""
+    decoupled: bool = False
+    """Clip against the trainer's own log-probs before the update, not those of the rollout."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Importance correction against the behaviour policy."""
+
+
+class PtxConfig(Section):
+    coefficient: float = Field(0.0, ge=0, le=1)
+    """c in (1-c) policy loss + c cross-entropy on `data`; 0: off."""
+    data: str = ""
+    """JSONL text stream with a `text` or `messages` field."""
+    sequences_per_step: int = Field(8, ge=1)
+    """Texts that are added to every update."""
+    max_tokens: int = Field(512, ge=2)
+    """Longest text in tokens; longer ones are cut at the end."""
+
+
+class TrainConfig(Section):
+    steps: int | None = Field(None, ge=1)
+    """Updates to do; give this or episodes."""
+    episodes: float | None = Field(None, gt=0)
+    """Passes over the training prompts; give this or steps."""
+    groups_per_step: int = Field(32, ge=1)
+    """Prompts per update."""
+    mini_batches: int = Field(1, ge=1)
+    """Optimizer steps per batch; must divide groups_per_step."""
+    num_epochs: int = Field(1, ge=1)
+    """Passes over one batch."""
+    micro_batch_tokens: int = Field(0, ge=0)
+    """Most tokens in one forward pass; a longer sequence goes alone; 0: 2048 on a CPU, 16384 on a GPU."""
+    lr: float = Field(1e-6, gt=0)
+    """Learning rate after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Share of lr that is left at the end of linear and cosine."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW weight decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW averaging factors."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+    max_bad_updates: int = Field(3, ge=1)
+    """Updates in a row with a non-finite gradient (skipped) after which the run stops."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    compile: bool = False
+    """Compile the model's blocks with torch.compile: a slow first step, then faster ones on a GPU."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of the consumer process."""
+    reference: str = ""
+    """Model the KL term is measured against; empty: the starting policy."""
+    ptx: PtxConfig = PtxConfig()
+    """Auxiliary language-modelling loss."""
+
+
+class SyncConfig(Section):
+    every_steps: int = Field(1, ge=1)
+    """Updates between two publications of the weights."""
+    kind: str = "auto"
+    """auto | in_process | shared_memory | cuda_ipc | object_store | collective."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """What `collective` sends with between nodes; nccl needs a GPU on each of them."""
+
+
+class EvalTaskConfig(TaskConfig):
+    data: str = "addition:heldout"
+    """A JSONL file, a built-in task, or `reasoning_gym:NAME`; never a training set."""
+    sampling: dict[str, Any] = {}
+    """Fields of [sampling] for this task alone, over those of [eval]."""
+
+
+class EvalConfig(Section):
+    tasks: dict[str, EvalTaskConfig] = {}
+    """What is evaluated; empty: nothing."""
+    every_steps: int = Field(0, ge=0)
+    """Updates between evaluations; 0: only at the start and the end."""
+    at_start: bool = True
+    """Evaluate the policy before the first update."""
+    blocking: bool = False
+    """Training waits for an evaluation; off: it runs beside training, on an engine of its own if there are two."""
+    num_generations: int = Field(1, ge=1)
+    """Responses per problem; more than 1 gives pass@k."""
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """As in [sampling]."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Most tokens of a response; None: that of [sampling]."""
+    max_problems: int = Field(0, ge=0)
+    """Evaluate only the first so many problems of each task; 0: all."""
+
+
+class CheckpointConfig(Section):
+    every_steps: int = Field(0, ge=0)
+    """Updates between checkpoints; 0: only at the end and at a stop."""
+    every_minutes: float = Field(0.0, ge=0)
+    """Minutes between checkpoints, whichever comes first; 0: off."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+
+
+class TrackConfig(Section):
+    trackers: list[str] = ["console"]
+    """console | tensorboard | wandb | `module:Class`; metrics.jsonl is always written."""
+    rollouts_every_steps: int = Field(20, ge=0)
+    """Updates between samples written to rollouts.jsonl; 0: never."""
+    rollouts_per_log: int = Field(4, ge=1)
+    """Groups written each time."""
+    project: str = "penstock"
+    """Project name for W&B."""
+
+
+class LaunchConfig(Section):
+    kind: Literal["local", "inline", "ray"] = "local"
+    """local: worker processes on this machine; inline: all in this process; ray: a Ray cluster."""
+    address: str = ""
+    """Ray cluster to join; empty: start one on this machine."""
+    num_producers: int = Field(1, ge=1)
+    """Engine workers."""
+    num_consumers: int = Field(1, ge=1)
+    """Trainer ranks."""
+    gpus_per_producer: float = Field(0, ge=0)
+    """GPUs of each engine worker."""
+    gpus_per_consumer: float = Field(0, ge=0)
+    """GPUs of each trainer rank."""
+    cpus_per_producer: float = Field(1, ge=0)
+    """CPUs of each engine worker."""
+    cpus_per_consumer: float = Field(1, ge=0)
+    """CPUs of each trainer rank."""
+    colocate: bool = False
+    """Engines and trainers share devices and take turns: each gives the other its GPU memory."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """Longest wait for a worker to load its model."""
+    max_restarts: int = Field(3, ge=0)
+    """Times that a worker which dies is started again within restart_window_s; 0: never."""
+    restart_window_s: float = Field(600.0, gt=0)
+    """Time over which restarts are counted."""
+    restart_backoff_s: float = Field(1.0, ge=0)
+    """Wait before the second start of a worker in the window; doubles with each further one."""
+
+
+class WatchdogConfig(Section):
+    stall_s: float = Field(300.0, gt=0)
+    """A wait is stuck when its responder answered nothing and got nothing done (a token, a micro-batch, a byte of
+    a checkpoint) for so long, idle; six times as long where it is busy, or cannot be asked (a reward)."""
+    action: Literal["report", "restart", "stop"] = "restart"
+    """What follows the report; restart ends a worker that is stuck (it comes back), and stops for others."""
+
+
+class Config(Section):
+    """One run of Penstock."""
+
+    seed: int = Field(0, ge=0)
+    """Of everything random: prompts' order, sampling, initialisation."""
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    tasks: dict[str, TaskConfig] = {"train": TaskConfig()}
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    produce: ProduceConfig = ProduceConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    sync: SyncConfig = SyncConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
+    launch: LaunchConfig = LaunchConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+
+    def task_sampling(self, task: str) -> SamplingConfig:
+        """[sampling] with the task's own fields laid over it."""
+        return _overlay(self.sampling, self.tasks[task].sampling)
+
+    def task_produce(self, task: str) -> ProduceConfig:
+        """[produce] with the task's own fields laid over it."""
+        return _overlay(self.produce, self.tasks[task].produce)
+
+    def eval_sampling(self, task: str) -> SamplingConfig:
+        """How an evaluation task is sampled: [eval], with the task's own fields laid over it."""
+        settings = self.eval
+        base = SamplingConfig(
+            num_generations=settings.num_generations,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_tokens=settings.max_tokens or self.sampling.max_tokens,
+            stop=self.sampling.stop,
+        )
+        return _overlay(base, settings.tasks[task].sampling)
+
+    def publishes_after(self, step: int, total_steps: int) -> bool:
+        """Whether the weights of this step leave for the engines."""
+        return step % self.sync.every_steps == 0 or step == total_steps
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        for task in self.eval.tasks:
+            self.eval_sampling(task)
+        _check_tasks(self)
+        _check_train(self)
+        return self
+
+    def warnings(self) -> list[str]:
+        """Settings that are legal but do nothing or probably not what was meant."""
+        found = []
+        for task in self.tasks:
+            produce = self.task_produce(task)
+            if (
+                produce.enable_partial_rollout
+                and produce.max_staleness == 0
+                and self.sync.every_steps == 1
+            ):
+                found.append(
+                    f"tasks.{task}: enable_partial_rollout has no effect with max_staleness 0 and "
+                    "sync.every_steps 1: every partial is expired by the time it could go on"
+                )
+        if self.launch.colocate and self.launch.kind == "inline":
+            found.append("launch.colocate has no effect with launch.kind inline: nobody gives way")
+        return found
+
+
+S = TypeVar("S", bound=Section)
+
+
+def _overlay(base: S, fields: dict[str, Any]) -> S:
+    return type(base).model_validate({**base.model_dump(), **fields})
+
+
+def _check_tasks(config: Config) -> None:
+    if not config.tasks:
+        raise ValueError("tasks: got none, allowed: at least one [tasks.NAME]")
+    if not sum(task.weight for task in config.tasks.values()):
+        raise ValueError("tasks: all weights are 0, allowed: at least one above 0")
+    for name in config.tasks:
+        if ":" in name or "/" in name:
+            raise ValueError(f"tasks: got the name {name!r}, allowed: names without ':' and '/'")
+        sampling, produce = config.task_sampling(name), config.task_produce(name)
+        if sampling.min_tokens > sampling.max_tokens:
+            raise ValueError(
+                f"tasks.{name}: sampling.min_tokens got {sampling.min_tokens}, "
+                f"allowed: at most sampling.max_tokens = {sampling.max_tokens}"
+            )
+        if sampling.temperature == 0:
+            raise ValueError(
+                f"tasks.{name}: sampling.temperature got 0, allowed: above 0 for training "
+                "(greedy groups have no variance)"
+            )
+        if (
+            produce.strategy == "sync"
+            and "max_staleness" in config.tasks[name].produce
+            and produce.max_staleness
+        ):
+            raise ValueError(
+                f"tasks.{name}: produce.max_staleness got {produce.max_staleness} with strategy sync, allowed: 0"
+            )
+
+
+def _check_train(config: Config) -> None:
+    train = config.train
+    if train.steps is not None and train.episodes is not None:
+        raise ValueError("train.steps and train.episodes: got both, allowed: one of them")
+    if train.groups_per_step % train.mini_batches:
+        raise ValueError(
+            f"train.mini_batches: got {train.mini_batches}, allowed: a divisor of "
+            f"train.groups_per_step = {train.groups_per_step}"
+        )
+    if train.groups_per_step % config.launch.num_consumers:
+        raise ValueError(
+            f"launch.num_consumers: got {config.launch.num_consumers}, allowed: a divisor of "
+            f"train.groups_per_step = {train.groups_per_step}"
+        )
+    if train.ptx.coefficient > 0 and not train.ptx.data:
+        raise ValueError(
+            "train.ptx.data: got nothing, allowed: a JSONL file when ptx.coefficient > 0"
+        )
+    if config.launch.kind == "inline" and config.launch.num_consumers > 1:
+        raise ValueError(
+            f"launch.num_consumers: got {config.launch.num_consumers}, allowed: 1 with launch.kind = inline"
+        )

@@ -1,0 +1,147 @@
+"""The /v1/completions dialect of the openai engine: bodies out, checked answers in.
+
+Token ids both ways (`return_token_ids`, as vLLM and SGLang offer); text is never looked at. An answer
+comes whole (`read_completion`) or in chunks that are checked as they come (`CompletionChunks`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.engine.protocol import FinishReason, GenerationRequest, SamplingParams
+
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+class WrongAnswer(Exception):
+    """The server answered, but not what was asked for."""
+
+
+def completion_body(model: str, request: GenerationRequest) -> dict[str, Any]:
+    """One request; a partial response is part of the prompt, and its length off the limits."""
+    sampling, made = request.sampling, len(request.response_ids)
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": [*request.prompt_ids.tolist(), *request.response_ids.tolist()],
+        "max_tokens": sampling.max_tokens - made,
+        "min_tokens": max(0, sampling.min_tokens - made),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "seed": (request.seed + made) % (1 << 31),
+        "logprobs": 0,
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "add_special_tokens": False,
+    }
+    if sampling.stop_token_ids:
+        body["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    return body
+
+
+def probe_body(model: str) -> dict[str, Any]:
+    """One token that is certain by top_k = 1: its log-prob is 0 exactly if filters are counted in."""
+    return {
+        "model": model,
+        "prompt": [2, 3],
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "top_k": 1,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+
+
+def neutral(sampling: SamplingParams) -> bool:
+    """Whether raw log-probs and those of the sampling distribution are the same."""
+    return (
+        sampling.temperature in (0.0, 1.0)
+        and sampling.top_p == 1.0
+        and sampling.top_k == 0
+        and sampling.min_tokens == 0
+    )
+
+
+def read_completion(answer: Any, most: int) -> tuple[list[int], list[float], FinishReason]:
+    """Ids, log-probs and the reason; raises `WrongAnswer` on anything half or odd."""
+    ids, logprobs, reason = _choice(answer)
+    _check_counts(ids, logprobs, most)
+    if not ids:
+        raise WrongAnswer("got no tokens, allowed: at least 1")
+    if reason not in ("stop", "length"):
+        raise WrongAnswer(f"finish_reason: got {reason!r}, allowed: stop, length")
+    return ids, logprobs, reason
+
+
+class CompletionChunks:
+    """The chunks of one streamed completion, held against what was asked and against each other."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._tokens = most, 0
+        self._reason: FinishReason | None = None
+
+    def read(self, chunk: Any) -> tuple[list[int], list[float]]:
+        """The new tokens; raises `WrongAnswer` on anything odd, a chunk that is an error included."""
+        self._check_usage(chunk)
+        if isinstance(chunk, dict) and chunk.get("choices") == []:  # usage alone
+            return [], []
+        ids, logprobs, reason = _choice(chunk)
+        if self._reason is not None and (ids or reason):
+            raise WrongAnswer("tokens after the end of the completion")
+        _check_counts(ids, logprobs, self._most - self._tokens)
+        self._tokens += len(ids)
+        if reason is not None:
+            if reason not in ("stop", "length", "abort"):
+                raise WrongAnswer(f"finish_reason: got {reason!r}, allowed: stop, length, abort")
+            self._reason = reason
+        return ids, logprobs
+
+    @property
+    def complete(self) -> bool:
+        """The last token has come."""
+        return self._reason is not None
+
+    def end(self) -> FinishReason:
+        """After the last chunk: why it ended."""
+        if self._reason is None:
+            raise WrongAnswer("the stream gave no finish_reason")
+        if not self._tokens and self._reason != "abort":
+            raise WrongAnswer("got no tokens, allowed: at least 1")
+        return self._reason
+
+    def _check_usage(self, chunk: Any) -> None:
+        """A server that counts must count as we do; many count not at all, or only at the end."""
+        usage = chunk.get("usage") if isinstance(chunk, dict) else None
+        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if counted is not None and not chunk.get("choices") and counted != self._tokens:
+            raise WrongAnswer(f"usage: got {counted} tokens, came: {self._tokens}")
+
+
+def _choice(answer: Any) -> tuple[list[int], list[float], Any]:
+    """Ids, log-probs and finish reason of the one choice."""
+    try:
+        choice = answer["choices"][0]
+        ids = choice.get("token_ids")
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+        reason = choice.get("finish_reason")
+    except (AttributeError, KeyError, IndexError, TypeError):
+        raise WrongAnswer(f"not a completion: {str(answer)[:200]}") from None
+    if reason is not None and not ids and logprobs is None:  # a last chunk without tokens
+        ids, logprobs = [], []
+    if not isinstance(ids, list) or not isinstance(logprobs, list):
+        raise WrongAnswer("no token ids or no log-probs; allowed: a server with return_token_ids")
+    return ids, logprobs, reason
+
+
+def _check_counts(ids: list[int], logprobs: list[float], most: int) -> None:
+    if len(ids) != len(logprobs) or len(ids) > most:
+        raise WrongAnswer(
+            f"got {len(ids)} token ids and {len(logprobs)} log-probs, allowed: equal, at most {most}"
+        )
+    if not all(isinstance(token, int) for token in ids):
+        raise WrongAnswer("a token id is not a number")
+    if not all(isinstance(value, float | int) for value in logprobs):
+        raise WrongAnswer("a log-prob is missing")

@@ -1,0 +1,1 @@
+"""The CPU runner: bucketed KV cache, weights packed for MKL, batch-invariant rows."""

@@ -1,0 +1,409 @@
+"""Runs a transformers model on a GPU for the requests that sit in slots.
+
+Decode steps are CUDA graphs, one per batch size; what changes between them (last token, position,
+region) lives on the device, so the next step starts before the host has read the last one. The host
+therefore hears of a finished request one step late; the token made meanwhile is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.engine.transformers.cpu.cpu_runner import lay_out, longest_request, probe_shape
+from penstock.engine.transformers.cuda.cuda_steps import (
+    DecodeRows,
+    KVPool,
+    PackedPrefill,
+    sample_rows,
+)
+from penstock.engine.transformers.cuda.regions import Regions
+from penstock.engine.transformers.fuse import fuse_norms, fuse_projections, fuse_with_kernels
+from penstock.engine.transformers.kv_attention import StepCache, running
+from penstock.engine.transformers.loading import TransformersOptions
+from penstock.engine.transformers.runner import Finished, end_ids
+from penstock.engine.transformers.sampling import sample
+from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf
+from penstock.errors import UserError
+from penstock.weights.model_weights import load_weights, named_weights
+from penstock.weights.offload import Parking, short_of_memory
+
+_LAG = 1  # launches that the host lets run ahead of what it has read
+
+
+@dataclass(slots=True)
+class Launch:
+    """Tokens that are on their way to the host."""
+
+    slots_N: np.ndarray
+    serial_N: np.ndarray  # of the request in each slot when this was launched
+    token_N: torch.Tensor  # pinned
+    logprob_N: torch.Tensor
+    done: torch.cuda.Event
+
+
+@dataclass(slots=True)
+class KeptPrompt:
+    """A prompt's keys, values and last logits, kept while equal prompts still wait."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    logits_V: torch.Tensor
+
+
+class DeviceState:
+    """What the graphs read and write, one entry per slot and one for padding rows."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        def column(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(slots + 1, dtype=dtype, device=device)
+
+        self.token, self.position = column(torch.int64), column(torch.int64)
+        self.start, self.index = column(torch.int64), column(torch.int64)
+        self.key, self.temperature = column(torch.int64), column(torch.float32)
+        self.rows = torch.full((slots,), slots, dtype=torch.int64, device=device)
+
+
+def batch_sizes(slots: int) -> list[int]:
+    """Row counts that get a graph: fine for small batches, within 32 of any large one."""
+    sizes = {1, 2, 4, 8, 16, 24, *range(32, slots, 32), slots}
+    return sorted(size for size in sizes if size <= slots)
+
+
+class CudaRunner:
+    """The model, its key-value pool, its slots and its graphs."""
+
+    def __init__(
+        self, model: torch.nn.Module, options: TransformersOptions, text_of: TextOf
+    ) -> None:
+        self.model: Any = model
+        self._options, self._text_of = options, text_of
+        self._device = next(model.parameters()).device
+        torch.cuda.set_device(self._device)
+        self.table = SlotTable(options.max_slots, end_ids(model))
+        self.vocabulary = model.get_input_embeddings().weight.shape[0]
+        self.batch_invariant = False
+        self._shape = probe_shape(model)
+        if options.fuse:
+            fuse_projections(model)
+            fuse_norms(model)
+            fuse_with_kernels(model)
+        self._cache = StepCache()
+        self._serial = np.zeros(options.max_slots, np.int64)
+        self._launched = np.zeros(options.max_slots, np.int64)  # tokens, read or not yet
+        self._region: dict[int, tuple[int, int]] = {}
+        self._prompts: dict[bytes, KeptPrompt] = {}
+        self._pending: deque[Launch] = deque()
+        self._active: list[int] = []
+        self._rows_changed = True
+        self._parking = Parking(self._tensors)
+        self._tokens = self._pool_tokens()
+        self.longest = min(longest_request(model, options), self._tokens - 2)
+        with short_of_memory("engine", self._advice):
+            self._open()
+
+    def _pool_tokens(self) -> int:
+        """Tokens that the pool holds: what was asked for, or a share of the free memory."""
+        options = self._options
+        torch.cuda.empty_cache()  # of what was fused
+        free, _ = torch.cuda.mem_get_info(self._device)
+        fits = int(free * options.kv_memory_share) // self._shape.bytes_per_token
+        ceiling = options.max_slots * (longest_request(self.model, options) + 2)
+        asked = options.max_tokens_in_flight + 2 * options.max_slots
+        if options.max_tokens_in_flight and asked > fits:
+            raise UserError(
+                f"engine.max_tokens_in_flight: got {options.max_tokens_in_flight}, "
+                f"allowed: about {fits} with the free device memory"
+            )
+        return min(asked if options.max_tokens_in_flight else fits, ceiling)
+
+    def _open(self) -> None:
+        """Allocate what `sleep` gives back."""
+        self._regions = Regions(self._tokens - 1)
+        self._state = DeviceState(self._options.max_slots, self._device)
+        self._state.start[-1] = self._tokens - 1  # padding rows write to the last token
+        self._pool = KVPool.allocate(self._shape, self._tokens, self._device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        if self._options.cuda_graphs and _fixed_rope(self.model):
+            self._capture_all()
+
+    # ---- what the engine asks
+
+    def admit(self, sequence: Sequence) -> bool:
+        if not self.table.free:
+            return False
+        size = sequence.request.num_tokens + 1  # the host reads one step late
+        start = self._regions.take(size)
+        if start is None:
+            return False
+        slot = self.table.seat(sequence)
+        self._region[slot] = (start, size)
+        self._serial[slot] += 1
+        self._launched[slot] = 0
+        return True
+
+    def rows_of(self, sequence: Sequence) -> int:
+        if sequence.prompt_key in self._prompts:
+            return 0
+        return len(sequence.request.prompt_ids) + len(sequence.request.response_ids)
+
+    def step(self, new: list[Sequence], keep_prompts: set[bytes]) -> Finished:
+        if new:
+            self._prefill(new, keep_prompts)
+        if self._active:
+            self._decode()
+        return self._read(_LAG)
+
+    def settle(self) -> Finished:
+        return self._read(0)
+
+    def output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.table.output(slot)
+
+    def release(self, slot: int) -> None:
+        self._regions.give_back(*self._region.pop(slot))
+        self._serial[slot] += 1
+        self.table.leave(slot)
+        self._active.remove(slot)
+        self._rows_changed = True
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        if self._parking.parked:
+            for name, tensor in named_weights(self.model):
+                self._parking.held(tensor).copy_(weights[name])
+        else:
+            load_weights(self.model, weights)
+        self.forget_prompts()
+
+    def forget_prompts(self) -> None:
+        self._prompts.clear()
+
+    def sleep(self) -> None:
+        """Keys, values and graphs go; weights move to the host."""
+        self.forget_prompts()
+        for given_back in ("_pool", "_graphs", "_state"):
+            self.__dict__.pop(given_back, None)
+        self._parking.park()
+
+    def wake(self) -> None:
+        """With the weights of `sleep`, or those that were loaded since."""
+        with short_of_memory("engine", self._advice):
+            self._parking.unpark()
+            try:
+                self._open()
+            except torch.OutOfMemoryError:
+                self.sleep()
+                raise
+
+    @property
+    def _advice(self) -> str:
+        share = self._options.kv_memory_share
+        return (
+            f"lower engine.options.kv_memory_share (now {share:g}) or engine.max_slots; a trainer on "
+            "this device gives its memory back only with launch.colocate=true"
+        )
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    # ---- launches
+
+    def _prefill(self, new: list[Sequence], keep_prompts: set[bytes]) -> None:
+        unique: dict[bytes | int, list[Sequence]] = {}
+        kept_logits: dict[int, torch.Tensor] = {}
+        for sequence in new:
+            kept = self._prompts.get(sequence.prompt_key)
+            if kept is None:
+                unique.setdefault(sequence.prompt_key or id(sequence), []).append(sequence)
+            else:
+                start, length = self._region[sequence.slot][0], kept.keys.shape[1]
+                self._pool.keys[:, start : start + length] = kept.keys
+                self._pool.values[:, start : start + length] = kept.values
+                kept_logits[sequence.slot] = kept.logits_V
+        families = list(unique.values())
+        logits_UV = self._prefill_rows(families) if families else None
+        order, source, logits = [], [], []
+        for i, family in enumerate(families):
+            order += [sequence.slot for sequence in family]
+            source += [i] * len(family)
+        if logits_UV is not None:
+            logits.append(logits_UV[torch.tensor(source, device=self._device)])
+        if kept_logits:
+            order += list(kept_logits)
+            logits.append(torch.stack(list(kept_logits.values())))
+        self._keep(families, logits_UV, keep_prompts)
+        self._seat(order)
+        self._launch_sampling(torch.cat(logits), np.array(order, np.int64), advance=False)
+        self._active += order
+        self._rows_changed = True
+
+    def _prefill_rows(self, families: list[list[Sequence]]) -> torch.Tensor:
+        firsts = [family[0] for family in families]
+        spans = lay_out(firsts, 0)
+        ids = np.concatenate([sequence.token_ids for sequence in firsts]).astype(np.int64)
+        positions = np.concatenate([np.arange(span.length) for span in spans])
+        source, target = [], []
+        for span, family in zip(spans, families, strict=True):
+            for sequence in family:
+                source.append(np.arange(span.start, span.end))
+                target.append(self._region[sequence.slot][0] + np.arange(span.length))
+        step = PackedPrefill(self._pool, spans, np.concatenate(source), np.concatenate(target))
+        last = torch.tensor([span.end - 1 for span in spans], device=self._device)
+        with running(step):
+            return self._model_logits(
+                torch.from_numpy(ids).to(self._device),
+                torch.from_numpy(positions).to(self._device),
+                last,
+            )
+
+    def _keep(
+        self,
+        families: list[list[Sequence]],
+        logits_UV: torch.Tensor | None,
+        keep_prompts: set[bytes],
+    ) -> None:
+        self._prompts = {k: v for k, v in self._prompts.items() if k in keep_prompts}
+        for i, family in enumerate(families):
+            if family[0].prompt_key and family[0].prompt_key in keep_prompts:
+                assert logits_UV is not None
+                start, length = self._region[family[0].slot][0], len(family[0].request.prompt_ids)
+                region = slice(start, start + length)
+                self._prompts[family[0].prompt_key] = KeptPrompt(
+                    self._pool.keys[:, region].clone(),
+                    self._pool.values[:, region].clone(),
+                    logits_UV[i].clone(),
+                )
+
+    def _seat(self, slots: list[int]) -> None:
+        """Tell the device about new requests."""
+        table, state = self.table, self._state
+        at = torch.tensor(slots, device=self._device)
+
+        def put(column: torch.Tensor, values: np.ndarray) -> None:
+            column[at] = torch.from_numpy(values).to(self._device)
+
+        put(state.start, np.array([self._region[slot][0] for slot in slots]))
+        put(state.position, table.length[slots])
+        put(state.index, table.start_index[slots])
+        put(state.key, table.key[slots].view(np.int64))
+        temperature = np.where(table.greedy[slots], np.float32(0), table.temperature[slots])
+        put(state.temperature, temperature.astype(np.float32))
+
+    def _decode(self) -> None:
+        count = len(self._active)
+        size = next((s for s in self._graphs if s >= count), count)
+        if self._rows_changed:
+            rows = np.full(len(self._state.rows), len(self._state.rows), np.int64)
+            rows[:count] = self._active
+            self._state.rows.copy_(torch.from_numpy(rows))
+            self._active_N = np.array(self._active, np.int64)
+            self._rows_changed = False
+        if size in self._graphs:
+            graph, logits_BV = self._graphs[size]
+            graph.replay()
+        else:
+            logits_BV = self._decode_logits(count)
+        self._launch_sampling(logits_BV[:count], self._active_N, advance=True)
+
+    def _decode_logits(self, size: int) -> torch.Tensor:
+        state = self._state
+        slot_B = state.rows[:size]
+        position_B = state.position[slot_B]
+        with running(DecodeRows(self._pool, state.start[slot_B], position_B)):
+            return self._model_logits(state.token[slot_B], position_B, 0)
+
+    def _model_logits(
+        self, ids_R: torch.Tensor, position_R: torch.Tensor, keep: int | torch.Tensor
+    ) -> torch.Tensor:
+        return self.model(
+            input_ids=ids_R[None],
+            position_ids=position_R[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits[0]
+
+    def _capture_all(self) -> None:
+        """Largest first, so that the smaller graphs reuse its memory."""
+        memory = None
+        for size in reversed(batch_sizes(self._options.max_slots)):
+            stream = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(stream):
+                self._decode_logits(size)
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+                logits = self._decode_logits(size)
+            memory = memory or graph.pool()
+            self._graphs[size] = (graph, logits)
+        self._graphs = dict(sorted(self._graphs.items()))
+
+    def _launch_sampling(
+        self, logits_NV: torch.Tensor, slots_N: np.ndarray, *, advance: bool
+    ) -> None:
+        state = self._state
+        slot_N = torch.from_numpy(slots_N).to(self._device, non_blocking=True)
+        if not advance:
+            index_N = state.index[slot_N]
+        else:
+            index_N = state.index[slot_N] + 1
+            state.position.index_add_(0, slot_N, torch.ones_like(slot_N))
+        state.index.index_copy_(0, slot_N, index_N)
+        token_N, logprob_N = sample_rows(
+            logits_NV, state.key[slot_N], index_N, state.temperature[slot_N]
+        )
+        special = self._special_rows(slots_N)
+        if len(special):
+            at = torch.from_numpy(special).to(self._device)
+            slots = slots_N[special]
+            how = self.table.row_sampling(slots, self._device, self._launched[slots])
+            token_N[at], logprob_N[at] = sample(logits_NV[at], how)
+        state.token.index_copy_(0, slot_N, token_N)
+        self._launched[slots_N] += 1
+        self._send(token_N, logprob_N, slots_N)
+
+    def _special_rows(self, slots_N: np.ndarray) -> np.ndarray:
+        """Rows whose sampling the kernel does not know: filters, or no end allowed yet."""
+        table = self.table
+        index_N = table.start_index[slots_N] + self._launched[slots_N]
+        return np.flatnonzero(
+            (table.top_k[slots_N] > 0)
+            | (table.top_p[slots_N] < 1)
+            | (index_N < table.min_index[slots_N])
+        )
+
+    def _send(self, token_N: torch.Tensor, logprob_N: torch.Tensor, slots_N: np.ndarray) -> None:
+        tokens = torch.empty(len(token_N), dtype=torch.int64, pin_memory=True)
+        logprobs = torch.empty(len(token_N), dtype=torch.float32, pin_memory=True)
+        tokens.copy_(token_N, non_blocking=True)
+        logprobs.copy_(logprob_N, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        self._pending.append(Launch(slots_N, self._serial[slots_N].copy(), tokens, logprobs, done))
+
+    def _read(self, lag: int) -> Finished:
+        """Record what has come, but for the last `lag` launches."""
+        finished: Finished = []
+        while len(self._pending) > lag:
+            launch = self._pending.popleft()
+            launch.done.synchronize()
+            ended = {slot for slot, _ in finished}
+            live = self._serial[launch.slots_N] == launch.serial_N
+            live &= ~np.isin(launch.slots_N, list(ended))
+            slots_N = launch.slots_N[live]
+            if len(slots_N):
+                finished += self.table.record(
+                    slots_N, launch.token_N.numpy()[live], launch.logprob_N.numpy()[live],
+                    self._text_of,
+                )  # fmt: skip
+        return finished
+
+
+def _fixed_rope(model: Any) -> bool:
+    """Whether rotary positions need no look at the data, which a graph cannot do."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    return parameters.get("rope_type", "default") not in ("dynamic", "longrope")

@@ -1,0 +1,110 @@
+"""The forward passes of the CUDA runner: a captured decode step and a packed prefill.
+
+Keys and values live in one array of tokens per layer; a request owns a contiguous region of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.engine.transformers.cpu.buckets import KVShape
+from penstock.engine.transformers.kv_attention import AttentionCall, causal_attention
+from penstock.engine.transformers.prefill import Span
+
+try:
+    from penstock.engine.transformers.cuda.decode_kernels import decode_attention, sample_rows
+    from penstock.engine.transformers.cuda.layer_kernels import store_rows
+except ImportError:  # CUDA without Triton: the plain path serves
+    from penstock.engine.transformers.cuda.decode_reference import (
+        decode_attention,
+        sample_rows,
+        store_rows,
+    )
+
+__all__ = ["DecodeRows", "KVPool", "PackedPrefill", "sample_rows"]
+
+
+@dataclass(slots=True)
+class KVPool:
+    """Keys and values of all regions, [layers, tokens, kv heads, size]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def allocate(cls, shape: KVShape, tokens: int, device: torch.device) -> KVPool:
+        def zeros(size: int) -> torch.Tensor:
+            return torch.zeros(
+                shape.layers, tokens, shape.heads, size, dtype=shape.dtype, device=device
+            )
+
+        return cls(zeros(shape.key_size), zeros(shape.value_size))
+
+
+class DecodeRows:
+    """One token per row: store it at the end of its region, attend to the region."""
+
+    def __init__(self, pool: KVPool, start_B: torch.Tensor, position_B: torch.Tensor) -> None:
+        self._pool, self._start_B = pool, start_B
+        self._target_B, self._length_B = start_B + position_B, position_B + 1
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        pool = self._pool
+        store_rows(key, value, pool.keys[layer], pool.values[layer], self._target_B)
+
+    def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
+        return decode_attention(
+            call.query[0].transpose(0, 1),
+            self._pool.keys[layer],
+            self._pool.values[layer],
+            self._start_B,
+            self._length_B,
+            call.scale,
+            call.window,
+            call.softcap,
+            call.sinks,
+        )[None]
+
+
+class PackedPrefill:
+    """Sequences one after another; each row of keys and values goes to one region or several."""
+
+    def __init__(
+        self, pool: KVPool, spans: list[Span], source: np.ndarray, target: np.ndarray
+    ) -> None:
+        device = pool.keys.device
+        self._pool, self._spans = pool, spans
+        self._source = torch.from_numpy(source).to(device)
+        self._target = torch.from_numpy(target).to(device)
+        longest = max(span.length for span in spans)
+        self._even = all(span.length == longest for span in spans)
+        self._longest = longest
+        rows = np.concatenate([i * longest + np.arange(s.length) for i, s in enumerate(spans)])
+        self._padded_rows = torch.from_numpy(rows).to(device)
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        for pool, new in ((self._pool.keys, key), (self._pool.values, value)):
+            pool[layer].index_copy_(0, self._target, new[0].transpose(0, 1)[self._source])
+
+    def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
+        """Right-padded to one batch: under a causal mask padding never reaches a real row."""
+        used = self._spans[-1].end
+        query, key, value = (self._pad(x, used) for x in (call.query, call.key, call.value))
+        padded = AttentionCall(query, key, value, call.scale, call.window, call.softcap, call.sinks)
+        mixed = causal_attention(padded, slice(None)).transpose(1, 2)
+        rows = mixed.reshape(-1, *mixed.shape[2:])[self._padded_rows]
+        output = rows.new_zeros(1, call.query.shape[2], *rows.shape[1:])
+        output[0, :used] = rows
+        return output
+
+    def _pad(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        """[1, heads, rows, size] -> [sequences, heads, longest, size]."""
+        rows = x[0, :, :used].transpose(0, 1)
+        if not self._even:
+            padded = rows.new_zeros(len(self._spans) * self._longest, *rows.shape[1:])
+            padded[self._padded_rows] = rows
+            rows = padded
+        return rows.reshape(len(self._spans), self._longest, *rows.shape[1:]).transpose(1, 2)

@@ -1,0 +1,260 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Two Triton kernels of a decode step: grouped attention over regions, and sampling.
+
+`decode_reference.py` says in plain torch what they compute; tests hold them to it. Imported only
+where CUDA and Triton are present. Attention reads each key and value once for all heads of a group;
+sampling reads the logits once, plus one block for the token that was picked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_PROGRAMS = 256  # attention programs that keep the device busy
+_COLUMNS = 4096  # logits that one program of the first sampling pass reads
+
+
+@triton.jit
+def _attend(
+    Query, Keys, Values, Output, Peak, Total, Sink, Start, Length, scale, window, softcap,
+    query_row, query_head, HEADS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    start = tl.load(Start + row).to(tl.int64)
+    length = tl.load(Length + row).to(tl.int32)
+    member, key_at, value_at = (
+        tl.arange(0, GROUP_PAD),
+        tl.arange(0, KEY_PAD),
+        tl.arange(0, VALUE_PAD),
+    )
+    query_head_at = (head * GROUP + member).to(tl.int64)
+    query = tl.load(
+        Query + row * query_row + query_head_at[:, None] * query_head + key_at[None, :],
+        mask=(member < GROUP)[:, None] & (key_at < KEY)[None, :],
+        other=0.0,
+    )
+    best = tl.full((GROUP_PAD,), -float("inf"), tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
+    mixed = tl.zeros((GROUP_PAD, VALUE_PAD), tl.float32)
+    first = tl.maximum(0, length - window)
+    begin = (first // BLOCK) * BLOCK
+    share = tl.cdiv(tl.cdiv(length - begin, BLOCK), SPLITS) * BLOCK
+    begin += split * share
+    for block in range(begin, tl.minimum(begin + share, length), BLOCK):
+        column = block + tl.arange(0, BLOCK)
+        seen = (column < length) & (column >= first)
+        token = (start + column) * KV_HEADS + head
+        key = tl.load(
+            Keys + token[:, None] * KEY + key_at[None, :],
+            mask=seen[:, None] & (key_at < KEY)[None, :],
+            other=0.0,
+        )
+        value = tl.load(
+            Values + token[:, None] * VALUE + value_at[None, :],
+            mask=seen[:, None] & (value_at < VALUE)[None, :],
+            other=0.0,
+        )
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if CAPPED:
+            score = (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0) * softcap  # tanh
+        score = tl.where(seen[None, :], score, -float("inf"))
+        peak = tl.maximum(best, tl.max(score, 1))
+        shrink = tl.exp(best - peak)
+        weight = tl.exp(score - peak[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        mixed = mixed * shrink[:, None] + tl.dot(
+            weight.to(value.dtype), value, input_precision="ieee"
+        )
+        best = peak
+    at = (row * HEADS + query_head_at) * SPLITS + split
+    inside = (member < GROUP)[:, None] & (value_at < VALUE)[None, :]
+    if SPLITS == 1:
+        if SINKS:
+            sink = tl.load(Sink + query_head_at, mask=member < GROUP, other=0.0).to(tl.float32)
+            total += tl.exp(sink - best)
+        mixed = mixed / total[:, None]
+    else:
+        tl.store(Peak + at, best, mask=member < GROUP)
+        tl.store(Total + at, total, mask=member < GROUP)
+    tl.store(
+        Output + at[:, None] * VALUE + value_at[None, :],
+        mixed.to(Output.dtype.element_ty),
+        mask=inside,
+    )
+
+
+@triton.jit
+def _join(
+    Part, Peak, Total, Sink, Output, HEADS: tl.constexpr, SINKS: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)  # row and head
+    split, value_at = tl.arange(0, SPLITS), tl.arange(0, VALUE_PAD)
+    peak = tl.load(Peak + at * SPLITS + split)
+    best = tl.max(peak, 0)
+    weight = tl.exp(peak - best)  # an empty split has minus infinity: weight 0
+    total = tl.sum(tl.load(Total + at * SPLITS + split) * weight, 0)
+    if SINKS:
+        total += tl.exp(tl.load(Sink + at % HEADS).to(tl.float32) - best)
+    part = tl.load(
+        Part + (at * SPLITS + split)[:, None] * VALUE + value_at[None, :],
+        mask=(value_at < VALUE)[None, :],
+        other=0.0,
+    )
+    mixed = tl.sum(part * weight[:, None], 0) / total
+    tl.store(
+        Output + at * VALUE + value_at, mixed.to(Output.dtype.element_ty), mask=value_at < VALUE
+    )
+
+
+def decode_attention(
+    query_BHD: torch.Tensor,
+    keys_TGD: torch.Tensor,
+    values_TGD: torch.Tensor,
+    start_B: torch.Tensor,
+    length_B: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each row attends to the `length` tokens of its region that begins at `start`; [B, H, D].
+
+    A small batch cannot fill the device with one program per row and kv head, so its contexts are
+    split among several and joined by a second kernel.
+    """
+    rows, heads, key_size = query_BHD.shape
+    kv_heads, value_size = keys_TGD.shape[1], values_TGD.shape[2]
+    assert query_BHD.stride(2) == 1
+    assert keys_TGD.is_contiguous()
+    assert values_TGD.is_contiguous()
+    splits = 1
+    while splits < 32 and rows * kv_heads * splits < _PROGRAMS:
+        splits *= 2
+    output = query_BHD.new_empty(rows, heads, value_size)
+    part, peak, total = output, output, output
+    if splits > 1:
+        part = query_BHD.new_empty((rows, heads, splits, value_size), dtype=torch.float32)
+        peak, total = query_BHD.new_empty((2, rows, heads, splits), dtype=torch.float32)
+    group, sinks = heads // kv_heads, output if sink_H is None else sink_H
+    value_pad = max(16, triton.next_power_of_2(value_size))
+    attend: Any = _attend
+    attend[(rows, kv_heads, splits)](
+        query_BHD, keys_TGD, values_TGD, part, peak, total, sinks, start_B, length_B,
+        scale, window if window is not None else 1 << 30, softcap or 1.0,
+        query_BHD.stride(0), query_BHD.stride(1), HEADS=heads,
+        CAPPED=softcap is not None, SINKS=sink_H is not None,
+        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        KEY=key_size, KEY_PAD=max(16, triton.next_power_of_2(key_size)),
+        VALUE=value_size, VALUE_PAD=value_pad, BLOCK=64, SPLITS=splits, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        join: Any = _join
+        join[(rows * heads,)](
+            part, peak, total, sinks, output, HEADS=heads, SINKS=sink_H is not None,
+            VALUE=value_size, VALUE_PAD=value_pad, SPLITS=splits, num_warps=1,
+        )  # fmt: skip
+    return output
+
+
+@triton.jit
+def _block_sums(
+    Logits, Temperature, Peak, Sum, Best, row_stride, VOCABULARY, BLOCKS, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(Temperature + row)
+    temperature = tl.where(temperature == 0.0, 1.0, temperature)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    logit = tl.load(
+        Logits + row * row_stride + column, mask=column < VOCABULARY, other=-float("inf")
+    )
+    scaled = logit.to(tl.float32) / temperature
+    peak = tl.max(scaled, 0)
+    tl.store(Peak + row * BLOCKS + block, peak)
+    tl.store(Sum + row * BLOCKS + block, tl.sum(tl.exp(scaled - peak), 0))
+    tl.store(Best + row * BLOCKS + block, block * COLUMNS + tl.argmax(scaled, 0))
+
+
+@triton.jit
+def _uniform(key, index):
+    # splitmix64's finaliser, as in randomness.py
+    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    mix_1 = tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
+    mix_2 = tl.full((), 0x94D049BB133111EB, tl.uint64)
+    x = key.to(tl.uint64, bitcast=True) + (index + 1).to(tl.uint64) * golden
+    x = (x ^ (x >> 30)) * mix_1
+    x = (x ^ (x >> 27)) * mix_2
+    x = x ^ (x >> 31)
+    return (x >> 41).to(tl.int32).to(tl.float32) * (1.0 / 8388608.0)
+
+
+@triton.jit
+def _pick(
+    Logits, Key, Index, Temperature, Peak, Sum, Best, Token, Logprob, row_stride,
+    VOCABULARY, BLOCKS, BLOCKS_PAD: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(Temperature + row)
+    greedy = temperature == 0.0
+    temperature = tl.where(greedy, 1.0, temperature)
+    at = tl.arange(0, BLOCKS_PAD)
+    peak = tl.load(Peak + row * BLOCKS + at, mask=at < BLOCKS, other=-float("inf"))
+    top = tl.max(peak, 0)
+    mass = tl.load(Sum + row * BLOCKS + at, mask=at < BLOCKS, other=0.0) * tl.exp(peak - top)
+    ends = tl.cumsum(mass, 0)
+    total = tl.max(ends, 0)
+    target = _uniform(tl.load(Key + row), tl.load(Index + row)) * total
+    block = tl.sum((ends <= target).to(tl.int32), 0)
+    last_block = tl.sum((ends < total).to(tl.int32), 0)
+    block = tl.minimum(block, last_block)
+    before = tl.max(tl.where(at < block, ends, 0.0), 0)
+    column = tl.arange(0, COLUMNS)
+    logit = tl.load(
+        Logits + row * row_stride + block * COLUMNS + column,
+        mask=block * COLUMNS + column < VOCABULARY,
+        other=-float("inf"),
+    )
+    inside = tl.cumsum(tl.exp(logit.to(tl.float32) / temperature - top), 0)
+    picked = tl.sum((inside <= target - before).to(tl.int32), 0)
+    last = tl.sum((inside < tl.max(inside, 0)).to(tl.int32), 0)
+    token = block * COLUMNS + tl.minimum(picked, last)
+    best_block = tl.argmax(peak, 0)
+    likeliest = tl.load(Best + row * BLOCKS + best_block)
+    token = tl.where(greedy, likeliest, token)
+    chosen = tl.load(Logits + row * row_stride + token).to(tl.float32) / temperature
+    tl.store(Token + row, token.to(tl.int64))
+    tl.store(Logprob + row, chosen - top - tl.log(total))
+
+
+def sample_rows(
+    logits_BV: torch.Tensor,
+    key_B: torch.Tensor,
+    index_B: torch.Tensor,
+    temperature_B: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token and log-prob of each row; temperature 0 takes the likeliest, judged at temperature 1."""
+    rows, vocabulary = logits_BV.shape
+    blocks = triton.cdiv(vocabulary, _COLUMNS)
+    peak, mass = logits_BV.new_empty((2, rows, blocks), dtype=torch.float32)
+    best = torch.empty(rows, blocks, dtype=torch.int32, device=logits_BV.device)
+    token = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
+    logprob = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
+    sums: Any = _block_sums
+    sums[(rows, blocks)](
+        logits_BV, temperature_B, peak, mass, best, logits_BV.stride(0), vocabulary, blocks,
+        COLUMNS=_COLUMNS, num_warps=8,
+    )  # fmt: skip
+    pick: Any = _pick
+    pick[(rows,)](
+        logits_BV, key_B, index_B, temperature_B, peak, mass, best, token, logprob,
+        logits_BV.stride(0), vocabulary, blocks,
+        BLOCKS_PAD=triton.next_power_of_2(blocks), COLUMNS=_COLUMNS, num_warps=8,
+    )  # fmt: skip
+    return token, logprob

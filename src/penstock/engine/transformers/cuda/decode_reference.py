@@ -1,0 +1,69 @@
+"""What the GPU kernels compute, in plain torch: their specification and their fallback."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.engine.transformers.randomness import uniforms_torch
+from penstock.models.attention import plain_attention
+
+
+def decode_attention(
+    query_BHD: torch.Tensor,
+    keys_TGD: torch.Tensor,
+    values_TGD: torch.Tensor,
+    start_B: torch.Tensor,
+    length_B: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each row attends to the `length` tokens of its region that begins at `start`; [B, H, D]."""
+    longest = int(length_B.max())
+    column_L = torch.arange(longest, device=query_BHD.device)
+    seen_BL = column_L[None, :] < length_B[:, None]
+    if window is not None:
+        seen_BL &= column_L[None, :] >= length_B[:, None] - window
+    index_BL = torch.where(column_L[None, :] < length_B[:, None], start_B[:, None] + column_L, 0)
+    key_BGLD = keys_TGD[index_BL].transpose(1, 2).float()
+    value_BGLD = values_TGD[index_BL].transpose(1, 2).float()
+    output_BHD = plain_attention(
+        query_BHD.float()[:, :, None],
+        key_BGLD,
+        value_BGLD,
+        seen_BL[:, None, None, :],
+        scale=scale,
+        softcap=softcap,
+        sink_H=sink_H,
+    )[:, :, 0]
+    return output_BHD.to(query_BHD.dtype)
+
+
+def store_rows(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys_TGD: torch.Tensor,
+    values_TGD: torch.Tensor,
+    target_R: torch.Tensor,
+) -> None:
+    """Row i of the new keys and values, [1, kv heads, rows, size], goes to token `target_R[i]`."""
+    keys_TGD.index_copy_(0, target_R, key[0].transpose(0, 1))
+    values_TGD.index_copy_(0, target_R, value[0].transpose(0, 1))
+
+
+def sample_rows(
+    logits_BV: torch.Tensor,
+    key_B: torch.Tensor,
+    index_B: torch.Tensor,
+    temperature_B: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token and log-prob of each row; temperature 0 takes the likeliest, judged at temperature 1."""
+    greedy_B = temperature_B == 0
+    scaled_BV = logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
+    logprobs_BV = scaled_BV.log_softmax(dim=-1)
+    ends_BV = logprobs_BV.double().exp().cumsum(dim=-1)
+    target_B = uniforms_torch(key_B, index_B).double() * ends_BV[:, -1]
+    token_B = (ends_BV <= target_B[:, None]).sum(dim=-1).clamp_max(logits_BV.shape[1] - 1)
+    token_B = torch.where(greedy_B, logprobs_BV.argmax(dim=-1), token_B)
+    return token_B, logprobs_BV.gather(1, token_B[:, None])[:, 0]

@@ -1,0 +1,424 @@
+"""The default engine: continuous batching over any transformers decoder, in a thread of its own.
+
+The event loop only posts orders and awaits replies (`mailbox.py`); the thread owns the model. It
+consumes requests, produces generations, waits for orders when idle, and is woken by each order. What
+happens within a step is the runner's business (`cpu_runner.py`, `cuda_runner.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from penstock.engine.protocol import (
+    EngineStats,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    PauseMode,
+)
+from penstock.engine.transformers.loading import TransformersOptions, load_model, text_decoder
+from penstock.engine.transformers.mailbox import Inbox, Order, Reply
+from penstock.engine.transformers.runner import Finished, Runner
+from penstock.engine.transformers.sequences import Sequence, TextOf, check_request
+from penstock.errors import EngineError, PenstockError, UserError
+from penstock.types import WeightHandle
+from penstock.weights.model_weights import checked_weights, model_digest
+from penstock.weights.offload import first_sentences
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+
+_LOADING = threading.Lock()  # transformers loads one model at a time in a process
+Fetch = Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]]
+
+
+class TransformersEngine:
+    """See `InferenceEngine` for the meaning of the calls."""
+
+    def __init__(
+        self,
+        load: Callable[[], torch.nn.Module],
+        *,
+        fetch: Fetch,
+        options: TransformersOptions | None = None,
+        text_of: TextOf | None = None,
+        name: str = "engine",
+    ) -> None:
+        self._load, self._fetch, self._name = load, fetch, name
+        self._arriving = asyncio.Lock()
+        self._options = options or TransformersOptions()
+        self._text_of: TextOf = text_of or _no_tokenizer
+        self._inbox = Inbox()
+        self._thread: threading.Thread | None = None
+        self._end_reason = "it was not started"
+        self._reset()
+        self._inbox.close()
+
+    @classmethod
+    def from_config(cls, config: Config, *, fetch: Fetch, index: int = 0) -> Self:
+        """The engine that a config describes; `index` counts the engines of a run."""
+        options = TransformersOptions.from_config(config, index)
+        return cls(
+            lambda: load_model(options),
+            fetch=fetch,
+            options=options,
+            text_of=text_decoder(options),
+            name=f"engine {index}",
+        )
+
+    def _reset(self) -> None:
+        self._inbox = Inbox()
+        self._runner: Runner | None = None
+        self._waiting: deque[Sequence] = deque()
+        self._waiting_prompts: Counter[bytes] = Counter()
+        self._by_id: dict[str, Sequence] = {}
+        self._tokens_held = 0
+        self._paused: PauseMode | None = None
+        self._drained: list[Reply] = []  # pauses with mode "wait" that are not through yet
+        self._asleep = self._closing = False
+        self._version, self._digest = 0, ""
+        self._tokens_generated, self._busy_s = 0, 0.0
+
+    # ---- on the event loop
+
+    async def start(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            if not self._inbox.closed:
+                raise EngineError(f"{self._name}: it runs already")
+            await asyncio.to_thread(self._thread.join)  # it died and is on its way out
+        self._reset()
+        ready = Reply()
+        self._thread = threading.Thread(
+            target=self._run, args=(ready,), name=self._name, daemon=True
+        )
+        self._thread.start()
+        await ready
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        sequences, replies = [], []
+        for request in requests:
+            self._check(request)
+            reply = Reply()
+            sequences.append(Sequence(request, reply.set))
+            replies.append(reply)
+
+        def refuse(error: Exception) -> None:
+            for sequence in sequences:
+                sequence.deliver(sequence.empty("error", str(error)))
+
+        self._post(Order(lambda: self._submit(sequences), refuse))
+        try:
+            return [await reply for reply in replies]
+        except asyncio.CancelledError:
+            self._post(Order(lambda: self._withdraw(sequences), lambda _: None))
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        await self._ask(lambda: self._abort(request_id))
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        reply = Reply()
+        self._post(Order(lambda: self._pause(mode, reply), reply.fail))
+        await reply
+
+    async def resume(self) -> None:
+        await self._ask(self._resume)
+
+    async def update_weights(self, version: int, source: WeightHandle) -> str:
+        """They arrive and are checked beside decoding, which stops for one copy only."""
+        async with self._arriving:
+            model = self._live_runner.model
+            weights = await asyncio.to_thread(checked_weights, self._fetch, source, model)
+            return await self._ask(lambda: self._switch(version, weights, source.digest))
+
+    async def sleep(self) -> None:
+        async with self._arriving:  # weights on their way come first
+            await self._ask(self._sleep)
+
+    async def wake(self) -> None:
+        async with self._arriving:  # graphs are not captured while weights arrive on the device
+            await self._ask(self._wake)
+
+    async def stats(self) -> EngineStats:
+        return await self._ask(self._stats)
+
+    async def close(self) -> None:
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            self._post(Order(self._close, lambda _: None))
+            await asyncio.to_thread(thread.join)
+
+    async def _ask(self, action: Callable[[], Any]) -> Any:
+        reply = Reply()
+
+        def run() -> None:
+            try:
+                reply.set(action())
+            except PenstockError as error:  # refused; the engine is as it was before
+                reply.fail(error)
+
+        self._post(Order(run, reply.fail))
+        return await reply
+
+    def _post(self, order: Order) -> None:
+        if not self._inbox.post(order):
+            order.fail(EngineError(f"{self._name}: {self._end_reason}"))
+
+    def _check(self, request: GenerationRequest) -> None:
+        if self._runner is not None:
+            runner = self._runner
+            check_request(request, vocabulary=runner.vocabulary, longest=runner.longest)
+        if request.sampling.stop:
+            self._text_of([])  # raises where there is no tokenizer
+
+    # ---- in the thread
+
+    def _run(self, ready: Reply) -> None:
+        """Consumes orders, produces generations; waits in the inbox, woken by each order."""
+        under_way: Order | None = Order(lambda: None, ready.fail)
+        try:
+            with torch.inference_mode():
+                self._open_model()
+                ready.set(None)
+                while not self._closing:
+                    under_way = self._inbox.take(wait=not self._can_step())
+                    if under_way is not None:
+                        under_way.run()
+                    elif self._can_step():
+                        self._step()
+            self._end("it was closed", None)
+        except Exception as error:  # the thread's edge: whoever waits must hear of it
+            if under_way is not None:
+                known = isinstance(error, PenstockError)
+                under_way.fail(error if known else EngineError(f"{self._name}: {_words(error)}"))
+            self._end(f"it died: {_words(error)}", error)
+
+    def _open_model(self) -> None:
+        torch.set_num_threads(self._options.threads)
+        with _LOADING:
+            model = self._load()
+        self._digest = model_digest(model)
+        self._runner = _make_runner(model, self._options, self._text_of)
+
+    def _end(self, reason: str, error: Exception | None) -> None:
+        self._end_reason = reason
+        left = self._inbox.close()
+        for sequence in self._by_id.values():
+            sequence.deliver(self._last_words(sequence, "error" if error else "abort", reason))
+        failure = EngineError(f"{self._name}: {reason}")
+        for reply in self._drained:
+            reply.fail(failure)
+        for order in left:
+            order.fail(failure)
+        self._runner = None
+
+    def _last_words(self, sequence: Sequence, why: FinishReason, reason: str) -> Generation:
+        error = f"{self._name}: {reason}" if why == "error" else ""
+        if sequence.slot < 0 or why == "error":  # what a broken engine holds is not to be trusted
+            return sequence.empty(why, error)
+        return sequence.generation(*self._live_runner.output(sequence.slot), why)
+
+    @property
+    def _live_runner(self) -> Runner:
+        assert self._runner is not None
+        return self._runner
+
+    def _can_step(self) -> bool:
+        if self._asleep or self._paused in ("keep", "abort") or self._runner is None:
+            return False
+        running = len(self._by_id) > len(self._waiting)
+        return running or (self._paused is None and bool(self._waiting))
+
+    def _step(self) -> None:
+        runner, started = self._live_runner, time.perf_counter()
+        new = self._admit() if self._paused is None else []
+        keep = {key for key, count in self._waiting_prompts.items() if count > 0}
+        made_before = len(self._by_id) - len(self._waiting)
+        finished = runner.step(new, keep)
+        self._tokens_generated += made_before
+        self._busy_s += time.perf_counter() - started
+        self._finish_slots(finished)
+
+    def _finish_slots(self, finished: Finished) -> None:
+        for slot, reason in finished:
+            sequence = self._live_runner.table.sequences[slot]
+            assert sequence is not None
+            self._finish(sequence, reason)
+        self._tell_drained()
+
+    def _admit(self) -> list[Sequence]:
+        """Waiting requests, first come first, as slots, memory and prefill rows allow."""
+        runner, rows = self._live_runner, 0
+        chosen: list[Sequence] = []
+        seen: set[bytes] = set()
+        limit = self._options.max_tokens_in_flight
+        while self._waiting:
+            sequence = self._waiting[0]
+            cost = 0 if sequence.prompt_key in seen else runner.rows_of(sequence)
+            size = sequence.request.num_tokens
+            if (chosen and rows + cost > self._options.prefill_limit) or (
+                limit and self._tokens_held + size > limit
+            ):
+                break
+            if not runner.admit(sequence):
+                break
+            self._forget_waiting(self._waiting.popleft())
+            if sequence.prompt_key:
+                seen.add(sequence.prompt_key)
+            rows += cost
+            self._tokens_held += size
+            sequence.mark_version(0, self._version)
+            chosen.append(sequence)
+        return chosen
+
+    def _forget_waiting(self, sequence: Sequence) -> None:
+        if sequence.prompt_key:
+            self._waiting_prompts[sequence.prompt_key] -= 1
+            if not self._waiting_prompts[sequence.prompt_key]:
+                del self._waiting_prompts[sequence.prompt_key]
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
+        """Answer a request, wherever it is, and forget it."""
+        del self._by_id[sequence.request.request_id]
+        if sequence.slot < 0:
+            if sequence in self._waiting:
+                self._waiting.remove(sequence)
+                self._forget_waiting(sequence)
+            sequence.deliver(sequence.empty(reason, error))
+            return
+        ids, logprobs = self._live_runner.output(sequence.slot)
+        self._live_runner.release(sequence.slot)
+        self._tokens_held -= sequence.request.num_tokens
+        sequence.deliver(sequence.generation(ids, logprobs, reason, error))
+
+    def _submit(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            request = sequence.request
+            if request.request_id in self._by_id:
+                message = f"request {request.request_id}: this id is running already"
+                sequence.deliver(sequence.empty("error", message))
+            elif len(request.response_ids) >= request.sampling.max_tokens:
+                sequence.deliver(sequence.empty("length"))
+            else:
+                self._by_id[request.request_id] = sequence
+                self._waiting.append(sequence)
+                if sequence.prompt_key:
+                    self._waiting_prompts[sequence.prompt_key] += 1
+
+    def _withdraw(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if self._by_id.get(sequence.request.request_id) is sequence:
+                self._abort(sequence.request.request_id)
+
+    def _abort(self, request_id: str) -> None:
+        self._settle()
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, "abort")
+            self._tell_drained()
+
+    def _settle(self) -> None:
+        """After this no device work is under way and the table is exact."""
+        self._finish_slots(self._live_runner.settle())
+
+    def _pause(self, mode: PauseMode, reply: Reply) -> None:
+        self._paused = mode
+        self._settle()
+        if mode == "abort":
+            for sequence in list(self._by_id.values()):
+                self._finish(sequence, "abort")
+        if mode == "wait":
+            self._drained.append(reply)
+        else:
+            reply.set(None)
+        self._tell_drained()
+
+    def _tell_drained(self) -> None:
+        if len(self._by_id) == len(self._waiting):
+            for reply in self._drained:
+                reply.set(None)
+            self._drained.clear()
+
+    def _resume(self) -> None:
+        self._paused = None
+        for reply in self._drained:
+            reply.set(None)
+        self._drained.clear()
+
+    def _switch(self, version: int, weights: dict[str, torch.Tensor], digest: str) -> str:
+        """Asleep, it wakes with them."""
+        self._settle()
+        runner = self._live_runner
+        runner.load(weights)
+        self._version, self._digest = version, digest
+        for slot in runner.table.occupied:
+            sequence = runner.table.sequences[slot]
+            assert sequence is not None
+            sequence.mark_version(int(runner.table.made[slot]), version)
+        return self._digest
+
+    def _sleep(self) -> None:
+        if not self._asleep:
+            self._settle()
+            for slot in self._live_runner.table.occupied:
+                sequence = self._live_runner.table.sequences[slot]
+                assert sequence is not None
+                self._finish(sequence, "abort")
+            self._tell_drained()
+            self._live_runner.sleep()
+            self._asleep = True
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._live_runner.wake()
+            self._asleep = False
+
+    def _stats(self) -> EngineStats:
+        return EngineStats(
+            policy_version=self._version,
+            digest=self._digest,
+            running=len(self._by_id) - len(self._waiting),
+            waiting=len(self._waiting),
+            tokens_generated=self._tokens_generated,
+            busy_s=self._busy_s,
+            paused=self._paused is not None,
+            batch_invariant=self._live_runner.batch_invariant,
+        )
+
+    def _close(self) -> None:
+        self._settle()
+        self._closing = True
+
+
+def _make_runner(model: torch.nn.Module, options: TransformersOptions, text_of: TextOf) -> Runner:
+    """The runner for the model's device."""
+    if next(model.parameters()).device.type == "cuda":
+        from penstock.engine.transformers.cuda.cuda_runner import CudaRunner
+
+        return CudaRunner(model, options, text_of)
+    from penstock.engine.transformers.cpu.cpu_runner import CpuRunner
+
+    return CpuRunner(model, options, text_of)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"{first_sentences(error)}; lower engine.options.kv_memory_share or prefill_rows; "
+            "a trainer on the same device gives way with launch.colocate=true"
+        )
+    return f"{type(error).__name__}: {error}"
+
+
+def _no_tokenizer(ids: list[int]) -> str:
+    raise UserError("sampling.stop: got strings, allowed: none, as the engine has no tokenizer")

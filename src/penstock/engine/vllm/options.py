@@ -1,0 +1,118 @@
+"""What vLLM is told: options, engine arguments and sampling fields. Importing this needs no vllm."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+from penstock.engine.protocol import GenerationRequest
+from penstock.errors import UserError
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+
+Transfer = Literal["memory", "gloo", "nccl", "ipc"]
+_PICKLE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class VllmOptions:
+    """The last block is [engine.options]."""
+
+    path: str
+    tokenizer: str = ""
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    max_slots: int = 64
+    # [engine.options]
+    tensor_parallel_size: int = 1
+    max_model_len: int = 0  # most tokens of a request; 0: the model's own
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    sleep_level: int = 1  # 1: weights wait on the host; 2: they are dropped and sent again
+    transfer: Transfer = "memory"  # how weights reach the workers
+    transfer_folder: str = ""  # all workers must see it; empty: /dev/shm, or the temporary folder
+    transfer_address: str = "127.0.0.1"  # of this host, where gloo and nccl groups meet
+    transfer_timeout_s: float = 300.0  # for joining a group and for one step of a transfer
+    extra: dict[str, Any] = field(default_factory=dict)  # further AsyncEngineArgs
+
+    OPTION_NAMES = (
+        "tensor_parallel_size",
+        "max_model_len",
+        "gpu_memory_utilization",
+        "enforce_eager",
+        "sleep_level",
+        "transfer",
+        "transfer_folder",
+        "transfer_address",
+        "transfer_timeout_s",
+        "extra",
+    )
+
+    def __post_init__(self) -> None:
+        if self.transfer not in get_args(Transfer):
+            allowed = ", ".join(get_args(Transfer))
+            raise UserError(f"engine.options.transfer: got {self.transfer!r}, allowed: {allowed}")
+        if self.transfer == "ipc" and self.tensor_parallel_size > 1:
+            raise UserError("engine.options.transfer: got 'ipc' with several shards, allowed: nccl")
+        if self.transfer == "ipc" and os.environ.get(_PICKLE_VARIABLE) != "1":
+            raise UserError(
+                f"engine.options.transfer: got 'ipc' without {_PICKLE_VARIABLE}=1 in the "
+                "environment, which vLLM needs to pass memory handles on; allowed: memory"
+            )
+        if self.sleep_level not in (1, 2):
+            raise UserError(f"engine.options.sleep_level: got {self.sleep_level}, allowed: 1, 2")
+
+    @classmethod
+    def from_config(cls, config: Config, *, has_gpu: bool) -> Self:
+        from penstock.demo import resolve_model_path
+
+        given = config.engine.options
+        for key in given:
+            if key not in cls.OPTION_NAMES:
+                allowed = ", ".join(cls.OPTION_NAMES)
+                raise UserError(f"engine.options: got {key!r}, allowed: {allowed}")
+        path, dtype = resolve_model_path(config.model.path), config.model.dtype
+        return cls(
+            path=path,
+            tokenizer=config.model.tokenizer or path,
+            dtype="float32" if dtype == "auto" and not has_gpu else dtype,
+            trust_remote_code=config.model.trust_remote_code,
+            max_slots=config.engine.max_slots,
+            **given,
+        )
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """The part of vLLM's engine arguments that these options decide."""
+        return {
+            "model": self.path,
+            "tokenizer": self.tokenizer or self.path,
+            "dtype": self.dtype,
+            "trust_remote_code": self.trust_remote_code,
+            "max_num_seqs": self.max_slots,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "enforce_eager": self.enforce_eager,
+            **({"max_model_len": self.max_model_len} if self.max_model_len else {}),
+            **self.extra,
+        }
+
+
+def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
+    """Of vLLM's SamplingParams; a partial response is part of the prompt, and off the limits."""
+    sampling, made = request.sampling, len(request.response_ids)
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or -1,
+        "top_p": sampling.top_p,
+        "min_tokens": max(0, sampling.min_tokens - made),
+        "max_tokens": sampling.max_tokens - made,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "detokenize": bool(sampling.stop),
+        "skip_special_tokens": False,
+        "logprobs": 0,
+        "seed": (request.seed + made) % (1 << 31),
+    }

@@ -1,0 +1,108 @@
+"""The evaluations of a run: beside training, each of one version of the weights.
+
+With several engines one is set aside for an evaluation: it keeps the version and takes nothing else,
+while the others get new weights and feed the trainer. With one engine the next weights wait for the
+evaluation, and training with them as far as its staleness bound makes it. One runs at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.protocol import InferenceEngine, SetAside
+from penstock.errors import EngineError
+from penstock.evaluation.evaluate import (
+    EvalTask,
+    OtherWeights,
+    append_summary,
+    evaluate,
+    not_evaluated,
+)
+from penstock.watch.waits import WaitKind, Waits
+
+_TIMES_BEGUN = 3  # an engine that dies takes its evaluation with it, which begins again
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluations:
+    """Consumes steps that are to be evaluated, produces files of samples and lines of figures."""
+
+    tasks: Sequence[EvalTask]
+    folder: Path
+    engine: InferenceEngine
+    waits: Waits
+    log: Callable[[int, dict[str, float]], None]
+    set_aside: SetAside | None = None  # lends an engine that keeps its weights, or None
+    _running: asyncio.Task[None] | None = None
+    _pinned: asyncio.Event | None = None  # of the newest one
+
+    def begin(
+        self,
+        group: asyncio.TaskGroup,
+        step: int,
+        *,
+        after: asyncio.Task[None] | None,
+        beside: bool,
+    ) -> asyncio.Task[None]:
+        """Evaluate the weights of `step` once `after` has loaded them. `beside`: training goes on."""
+        waits_for = [task for task in (self._running, after) if task is not None]
+        self._pinned = asyncio.Event()
+        work = self._evaluate(step, waits_for, self.set_aside if beside else None, self._pinned)
+        self._running = group.create_task(work, name="evaluate")
+        return self._running
+
+    async def pinned(self) -> None:
+        """Until newer weights can do no harm: the newest evaluation has its own engine, or is done."""
+        if self._pinned is not None:
+            await self._pinned.wait()
+
+    async def finished(self) -> None:
+        """Until none is under way."""
+        if self._running is not None:
+            await self._running
+
+    async def _evaluate(
+        self,
+        step: int,
+        waits_for: list[asyncio.Task[None]],
+        set_aside: SetAside | None,
+        pinned: asyncio.Event,
+    ) -> None:
+        for task in waits_for:
+            await task
+        for left in reversed(range(_TIMES_BEGUN)):
+            pinned.clear()
+            try:
+                if waiting := not_evaluated(self.tasks, self.folder, step):
+                    async with self._engine_for_it(set_aside, pinned) as engine:
+                        for one in waiting:
+                            await self._one(engine, one, step)
+                break
+            except (EngineError, OtherWeights):  # its engine died, and may have newer weights now
+                if not left:
+                    raise
+        pinned.set()
+
+    @asynccontextmanager
+    async def _engine_for_it(
+        self, set_aside: SetAside | None, pinned: asyncio.Event
+    ) -> AsyncIterator[Any]:
+        if set_aside is None:
+            yield self.engine
+            return
+        async with set_aside() as own:
+            if own is not None:
+                pinned.set()
+            yield own or self.engine
+
+    async def _one(self, engine: Any, task: EvalTask, step: int) -> None:
+        with self.waits.wait("eval", WaitKind.EVAL, f"{task.name} after step {step}"):
+            version = (await engine.stats()).policy_version
+            result = await evaluate(engine, task, step=step, version=version, folder=self.folder)
+        append_summary(self.folder, result)
+        self.log(step, result.metrics())

@@ -1,0 +1,252 @@
+"""Evaluation: one exact pass over the same problems, every time.
+
+No padding, no duplicates, no drift: each problem is asked `num_generations` times with seeds that
+depend on the problem alone. A failed request counts as a wrong answer and is counted as a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.protocol import (
+    Generation,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingParams,
+)
+from penstock.errors import RunError
+from penstock.reward.protocol import Reward
+from penstock.types import Prompt, Rollout, Score, Status
+
+SUMMARY = "summary.jsonl"
+_Z95 = 1.959963984540054
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EvalTask:
+    """What one evaluation needs."""
+
+    name: str
+    problems: Sequence[Prompt]
+    reward: Reward
+    sampling: SamplingParams
+    num_generations: int
+    decode: Callable[[np.ndarray], str]
+    seed: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EvalResult:
+    """The outcome of one pass."""
+
+    task: str
+    step: int
+    policy_version: int
+    problems: int
+    samples: int
+    accuracy: float  # mean over problems of the share of right samples
+    low: float  # 95 % confidence interval of the accuracy
+    high: float
+    pass_at: dict[int, float] = field(default_factory=dict)  # k -> unbiased pass@k
+    reward: float = 0.0
+    format: float = 0.0
+    response_length: float = 0.0
+    failures: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        prefix = f"eval/{self.task}"
+        named = {f"{prefix}/pass@{k}": value for k, value in self.pass_at.items() if k > 1}
+        return {f"{prefix}/accuracy": self.accuracy, f"{prefix}/reward": self.reward, **named}
+
+
+class OtherWeights(RunError):
+    """Samples of an evaluation are not all of the version that it is of."""
+
+
+async def evaluate(
+    engine: InferenceEngine, task: EvalTask, *, step: int, version: int, folder: Path
+) -> EvalResult:
+    """Ask every problem, score every answer, write the samples to `folder` and return the figures."""
+    requests = [
+        _request(task, problem, index)
+        for problem in task.problems
+        for index in range(task.num_generations)
+    ]
+    generations = await engine.generate_many(requests)
+    owners = [problem for problem in task.problems for _ in range(task.num_generations)]
+    rollouts = [
+        _rollout(task, request, generation)
+        for request, generation in zip(requests, generations, strict=True)
+    ]
+    scores = await asyncio.gather(
+        *(_score(task, rollout, owner) for rollout, owner in zip(rollouts, owners, strict=True))
+    )
+    _check_pinned(task, rollouts, version)
+    _write_samples(folder / f"{task.name}-step-{step}.jsonl", owners, rollouts, scores)
+    return _summarise(task, rollouts, scores, step=step, version=version)
+
+
+def _check_pinned(task: EvalTask, rollouts: Sequence[Rollout], version: int) -> None:
+    """One evaluation is of one policy: a sample of other weights would make its figures mean nothing."""
+    others = {s.version for rollout in rollouts for s in rollout.segments} - {version}
+    if others:
+        raise OtherWeights(
+            f"evaluation {task.name}: got samples of versions {sorted(others)}, allowed: {version}"
+        )
+
+
+def _request(task: EvalTask, problem: Prompt, index: int) -> GenerationRequest:
+    identity = f"{task.seed}|{problem.prompt_id}|{index}".encode()
+    seed = int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest()) >> 1
+    return GenerationRequest(
+        request_id=f"eval:{task.name}:{problem.prompt_id}.{index}",
+        prompt_ids=problem.token_ids,
+        sampling=task.sampling,
+        seed=seed,
+    )
+
+
+def _rollout(task: EvalTask, request: GenerationRequest, generation: Generation) -> Rollout:
+    rollout = Rollout(
+        rollout_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        seed=request.seed,
+        temperature=request.sampling.temperature,
+    )
+    rollout.append(generation.token_ids, generation.logprobs, generation.segments)
+    rollout.finish_reason = generation.finish_reason
+    rollout.text = task.decode(rollout.response_ids)
+    finished = generation.finish_reason in ("stop", "length")
+    rollout.move_to(Status.COMPLETED if finished else Status.FAILED)
+    rollout.error = generation.error if finished else generation.error or "aborted"
+    return rollout
+
+
+async def _score(task: EvalTask, rollout: Rollout, problem: Prompt) -> Score:
+    if rollout.status is Status.FAILED:
+        return Score(0.0, format_ok=False, answer_ok=False, note=f"failed: {rollout.error}")
+    try:
+        return await task.reward.score(rollout, problem)
+    except Exception as error:  # the edge of one rollout: a failure is counted, not fatal
+        rollout.move_to(Status.FAILED)
+        rollout.error = f"{type(error).__name__}: {error}"
+        return Score(0.0, format_ok=False, answer_ok=False, note=f"reward failed: {rollout.error}")
+
+
+def is_right(score: Score) -> bool:
+    """Right where the reward judges answers, else where it gives anything above zero."""
+    return score.answer_ok if score.answer_ok is not None else score.value > 0
+
+
+def _summarise(
+    task: EvalTask, rollouts: list[Rollout], scores: list[Score], *, step: int, version: int
+) -> EvalResult:
+    k = task.num_generations
+    right_GK = np.array([is_right(score) for score in scores], dtype=bool).reshape(-1, k)
+    accuracy = float(right_GK.mean())
+    low, high = interval(right_GK.mean(axis=1)) if k > 1 else wilson(accuracy, len(right_GK))
+    return EvalResult(
+        task=task.name,
+        step=step,
+        policy_version=version,
+        problems=len(task.problems),
+        samples=len(rollouts),
+        accuracy=accuracy,
+        low=low,
+        high=high,
+        pass_at={n: mean_pass_at(right_GK, n) for n in _powers_up_to(k)},
+        reward=float(np.mean([score.value for score in scores])),
+        format=float(np.mean([score.format_ok is not False for score in scores])),
+        response_length=float(np.mean([len(rollout.response_ids) for rollout in rollouts])),
+        failures=sum(rollout.status is Status.FAILED for rollout in rollouts),
+    )
+
+
+def _powers_up_to(k: int) -> list[int]:
+    return sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
+
+
+def mean_pass_at(right_GK: np.ndarray, k: int) -> float:
+    """Unbiased pass@k: 1 - C(n-c, k) / C(n, k), averaged over problems."""
+    n = right_GK.shape[1]
+    values = [1 - math.comb(n - int(c), k) / math.comb(n, k) for c in right_GK.sum(axis=1)]
+    return float(np.mean(values))
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """95 % interval of a share of n independent yes/no trials."""
+    spread = _Z95**2 / n
+    centre = (share + spread / 2) / (1 + spread)
+    half = _Z95 / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def interval(means: np.ndarray) -> tuple[float, float]:
+    """95 % interval of the mean of per-problem means (normal approximation)."""
+    error = float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else 1.0
+    centre = float(means.mean())
+    return max(0.0, centre - _Z95 * error), min(1.0, centre + _Z95 * error)
+
+
+def _write_samples(
+    path: Path, problems: list[Prompt], rollouts: list[Rollout], scores: list[Score]
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for problem, rollout, score in zip(problems, rollouts, scores, strict=True):
+            line = {
+                "prompt_id": problem.prompt_id,
+                "prompt": list(problem.messages),
+                "prediction": rollout.text,
+                "gold": problem.gt_answer,
+                "parsed": score.note,
+                "format_valid": score.format_ok,
+                "ans_valid": score.answer_ok,
+                "response_length": len(rollout.response_ids),
+                "reward": score.value,
+                "finish_reason": rollout.finish_reason,
+                "policy_version": rollout.segments[0].version if rollout.segments else None,
+                "error": rollout.error,
+            }
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def append_summary(folder: Path, result: EvalResult) -> None:
+    """One line per evaluation in eval/summary.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / SUMMARY).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(result)) + "\n")
+
+
+def restore_summaries(folder: Path, last_step: int) -> None:
+    """Before a run goes on: cut a torn line, and lines of steps that were lost."""
+    path = folder / SUMMARY
+    if path.is_file():
+        lines = [json.dumps(line) for line in _summaries(folder) if line["step"] <= last_step]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def not_evaluated(tasks: Sequence[EvalTask], folder: Path, step: int) -> list[EvalTask]:
+    """The tasks that have no result of that step yet; a resumed run asks."""
+    done = {line["task"] for line in _summaries(folder) if line["step"] == step}
+    return [task for task in tasks if task.name not in done]
+
+
+def _summaries(folder: Path) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    path = folder / SUMMARY
+    if path.is_file():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict) and {"task", "step"} <= line.keys()]

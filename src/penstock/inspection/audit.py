@@ -1,0 +1,336 @@
+"""`penstock audit RUN`: does the journal balance? Reads the run folder, changes nothing.
+
+Checks every law that the journal can prove: conservation per task, drops with reasons, batches that
+agree with their groups, nothing trained twice, the staleness bound by the oldest token of each rollout,
+weights confirmed with the digest that was committed. Shows where asynchrony bent what is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from penstock.config import Config
+from penstock.errors import JournalDamaged
+from penstock.inspection.weight_chain import chain_faults, redone_versions
+from penstock.journal import Journal
+from penstock.produce import calculate_stale_threshold
+from penstock.run_folder import RunFolder
+from penstock.track.jsonl import last_step_told
+
+_BIAS_LIMIT = 0.05  # share by which a trained mean may differ from the drawn one
+_MOST_NAMED = 50  # damaged records
+_ENOUGH = 50  # groups below which a difference says nothing
+
+
+@dataclass(slots=True, frozen=True)
+class EraBounds:
+    """The staleness that was allowed under one config, and the last step done under it."""
+
+    last_step: int | None  # None: it is in force
+    allowed: dict[str, int]  # per task, in updates
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskAudit:
+    """One task's account."""
+
+    drawn: int = 0
+    trained: int = 0
+    buffered: int = 0
+    in_flight: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    length_drawn: float | None = None  # mean response tokens per group, first time it completed
+    length_trained: float | None = None
+    reward_drawn: float | None = None
+    reward_trained: float | None = None
+
+    @property
+    def balanced(self) -> bool:
+        accounted = self.trained + self.buffered + self.in_flight + sum(self.dropped.values())
+        return self.drawn == accounted
+
+
+@dataclass(slots=True, kw_only=True)
+class Audit:
+    """The whole account; `faults` is empty when every law holds."""
+
+    tasks: dict[str, TaskAudit]
+    max_staleness_trained: int
+    max_staleness_allowed: int
+    committed_steps: int
+    faults: list[str]
+    warnings: list[str]
+
+    @property
+    def balanced(self) -> bool:
+        return not self.faults
+
+    def as_json(self) -> dict[str, Any]:
+        total = TaskAudit()
+        for task in self.tasks.values():
+            for name in ("drawn", "trained", "buffered", "in_flight"):
+                setattr(total, name, getattr(total, name) + getattr(task, name))
+            for reason, number in task.dropped.items():
+                total.dropped[reason] = total.dropped.get(reason, 0) + number
+        return {
+            "drawn": total.drawn,
+            "trained": total.trained,
+            "buffered": total.buffered,
+            "in_flight": total.in_flight,
+            "dropped": total.dropped,
+            "balanced": self.balanced,
+            "max_staleness_trained": self.max_staleness_trained,
+            "max_staleness_allowed": self.max_staleness_allowed,
+            "committed_steps": self.committed_steps,
+            "tasks": {name: asdict(task) for name, task in self.tasks.items()},
+            "faults": self.faults,
+            "warnings": self.warnings,
+        }
+
+
+def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | None = None) -> int:
+    """Print the account of a run; 0 when it balances, else 1."""
+    origin = folder.origin()
+    eras = [EraBounds(era.last_step, _bounds(era.config)) for era in folder.eras()]
+    told = last_step_told(folder.metrics)  # before the journal is read: the run may be under way
+    journal = Journal.open(folder.journal, readonly=True)
+    try:
+        journal.check_file(rows=False)
+        found = audit_journal(journal, eras, recorded=origin is not None)
+    finally:
+        journal.close()
+    if told > found.committed_steps:
+        found.faults.append(
+            f"the journal ends at step {found.committed_steps}, but {folder.metrics.name} tells of "
+            f"step {told}: its end was lost"
+        )
+    if origin is not None:
+        found.warnings.append(f"a fork: rollouts and versions of weights are those of {origin.run}")
+    console = console or Console()
+    if as_json:
+        console.print_json(json.dumps(found.as_json()))
+    else:
+        _print(found, console)
+    return 0 if found.balanced else 1
+
+
+def _bounds(config: Config) -> dict[str, int]:
+    """Per task, the updates that a sample may be behind."""
+    return {
+        name: calculate_stale_threshold(
+            0 if produce.strategy == "sync" else produce.max_staleness, config.sync.every_steps
+        )
+        - 1
+        for name in config.tasks
+        for produce in [config.task_produce(name)]
+    }
+
+
+def audit_journal(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool = False) -> Audit:
+    """The account of a journal, each step by the bounds of the `eras` (in order) that it was done in.
+
+    `recorded`: a fork, whose groups are a choice of another run's.
+    """
+    damage = _damage(journal)
+    try:
+        return _account(journal, eras, recorded, damage)
+    except (TypeError, ValueError, KeyError) as error:  # a damaged value that is of another type
+        if not damage:
+            raise
+        raise JournalDamaged(f"journal {journal.path}: damaged: {damage[0]}") from error
+
+
+def _account(
+    journal: Journal, eras: Sequence[EraBounds], recorded: bool, damage: list[str]
+) -> Audit:
+    tasks = _count(journal, recorded)
+    stalest, stale_faults = _staleness(journal, eras)
+    faults = [
+        *(
+            f"task {name}: does not balance: {task}"
+            for name, task in tasks.items()
+            if not task.balanced
+        ),
+        *_life_faults(journal),
+        *_batch_faults(journal),
+        *chain_faults(journal, recorded=recorded),
+        *damage,
+        *([] if recorded else stale_faults),  # a fork's versions and steps are of two runs
+    ]
+    for name, task in tasks.items():
+        _measure(journal, name, task)
+    return Audit(
+        tasks={str(name): task for name, task in tasks.items()},
+        max_staleness_trained=stalest,
+        max_staleness_allowed=max((n for era in eras for n in era.allowed.values()), default=0),
+        committed_steps=journal.last_committed_step(),
+        faults=faults,
+        warnings=[
+            *redone_versions(journal),
+            *(line for name, task in tasks.items() for line in _bias(name, task)),
+        ],
+    )
+
+
+def _damage(journal: Journal) -> list[str]:
+    found = journal.damaged()
+    faults = [f"{what}: it is not what was written" for what in found[:_MOST_NAMED]]
+    if len(found) > _MOST_NAMED:
+        faults.append(f"{len(found) - _MOST_NAMED} further records are not what was written")
+    return faults
+
+
+def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
+    """Each number from its own source: cursors, batches of committed steps, places, drop reasons."""
+    drawn = journal.cursors()
+    if recorded:  # the cursors are those of the run that drew
+        drawn = dict(journal.query("SELECT task, COUNT(*) FROM groups GROUP BY task"))
+    tasks = {name: TaskAudit(drawn=number) for name, number in sorted(drawn.items(), key=str)}
+    trained = journal.query(
+        "SELECT substr(value, 1, instr(value, ':') - 1), COUNT(*) FROM steps, json_each(group_ids)"
+        " WHERE committed GROUP BY 1"
+    )
+    for name, number in trained:
+        tasks.setdefault(name, TaskAudit()).trained = number
+    places = journal.query(
+        "SELECT task, CASE state WHEN 'taken' THEN 'buffered' ELSE state END, COUNT(*) FROM groups"
+        " WHERE state IN ('buffered', 'taken', 'in_flight') GROUP BY 1, 2"
+    )
+    for name, place, number in places:
+        setattr(tasks[name], place, number)
+    for name, drops in journal.drops().items():
+        tasks[name].dropped = {str(reason): number for reason, number in drops.items()}
+    return tasks
+
+
+def _life_faults(journal: Journal) -> list[str]:
+    """Lives that cannot be: dropped without a reason, trained without having landed."""
+    rules = {
+        "was dropped without a reason": "state = 'dropped' AND drop_reason IS NULL",
+        "was taken but is not completed": "state IN ('taken', 'trained') AND status != 'completed'",
+        "was taken but never landed": "state IN ('taken', 'trained') AND landed_at IS NULL",
+        "was taken but has no tokens": "state IN ('taken', 'trained') AND NOT EXISTS"
+        " (SELECT 1 FROM rollouts WHERE rollouts.group_id = groups.group_id)",
+    }
+    return [
+        f"group {group_id}: {what}"
+        for what, where in rules.items()
+        for (group_id,) in journal.query(f"SELECT group_id FROM groups WHERE {where} LIMIT 20")
+    ]
+
+
+def _batch_faults(journal: Journal) -> list[str]:
+    """Batches against groups: each group in one batch, each batch as its groups say, no step missing."""
+    faults = [
+        f"group {group_id}: trained {number} times"
+        for group_id, number in journal.query(
+            "SELECT value, COUNT(*) FROM steps, json_each(group_ids) GROUP BY value HAVING COUNT(*) > 1"
+        )
+    ]
+    members: dict[int, list[str]] = {}
+    for step, group_id in journal.query(
+        "SELECT step, group_id FROM groups WHERE step IS NOT NULL ORDER BY step, position"
+    ):
+        members.setdefault(step, []).append(group_id)
+    rows = journal.query("SELECT step, group_ids, policy_version FROM steps ORDER BY step")
+    for expected, (step, group_ids, _) in enumerate(rows, start=1):
+        if step != expected:
+            faults.append(f"step {expected}: missing")
+            break
+        if group_ids is not None and json.loads(group_ids) != members.get(step, []):
+            faults.append(f"step {step}: its batch is not what its groups say")
+    return faults
+
+
+def _staleness(journal: Journal, eras: Sequence[EraBounds]) -> tuple[int, list[str]]:
+    """The largest staleness of any trained rollout, by its oldest token, and who is past the bound."""
+    rows = journal.query(
+        "SELECT task, step, MAX(step - oldest_version - 1) FROM rollouts"
+        " WHERE step IS NOT NULL AND oldest_version IS NOT NULL GROUP BY task, step ORDER BY step"
+    )
+    faults = []
+    for task, step, value in rows:
+        bound = _bound(task, step, eras)
+        if bound is not None and value > bound:
+            faults.append(
+                f"task {task}: step {step} trained a sample of staleness {value}, allowed: {bound}"
+            )
+    return max((value for _, _, value in rows), default=0), faults
+
+
+def _bound(task: str, step: int, eras: Sequence[EraBounds]) -> int | None:
+    """Of the era that the step was done in; None: the task was not in it.
+
+    The batch of an era's first step may have been taken before the settings changed: the larger bound.
+    """
+    before, found = 0, []
+    for era in eras:
+        last = step if era.last_step is None else era.last_step
+        if before < step <= last + 1 and task in era.allowed:
+            found.append(era.allowed[task])
+        before = last
+    return max(found, default=None)
+
+
+def _measure(journal: Journal, name: str, task: TaskAudit) -> None:
+    """Means over groups: as each first completed, and as it was trained."""
+    first = journal.query(
+        "SELECT seen.num_tokens, seen.reward FROM (SELECT group_id, num_tokens, reward, MIN(at)"
+        " FROM events WHERE kind IN ('landed', 'filtered') AND status IN ('completed', 'filtered')"
+        " GROUP BY group_id) AS seen JOIN groups USING(group_id) WHERE task = ?",
+        (name,),
+    )
+    trained = journal.query(
+        "SELECT num_tokens, reward FROM groups WHERE task = ? AND state = 'trained'", (name,)
+    )
+    task.length_drawn, task.reward_drawn = _means(first)
+    task.length_trained, task.reward_trained = _means(trained)
+
+
+def _means(rows: Sequence[tuple]) -> tuple[float | None, float | None]:
+    columns = [[row[at] for row in rows if row[at] is not None] for at in (0, 1)]
+    means = [float(np.mean(column)) if column else None for column in columns]
+    return means[0], means[1]
+
+
+def _bias(name: str, task: TaskAudit) -> list[str]:
+    if task.trained < _ENOUGH or not task.length_drawn or task.length_trained is None:
+        return []
+    ratio = task.length_trained / task.length_drawn
+    if abs(ratio - 1) <= _BIAS_LIMIT:
+        return []
+    return [
+        f"task {name}: trained responses are {abs(ratio - 1):.0%} "
+        f"{'shorter' if ratio < 1 else 'longer'} than drawn ones "
+        f"({task.length_trained:.1f} against {task.length_drawn:.1f} tokens per group)"
+    ]
+
+
+def _print(found: Audit, console: Console) -> None:
+    counts = Table("task", "drawn", "trained", "buffered", "in flight", "dropped", "balance")
+    means = Table("task", "tokens drawn", "tokens trained", "reward drawn", "reward trained")
+    for name, task in found.tasks.items():
+        drops = ", ".join(f"{reason} {number}" for reason, number in sorted(task.dropped.items()))
+        numbers = (task.drawn, task.trained, task.buffered, task.in_flight)
+        counts.add_row(name, *map(str, numbers), drops or "0", "yes" if task.balanced else "NO")
+        values = (task.length_drawn, task.length_trained, task.reward_drawn, task.reward_trained)
+        means.add_row(name, *("-" if value is None else f"{value:.3f}" for value in values))
+    console.print(counts)
+    console.print(means)
+    console.print(
+        f"{found.committed_steps} steps committed; largest staleness trained: "
+        f"{found.max_staleness_trained}, allowed: {found.max_staleness_allowed}",
+        highlight=False,
+    )
+    for line in found.warnings:
+        console.print(f"warning: {line}", highlight=False)
+    for line in found.faults:
+        console.print(f"FAULT: {line}", highlight=False)
+    console.print("balanced" if found.balanced else "NOT balanced", highlight=False)

@@ -1,0 +1,36 @@
+"""`penstock report`: one or more runs as one HTML file that needs nothing else.
+
+`data.py` reads a run folder into a plain record, `figures.py` takes its key figures, `page.py` puts the
+records into a page. The reader's browser draws, with the scripts in `assets/`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.errors import UserError
+from penstock.inspection.report.data import read_run
+from penstock.inspection.report.page import render
+from penstock.run_folder import RunFolder
+
+__all__ = ["write_report"]
+
+
+def write_report(folders: list[RunFolder], out: Path | None = None) -> Path:
+    """Write the report of these runs, by default into the first one's folder, and give its path."""
+    if not folders:
+        raise UserError("report: got no run, allowed: one run folder or more")
+    path = out or folders[0].path / "report.html"
+    if path.is_dir():
+        raise UserError(f"report: got the folder {path}, allowed: the name of an HTML file")
+    page = render([read_run(folder) for folder in folders])
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(page, encoding="utf-8", errors="replace")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"report: cannot write {path}: {error.strerror}, allowed: a file that can be written"
+        ) from None
+    return path

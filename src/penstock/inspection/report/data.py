@@ -1,0 +1,288 @@
+"""One run folder as one plain record.
+
+What is missing, torn or damaged is said in `missing`; it is never an exception, because a report is
+most wanted when a run went wrong. Only what the page draws is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PenstockError, RunError
+from penstock.inspection.rollout_viewer import group_samples, message_text
+from penstock.journal import Journal
+from penstock.run_folder import CONFIG, RunFolder
+
+CURVES = (
+    "reward/mean",
+    "accuracy/mean",
+    "response_length/mean",
+    "staleness/mean",
+    "staleness/max",
+    "kl/mean",
+    "entropy/mean",
+    "clip/fraction",
+    "grad_norm",
+    "mismatch/kl",
+    "groups/zero_variance",
+    "tokens/generated",
+    "time/step_s",
+    "time/consumer_wait_s",
+    "time/producer_wait_s",
+)
+MAX_TRAINED_GROUPS = 30
+MAX_DROPPED_GROUPS = 8
+MAX_PER_GROUP = 8
+MAX_TEXT = 6000  # characters of a prompt or a response that are embedded
+MAX_LENGTH_BINS = 400
+
+
+@dataclass(slots=True, kw_only=True)
+class RunRecord:
+    """What the page knows of a run; plain values only."""
+
+    name: str
+    path: str
+    config: str = ""  # the resolved TOML
+    settings: dict[str, str] = field(default_factory=dict)  # the few that head the page
+    planned_steps: int | None = None
+    missing: list[str] = field(default_factory=list)  # sentences: what is not there, and why
+    steps: list[int] = field(default_factory=list)
+    curves: dict[str, list[float | None]] = field(default_factory=dict)  # by name, one per step
+    evaluations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by task
+    staleness: dict[int, int] = field(default_factory=dict)  # staleness -> trained groups
+    length_bin: int = 1  # tokens in one bin of `lengths`
+    lengths: list[tuple[int, int, int]] = field(default_factory=list)  # (start, finished, trained)
+    groups: dict[str, int] = field(default_factory=dict)  # state -> groups
+    drops: dict[str, int] = field(default_factory=dict)  # reason -> groups
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_run(folder: RunFolder) -> RunRecord:
+    """Read all that is there."""
+    record = RunRecord(name=folder.path.resolve().name, path=str(folder.path))
+    config = _read_config(folder, record)
+    _read_metrics(folder, record)
+    if _at(config, "eval", "tasks") != {} or (folder.evaluations / "summary.jsonl").exists():
+        _read_evaluations(folder, record)
+    _read_journal(folder, record)
+    if not record.samples:
+        _read_rollout_log(folder, record)
+    return record
+
+
+def _read_config(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    try:
+        record.config = (folder.path / CONFIG).read_text(encoding="utf-8")
+        tree = tomllib.loads(record.config)
+    except (OSError, ValueError) as error:
+        record.missing.append(f"{CONFIG} cannot be read: {_reason(error)}")
+        return {}
+    steps, tasks = _at(tree, "train", "steps"), _at(tree, "tasks")
+    record.planned_steps = steps if isinstance(steps, int) else None
+    named = {
+        "model": _at(tree, "model", "path"),
+        "task": ", ".join(tasks) if isinstance(tasks, dict) else None,
+        "algorithm": _at(tree, "algorithm", "name"),
+        "seed": _at(tree, "seed"),
+        "staleness bound": _at(tree, "produce", "max_staleness"),
+        "groups per step": _at(tree, "train", "groups_per_step"),
+        "responses per group": _at(tree, "sampling", "num_generations"),
+        "learning rate": _at(tree, "train", "lr"),
+        "launch": _at(tree, "launch", "kind"),
+    }
+    record.settings = {name: str(value) for name, value in named.items() if value not in (None, "")}
+    return tree
+
+
+def _at(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _read_metrics(folder: RunFolder, record: RunRecord) -> None:
+    rows = _read_lines(folder.metrics, record, "no step was logged")
+    by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
+    record.steps = sorted(by_step)
+    for name in CURVES:
+        values = [_number(by_step[step].get(name)) for step in record.steps]
+        if any(value is not None for value in values):
+            record.curves[name] = values
+
+
+def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:
+    path = folder.evaluations / "summary.jsonl"
+    found: dict[
+        tuple[str, int], dict[str, Any]
+    ] = {}  # a resumed run may repeat one: the last counts
+    for row in _read_lines(path, record, "no evaluation was done"):
+        accuracy = _number(row.get("accuracy"))
+        if (
+            isinstance(row.get("task"), str)
+            and isinstance(row.get("step"), int)
+            and accuracy is not None
+        ):
+            found[row["task"], row["step"]] = row | {"accuracy": accuracy}
+    for (task, _), row in sorted(found.items()):
+        record.evaluations.setdefault(task, []).append(
+            {
+                "step": row["step"],
+                "accuracy": row["accuracy"],
+                "low": _number(row.get("low")),
+                "high": _number(row.get("high")),
+            }
+        )
+
+
+def _read_journal(folder: RunFolder, record: RunRecord) -> None:
+    if not folder.journal.is_file():
+        record.missing.append(
+            f"{folder.journal.name} is not there: no histograms, no drops, fewer samples"
+        )
+        return
+    try:
+        with closing(Journal.open(folder.journal, readonly=True)) as journal:
+            _read_histograms(journal, record)
+            _read_samples(journal, record)
+    except (PenstockError, TypeError, ValueError) as error:  # damage can put any type anywhere
+        record.missing.append(f"{folder.journal.name} could not be read to its end: {error}")
+
+
+def _read_histograms(journal: Journal, record: RunRecord) -> None:
+    record.groups = dict(journal.query("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+    record.drops = {
+        str(reason): count
+        for reason, count in journal.query(
+            "SELECT drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1 ORDER BY 2 DESC"
+        )
+    }
+    record.staleness = dict(
+        journal.query(
+            "SELECT staleness, COUNT(*) FROM groups WHERE state = 'trained' AND staleness IS NOT NULL"
+            " GROUP BY staleness ORDER BY staleness"
+        )
+    )
+    longest = journal.query("SELECT MAX(num_tokens) FROM rollouts")[0][0] or 0
+    record.length_bin = max(1, math.ceil((longest + 1) / MAX_LENGTH_BINS))
+    record.lengths = journal.query(
+        "SELECT num_tokens / ? * ?, COUNT(*), COUNT(step) FROM rollouts"
+        " WHERE finish_reason IN ('stop', 'length') GROUP BY 1 ORDER BY 1",
+        (record.length_bin, record.length_bin),
+    )
+
+
+def _read_samples(journal: Journal, record: RunRecord) -> None:
+    """Whole groups (of large ones the first members), spread evenly over the steps, and drops."""
+    trained = journal.query(
+        "SELECT group_id FROM groups WHERE state = 'trained' ORDER BY step, position"
+    )
+    dropped = journal.query(
+        "SELECT DISTINCT group_id FROM rollouts WHERE drop_reason IS NOT NULL ORDER BY group_id"
+    )
+    chosen = _spread(trained, MAX_TRAINED_GROUPS) + _spread(dropped, MAX_DROPPED_GROUPS)
+    damaged = []
+    for (group_id,) in chosen:
+        try:
+            samples = group_samples(journal, group_id)[:MAX_PER_GROUP]
+        except RunError as error:
+            damaged.append(str(error))
+            continue
+        for sample in samples:
+            row = sample.plain() | {"fate": sample.fate}
+            row["prompt"] = _clip("\n".join(message_text(m) for m in sample.prompt))
+            row["response"] = _clip(sample.response)
+            record.samples.append(row)
+    if damaged:
+        record.missing.append(f"{len(damaged)} groups were left out of the samples: {damaged[0]}")
+
+
+def _spread(items: list[Any], count: int) -> list[Any]:
+    """At most `count` of them, evenly, the first and the last among them."""
+    if len(items) <= count:
+        return items
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def _read_rollout_log(folder: RunFolder, record: RunRecord) -> None:
+    """Fewer samples, with fewer fields, where there is no journal."""
+    rows = _read_lines(folder.path / "rollouts.jsonl", record, "no samples were logged")
+    record.samples = [_logged_sample(r) for r in _spread(rows, MAX_TRAINED_GROUPS * MAX_PER_GROUP)]
+
+
+def _logged_sample(row: dict[str, Any]) -> dict[str, Any]:
+    messages, parts, versions = row.get("prompt"), row.get("parts"), row.get("versions")
+    prompt = (
+        [message_text(m) for m in messages if isinstance(m, dict)]
+        if isinstance(messages, list)
+        else []
+    )
+    step, answer = row.get("step"), row.get("gt_answer")
+    return {
+        "rollout_id": str(row.get("rollout_id", "")),
+        "group_id": str(row.get("group_id", "")),
+        "task": str(row.get("task", "")),
+        "prompt": _clip("\n".join(prompt)),
+        "response": _clip(str(row.get("response", ""))),
+        "gt_answer": None if answer is None else str(answer),
+        "reward": _number(row.get("reward")),
+        "parts": {k: _number(v) for k, v in parts.items()} if isinstance(parts, dict) else {},
+        "note": "",
+        "versions": [(_number(v), 0) for v in versions] if isinstance(versions, list) else [],
+        "num_tokens": _number(row.get("response_length")),
+        "finish_reason": str(row.get("finish_reason", "")),
+        "state": "trained",
+        "step": step if isinstance(step, int) else None,
+        "fate": f"trained in step {step}",
+    }
+
+
+def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line; lines that are none are counted and said."""
+    name = path.relative_to(record.path)
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        record.missing.append(f"{name} is not there: {absence}")
+        return []
+    except OSError as error:
+        record.missing.append(f"{name} cannot be read: {_reason(error)}")
+        return []
+    rows, bad = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            bad.append(number)
+    if bad == [len(lines)]:
+        record.missing.append(f"{name}: the last line is torn and was left out")
+    elif bad:
+        record.missing.append(f"{name}: {len(bad)} lines are damaged, the first is line {bad[0]}")
+    if not rows and not bad:
+        record.missing.append(f"{name} is empty: {absence}")
+    return rows
+
+
+def _number(value: Any) -> float | None:
+    """A finite number at the precision of a plot."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.7g}")
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}\n[cut: {len(text)} characters]"
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)

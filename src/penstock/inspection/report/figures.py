@@ -1,0 +1,76 @@
+"""The key figures of a run, from its record; the page and the closing summary show the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.inspection.report.data import RunRecord
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Change:
+    """A figure at the first and at the last step that has it."""
+
+    first: float
+    last: float
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Figures:
+    """None: the run folder does not tell."""
+
+    steps: int
+    planned_steps: int | None
+    seconds: float | None  # of all steps together
+    held_out: dict[str, Change]  # accuracy by evaluation task
+    reward: Change | None
+    accuracy: Change | None
+    tokens_per_s: float | None  # generated tokens per second of training time
+    largest_staleness: int | None
+    trainer_waited: float | None  # share of the time, 0 to 1
+    producer_waited: float | None
+    drawn: int | None  # groups
+    trained: int | None
+    dropped: int | None
+
+
+def take_figures(record: RunRecord) -> Figures:
+    """Work out the key figures."""
+    curves = record.curves
+    seconds = _total(curves.get("time/step_s"))
+    tokens = _total(curves.get("tokens/generated"))
+    largest = max((v for v in curves.get("staleness/max", ()) if v is not None), default=None)
+    known = bool(record.groups)
+    return Figures(
+        steps=len(record.steps),
+        planned_steps=record.planned_steps,
+        seconds=seconds,
+        held_out={
+            task: Change(first=rows[0]["accuracy"], last=rows[-1]["accuracy"])
+            for task, rows in record.evaluations.items()
+        },
+        reward=_change(curves.get("reward/mean")),
+        accuracy=_change(curves.get("accuracy/mean")),
+        tokens_per_s=tokens / seconds if tokens is not None and seconds else None,
+        largest_staleness=None if largest is None else round(largest),
+        trainer_waited=_share(_total(curves.get("time/consumer_wait_s")), seconds),
+        producer_waited=_share(_total(curves.get("time/producer_wait_s")), seconds),
+        drawn=sum(record.groups.values()) if known else None,
+        trained=record.groups.get("trained", 0) if known else None,
+        dropped=record.groups.get("dropped", 0) if known else None,
+    )
+
+
+def _change(values: Sequence[float | None] | None) -> Change | None:
+    present = [value for value in values or () if value is not None]
+    return Change(first=present[0], last=present[-1]) if present else None
+
+
+def _total(values: Sequence[float | None] | None) -> float | None:
+    return None if values is None else sum(value for value in values if value is not None)
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    """At most 1: a wait may begin before the step that it is booked on."""
+    return min(1.0, part / whole) if part is not None and whole else None

@@ -1,0 +1,257 @@
+"""Looking at samples: what was asked and answered, its reward, its versions, and what became of it.
+
+The logic of `penstock rollouts`. Reads a journal through its public views, read-only, also
+while the run goes on. It changes nothing and judges nothing (`penstock audit` does).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from penstock.errors import RunError, UserError
+from penstock.journal import Journal
+from penstock.run_folder import RunFolder
+from penstock.types import Rollout
+
+DEFAULT_LIMIT = 10
+COLUMNS = (
+    "rollout_id, group_id, number, task, prompt_id, status, finish_reason, num_tokens, oldest_version, "
+    "newest_version, temperature, reward, step, drop_reason, text, error"
+)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Sample:
+    """One rollout with its prompt, as a person wants to see it."""
+
+    rollout_id: str
+    group_id: str
+    task: str
+    prompt_id: str
+    prompt: list[dict[str, Any]]  # chat messages
+    response: str
+    gt_answer: str | None
+    reward: float | None
+    parts: dict[str, float]
+    format_ok: bool | None
+    answer_ok: bool | None
+    note: str
+    versions: list[tuple[int, int]]  # (policy version, tokens), in their order
+    num_tokens: int
+    temperature: float
+    finish_reason: str
+    status: str
+    state: str  # of its group: in_flight | buffered | taken | trained | dropped
+    step: int | None  # the step that trained it
+    staleness: int | None  # at that step, by the group's oldest token
+    drop_reason: str | None
+    error: str
+
+    @property
+    def fate(self) -> str:
+        """What became of it, in words."""
+        if self.state == "trained":
+            return f"trained in step {self.step}, staleness {self.staleness}"
+        if self.state == "taken":
+            return f"taken for step {self.step}, which is not finished"
+        if self.state == "dropped":
+            return f"dropped: {self.drop_reason}"
+        return {"buffered": "waiting in the buffer", "in_flight": "in flight"}.get(
+            self.state, self.state
+        )
+
+    @property
+    def version_text(self) -> str:
+        """The versions of its tokens as runs: "v3 x12, v4 x7"."""
+        return ", ".join(f"v{version} x{length}" for version, length in self.versions) or "none"
+
+    def plain(self) -> dict[str, Any]:
+        """What JSON can hold; a number that is not finite becomes None."""
+        return _finite(asdict(self))
+
+
+def find_samples(
+    journal: Journal,
+    *,
+    where: str | None = None,
+    step: int | None = None,
+    task: str | None = None,
+    limit: int = DEFAULT_LIMIT,
+) -> list[Sample]:
+    """Samples in the order in which they were trained, then those that were not."""
+    if limit < 1:
+        raise UserError(f"limit: got {limit}, allowed: at least 1")
+    conditions = [
+        text for text, value in (("step = ?", step), ("task = ?", task)) if value is not None
+    ]
+    if where is not None and where.strip():
+        conditions.append(f"({where}\n)")  # the newline ends a comment in the condition
+    parameters: list[object] = [value for value in (step, task) if value is not None]
+    condition = " AND ".join(conditions) or "1"
+    sql = (
+        f"SELECT group_id, rollout_id FROM rollouts WHERE {condition}"
+        " ORDER BY step IS NULL, step, group_id, number LIMIT ?"
+    )
+    try:
+        rows = journal.query(sql, [*parameters, limit])
+    except RunError as error:
+        if where is None or error.__cause__ is None:
+            raise
+        raise UserError(
+            f"where: got {where!r}: {error.__cause__}; allowed: an SQL condition on {COLUMNS}"
+        ) from None
+    wanted: dict[str, set[str]] = {}
+    for group_id, rollout_id in rows:
+        wanted.setdefault(group_id, set()).add(rollout_id)
+    return [
+        sample
+        for group_id, rollout_ids in wanted.items()
+        for sample in group_samples(journal, group_id)
+        if sample.rollout_id in rollout_ids
+    ]
+
+
+def group_samples(journal: Journal, group_id: str) -> list[Sample]:
+    """Every rollout of one group; a payload that cannot be decoded is a RunError that names it."""
+    row = journal.query(
+        "SELECT state, step, staleness, drop_reason FROM groups WHERE group_id = ?", (group_id,)
+    )[0]
+    try:
+        group = journal.group(group_id)
+    except (struct.error, ValueError, KeyError, IndexError, TypeError) as error:
+        raise RunError(f"journal: the payload of group {group_id} is damaged: {error}") from error
+    return [_sample(rollout, group.group_id, group.task, *row) for rollout in group.rollouts]
+
+
+def _sample(
+    rollout: Rollout,
+    group_id: str,
+    task: str,
+    state: str,
+    step: int | None,
+    staleness: int | None,
+    drop_reason: str | None,
+) -> Sample:
+    prompt, score = rollout.prompt, rollout.score
+    assert prompt is not None
+    return Sample(
+        rollout_id=rollout.rollout_id,
+        group_id=group_id,
+        task=task,
+        prompt_id=prompt.prompt_id,
+        prompt=list(prompt.messages),
+        response=rollout.text,
+        gt_answer=prompt.gt_answer,
+        reward=score.value if score else None,
+        parts=dict(score.parts) if score else {},
+        format_ok=score.format_ok if score else None,
+        answer_ok=score.answer_ok if score else None,
+        note=score.note if score else "",
+        versions=[(segment.version, segment.length) for segment in rollout.segments],
+        num_tokens=len(rollout.response_ids),
+        temperature=rollout.temperature,
+        finish_reason=rollout.finish_reason,
+        status=rollout.status.value,
+        state=state,
+        step=step,
+        staleness=staleness,
+        drop_reason=drop_reason,
+        error=rollout.error,
+    )
+
+
+def show_rollouts(
+    folder: RunFolder,
+    *,
+    where: str | None = None,
+    step: int | None = None,
+    task: str | None = None,
+    limit: int = DEFAULT_LIMIT,
+    as_json: bool = False,
+    console: Console | None = None,
+) -> int:
+    """The command: print samples of a run for a person, or one JSON object a line. Gives their number."""
+    console = console or Console()
+    with closing(Journal.open(folder.journal, readonly=True)) as journal:
+        _check_task(journal, task)
+        samples = find_samples(journal, where=where, step=step, task=task, limit=limit)
+    if as_json:
+        for sample in samples:
+            console.file.write(json.dumps(sample.plain()) + "\n")
+        console.file.flush()
+        return len(samples)
+    for sample in samples:
+        _print(console, sample)
+    if not samples:
+        console.print("no sample matches", style="dim")
+    elif len(samples) == limit:
+        console.print(f"the first {limit}; more with --limit", style="dim", highlight=False)
+    return len(samples)
+
+
+def _check_task(journal: Journal, task: str | None) -> None:
+    names = [name for (name,) in journal.query("SELECT DISTINCT task FROM groups ORDER BY task")]
+    if task is not None and names and task not in names:
+        raise UserError(f"task: got {task!r}, allowed: {', '.join(names)}")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def message_text(message: dict[str, Any]) -> str:
+    """The text of one chat message, also where its content comes in pieces."""
+    content = message.get("content", "")
+    if isinstance(content, str):
+        return content
+    pieces: Iterable[Any] = content if isinstance(content, Sequence) else [content]
+    return "\n".join(
+        str(piece.get("text", piece)) if isinstance(piece, dict) else str(piece) for piece in pieces
+    )
+
+
+def _print(console: Console, sample: Sample) -> None:
+    console.print(Rule(Text(sample.rollout_id, style="bold"), align="left", style="dim"))
+    for message in sample.prompt:
+        _line(console, str(message.get("role", "prompt")), message_text(message), "cyan")
+    _line(console, "response", sample.response, "")
+    if sample.gt_answer is not None:
+        _line(console, "expected", sample.gt_answer, "")
+    style = "dim" if sample.reward is None else "green" if sample.reward > 0 else "red"
+    _line(console, "reward", _reward_text(sample), style)
+    _line(console, "tokens", f"{sample.num_tokens} ({sample.finish_reason or 'not ended'})", "")
+    _line(console, "versions", sample.version_text, "")
+    _line(console, "fate", sample.fate, "yellow" if sample.state == "dropped" else "")
+    if sample.error:
+        _line(console, "error", sample.error, "red")
+    console.print()
+
+
+def _reward_text(sample: Sample) -> str:
+    if sample.reward is None:
+        return "none"
+    parts = ", ".join(f"{name} {value:g}" for name, value in sample.parts.items())
+    note = f"  {sample.note}" if sample.note else ""
+    return f"{sample.reward:g}" + (f" ({parts})" if parts else "") + note
+
+
+def _line(console: Console, name: str, value: str, style: str) -> None:
+    """Text from a model is never read as markup or as terminal control codes."""
+    visible = "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in value)
+    label = Text(f"{name:>9}  ", style="dim")
+    indented = visible.replace("\n", "\n" + " " * 11)
+    console.print(Text.assemble(label, (indented, style)), soft_wrap=True)

@@ -1,0 +1,159 @@
+"""The lines that close a run, and the table of an evaluation, for a person.
+
+Everything is read back from the run folder, so a resumed run is summed up whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from penstock.evaluation.evaluate import EvalResult
+from penstock.inspection.report.data import RunRecord, read_run
+from penstock.inspection.report.figures import Change, Figures, take_figures
+from penstock.run_folder import RunFolder
+from penstock.types import StepReport
+
+_BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=*#"
+_PLOT_WIDTH = 40
+
+
+def print_summary(console: Console, folder: RunFolder, *, seconds: float) -> None:
+    """What the run reached, how it used its time, what was lost, and where to look further."""
+    record = read_run(folder)
+    figures = take_figures(record)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _lines(console, record, figures, seconds):
+        table.add_row(name, value)
+    console.print()
+    console.print(table)
+    report = folder.path / "report.html"
+    if report.is_file():
+        _path(console, "report", str(report))
+    _path(console, "run folder", str(folder.path))
+
+
+def print_evaluations(console: Console, results: list[EvalResult]) -> None:
+    """One row a task."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column("task", no_wrap=True)
+    several = sorted({k for result in results for k in result.pass_at if k > 1})
+    passes = [f"pass@{k}" for k in several]
+    for column in ("accuracy", "95 % CI", *passes, "reward", "tokens", "samples", "failed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(
+            Text(result.task),
+            Text(f"{result.accuracy:.3f}", style="bold"),
+            f"{result.low:.2f}-{result.high:.2f}",
+            *(f"{result.pass_at[k]:.3f}" if k in result.pass_at else "-" for k in several),
+            f"{result.reward:.3f}",
+            f"{result.response_length:.1f}",
+            str(result.samples),
+            Text(str(result.failures), style="red" if result.failures else ""),
+        )
+    console.print(table, highlight=False)
+
+
+class ReplayProgress:
+    """A line for each recomputed step on stdout, and a bar on stderr where that is a terminal."""
+
+    def __init__(self, name: str) -> None:
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn(f"replaying {name}"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("replay", total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, report: StepReport, total: int) -> None:
+        """One step was recomputed and is equal."""
+        self._bar.update(self._task, completed=report.step, total=total)
+        print(f"step {report.step}/{total}  {report.digest}  equal", flush=True)
+
+
+def _lines(
+    console: Console, record: RunRecord, figures: Figures, seconds: float
+) -> list[tuple[str, Text]]:
+    lines = []
+    for task, rows in record.evaluations.items():
+        plot = _sparkline(console, [row["accuracy"] for row in rows], low=0.0, high=1.0)
+        lines.append((f"{task} accuracy", _change(figures.held_out[task], plot)))
+    reward = figures.reward
+    plot = _sparkline(console, record.curves.get("reward/mean", []))
+    lines.append(("reward", Text("not logged") if reward is None else _change(reward, plot)))
+    lines.append(("steps", Text(f"{figures.steps} in {_duration(seconds)}")))
+    if figures.tokens_per_s is not None:
+        lines.append(("generated", Text(f"{figures.tokens_per_s:,.0f} tokens/s")))
+    if figures.largest_staleness is not None:
+        lines.append(("largest staleness", Text(str(figures.largest_staleness))))
+    if figures.trainer_waited is not None and figures.producer_waited is not None:
+        waits = f"trainer {figures.trainer_waited:.0%}, producer {figures.producer_waited:.0%} of the time"
+        lines.append(("waited", Text(waits)))
+    if record.groups:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in record.drops.items())
+        drops = f"{figures.dropped} of {figures.drawn} groups" + (f": {reasons}" if reasons else "")
+        lines.append(("dropped", Text(drops, style="yellow" if figures.dropped else "")))
+    lines += [("note", Text(text, style="yellow")) for text in record.missing]
+    return lines
+
+
+def _change(change: Change, plot: str) -> Text:
+    return Text.assemble(
+        f"{change.first:.3f} -> ", (f"{change.last:.3f}", "bold"), ("  " + plot, "cyan")
+    )
+
+
+def _sparkline(
+    console: Console,
+    values: Sequence[float | None],
+    low: float | None = None,
+    high: float | None = None,
+) -> str:
+    """A plot one line high; long series are averaged over equal stretches."""
+    present = [value for value in values if value is not None]
+    if len(present) < 2:
+        return ""
+    columns = min(len(present), _PLOT_WIDTH)
+    edges = [round(i * len(present) / columns) for i in range(columns + 1)]
+    means = [sum(present[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low = min(means) if low is None else low
+    high = max(means) if high is None else high
+    blocks = _BLOCKS if console.encoding.lower().startswith("utf") else _PLAIN_BLOCKS
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        blocks[round(min(max(mean - low, 0.0) * scale, len(blocks) - 1))] for mean in means
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def _path(console: Console, name: str, path: str) -> None:
+    """On a line of its own and never broken, so that it can be copied."""
+    console.print(Text.assemble((f"{name}: ", "dim"), (path, "bold")), soft_wrap=True)

@@ -1,0 +1,87 @@
+"""The chain of weights in a journal: trained, published, loaded, sampled from, trained again.
+
+Each step commits the digest of its weights; the trainer publishes a version with its digest; engines
+confirm the digest of what they loaded; each rollout says which versions its tokens came from. A link
+that is missing or does not fit is a fault: somebody sampled from weights that nobody can name.
+"""
+
+from __future__ import annotations
+
+from penstock.journal import Journal
+
+
+def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
+    """What breaks the chain. `recorded`: the rollouts are another run's, and so are its versions."""
+    published, confirmed = _seen(journal, "published"), _seen(journal, "confirmed")
+    faults = [
+        f"weights {version}: an engine confirmed digest {digest}, published was "
+        f"{_words(published.get(version))}"
+        for version, digests in sorted(confirmed.items())
+        for digest in sorted(digests - published.get(version, set()))
+    ]
+    if not recorded:
+        faults += _step_faults(journal, published)
+    for version in _sampled_versions(journal):
+        if version not in published:
+            faults.append(f"weights {version}: trained rollouts name them, nobody published them")
+        elif version not in confirmed:
+            faults.append(
+                f"weights {version}: trained rollouts name them, no engine confirmed them"
+            )
+    return faults
+
+
+def redone_versions(journal: Journal) -> list[str]:
+    """Versions that were published with more than one digest: redone where bits do not repeat."""
+    return [
+        f"weights {version}: redone after a crash with other bits ({_words(digests)})"
+        for version, digests in sorted(_seen(journal, "published").items())
+        if len(digests) > 1
+    ]
+
+
+def _step_faults(journal: Journal, published: dict[int, set[str]]) -> list[str]:
+    faults = []
+    rows = journal.query("SELECT step, policy_version, digest FROM steps WHERE committed")
+    for step, version, digest in rows:
+        if version != step:
+            faults.append(f"step {step}: it committed version {version}")
+        if version in published and digest not in published[version]:
+            faults.append(
+                f"weights {version}: published with digest {_words(published[version])}, "
+                f"committed with {digest}"
+            )
+    return faults
+
+
+def _seen(journal: Journal, kind: str) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for version, digest in journal.query(
+        "SELECT DISTINCT version, digest FROM weights WHERE kind = ?", (kind,)
+    ):
+        found.setdefault(version, set()).add(digest)
+    return found
+
+
+def _sampled_versions(journal: Journal) -> list[int]:
+    """Every version that a token of a trained rollout came from."""
+    versions: set[int] = set()
+    rows = journal.query(
+        "SELECT DISTINCT oldest_version, newest_version FROM rollouts"
+        " WHERE step IS NOT NULL AND oldest_version IS NOT NULL"
+    )
+    for oldest, newest in rows:
+        versions |= {oldest, newest}
+        if newest - oldest > 1:  # what lies between is in the payloads alone
+            for (group_id,) in journal.query(
+                "SELECT DISTINCT group_id FROM rollouts"
+                " WHERE step IS NOT NULL AND oldest_version = ? AND newest_version = ?",
+                (oldest, newest),
+            ):
+                rollouts = journal.group(group_id).rollouts
+                versions |= {s.version for rollout in rollouts for s in rollout.segments}
+    return sorted(versions)
+
+
+def _words(digests: set[str] | None) -> str:
+    return " and ".join(sorted(digests)) if digests else "nothing"

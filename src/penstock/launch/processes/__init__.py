@@ -1,0 +1,1 @@
+"""Workers as processes of this machine, called over a socket pair."""

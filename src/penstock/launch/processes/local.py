@@ -1,0 +1,116 @@
+"""This machine: one process for each trainer rank, one for each engine.
+
+Processes, not threads: small models are bound by Python itself, and one interpreter lock would let
+only one side run at a time. Weights go through shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from penstock.config import Config
+from penstock.launch.assemble import all_or_first_error, join, start_all, turns
+from penstock.launch.part_factories import Workers
+from penstock.launch.processes.process_worker import ProcessWorker
+from penstock.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.supervise.trainer import RankGroup
+from penstock.supervise.worker import Worker
+from penstock.watch.waits import Waits
+from penstock.weights import sync_kind
+from penstock.weights.shared_memory import Folder
+
+
+async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
+    """Start the workers together; if one cannot start, the others are stopped and its error rises."""
+    settings, kind = config.launch, sync_kind(config)
+    callbacks = SupervisionCallbacks(waits=Waits())
+    folder = Folder.new()
+    link = (kind, str(folder.path))
+    trainer = Supervised(
+        "trainer", spawn_trainer(config, total_steps, log_folder, link), settings, callbacks
+    )
+
+    def make_engine(number: int) -> Supervised:
+        spawn = _spawn_engine(config, log_folder, link, number)
+        return Supervised(f"engine-{number}", spawn, settings, callbacks)
+
+    engines = [make_engine(number) for number in range(settings.num_producers)]
+
+    async def clean_up() -> None:
+        folder.remove()
+
+    try:
+        await start_all(trainer, engines, colocate=settings.colocate)
+    except BaseException:
+        await asyncio.gather(*(one.close() for one in (trainer, *engines)))
+        await clean_up()
+        raise
+    return join(
+        "local",
+        trainer,
+        engines,
+        clean_up,
+        callbacks,
+        kind,
+        make_engine,
+        publishes=turns(config, total_steps),
+        settings=config.engine,
+    )
+
+
+def _spawn_engine(
+    config: Config, log_folder: Path, link: tuple[str, str], number: int
+) -> Callable[[], Awaitable[Worker]]:
+    async def spawn() -> Worker:
+        return await ProcessWorker.start(
+            f"engine-{number}",
+            "penstock.launch.part_factories:engine_part",
+            config,
+            *link,
+            number,
+            log_path=log_folder / f"engine-{number}.log",
+            threads=config.engine.threads,
+            timeout_s=config.launch.start_timeout_s,
+        )
+
+    return spawn
+
+
+def spawn_trainer(
+    config: Config, total_steps: int, log_folder: Path, link: tuple[str, str]
+) -> Callable[[], Awaitable[Worker]]:
+    """Starts every trainer rank; `link` is the kind and the folder of the weight sync."""
+    world = config.launch.num_consumers
+    names = ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
+
+    async def spawn() -> Worker:
+        meeting = ("127.0.0.1", _free_port())
+        ranks = await all_or_first_error(
+            *(
+                ProcessWorker.start(
+                    name,
+                    "penstock.launch.part_factories:trainer_part",
+                    config,
+                    total_steps,
+                    *link,
+                    rank,
+                    meeting,
+                    log_path=log_folder / f"{name}.log",
+                    threads=config.train.threads,
+                    timeout_s=config.launch.start_timeout_s,
+                )
+                for rank, name in enumerate(names)
+            )
+        )
+        return RankGroup(ranks)
+
+    return spawn
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

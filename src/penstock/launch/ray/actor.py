@@ -1,0 +1,263 @@
+"""A part that lives in a Ray actor, called as if it were here.
+
+The actor serves its part as a worker process does (`rpc_server.py`). A call that is always open tells of
+the actor's end at once; nothing polls. What the watchdog asks is answered by a thread of its own, so
+that an actor whose event loop is blocked still tells where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from penstock.errors import PartFailed, RunError, WorkerDied
+from penstock.launch.processes.process_worker import with_log
+from penstock.launch.ray.faults import ACTOR_IS_GONE, why
+from penstock.launch.ray.object_store_retry import with_room
+from penstock.launch.rpc_server import Served, portable, stacks
+from penstock.supervise.activity import effort_of
+from penstock.types import WeightHandle
+
+_CALLS_AT_ONCE = 4096
+# Many small objects, several hundred times a second: plain pickle takes half the time of Ray's own.
+_PACKED = ("generate", "generate_many")
+_WATCH = "watch"  # a second event loop of the actor, on its own thread
+_STACK_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Where(NamedTuple):
+    """What an actor tells of itself."""
+
+    node: str
+    address: str
+    pid: int
+    free_port: int
+    logs_to_run: bool  # what it prints is in the run's own log
+
+
+class ServingActor:
+    """What runs on the other side."""
+
+    def __init__(self, name: str, log_path: str, threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._logs_to_run = _write_log_to(Path(log_path))
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        self._name, self._served = name, Served(name)
+
+    async def where(self) -> Where:
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        node = ray.get_runtime_context().get_node_id()
+        return Where(node, address, os.getpid(), port, self._logs_to_run)
+
+    async def build(self, search_path: list[str], factory: str, args: tuple) -> Any:
+        try:
+            await self._served.build(search_path, factory, args, {})
+            return None, None
+        except Exception as error:
+            return portable(self._name, error), None
+
+    async def call(self, method: str, args: tuple, kwargs: dict) -> Any:
+        try:
+            return None, await self._served.call(method, args, kwargs)
+        except Exception as error:
+            return portable(self._name, error), None
+
+    async def packed_call(self, packed: bytes) -> bytes:
+        method, args, kwargs = pickle.loads(packed)
+        return _packed(await self.call(method, args, kwargs))
+
+    async def chunk(self, number: int) -> tuple[Any, bool]:
+        """An object of its own in the store, which the caller owns; and that it is there."""
+        return await self._served.call("weight_chunk", (number,), {}), True
+
+    @ray.method(concurrency_group=_WATCH)
+    async def stack(self) -> str:
+        return stacks()
+
+    @ray.method(concurrency_group=_WATCH)
+    async def effort(self) -> float | None:
+        return effort_of(os.getpid())
+
+    async def forever(self) -> None:
+        await asyncio.Event().wait()
+
+
+def _write_log_to(path: Path) -> bool:
+    """The run's own log where its folder is reachable from this node, else Ray's."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        return False
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    return True
+
+
+class ActorWorker:
+    """See `Worker`. Consumes method calls, produces results from the actor."""
+
+    def __init__(self, name: str, actor: Any, where: Where, log_path: Path) -> None:
+        self.name = name
+        self._log_path, self._logs_to_run = log_path, where.logs_to_run
+        self.node, self.address = where.node, where.address
+        self.pid, self.free_port = where.pid, where.free_port
+        self.note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+        self._actor = actor
+        self._open_end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
+        self._open_end.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    @classmethod
+    async def create(
+        cls, name: str, log_path: Path, threads: int, timeout_s: float, **options: Any
+    ) -> ActorWorker:
+        """An actor that serves nothing yet; `build` gives it its part."""
+        as_actor: Any = ray.remote
+        watched = as_actor(concurrency_groups={_WATCH: 4})(ServingActor)
+        make = watched.options(max_concurrency=_CALLS_AT_ONCE, **options)
+        actor = make.remote(name, str(log_path), threads)
+        try:
+            async with asyncio.timeout(timeout_s):
+                where = await actor.where.remote()
+        except TimeoutError:
+            ray.kill(actor)
+            raise RunError(f"{name}: Ray gave it no place within {timeout_s:g} s") from None
+        except RayError as error:
+            _append(log_path, str(error))
+            line = f"{name}: the actor could not be started: {why(error)} (log: {log_path})"
+            raise WorkerDied(line) from error
+        except BaseException:
+            ray.kill(actor)
+            raise
+        return cls(name, actor, where, log_path)
+
+    async def build(self, factory: str, *args: Any, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ask(self._actor.build.remote(sys.path, factory, args))
+        except TimeoutError:
+            await self.kill()
+            raise RunError(f"{self.name}: not ready after {timeout_s:g} s") from None
+
+    @property
+    def place(self) -> str:
+        return f"node {self.address} pid {self.pid}"
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        packed = _packed((method, args, kwargs)) if method in _PACKED else None
+
+        async def send() -> list[Any]:  # large arguments are objects of the store
+            if packed is not None:
+                return [self._actor.packed_call.remote(packed)]
+            return [self._actor.call.remote(method, args, kwargs)]
+
+        (reference,) = await with_room(f"{self.name}: {method}", send, self.note)
+        return await self._ask(reference)
+
+    async def _ask(self, reference: Any) -> Any:
+        try:
+            answer = await reference
+            error, result = pickle.loads(answer) if isinstance(answer, bytes) else answer
+        except RayError as fault:
+            raise self._told(fault) from None
+        if error is None:
+            return result
+        if not self._logs_to_run:
+            _append(self._log_path, "\n".join(getattr(error, "__notes__", [])))
+        raise with_log(error, self._log_path)
+
+    def _told(self, fault: RayError) -> Exception:
+        """What Ray raised for a call: an exception of the actor, its end, or a fault of Ray's own."""
+        if isinstance(fault, ACTOR_IS_GONE) and not isinstance(fault, RayTaskError):
+            ray.kill(self._actor)  # one that cannot be reached is not to come back
+            return WorkerDied(f"{self.name}: {why(fault)}")
+        _append(self._log_path, str(fault))
+        return with_log(PartFailed(f"{self.name}: {why(fault)}"), self._log_path)
+
+    async def collect(self, handle: WeightHandle) -> WeightHandle:
+        """Take the staged chunks into the object store; they are owned here."""
+
+        async def store() -> list[Any]:
+            chunk = self._actor.chunk.options(num_returns=2)
+            pairs = [chunk.remote(number) for number in range(handle.location)]
+            await asyncio.gather(*(_awaited(stored) for _, stored in pairs))
+            return [reference for reference, _ in pairs]
+
+        try:
+            what = f"weights of version {handle.version}"
+            references = await with_room(what, store, self.note)
+        except RayError as fault:
+            raise self._told(fault) from None
+        return WeightHandle(
+            version=handle.version, digest=handle.digest, kind=handle.kind, location=references
+        )
+
+    async def ended(self) -> str:
+        await asyncio.wait([self._open_end])
+        fault = self._open_end.exception()
+        return f"{self.name}: the actor ended unexpectedly: {why(fault)} (log: {self._log_path})"
+
+    async def stack(self) -> str:
+        """From a thread of its own; where none of its threads can run, by a signal, into its log."""
+        with contextlib.suppress(TimeoutError, RayError):
+            async with asyncio.timeout(_STACK_TIMEOUT_S):
+                return str(await self._actor.stack.remote())
+        if not self._is_here:
+            return f"{self.name}: none of its threads can run, on another machine ({self.place})"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        return f"{self.name}: none of its threads can run; by signal: the end of {self._log_path}"
+
+    @property
+    def _is_here(self) -> bool:
+        return bool(self.address == ray.util.get_node_ip_address())
+
+    async def effort(self) -> float | None:
+        if self._is_here:  # it need not be able to answer
+            return await asyncio.to_thread(effort_of, self.pid)
+        with contextlib.suppress(TimeoutError, RayError):
+            async with asyncio.timeout(_STACK_TIMEOUT_S):
+                spent: float | None = await self._actor.effort.remote()
+                return spent
+        return None
+
+    async def kill(self) -> None:
+        ray.kill(self._actor)
+
+    async def close(self) -> None:
+        ray.kill(self._actor)
+        with contextlib.suppress(Exception):
+            await asyncio.wait([self._open_end], timeout=_CLOSE_TIMEOUT_S)
+        self._open_end.cancel()
+
+
+def _packed(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+def _append(log_path: Path, text: str) -> None:
+    """From here, where it can be read whatever node the actor was on."""
+    with contextlib.suppress(OSError), log_path.open("a") as log:
+        log.write(f"{text.rstrip()}\n")

@@ -1,0 +1,231 @@
+"""The trainer as the loop sees it: one or several rank workers that may die and come back.
+
+`RankGroup` makes several rank workers one worker: each gets only its share of a batch's groups, and
+the end of one is the end of all. `RestartingTrainer` asks again after a restart: `restore` (newest
+checkpoint, then redo from the journal) has brought the new worker to where the old one was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.errors import EngineError, WorkerDied
+from penstock.supervise.supervised import Supervised, Watched
+from penstock.supervise.worker import Worker
+from penstock.types import Batch, StepReport, WeightHandle
+from penstock.watch.waits import WaitKind, Waits
+
+Collect = Callable[[Worker, WeightHandle], Awaitable[WeightHandle]]
+_OTHERS_TIMEOUT_S = 30.0
+# No collective inside: nobody waits for one that failed.
+_EACH_BY_ITSELF = ("write_snapshot", "progress")
+
+
+def watched(collect: Collect, waits: Waits) -> Collect:
+    """The same, as a wait: weights on their way into the object store."""
+
+    async def collect_watched(rank: Worker, handle: WeightHandle) -> WeightHandle:
+        detail = f"weights of version {handle.version}"
+        with waits.wait("trainer", WaitKind.OBJECT_STORE, detail, responder="trainer"):
+            return await collect(rank, handle)
+
+    return collect_watched
+
+
+class RankGroup:
+    """Trainer ranks as one worker. `collect` completes a handle that rank 0 published."""
+
+    def __init__(self, ranks: Sequence[Worker], collect: Collect | None = None) -> None:
+        self.name = "trainer"
+        self._ranks = list(ranks)
+        self._collect = collect
+
+    @property
+    def place(self) -> str:
+        if len(self._ranks) == 1:
+            return self._ranks[0].place
+        return ", ".join(f"{rank.name} {rank.place}" for rank in self._ranks)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "train":
+            results = await self._each(
+                *(rank.call("train", share) for rank, share in self._shares(*args))
+            )
+        else:
+            wait = _all_ended if method in _EACH_BY_ITSELF else self._each
+            results = await wait(*(rank.call(method, *args, **kwargs) for rank in self._ranks))
+        if method == "publish" and self._collect is not None:
+            return await self._collect(self._ranks[0], results[0])
+        return tuple(results) if method == "progress" else results[0]
+
+    def _shares(self, batch: Batch) -> list[tuple[Worker, Batch]]:
+        """Every world-th group to each rank, as `rank_share` of the trainer has it."""
+        world = len(self._ranks)
+        return [
+            (rank, replace(batch, groups=batch.groups[number::world]))
+            for number, rank in enumerate(self._ranks)
+        ]
+
+    async def _each(self, *calls: Awaitable[Any]) -> list[Any]:
+        """All answers. Ranks that wait in a collective for one that raised are ended with it.
+
+        Where one died, that is the reason: the others may have felt its end before we heard of it.
+        """
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            faults = [fault for task in done if (fault := task.exception()) is not None]
+            if not faults:
+                return [task.result() for task in tasks]
+            await self._end_the_rest(tasks, faults[0])
+            every = [fault for task in tasks if (fault := task.exception()) is not None]
+            raise next((fault for fault in every if isinstance(fault, WorkerDied)), faults[0])
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _end_the_rest(
+        self, tasks: Sequence[asyncio.Future[Any]], fault: BaseException
+    ) -> None:
+        _, waiting = await asyncio.wait(tasks, timeout=_OTHERS_TIMEOUT_S)
+        if waiting:
+            await self.kill()
+            raise WorkerDied(f"trainer: one rank failed and the others hung: {fault}")
+
+    async def ended(self) -> str:
+        tasks = [asyncio.create_task(rank.ended()) for rank in self._ranks]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def stack(self) -> str:
+        stacks = await asyncio.gather(*(rank.stack() for rank in self._ranks))
+        return "\n".join(
+            f"{rank.name}:\n{text}" for rank, text in zip(self._ranks, stacks, strict=True)
+        )
+
+    async def effort(self) -> float | None:
+        spent = await asyncio.gather(*(rank.effort() for rank in self._ranks))
+        known = [seconds for seconds in spent if seconds is not None]
+        return sum(known) if known else None
+
+    async def kill(self) -> None:
+        await asyncio.gather(*(rank.kill() for rank in self._ranks))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(rank.close() for rank in self._ranks))
+
+
+async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
+    """All answers, when the last one is there; then the first error rises."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
+
+
+class RestartingTrainer:
+    """See `TrainerPart`. After a death the call that waited is made again on the restored worker."""
+
+    def __init__(self, supervised: Supervised, waits: Waits, *, announces: bool = False) -> None:
+        """`announces`: weights can be read from the moment on that the worker begins to write them."""
+        self._supervised, self._announces = supervised, announces
+        self._part: Any = Watched(supervised.name, waits, supervised.call)
+        self._published: tuple[WeightHandle, Worker | None] | None = None  # the newest, and by whom
+        self._writing: asyncio.Task[WeightHandle] | None = None
+        self._publishing = asyncio.Lock()
+
+    async def _again_after_a_death(self, method: str, *args: Any) -> Any:
+        while True:
+            try:
+                await self._publish_again()
+                return await getattr(self._part, method)(*args)
+            except WorkerDied:
+                await self._supervised.ready()
+
+    async def train(self, batch: Batch) -> StepReport:
+        await self._written()
+        report: StepReport = await self._again_after_a_death("train", batch)
+        return report
+
+    async def publish(self) -> WeightHandle:
+        """Where it can, returns as soon as engines may begin to read; `train` comes after the rest."""
+        await self._written()
+        handle: WeightHandle | None = None
+        if self._announces:
+            handle = await self._again_after_a_death("announce")
+        if handle is None:
+            handle = await self._again_after_a_death("publish")
+        else:
+            self._writing = asyncio.create_task(self._part.publish(), name="write weights")
+            self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if self._announces:
+            self._published = (handle, self._supervised.worker)
+        return handle
+
+    async def _written(self) -> None:
+        """Waits for a publication under way; one that died with its worker is made again later."""
+        if self._writing is not None:
+            with contextlib.suppress(WorkerDied):
+                await asyncio.shield(self._writing)
+            self._writing = None
+
+    async def _publish_again(self) -> None:
+        """A worker that came back makes readable what the one before it had published."""
+        async with self._publishing:
+            worker = self._supervised.worker
+            if self._published is None or worker is None or worker is self._published[1]:
+                return
+            handle = self._published[0]
+            if await self._part.identity() == (handle.version, handle.digest):
+                handle = await self._part.publish()
+            self._published = (handle, worker)
+
+    async def renewed(self, handle: WeightHandle) -> WeightHandle:
+        """The same weights under a handle that can be read, after the death of who wrote them."""
+        await self._written()
+        while True:
+            await self._supervised.ready()
+            try:
+                await self._part.progress()  # answered at once, so a death is found out here
+                await self._publish_again()
+                break
+            except WorkerDied:
+                continue
+        newest = handle if self._published is None else self._published[0]
+        if (newest.version, newest.digest) != (handle.version, handle.digest):
+            raise EngineError(
+                f"weights of version {handle.version} are gone, and the trainer is at {newest.version}"
+            )
+        return newest
+
+    async def snapshot(self, folder: str) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._again_after_a_death("snapshot", folder)
+        return identity
+
+    async def write_snapshot(self) -> None:
+        """Not asked again: what it would write died with the worker."""
+        await self._part.write_snapshot()
+
+    async def load(self, folder: str) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._again_after_a_death("load", folder)
+        return identity
+
+    async def identity(self) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._again_after_a_death("identity")
+        return identity
+
+    async def is_exact(self) -> bool:
+        return bool(await self._again_after_a_death("is_exact"))
+
+    async def request_stop(self) -> None:
+        if self._supervised.worker is not None:
+            await self._supervised.call("request_stop")

@@ -1,0 +1,167 @@
+"""Attention over packed sequences: one row of tokens, no padding, no token sees another sequence.
+
+Registered with transformers under the name `penstock_packed`. A `PackLayout` travels with the
+forward call. Sequences lie sorted by length, so equal lengths form a block that is viewed, not
+copied, as an ordinary batch; on a GPU in half precision the variable-length flash kernel does all at
+once, unless scores are capped or have sinks. Knows nothing of rollouts or losses.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import UserError
+from penstock.models.attention import plain_attention
+
+ATTENTION_NAME = "penstock_packed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackLayout:
+    """Where the sequences of a packed row begin and end."""
+
+    blocks: tuple[tuple[int, int], ...]  # (sequences, length) of each run of equal lengths
+    bounds_S1: Tensor  # int32: cumulative lengths, from 0 to the number of tokens
+    longest: int
+
+
+def register() -> None:
+    """Make the packed attention known to transformers; safe to call again."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    # Layouts differ from pack to pack: traced into a compiled block, each would compile it again.
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The layout says who sees whom; transformers need not build a mask."""
+    return
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    pack_layout: PackLayout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence. Tensors are [1, heads, tokens, head size]."""
+    assert query.shape[0] == 1
+    assert attention_mask is None
+    if other.get("position_bias") is not None:
+        raise UserError(
+            f"model: got {type(module).__name__} with position biases, allowed: rotary positions"
+        )
+    fused = softcap is None and s_aux is None
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    if half and fused and dropout == 0.0:
+        return _flash(query, key, value, pack_layout, scaling, sliding_window), None
+    sizes = [count * length for count, length in pack_layout.blocks]
+    parts = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
+    outputs = []
+    for (count, length), *block in zip(pack_layout.blocks, *parts, strict=True):
+        query_BHLD, key_BHLD, value_BHLD = (
+            tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in block
+        )
+        if fused:
+            output_BHLD = _block(query_BHLD, key_BHLD, value_BHLD, scaling, dropout, sliding_window)
+        else:
+            output_BHLD = plain_attention(
+                query_BHLD,
+                key_BHLD,
+                value_BHLD,
+                _window_mask(length, sliding_window or length, query.device),
+                scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+                softcap=softcap,
+                sink_H=s_aux,
+            )
+        outputs.append(output_BHLD.transpose(1, 2).flatten(0, 1))
+    joined_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined_THD[None], None
+
+
+def _block(
+    query_BHLD: Tensor,
+    key_BHLD: Tensor,
+    value_BHLD: Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """A batch of sequences of one length."""
+    length = query_BHLD.shape[2]
+    mask = None
+    if sliding_window is not None and length > sliding_window:
+        mask = _window_mask(length, sliding_window, query_BHLD.device)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query_BHLD,
+        key_BHLD,
+        value_BHLD,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query_BHLD.shape[1] != key_BHLD.shape[1],
+    )
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """True where a token may look: at itself and the window - 1 tokens before it."""
+    index = torch.arange(length, device=device)
+    distance = index[:, None] - index[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+@functools.cache
+def _varlen() -> tuple[Any, frozenset[str]]:
+    """torch's variable-length attention, and the options that this version of it knows."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackLayout,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    varlen_attn, known = _varlen()
+    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    left = -1 if sliding_window is None else sliding_window - 1
+    options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}
+    repeats = query_THD.shape[1] // key_THD.shape[1]
+    if "enable_gqa" in known:
+        options["enable_gqa"] = repeats > 1
+    elif repeats > 1:
+        key_THD = key_THD.repeat_interleave(repeats, dim=1)
+        value_THD = value_THD.repeat_interleave(repeats, dim=1)
+    output_THD: Tensor = varlen_attn(
+        query_THD.contiguous(),
+        key_THD.contiguous(),
+        value_THD.contiguous(),
+        layout.bounds_S1,
+        layout.bounds_S1,
+        layout.longest,
+        layout.longest,
+        **options,
+    )
+    return output_THD[None]

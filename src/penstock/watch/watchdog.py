@@ -1,0 +1,270 @@
+"""The watchdog: names the wait that is stuck, shows what its responder does, and acts.
+
+Looks at the open waits of the driver (`waits.py`). A wait is late when its responder answered nothing
+for `stall_s` (or five times the longest answer of its kind so far, if that is more). Half-way and at
+the end of that time the responder is asked how far it is: what has moved is alive. What is still, and
+idle, is acted upon at once; what cannot be told or is busy with something uncounted (compiling, one
+huge micro-batch) is told of, and acted upon after six times as long. Waits for: the time of its next
+look. Never kills by itself: `restart` is given by the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import CoroutineType
+from typing import Any
+
+from penstock.config import WatchdogConfig
+from penstock.errors import RunError
+from penstock.types import Group, Prompt, Rollout, Score, StepReport
+from penstock.watch.waits import OpenWait, WaitKind, Waits
+
+PATIENCE = 5.0  # times the longest answer so far
+LONG_PATIENCE = 6.0  # times the limit, where nothing proves that it hangs
+BUSY_SHARE = 0.05  # of one core; an idle worker's own threads use less
+_PROBE_TIMEOUT_S = 10.0
+_NO_ANSWER = object()
+
+
+@dataclass(slots=True, frozen=True)
+class _Look:
+    """What was seen of a responder. None: it cannot be told."""
+
+    at: float
+    progress: object
+    effort: float | None
+
+    def moved_on(self, before: _Look) -> bool:
+        told = self.progress is not None and self.progress is not _NO_ANSWER
+        return told and self.progress != before.progress
+
+    def is_busy(self, before: _Look) -> bool:
+        if self.effort is None or before.effort is None:
+            return False
+        return self.effort - before.effort >= BUSY_SHARE * (self.at - before.at)
+
+
+class Watchdog:
+    """Consumes time, produces reports. `run` raises where the policy is to stop.
+
+    `progress_of` tells something that changes with every piece of work; `effort_of` how many seconds
+    of work a process has spent.
+    """
+
+    def __init__(
+        self,
+        waits: Waits,
+        settings: WatchdogConfig,
+        *,
+        note: Callable[[str], None],
+        stack_of: Callable[[str], Awaitable[str]] | None = None,
+        restart: Callable[[str, str], Awaitable[bool]] | None = None,
+        progress_of: Callable[[str], Awaitable[object]] | None = None,
+        effort_of: Callable[[str], Awaitable[float | None]] | None = None,
+        producer_waits: Callable[[], list[str]] = list,
+    ) -> None:
+        self._waits, self._settings, self._note = waits, settings, note
+        self._stack_of, self._restart = stack_of, restart
+        self._progress_of, self._effort_of = progress_of, effort_of
+        self._producer_waits = producer_waits  # in words
+        self._looks: dict[tuple[str, WaitKind], _Look] = {}  # the last one at each kind of wait
+        self._moved: dict[str, float] = {}  # responder -> when it was last seen to move
+        self._told: dict[str, float] = {}  # responder -> when it was last told of
+
+    async def run(self) -> None:
+        """Until cancelled. Woken by a timer that is set to the next look."""
+        while True:
+            await asyncio.sleep(self._wait_s())
+            now = self._waits.clock()
+            due = [wait for wait in self._waits.leaves() if self._next_look(wait) <= now]
+            wait = min(due, key=lambda wait: wait.since, default=None)
+            if wait is not None:
+                await self._look_at(wait)
+            elif self._is_deadlock():
+                await self._act(None, busy=False, proven=False)
+
+    def _wait_s(self) -> float:
+        now, stall_s = self._waits.clock(), self._settings.stall_s
+        looks = [self._next_look(wait) for wait in self._waits.leaves()]
+        if not looks:
+            looks = [max(self._waits.moved_at, self._told.get("", 0.0)) + stall_s]
+        latest_s = stall_s / 4  # a wait that opens meanwhile does not wake it
+        left_s = min(looks) - now
+        return min(left_s, latest_s) if left_s > 0 else (0.0 if self._waits.open else latest_s)
+
+    def _limit(self, wait: OpenWait) -> float:
+        longest = self._waits.longest.get((wait.responder, wait.what), 0.0)
+        return max(self._settings.stall_s, PATIENCE * longest)
+
+    def _silent_since(self, wait: OpenWait) -> float:
+        answered = self._waits.answered.get((wait.responder, wait.what), 0.0)
+        return max(wait.since, answered, self._moved.get(wait.responder, 0.0))
+
+    def _counted_from(self, wait: OpenWait) -> float:
+        return max(self._silent_since(wait), self._told.get(wait.responder, 0.0))
+
+    def _glance_at(self, wait: OpenWait) -> _Look | None:
+        """The look half-way through the present silence, if it has been taken."""
+        look = self._looks.get((wait.responder, wait.what))
+        return look if look is not None and look.at >= self._counted_from(wait) else None
+
+    def _next_look(self, wait: OpenWait) -> float:
+        begin, whole, glance = self._counted_from(wait), self._limit(wait), self._glance_at(wait)
+        return begin + whole / 2 if glance is None else max(begin + whole, glance.at + whole / 2)
+
+    async def _look_at(self, wait: OpenWait) -> None:
+        """The first look is to compare with; at the second it has moved, or is acted upon."""
+        before, responder = self._glance_at(wait), wait.responder
+        look = await self._look(responder)
+        if wait.until is not None:
+            return  # it was answered meanwhile
+        if before is None:
+            self._looks[responder, wait.what] = look
+        elif look.moved_on(before):
+            self._moved[responder] = look.at
+        else:
+            busy = look.is_busy(before)
+            await self._act(wait, busy=busy, proven=look.progress is not None and not busy)
+
+    async def _look(self, responder: str) -> _Look:
+        progress = await self._ask(self._progress_of, responder)
+        effort = await self._ask(self._effort_of, responder)
+        seconds = effort if isinstance(effort, float) else None
+        return _Look(self._waits.clock(), progress, seconds)
+
+    async def _ask(
+        self, question: Callable[[str], Awaitable[object]] | None, responder: str
+    ) -> object:
+        if question is None:
+            return None
+        try:
+            async with asyncio.timeout(min(_PROBE_TIMEOUT_S, self._settings.stall_s / 4)):
+                return await question(responder)
+        except Exception:  # whatever a question meets, it must not end the run
+            return _NO_ANSWER
+
+    def _is_deadlock(self) -> bool:
+        """Parts of the driver wait for each other and nobody outside is asked anything."""
+        waits = list(self._waits.open.values())
+        moved = max(self._waits.moved_at, self._told.get("", 0.0))
+        return (
+            bool(waits)
+            and not self._waits.leaves()
+            and self._waits.clock() - moved >= self._settings.stall_s
+        )
+
+    async def _act(self, wait: OpenWait | None, *, busy: bool, proven: bool) -> None:
+        """Tell; then, by policy, do something about what is proven or has lasted for long."""
+        now, responder = self._waits.clock(), wait.responder if wait is not None else ""
+        limit = self._settings.stall_s if wait is None else self._limit(wait)
+        silent_s = now - (self._waits.moved_at if wait is None else self._silent_since(wait))
+        is_over = proven or silent_s >= LONG_PATIENCE * limit
+        acts = self._settings.action != "report" and is_over and not self._waits_for_a_restart(wait)
+        line = self._line(wait) + (" (its process is busy with something)" if busy else "")
+        self._note(f"{line}\n{await self._stack(wait)}".rstrip())
+        self._told[responder] = self._waits.clock()
+        if not acts:
+            return
+        may_restart = self._settings.action == "restart" and bool(responder)
+        if may_restart and self._restart is not None and await self._restart(responder, line):
+            return
+        raise RunError(line)
+
+    def _waits_for_a_restart(self, wait: OpenWait | None) -> bool:
+        """Starting a worker has a time-out of its own, and a limit."""
+        others = self._waits.open.values()
+        return wait is None and any(one.what is WaitKind.RESTART for one in others)
+
+    def _line(self, wait: OpenWait | None) -> str:
+        now = self._waits.clock()
+        if wait is None:
+            told = self._producer_waits()
+            open_waits = [
+                f"{e.lane} waits for {e}"
+                for e in self._waits.open.values()
+                if not any(text.startswith(f"{e.lane} waits") for text in told)
+            ]
+            since = now - self._waits.moved_at
+            return f"stuck: nothing has moved for {since:.0f} s: {'; '.join(open_waits + told)}"
+        waiter = wait.task.get_name() if wait.task is not None else wait.lane
+        return (
+            f"stuck: {wait.responder} has not answered {wait} for {now - wait.since:.0f} s; "
+            f"{waiter} waits for it"
+        )
+
+    async def _stack(self, wait: OpenWait | None) -> str:
+        if wait is None:
+            return ""
+        text = ""
+        if self._stack_of is not None:
+            try:
+                text = await self._stack_of(wait.responder)
+            except Exception as error:  # nor must a stack that cannot be had
+                text = f"(no stack: {type(error).__name__}: {error})"
+        return text or (coroutine_stack(wait.task) if wait.task is not None else "")
+
+
+def coroutine_stack(task: asyncio.Task[Any]) -> str:
+    """Where a waiting task is, from its first coroutine to the one that awaits."""
+    lines: list[str] = []
+    awaited: Any = task.get_coro()
+    while isinstance(awaited, CoroutineType) and awaited.cr_frame is not None:
+        lines += traceback.format_stack(awaited.cr_frame, limit=1)
+        awaited = awaited.cr_await
+    return f"task {task.get_name()}:\n{''.join(lines)}".rstrip()
+
+
+class WatchedReward:
+    """A reward whose every score is a wait."""
+
+    def __init__(self, reward: Any, task_name: str, waits: Waits) -> None:
+        self._reward, self._waits = reward, waits
+        self._lane = f"rewards of {task_name}"
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        with self._waits.wait(
+            self._lane, WaitKind.REWARD, rollout.rollout_id, responder=self._lane
+        ):
+            return await self._reward.score(rollout, prompt)
+
+    async def close(self) -> None:
+        await self._reward.close()
+
+
+class WatchedJournal:
+    """A journal whose every wait for the disk is a wait."""
+
+    def __init__(self, journal: Any, waits: Waits) -> None:
+        self._journal, self._waits = journal, waits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._journal, name)
+
+    def _sending(self, group: Group) -> AbstractContextManager[OpenWait]:
+        return self._waits.wait("journal", WaitKind.SEND, group.group_id, responder="journal")
+
+    async def landed(self, group: Group) -> None:
+        with self._sending(group):
+            await self._journal.landed(group)
+
+    async def filtered(self, group: Group) -> None:
+        with self._sending(group):
+            await self._journal.filtered(group)
+
+    async def failed(self, group: Group) -> None:
+        with self._sending(group):
+            await self._journal.failed(group)
+
+    async def begin_step(self, step: int, groups: Sequence[Group]) -> None:
+        with self._waits.wait(
+            "loop", WaitKind.JOURNAL, f"batch of step {step}", responder="journal"
+        ):
+            await self._journal.begin_step(step, groups)
+
+    async def commit_step(self, report: StepReport) -> None:
+        with self._waits.wait("loop", WaitKind.JOURNAL, f"step {report.step}", responder="journal"):
+            await self._journal.commit_step(report)

@@ -1,0 +1,24 @@
+"""Files that docstrings and docs name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.rglob("src/**/*.py")]
+NAMED = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|sh|toml|md))`")
+MADE_BY_RUNS = {"config.toml", "my_rewards.py", "my.toml", "configs/until-step-N.toml"}
+EXISTING = {
+    path.relative_to(ROOT).as_posix()
+    for folder in ("src", "tests", "docs", "scripts", "benchmarks", "configs")
+    for path in (ROOT / folder).rglob("*")
+} | {path.name for path in ROOT.iterdir()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_named_file_exists(page: Path) -> None:
+    for name in set(NAMED.findall(page.read_text())) - MADE_BY_RUNS:
+        assert any(path == name or path.endswith(f"/{name}") for path in EXISTING), name
