@@ -11,7 +11,7 @@ from penstock.config.source import load_config
 from penstock.engine.transformers.loading import TransformersOptions
 from penstock.errors import UserError
 from penstock.launch.part_factories import trainer_part
-from penstock.train.policy_weights import device_of
+from penstock.train.policy_weights import trainer_device
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def trainer_devices(count: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     devices = []
     for rank in range(count):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        devices.append(str(device_of(ModelConfig())))
+        devices.append(str(trainer_device(ModelConfig())))
     return devices
 
 
@@ -49,8 +49,8 @@ def test_colocated_they_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_named_device_is_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert str(device_of(ModelConfig(device="cuda:3"))) == "cuda:3"
-    assert str(device_of(ModelConfig(device="cpu"))) == "cpu"
+    assert str(trainer_device(ModelConfig(device="cuda:3"))) == "cuda:3"
+    assert str(trainer_device(ModelConfig(device="cpu"))) == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from penstock.compat.weight_broadcast import join_group, send_state_dict
 from penstock.demo import policy_path
 from penstock.job import Job
 from penstock.run_folder import RunFolder
-from penstock.train.policy_weights import load_model
+from penstock.train.policy_weights import load_policy
 from penstock.weights.digest import weights_digest
 from penstock.weights.model_weights import weight_bits
 
@@ -137,7 +137,7 @@ def free_port() -> int:
 def test_producers_as_actors_follow_the_weights_that_are_broadcast_to_them(cluster: None) -> None:
     """Two producers go over their prompts; this process is the trainer, of a kind."""
     config = producer_config({}, ARGUMENTS["model_config"], {})
-    model = load_model(str(policy_path()), config.model, torch.float32)
+    model = load_policy(str(policy_path()), config.model, torch.float32)
     make = ray.remote(FollowingProducer)
     fields = {**ARGUMENTS, "num_episodes": 1}  # 4 prompts each, in batches of 2
     producers = [make.remote(**{**fields, "producer_idx": number}) for number in range(2)]

@@ -254,9 +254,9 @@ def _shares_device(config: Config, kind: str) -> bool:
     """Whether weights stay on the GPU; colocated, its memory is worth more than the time."""
     if kind not in ("cuda_ipc", SHARED):
         return False
-    from penstock.train.policy_weights import device_of
+    from penstock.train.policy_weights import trainer_device
 
-    device = device_of(config.model).type
+    device = trainer_device(config.model).type
     if kind == "cuda_ipc" and device != "cuda":
         raise UserError(
             f"sync.kind: got cuda_ipc with a model on {device}, allowed: auto, shared_memory"

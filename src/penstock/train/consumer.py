@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.algo.choice import method_class, resolve
 from penstock.config import Config
 from penstock.errors import RunError, StopRequested
+from penstock.models.loading import compute_dtype
 from penstock.train import state
 from penstock.train.metrics import step_metrics
 from penstock.train.optimize import clip_gradients, make_optimizer
@@ -28,10 +29,9 @@ from penstock.train.policy import Policy
 from penstock.train.policy_weights import (
     Masters,
     add_adapters,
-    compute_dtype,
-    device_of,
-    load_model,
+    load_policy,
     published_weights,
+    trainer_device,
 )
 from penstock.train.ptx import TextStream
 from penstock.train.update import BatchOutcome, Updater
@@ -89,12 +89,12 @@ class Consumer:
         """Load the model (and what the settings ask for beside it) and make ready to train."""
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
-        device = device_of(config.model)
+        device = trainer_device(config.model)
         dtype = compute_dtype(config.model, device)
         ranks = Ranks.from_environment(device)
         # A sharded model keeps float32 masters and computes in `dtype` by itself.
         own_dtype = dtype if ranks.world == 1 else torch.float32
-        model = load_model(config.model.path, config.model, own_dtype)
+        model = load_policy(config.model.path, config.model, own_dtype)
         if config.model.lora.rank:
             add_adapters(model, config.model.lora)
         if config.train.gradient_checkpointing:
@@ -103,7 +103,7 @@ class Consumer:
         base_serves = config.model.lora.rank > 0 and not config.train.reference
         if resolve(config.algorithm).needs_reference and not base_serves:
             path = config.train.reference or config.model.path
-            reference = load_model(path, config.model, dtype).requires_grad_(False)
+            reference = load_policy(path, config.model, dtype).requires_grad_(False)
         return cls(
             config,
             model,

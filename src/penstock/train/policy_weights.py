@@ -7,7 +7,6 @@ backward pass, and `publish` writes them back. Sharded models keep their masters
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,51 +19,32 @@ from penstock.config import Config, LoraConfig, ModelConfig
 from penstock.data.chat import load_tokenizer
 from penstock.demo import resolve_model_path
 from penstock.errors import UserError
+from penstock.models.loading import choose_device, load_causal_lm
 from penstock.train import packed_attention as attention
 
 ADAPTER = "default"
 
 
-def device_of(config: ModelConfig) -> torch.device:
-    """Where this trainer rank computes; ranks of one machine take its GPUs in turn."""
-    if config.device not in ("auto", "cuda"):
-        return torch.device(config.device)
-    if not torch.cuda.is_available():
-        return torch.device("cpu" if config.device == "auto" else "cuda")
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return torch.device("cuda", rank % torch.cuda.device_count())
+def trainer_device(config: ModelConfig) -> torch.device:
+    """Return the device of this trainer rank."""
+    return choose_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The number format of compute and of published weights."""
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return dtype
-
-
-def load_model(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
-    """A causal LM in evaluation mode, on its device, with packed attention."""
-    from transformers import AutoModelForCausalLM
-
+def load_policy(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
+    """Load a model that can be trained: one whose attention can be replaced by packed attention."""
     attention.register()
-    folder = resolve_model_path(path)
-    try:
-        with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, trust_remote_code=config.trust_remote_code
-            )
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"model.path: got {path!r}, allowed: a transformers causal LM: {first_line}"
-        ) from error
+    model = load_causal_lm(
+        resolve_model_path(path),
+        dtype=dtype,
+        device=trainer_device(config),
+        trust_remote_code=config.trust_remote_code,
+    )
     if not getattr(model, "_supports_attention_backend", False):
         raise UserError(
             f"model.path: got {path!r} ({type(model).__name__}), allowed: a model whose attention "
             "can be replaced (transformers: _supports_attention_backend)"
         )
-    return model.to(device_of(config)).eval()
+    return model
 
 
 def add_adapters(model: Any, config: LoraConfig) -> None:
@@ -173,17 +153,3 @@ def copy_tokenizer(config: Config, folder: Path) -> None:
         return
     tokenizer = load_tokenizer(source, trust_remote_code=config.model.trust_remote_code)
     tokenizer.save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars inside: loading and saving are the run's business to report."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -21,9 +21,10 @@ from torch import Tensor
 from penstock.config import Config
 from penstock.config.source import to_toml
 from penstock.errors import RunError
+from penstock.models.loading import quiet_transformers
 from penstock.train.parallel import Ranks
 from penstock.train.policy import Policy
-from penstock.train.policy_weights import Masters, copy_tokenizer, quiet_transformers
+from penstock.train.policy_weights import Masters, copy_tokenizer
 from penstock.train.ptx import TextStream
 from penstock.train.shards import file_of, fill, host_copy, pieces_of, read_shards
 from penstock.weights.offload import Parking

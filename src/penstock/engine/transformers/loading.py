@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from penstock.demo import resolve_model_path
 from penstock.engine.transformers.kv_attention import IMPLEMENTATION
 from penstock.errors import UserError
+from penstock.models.loading import choose_device, compute_dtype, load_causal_lm
 
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.engine.transformers.sequences import TextOf
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -47,17 +47,15 @@ class TransformersOptions:
 
     @classmethod
     def from_config(cls, config: Config, index: int) -> Self:
+        # Trainer ranks take the first GPUs, unless they share them with the engines.
         before = 0 if config.launch.colocate else config.launch.num_consumers
-        device = pick_device(config.model.device, before + index)
-        dtype = config.model.dtype
-        if dtype == "auto":
-            dtype = "bfloat16" if device.startswith("cuda") else "float32"
-        path = model_path(config.model.path)
+        device = choose_device(config.model.device, before + index)
+        path = resolve_model_path(config.model.path)
         return cls(
             path=path,
             tokenizer=config.model.tokenizer or path,
-            dtype=DTYPES[dtype],
-            device=device,
+            dtype=compute_dtype(config.model, device),
+            device=str(device),
             trust_remote_code=config.model.trust_remote_code,
             max_slots=config.engine.max_slots,
             max_tokens_in_flight=config.engine.max_tokens_in_flight,
@@ -78,41 +76,16 @@ def check_options(settings: type, names: tuple[str, ...], given: dict[str, Any])
     return given
 
 
-def pick_device(device: str, index: int) -> str:
-    """The GPUs in turn, trainer ranks first; where there is none, or another is named, that."""
-    if device == "auto":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return f"cuda:{index % count}" if count else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"model.device: got {device!r}, allowed: cpu (no CUDA device is visible)")
-    return device
-
-
-def model_path(path: str) -> str:
-    """Where `model.path` leads: `demo` is the policy that ships."""
-    from penstock.demo import resolve_model_path
-
-    return resolve_model_path(path)
-
-
 def load_model(options: TransformersOptions) -> torch.nn.Module:
-    """The policy in its dtype on its device, with our attention in its layers."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            options.path,
-            dtype=options.dtype,
-            attn_implementation=IMPLEMENTATION,
-            trust_remote_code=options.trust_remote_code,
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"model.path: got {options.path!r}, which cannot be loaded ({reason}); "
-            "allowed: a folder or hub name of a transformers causal LM"
-        ) from error
-    return model.to(options.device).eval()
+    """Load the engine's model with the KV-cache attention in its layers."""
+    model: torch.nn.Module = load_causal_lm(
+        options.path,
+        dtype=options.dtype,
+        device=torch.device(options.device),
+        trust_remote_code=options.trust_remote_code,
+        attention=IMPLEMENTATION,
+    )
+    return model
 
 
 def text_decoder(options: TransformersOptions) -> TextOf:
