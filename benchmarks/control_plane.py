@@ -21,12 +21,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import numpy as np
 
-from fakes import finish_rollout, make_prompt, make_prompts
 from penstock.data.sampler import Sampler
 from penstock.journal import Journal
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
+from stages.rollouts import finish_rollout, make_prompt, make_prompts
 
 SAMPLES = 1000
 IDS = np.arange(16, dtype=np.int32)

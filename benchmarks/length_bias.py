@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from fakes import CountingReward, FakeEngine, VirtualClock, make_prompts
 from penstock.agent.single_turn import SingleTurn
 from penstock.config import SamplingConfig
 from penstock.data.sampler import Sampler
@@ -24,7 +23,11 @@ from penstock.engine.protocol import GenerationRequest
 from penstock.journal import Journal
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.produce.replay_buffer import ReplayBuffer
+from penstock.produce.virtual_time import VirtualClock
 from penstock.types import StepReport
+from stages.fake_engine import FakeEngine
+from stages.rewards import CountingReward
+from stages.rollouts import make_prompts
 
 STEPS, GROUPS = 40, 16
 LENGTHS = np.random.default_rng(0).lognormal(4.5, 1.0, 4000).astype(int) + 1

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fakes import make_prompt
 from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.journal import Journal
 from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
+from stages.rollouts import make_prompt
 
 
 def group(number: int, *versions: int) -> Group:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fakes import CountingReward, FakeEngine, VirtualClock, make_prompts
 from penstock.agent.single_turn import SingleTurn
 from penstock.config import SamplingConfig
 from penstock.data.sampler import Sampler
@@ -20,8 +19,12 @@ from penstock.journal.checks import CHECKED, expression
 from penstock.journal.schema import open_database
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.produce.replay_buffer import ReplayBuffer
+from penstock.produce.virtual_time import VirtualClock
 from penstock.run_folder import RunFolder
 from penstock.types import StepReport
+from stages.fake_engine import FakeEngine
+from stages.rewards import CountingReward
+from stages.rollouts import make_prompts
 
 
 def make_run(path: Path) -> Path:

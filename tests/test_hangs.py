@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from fakes import CountingReward, FakeEngine, make_prompt
 from penstock.config import LaunchConfig
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import EngineStats, SamplingParams
@@ -30,14 +29,17 @@ from penstock.supervise.trainer import watched as watched_collect
 from penstock.types import Batch, Group, StepReport, WeightHandle
 from penstock.watch.waits import WaitKind
 from penstock.watch.watchdog import WatchedJournal
-from watch_stage import STALL_S, Silent, SilentWorker, Stage, agent, never, one_rollout
+from stages.fake_engine import FakeEngine
+from stages.rewards import CountingReward
+from stages.rollouts import make_prompt
+from stages.watching import STALL_S, Silent, SilentWorker, WatchdogStage, agent, never, one_rollout
 
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 HANDLE = WeightHandle(version=2, digest="digest-2", kind="none")
 NOTHING = EngineStats(
     policy_version=0, digest="", running=0, waiting=0, tokens_generated=0, busy_s=0.0
 )
-Hang = Callable[[Stage], Awaitable[Any]]
+Hang = Callable[[WatchdogStage], Awaitable[Any]]
 HANGS: dict[WaitKind, tuple[Hang, str]] = {}
 
 
@@ -50,16 +52,16 @@ def hangs(kind: WaitKind, named: str) -> Callable[[Hang], Hang]:
 
 
 @hangs(WaitKind.GENERATE, "engine-0 has not answered generate for 60 s; the waiter waits")
-async def an_engine(stage: Stage) -> None:
+async def an_engine(stage: WatchdogStage) -> None:
     await agent(stage, Silent(), CountingReward()).generate_group([one_rollout()])
 
 
 @hangs(WaitKind.REWARD, "rewards of sums has not answered reward (sums:0.0) for 60 s")
-async def a_reward(stage: Stage) -> None:
+async def a_reward(stage: WatchdogStage) -> None:
     await agent(stage, FakeEngine(), Silent()).generate_group([one_rollout()])
 
 
-def a_producer(stage: Stage, journal: Any, agent_loop: Any) -> Producer:
+def a_producer(stage: WatchdogStage, journal: Any, agent_loop: Any) -> Producer:
     buffer = ReplayBuffer()
     sampler = Sampler(
         [make_prompt()], task_name="sums", prompt_repeat_k=1, seed=0, replay_buffer=buffer
@@ -90,13 +92,13 @@ class DeafJournal:
 
 
 @hangs(WaitKind.SEND, "journal has not answered send (sums:0) for 60 s")
-async def a_group_that_cannot_land(stage: Stage) -> None:
+async def a_group_that_cannot_land(stage: WatchdogStage) -> None:
     agent_loop = agent(stage, FakeEngine(), CountingReward())
     await a_producer(stage, DeafJournal(), agent_loop).run()
 
 
 @hangs(WaitKind.WAIT, "nothing has moved for 60 s: produce sums waits for wait (")
-async def a_producer_without_new_weights(stage: Stage) -> None:
+async def a_producer_without_new_weights(stage: WatchdogStage) -> None:
     class Memory(DeafJournal):
         async def landed(self, group: Group) -> None: ...
 
@@ -105,13 +107,13 @@ async def a_producer_without_new_weights(stage: Stage) -> None:
 
 
 @hangs(WaitKind.JOURNAL, "journal has not answered journal (step 3) for 60 s")
-async def a_step_that_cannot_be_written_down(stage: Stage) -> None:
+async def a_step_that_cannot_be_written_down(stage: WatchdogStage) -> None:
     report = StepReport(step=3, policy_version=3, digest="d")
     await WatchedJournal(DeafJournal(), stage.waits).commit_step(report)
 
 
 def with_trainer(method: str, *args: Any) -> Hang:
-    async def hang(stage: Stage) -> None:
+    async def hang(stage: WatchdogStage) -> None:
         trainer = RestartingTrainer(await stage.silent("trainer"), stage.waits)
         await getattr(trainer, method)(*args)
 
@@ -132,7 +134,7 @@ for kind, method, arguments in (
 @hangs(
     WaitKind.OBJECT_STORE, "trainer has not answered object store (weights of version 2) for 60 s"
 )
-async def an_object_store_that_takes_nothing(stage: Stage) -> None:
+async def an_object_store_that_takes_nothing(stage: WatchdogStage) -> None:
     ranks = [SilentWorker("trainer", publish=HANDLE)]
 
     async def spawn() -> RankGroup:
@@ -144,7 +146,7 @@ async def an_object_store_that_takes_nothing(stage: Stage) -> None:
 
 
 @hangs(WaitKind.COLLECTIVE, "distributor-2 has not answered collective for 60 s")
-async def a_group_that_does_not_meet(stage: Stage) -> None:
+async def a_group_that_does_not_meet(stage: WatchdogStage) -> None:
     async def spawn(name: str, node: str, folder: str) -> SilentWorker:
         return SilentWorker(name, folder="")
 
@@ -155,13 +157,13 @@ async def a_group_that_does_not_meet(stage: Stage) -> None:
 
 
 @hangs(WaitKind.SYNC, "engine-0 has not answered sync for 60 s")
-async def weights_that_never_arrive(stage: Stage) -> None:
+async def weights_that_never_arrive(stage: WatchdogStage) -> None:
     engines = Engines([await stage.silent("engine-0", stats=NOTHING)], stage.waits)
     await engines.update_weights(2, HANDLE)
 
 
 def with_engine(method: str) -> Hang:
-    async def hang(stage: Stage) -> None:
+    async def hang(stage: WatchdogStage) -> None:
         engines = Engines([await stage.silent("engine-0", stats=NOTHING)], stage.waits)
         await getattr(engines, method)()
 
@@ -173,7 +175,7 @@ for kind in (WaitKind.PAUSE, WaitKind.SLEEP, WaitKind.WAKE):
 
 
 @hangs(WaitKind.EVAL, "nothing has moved for 60 s: eval waits for eval (sums after step 4)")
-async def an_evaluation(stage: Stage) -> None:
+async def an_evaluation(stage: WatchdogStage) -> None:
     task = EvalTask(
         name="sums",
         problems=[make_prompt()],
@@ -194,7 +196,7 @@ async def an_evaluation(stage: Stage) -> None:
 
 
 @hangs(WaitKind.RESTART, "nothing has moved for 60 s: driver waits for restart (engine-0)")
-async def a_worker_that_does_not_come_back(stage: Stage) -> None:
+async def a_worker_that_does_not_come_back(stage: WatchdogStage) -> None:
     engine = await stage.silent("engine-0")
     engine._settled.clear()
     await engine.ready()
@@ -206,7 +208,7 @@ def test_every_kind_of_wait_has_a_hang() -> None:
 
 @pytest.mark.parametrize("kind", WaitKind)
 def test_a_hang_is_named(kind: WaitKind) -> None:
-    stage = Stage("report")
+    stage = WatchdogStage("report")
     hang, named = HANGS[kind]
     stage.run(hang(stage), seconds=1.5 * STALL_S)
     assert len(stage.notes) == 1
@@ -215,7 +217,7 @@ def test_a_hang_is_named(kind: WaitKind) -> None:
 
 @pytest.mark.parametrize("method", CALLS)
 def test_every_call_of_a_part_is_named(method: str) -> None:
-    stage = Stage()
+    stage = WatchdogStage()
     line = stage.run(getattr(watched("trainer", Silent(), stage.waits), method)())
     assert line.startswith(f"stuck: trainer has not answered {CALLS[method]} for 60 s")
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import finish_rollout, make_prompt, make_prompts
 from penstock.data.sampler import Sampler
 from penstock.errors import RunError, UserError
 from penstock.journal import Journal
 from penstock.journal.codec import decode_group, encode_group
 from penstock.journal.schema import open_database
 from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
+from stages.rollouts import finish_rollout, make_prompt, make_prompts
 
 
 def assert_same(one: Group, two: Group) -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from made_run import make_run
 from penstock.errors import JournalDamaged, PenstockError
 from penstock.inspection.audit import audit_run
 from penstock.journal import Journal
 from penstock.journal.checks import CHECKED, row_check
 from penstock.run_folder import RunFolder
 from penstock.types import StepReport
+from stages.made_run import make_run
 
 FLIPS = int(os.environ.get("PENSTOCK_FLIPS", "120"))
 VIEWS = ("groups", "rollouts", "steps", "weights", "events")

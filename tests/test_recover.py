@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fakes import make_prompt
 from penstock.checkpoint import CheckpointStore
 from penstock.errors import DigestMismatch, UserError
 from penstock.evaluation.evaluate import SUMMARY, restore_summaries
@@ -17,6 +16,7 @@ from penstock.journal import Journal
 from penstock.recover import redo, save_at_stop
 from penstock.run_folder import RunFolder
 from penstock.types import Batch, Group, Rollout, Status, StepReport, VersionSegment
+from stages.rollouts import make_prompt
 
 
 class Trainer:

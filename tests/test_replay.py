@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import finish_rollout, make_prompt
 from penstock.errors import UserError
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.types import Group, Rollout, Status
+from stages.rollouts import finish_rollout, make_prompt
 
 
 def completed(cursor: int, version: int = 0, task: str = "t") -> Group:

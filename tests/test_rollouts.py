@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from made_run import GROUP_SIZE, make_run
 from penstock.errors import UserError
 from penstock.inspection.rollout_viewer import Sample, show_rollouts
 from penstock.journal.checks import rollout_key
 from penstock.journal.codec import decode_rollout, encode_rollout
 from penstock.run_folder import RunFolder
 from penstock.types import Prompt
+from stages.made_run import GROUP_SIZE, make_run
 
 
 @pytest.fixture(scope="module")

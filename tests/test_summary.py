@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from made_run import make_run, metrics_of
 from penstock.evaluation.evaluate import EvalResult
 from penstock.inspection.report import write_report
 from penstock.inspection.summary import print_evaluations, print_summary
 from penstock.run_folder import RunFolder
+from stages.made_run import make_run, metrics_of
 
 
 @pytest.fixture(scope="module")

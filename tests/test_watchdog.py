@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fakes import CountingReward, FakeEngine
 from penstock.launch.inline import watched
 from penstock.watch.waits import WaitKind, Waits
-from watch_stage import Silent, Stage, agent, never, one_rollout
+from stages.fake_engine import FakeEngine
+from stages.rewards import CountingReward
+from stages.watching import Silent, WatchdogStage, agent, never, one_rollout
 
 
 def test_an_engine_that_never_answers_is_named() -> None:
-    stage = Stage()
+    stage = WatchdogStage()
     work = agent(stage, Silent(), CountingReward()).generate_group([one_rollout()])
     line = stage.run(work)
     assert line.startswith("stuck: engine-0 has not answered generate for 60 s")
@@ -21,7 +22,9 @@ def test_an_engine_that_never_answers_is_named() -> None:
 
 
 def test_parts_of_the_driver_that_wait_for_each_other_are_named() -> None:
-    stage = Stage(producer_waits=lambda: ["produce sums waits for step 4 to be consumed (60.0 s)"])
+    stage = WatchdogStage(
+        producer_waits=lambda: ["produce sums waits for step 4 to be consumed (60.0 s)"]
+    )
 
     async def wait() -> None:
         with stage.waits.wait("loop", WaitKind.WAIT, "groups of step 4"):
@@ -33,7 +36,7 @@ def test_parts_of_the_driver_that_wait_for_each_other_are_named() -> None:
 
 
 def test_the_deepest_wait_is_the_culprit() -> None:
-    stage = Stage()
+    stage = WatchdogStage()
 
     async def loop() -> None:
         with stage.waits.wait("loop", WaitKind.WAIT, "groups of step 1"):
@@ -46,7 +49,7 @@ def test_the_culprits_own_stack_is_shown() -> None:
     async def stack_of(name: str) -> str:
         return f"{name} is in forward()"
 
-    stage = Stage(stack_of=stack_of)
+    stage = WatchdogStage(stack_of=stack_of)
     stage.run(watched("trainer", Silent(), stage.waits).train(None))
     assert "trainer is in forward()" in stage.notes[0]
 
@@ -57,28 +60,28 @@ def test_progress_without_an_answer_is_not_stuck() -> None:
     async def progress_of(name: str) -> int:
         return next(tokens)
 
-    stage = Stage(progress_of=progress_of)
+    stage = WatchdogStage(progress_of=progress_of)
     assert stage.run(watched("engine-0", Silent(), stage.waits).generate_many([])) == ""
     assert stage.notes == []
 
 
 def test_only_the_second_half_of_a_silence_must_show_something() -> None:
     """A micro-batch that ended just before the first look is no sign of life at the second."""
-    stage = Stage(progress_of=lambda name: at(stage, 29.0))
+    stage = WatchdogStage(progress_of=lambda name: at(stage, 29.0))
     line = stage.run(watched("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 60 s")
-    stage = Stage(progress_of=lambda name: at(stage, 31.0))
+    stage = WatchdogStage(progress_of=lambda name: at(stage, 31.0))
     line = stage.run(watched("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 120 s")
 
 
-async def at(stage: Stage, seconds: float) -> int:
+async def at(stage: WatchdogStage, seconds: float) -> int:
     """Something that gets one piece of work done, at that time."""
     return int(stage.clock.now > seconds)
 
 
 def test_a_probe_that_is_not_answered_either_is_no_progress() -> None:
-    stage = Stage(progress_of=never)
+    stage = WatchdogStage(progress_of=never)
     line = stage.run(watched("engine-0", Silent(), stage.waits).generate_many([]))
     assert line.startswith("stuck: engine-0 has not answered generate for 80 s")
 
@@ -87,12 +90,12 @@ def test_a_question_that_fails_ends_nothing() -> None:
     async def fails(name: str) -> Any:
         raise OSError("the log is gone")
 
-    stage = Stage("report", progress_of=fails, effort_of=fails, stack_of=fails)
+    stage = WatchdogStage("report", progress_of=fails, effort_of=fails, stack_of=fails)
     assert stage.run(watched("trainer", Silent(), stage.waits).train(), seconds=100.0) == ""
     assert stage.notes[0].endswith("(no stack: OSError: the log is gone)")
 
 
-def spends(stage: Stage, share: float) -> Any:
+def spends(stage: WatchdogStage, share: float) -> Any:
     async def effort_of(name: str) -> float:
         return share * stage.clock.now
 
@@ -100,20 +103,20 @@ def spends(stage: Stage, share: float) -> Any:
 
 
 def test_one_huge_micro_batch_or_a_compilation_is_told_of_and_left_alone() -> None:
-    stage = Stage("restart", effort_of=lambda name: spends(stage, 0.8)(name))
+    stage = WatchdogStage("restart", effort_of=lambda name: spends(stage, 0.8)(name))
     assert stage.run(watched("trainer", Silent(), stage.waits).train(), seconds=350.0) == ""
     assert len(stage.notes) == 5
     assert "(its process is busy with something)" in stage.notes[0]
 
 
 def test_a_collective_that_waits_by_spinning_is_ended_at_last() -> None:
-    stage = Stage(effort_of=lambda name: spends(stage, 1.0)(name))
+    stage = WatchdogStage(effort_of=lambda name: spends(stage, 1.0)(name))
     line = stage.run(watched("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 360 s")
 
 
 def test_the_little_that_an_idle_worker_spends_is_not_work() -> None:
-    stage = Stage(effort_of=lambda name: spends(stage, 0.02)(name))
+    stage = WatchdogStage(effort_of=lambda name: spends(stage, 0.02)(name))
     line = stage.run(watched("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 60 s")
 
@@ -121,14 +124,14 @@ def test_the_little_that_an_idle_worker_spends_is_not_work() -> None:
 def test_what_cannot_be_asked_is_told_of_and_given_six_times_as_long() -> None:
     async def cannot_be_told(name: str) -> None: ...
 
-    stage = Stage(progress_of=cannot_be_told, effort_of=cannot_be_told)
+    stage = WatchdogStage(progress_of=cannot_be_told, effort_of=cannot_be_told)
     line = stage.run(agent(stage, FakeEngine(), Silent()).generate_group([one_rollout()]))
     assert line.startswith("stuck: rewards of sums has not answered reward (sums:0.0) for 360 s")
     assert len(stage.notes) == 6
 
 
 def test_of_one_tasks_waits_the_last_one_is_the_culprit() -> None:
-    stage = Stage()
+    stage = WatchdogStage()
 
     async def publish() -> None:
         with stage.waits.wait("trainer", WaitKind.PUBLISH, responder="trainer"):
@@ -139,7 +142,7 @@ def test_of_one_tasks_waits_the_last_one_is_the_culprit() -> None:
 
 
 def test_a_restart_is_told_of_and_left_to_its_own_time_out() -> None:
-    stage = Stage()
+    stage = WatchdogStage()
 
     async def ready() -> None:
         with stage.waits.wait("driver", WaitKind.RESTART, "engine-0"):
@@ -150,7 +153,7 @@ def test_a_restart_is_told_of_and_left_to_its_own_time_out() -> None:
 
 
 def test_a_slow_step_like_the_ones_before_is_not_stuck() -> None:
-    stage = Stage()
+    stage = WatchdogStage()
 
     class Slow:
         async def train(self, seconds: float) -> None:
@@ -178,7 +181,7 @@ def test_restart_is_asked_for_a_worker_and_the_run_goes_on() -> None:
         async def train(self) -> None:
             await answered.wait()
 
-    stage = Stage("restart", restart=restart)
+    stage = WatchdogStage("restart", restart=restart)
     assert stage.run(watched("trainer", HangsOnce(), stage.waits).train()) == ""
     assert asked == ["trainer"]
 
@@ -187,13 +190,13 @@ def test_what_cannot_be_restarted_stops_the_run() -> None:
     async def restart(name: str, reason: str) -> bool:
         return False
 
-    stage = Stage("restart", restart=restart)
+    stage = WatchdogStage("restart", restart=restart)
     line = stage.run(agent(stage, FakeEngine(), Silent()).generate_group([one_rollout()]))
     assert line.startswith("stuck: rewards of sums")
 
 
 def test_report_only_goes_on_and_tells_again_after_another_while() -> None:
-    stage = Stage("report")
+    stage = WatchdogStage("report")
     assert stage.run(watched("trainer", Silent(), stage.waits).train(None), seconds=200.0) == ""
     assert len(stage.notes) == 3
 

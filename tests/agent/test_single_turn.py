@@ -6,11 +6,14 @@ import asyncio
 
 import pytest
 
-from fakes import CountingReward, FakeEngine, VirtualClock, make_prompts
 from penstock.agent.single_turn import SingleTurn, annealed_temperature
 from penstock.config import AnnealConfig, SamplingConfig
 from penstock.data.sampler import Sampler
+from penstock.produce.virtual_time import VirtualClock
 from penstock.types import Group, Rollout, Score, Status, expand_segments
+from stages.fake_engine import FakeEngine
+from stages.rewards import CountingReward
+from stages.rollouts import make_prompts
 
 
 def make_group(k: int = 3) -> Group:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import finish_rollout, make_prompts
 from penstock.data.sampler import PromptsExhausted, Sampler, rollout_seed
 from penstock.errors import UserError
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.types import Group, Status
+from stages.rollouts import finish_rollout, make_prompts
 
 
 def sampler(size: int = 5, **options: object) -> Sampler:

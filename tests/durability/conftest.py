@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tiny_run import CrashServer
+
+from stages.tiny_run import CrashServer
 
 
 @pytest.fixture(scope="session")

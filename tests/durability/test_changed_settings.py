@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_run import KILLED, SEED, CrashServer, assert_sound, death, digests
 
 from penstock.run_folder import RunFolder
+from stages.tiny_run import KILLED, SEED, CrashServer, assert_sound, death, digests
 
 CHANGES = ["train.lr=2e-3", "train.steps=5", "train.schedule=cosine"]
 

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
-from tiny_run import (
+
+from penstock.inspection.audit import audit_run
+from penstock.run_folder import RunFolder
+from stages.tiny_run import (
     KILLED,
     SEED,
     CrashServer,
@@ -22,9 +25,6 @@ from tiny_run import (
     death,
     digests,
 )
-
-from penstock.inspection.audit import audit_run
-from penstock.run_folder import RunFolder
 
 CRASHES = int(os.environ.get("PENSTOCK_CRASHES", "25"))
 

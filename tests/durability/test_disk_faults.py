@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_run import CrashServer, assert_sound, digests
 
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
+from stages.tiny_run import CrashServer, assert_sound, digests
 
 SYNC = "produce.strategy=sync"
 

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_run import CrashServer
 
 from penstock.config.source import load_config
 from penstock.errors import UserError
 from penstock.run_folder import RunFolder
+from stages import tiny_run
+from stages.tiny_run import CrashServer
 
-SUMS = Path(__file__).with_name("sums.jsonl")
+SUMS = Path(tiny_run.__file__).with_name("sums.jsonl")
 TASKS = [
     f"eval.tasks={{a={{data='{SUMS}'}}, b={{data='{SUMS}', sampling={{temperature=1.0, num_generations=2}}}}}}",
     "eval.every_steps=1",

@@ -7,10 +7,10 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from tiny_run import STEPS, CrashServer, assert_sound, digests
 
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
+from stages.tiny_run import STEPS, CrashServer, assert_sound, digests
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from tiny_run import STEPS, TINY, CrashServer, assert_no_worker_is_left, assert_sound, digests
 
 from penstock.checkpoint import CheckpointStore
 from penstock.config import CheckpointConfig, Config
@@ -19,6 +18,14 @@ from penstock.job import open_trainer
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.types import Batch
+from stages.tiny_run import (
+    STEPS,
+    TINY,
+    CrashServer,
+    assert_no_worker_is_left,
+    assert_sound,
+    digests,
+)
 
 RANKS = ("launch.kind=local", "launch.num_consumers=2")
 

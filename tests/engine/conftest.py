@@ -1,9 +1,5 @@
-"""Tests of this folder share plain modules (tiny.py, engine_contract.py) beside them."""
-
-import sys
-from pathlib import Path
+"""Engine tests compute on one thread, as an engine beside a trainer does."""
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)

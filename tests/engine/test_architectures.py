@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import transformers
-from engine_case import run
 
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.loading import TransformersOptions
@@ -17,6 +15,8 @@ from penstock.errors import UserError
 from penstock.train import packed_attention as attention
 from penstock.train.pack import make_pack
 from penstock.train.policy import Policy
+from stages import tiny_policy as tiny
+from stages.engine_case import run
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {

@@ -115,11 +115,10 @@ def test_rows_are_stored_where_they_belong() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_compute_the_same_with_kernels(dtype: torch.dtype) -> None:
     """The kernels go into every layer of a real model, and its layers' outputs stay."""
-    import tiny
-
     from penstock.engine.transformers.cpu.cpu_runner import probe_shape
     from penstock.engine.transformers.cuda.fuse_layers import fuse_layers
     from penstock.engine.transformers.fuse import fuse_norms, fuse_projections
+    from stages import tiny_policy as tiny
 
     if INTERPRETED:
         pytest.skip("the interpreter is slow on whole models")

@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paced import logprobs_of, request_of, tokens_of
 from penstock.engine.protocol import Generation
 from penstock.pool.dispatch import Dispatcher, Work
 from penstock.pool.prompt_batch import Family, joined
 from penstock.types import VersionSegment
+from stages.paced_engine import logprobs_of, request_of, tokens_of
 
 SLOTS = 4
 

@@ -66,9 +66,8 @@ def test_buckets_keep_every_row_through_moves(events: list[tuple[int, int]]) -> 
 
 
 def test_tied_weights_count_once_and_fusing_changes_no_digest() -> None:
-    import tiny
-
     from penstock.engine.transformers.fuse import fuse_norms, fuse_projections
+    from stages import tiny_policy as tiny
 
     model = tiny.tiny_model(0)
     names = [name for name, _ in named_weights(model)]
@@ -91,8 +90,8 @@ def test_bfloat16_travels_as_bits() -> None:
 
 
 def test_a_sleeping_engine_holds_no_keys_and_wakes_to_the_newest_weights() -> None:
-    import tiny
-    from test_transformers_engine import make_engine
+    from stages import tiny_policy as tiny
+    from stages.tiny_engine import make_engine
 
     async def main() -> None:
         engine = make_engine()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine_lacks import CAPABILITIES, LACKS
-
 from penstock.engine import ENGINES
 from penstock.engine.openai.engine import OpenAIOptions
 from penstock.engine.transformers.loading import TransformersOptions
 from penstock.engine.vllm.options import VllmOptions
+from stages.engine_case import CAPABILITIES, LACKS
 
 DOC = (Path(__file__).parents[2] / "docs" / "engines.md").read_text("utf-8")
 

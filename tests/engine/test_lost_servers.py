@@ -11,18 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny
-from engine_case import run
-from engine_contract import until_running
-from small_server import FIRST_TOKEN
-from test_openai_engine import ServedEngine
 
 from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
 from penstock.engine.openai.servers import Server
 from penstock.engine.protocol import Generation
 from penstock.errors import EngineError
+from stages import small_server
+from stages import tiny_policy as tiny
+from stages.engine_case import run
+from stages.engine_contract import until_running
+from stages.fake_server import ServedEngine
+from stages.small_server import FIRST_TOKEN
 
-PROGRAM = Path(__file__).parent / "small_server.py"
+PROGRAM = small_server.__file__
 
 
 class ServerProcess:

@@ -8,53 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
-from engine_case import EngineCase, run
-from engine_contract import CHECKS, until_running
-from engine_lacks import LACKS
-from fake_server import PIECE, FakeServer
 
 from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
 from penstock.engine.openai.server_weights import ReloadCall
 from penstock.errors import EngineError, UserError
 from penstock.types import WeightHandle
-
-
-class ServedEngine(OpenAIEngine):
-    """Starts its own fake server with it."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *faults: str,
-        servers: int = 1,
-        streams: bool = True,
-        rl: bool = False,
-        raw_logprobs: bool = False,
-        **options: object,
-    ) -> None:
-        self._fake = lambda: FakeServer(*faults, streams=streams, rl=rl, raw_logprobs=raw_logprobs)
-        self.fakes: list[FakeServer] = []
-        self._count = servers
-        reload = {} if rl else {
-            "reload_path": "/update_weights_from_disk", "weights_folder": str(folder)
-        }  # fmt: skip
-        self._make = lambda urls: OpenAIOptions(urls=urls, backoff_s=0.0, **reload, **options)
-
-    async def start(self) -> None:
-        for fake in self.fakes:
-            await fake.close()
-        self.fakes = [self._fake() for _ in range(self._count)]
-        for fake in self.fakes:
-            await fake.start()
-        super().__init__(self._make(tuple(fake.url for fake in self.fakes)), fetch=tiny.fetch)
-        await super().start()
-
-    async def close(self) -> None:
-        await super().close()
-        for fake in self.fakes:
-            await fake.close()
-
+from stages import tiny_policy as tiny
+from stages.engine_case import LACKS, EngineCase, run
+from stages.engine_contract import CHECKS, until_running
+from stages.fake_server import PIECE, ServedEngine
 
 CASES = {
     "streams": (LACKS["openai, others"], {}),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
-from engine_case import EngineCase, run
-from engine_contract import CHECKS
-from test_transformers_engine import make_engine, same_bits
 
 from penstock.engine.transformers.cpu import mkl as packing
 from penstock.engine.transformers.cpu.mkl import PackedProduct, Product, Products, product_kind
+from stages import tiny_policy as tiny
+from stages.engine_case import EngineCase, run
+from stages.engine_contract import CHECKS
+from stages.tiny_engine import make_engine, same_bits
 
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL here")
 

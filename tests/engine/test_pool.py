@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import tiny
-from engine_case import EngineCase, run
-from engine_contract import CHECKS, until_running
-from test_transformers_engine import make_engine
 
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import DigestMismatch
 from penstock.pool.pool import EnginePool
+from stages import tiny_policy as tiny
+from stages.engine_case import EngineCase, run
+from stages.engine_contract import CHECKS, until_running
+from stages.tiny_engine import make_engine
 
 
 def make_pool(update: str = "together") -> EnginePool:

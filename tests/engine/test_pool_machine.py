@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from fakes import VirtualClock
-from paced import PacedEngine, length_of, logprobs_of, request_of, tokens_of
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.pool.pool import EnginePool
+from penstock.produce.virtual_time import VirtualClock
 from penstock.types import expand_segments
+from stages.paced_engine import PacedEngine, length_of, logprobs_of, request_of, tokens_of
 
 SLOTS = 4
 

@@ -6,34 +6,22 @@ import asyncio
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from engine_case import EngineCase, run, started
-from engine_contract import CHECKS, until_running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.engine.transformers.engine import TransformersEngine
-from penstock.engine.transformers.loading import TransformersOptions
 from penstock.errors import EngineError, UserError
+from stages import tiny_policy as tiny
+from stages.engine_case import EngineCase, run, started
+from stages.engine_contract import CHECKS, until_running
+from stages.tiny_engine import make_engine, same_bits
 
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
 ]
-
-
-def make_engine(device: str = "cpu", **options: object) -> TransformersEngine:
-    chosen = TransformersOptions(
-        device=device, **{"max_slots": 4, "max_tokens_in_flight": 4096, **options}
-    )
-    return TransformersEngine(
-        lambda: tiny.tiny_model(0, "penstock").to(device),
-        fetch=tiny.fetch,
-        options=chosen,
-        text_of=tiny.text_of,
-    )
 
 
 def break_device(engine: TransformersEngine) -> None:
@@ -48,12 +36,6 @@ def break_device(engine: TransformersEngine) -> None:
 def test_contract(check: str, device: str) -> None:
     name = f"transformers on {device}"
     CHECKS[check](EngineCase(name, lambda: make_engine(device), kill=break_device))
-
-
-def same_bits(a: Generation, b: Generation) -> bool:
-    return np.array_equal(a.token_ids, b.token_ids) and np.array_equal(
-        a.logprobs.view(np.int32), b.logprobs.view(np.int32)
-    )
 
 
 REQUESTS = st.lists(

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from engine_case import EngineCase
-from engine_contract import CHECKS
-from engine_lacks import LACKS
 
 from penstock.types import WeightHandle
 from penstock.weights.mapped_files import place_weights
+from stages import tiny_policy as tiny
+from stages.engine_case import LACKS, EngineCase
+from stages.engine_contract import CHECKS
 
 if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from engine_case import run
 
 from penstock.errors import EngineError
 from penstock.types import WeightHandle
+from stages import tiny_policy as tiny
+from stages.engine_case import run
 
 if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cluster_runs import config_of, run
 
 from penstock.run_folder import RunFolder
+from stages.disturbed_run import config_of, run
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shared_device import Shift, Sleeper
-from test_supervise import HANDLE, FakeWorker, nothing, request, settings
 
-from fakes import FakeEngine
 from penstock.launch.part_factories import Workers
 from penstock.supervise.supervised import Supervised
+from stages.fake_engine import FakeEngine
+from stages.shared_device import Shift, Sleeper
+from stages.supervised import HANDLE, FakeWorker, nothing, request, settings
 
 
 def test_engines_wake_with_the_new_weights_and_the_device_is_never_shared() -> None:

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from pathlib import Path
-
-from cluster_runs import STEPS, assert_balanced, config_of, digests, run
 
 from penstock.job import Job
 from penstock.launch.control import scale_run
 from penstock.run_folder import RunFolder
+from stages.disturbed_run import STEPS, assert_balanced, config_of, digests, kill, run
 
 SYNC = "produce.strategy=sync"
-
-
-def kill(job: Job, name: str) -> None:
-    worker = job.workers.supervised[name].worker
-    assert worker is not None
-    ranks = getattr(worker, "_ranks", [worker])
-    os.kill(ranks[-1].pid, signal.SIGKILL)
 
 
 def test_killed_engine_and_trainer_and_one_more_engine_leave_no_trace_in_the_weights(

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_runs import STEPS, assert_balanced, config_of, run
-from test_faults import kill
 
 from penstock.job import Job
 from penstock.run_folder import RunFolder
 from penstock.types import WeightHandle
+from stages.disturbed_run import STEPS, assert_balanced, config_of, kill, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,20 +11,7 @@ import torch
 from penstock.compat.producer_log import Names, ProducerLog
 from penstock.compat.producers import SimpleProducer
 from penstock.errors import UserError
-
-ARGUMENTS = {
-    "producer_idx": 0,
-    "num_producers": 2,
-    "num_consumer_procs": 1,
-    "num_episodes": 2,
-    "batch_size": 2,
-    "microbatch_size": 2,
-    "train_dataset_config": {"path": "addition", "data_options": {"size": 8}},
-    "model_config": {"path": "demo"},
-    "generate_config": {"temperature": 0.7, "top_k": -1, "max_new_tokens": 12},
-    "num_generations": 3,
-    "grpo_config": {"reward_fn_type": "think_answer_tags"},
-}
+from stages.producer_arguments import ARGUMENTS
 
 
 @pytest.fixture(scope="module")

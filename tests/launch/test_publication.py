@@ -6,14 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
-from test_supervise import FakeWorker, Play, nothing, settings
 
-from fakes import FakeEngine
 from penstock.errors import EngineError, WeightsGone
 from penstock.pool.engines import Engines
 from penstock.supervise.supervised import Supervised
 from penstock.supervise.trainer import RestartingTrainer
 from penstock.types import Batch, WeightHandle
+from stages.fake_engine import FakeEngine
+from stages.supervised import FakeWorker, Play, nothing, settings
 
 BATCH = Batch(step=2, groups=())
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_runs import assert_balanced, config_of, run, weights
 
 from penstock.errors import WorkerDied
 from penstock.job import Job
 from penstock.run_folder import RunFolder
 from penstock.supervise.trainer import RankGroup
 from penstock.types import Batch
+from stages.disturbed_run import assert_balanced, config_of, run, weights
 
 
 def test_two_ranks_give_the_weights_of_one_though_one_of_them_dies(

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_runs import assert_balanced, config_of, digests, run
-from ray_nodes import Nodes, node_of
 
 from penstock.config import LaunchConfig
 from penstock.errors import UserError
 from penstock.job import Job
 from penstock.launch.control import scale_run
 from penstock.run_folder import RunFolder
+from stages.disturbed_run import assert_balanced, config_of, digests, run
+from stages.ray_nodes import Nodes, node_of
 
 ray = pytest.importorskip("ray")
 from penstock.launch.ray.placement import bundles, check_fit  # noqa: E402

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from penstock.errors import WorkerDied
+from stages.echo import ECHO
 
 ray = pytest.importorskip("ray")
 from penstock.launch.ray.actor import ActorWorker  # noqa: E402
 
 pytestmark = pytest.mark.ray
-ECHO = f"{Path(__file__).with_name('test_remote.py')}:Echo"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_runs import assert_balanced, config_of, digests, run, when_told
-from test_producers import ARGUMENTS
 
 from penstock.compat.producers import SimpleProducer, producer_config
 from penstock.compat.weight_broadcast import join_group, send_state_dict
@@ -24,6 +22,8 @@ from penstock.run_folder import RunFolder
 from penstock.train.policy_weights import load_policy
 from penstock.weights.digest import weights_digest
 from penstock.weights.model_weights import weight_bits
+from stages.disturbed_run import assert_balanced, config_of, digests, run, when_told
+from stages.producer_arguments import ARGUMENTS
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]

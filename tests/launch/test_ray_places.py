@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import STEPS, assert_balanced, config_of, digests, run, when_told
-from ray_nodes import Nodes, node_of
 
 from penstock.config import LaunchConfig
 from penstock.errors import RunError, UserError, WorkerDied
 from penstock.job import Job
 from penstock.run_folder import RunFolder
 from penstock.supervise.supervised import Supervised
+from stages.disturbed_run import STEPS, assert_balanced, config_of, digests, run, when_told
+from stages.ray_nodes import Nodes, node_of
 
 ray = pytest.importorskip("ray")
 from penstock.launch.ray.placement import Places, Seat  # noqa: E402

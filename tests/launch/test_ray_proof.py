@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_runs import STEPS, assert_balanced, config_of, run, weights
 
 from penstock.job import Job
 from penstock.run_folder import RunFolder
+from stages.disturbed_run import STEPS, assert_balanced, config_of, run, weights
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_runs import assert_balanced, config_of, digests, run
 
 from penstock.job import Job
 from penstock.run_folder import RunFolder
+from stages.disturbed_run import assert_balanced, config_of, digests, run
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fakes import VirtualClock
 from penstock.errors import RunError
+from penstock.produce.virtual_time import VirtualClock
 
 ray = pytest.importorskip("ray")
 from penstock.launch.ray.object_store_retry import BACKOFF_S, with_room  # noqa: E402

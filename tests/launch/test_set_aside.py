@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_runs import config_of
-from test_supervise import HANDLE, Crew, request
 
 from penstock.engine.protocol import SamplingParams
 from penstock.errors import EngineError
@@ -24,6 +22,8 @@ from penstock.run import Loop
 from penstock.run_folder import RunFolder, create
 from penstock.types import Prompt, Rollout, Score, StepReport
 from penstock.watch.waits import Waits
+from stages.disturbed_run import config_of
+from stages.supervised import HANDLE, Crew, request
 
 
 def test_an_engine_that_is_set_aside_keeps_its_weights_and_takes_nothing_else() -> None:

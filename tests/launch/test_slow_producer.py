@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_runs import assert_balanced, config_of, digests, run
 
-from fakes import VirtualClock
-from paced import PacedEngine, request_of, tokens_of
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.pool.pool import EnginePool
+from penstock.produce.virtual_time import VirtualClock
 from penstock.run_folder import RunFolder
 from penstock.types import WeightHandle
+from stages import stalling_engine
+from stages.disturbed_run import assert_balanced, config_of, digests, run
+from stages.paced_engine import PacedEngine, request_of, tokens_of
 
 FAST_S, SLOW_S, SLOTS = 0.01, 0.1, 8
 GROUPS, GROUP = 24, 4
@@ -213,7 +214,7 @@ def test_engines_serve_from_the_moment_on_that_they_have_new_weights(clock: Virt
 # ---- a whole run
 
 
-ENGINE = f"engine.name={Path(__file__).with_name('slow_engine.py')}:StallingSecond"
+ENGINE = f"engine.name={stalling_engine.__file__}:StallingSecond"
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

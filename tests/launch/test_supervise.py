@@ -8,48 +8,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from test_remote import Echo  # noqa: F401  (what the worker serves)
 
-from fakes import FakeEngine
-from penstock.config import LaunchConfig
-from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.errors import EngineError, PartFailed, RunError, UserError, WorkerDied
 from penstock.launch.control import Control, scale_run
 from penstock.launch.processes.process_worker import ProcessWorker
-from penstock.pool.engines import Engines
-from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RankGroup
-from penstock.types import Batch, WeightHandle
-from penstock.watch.waits import Waits
-from watch_stage import SilentWorker
-
-ECHO = f"{Path(__file__).with_name('test_remote.py')}:Echo"
-
-
-def settings(**fields: Any) -> LaunchConfig:
-    return LaunchConfig.model_validate({"restart_backoff_s": 0, **fields})
-
-
-class Play:
-    """Supervised workers and what was told of them."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.callbacks = SupervisionCallbacks(waits=Waits(), note=self.notes.append)
-
-    def echo(self, folder: Path, **fields: Any) -> Supervised:
-        async def spawn() -> ProcessWorker:
-            log = folder / "echo.log"
-            return await ProcessWorker.start(
-                "echo", ECHO, "hello", log_path=log, threads=1, timeout_s=60
-            )
-
-        return Supervised("echo", spawn, settings(**fields), self.callbacks)
-
-
-async def nothing(worker: Any) -> None: ...
+from penstock.types import Batch
+from stages.supervised import HANDLE, Crew, Play, nothing, request
+from stages.watching import SilentWorker
 
 
 def test_a_hung_process_is_replaced_and_its_call_fails_at_once(tmp_path: Path) -> None:
@@ -75,94 +42,6 @@ def test_a_hung_process_is_replaced_and_its_call_fails_at_once(tmp_path: Path) -
     assert play.notes[0] == "echo: it does not answer; it is ended"
     assert "starting it again (1 of 3)" in play.notes[1]
     assert play.notes[2].startswith("echo: serves again (pid ")
-
-
-class FakeWorker:
-    """A worker in memory around a FakeEngine; `die` is its kill -9."""
-
-    def __init__(self, name: str, engine: FakeEngine) -> None:
-        self.name, self.place, self.engine = name, "memory", engine
-        self._dead = asyncio.Event()
-
-    def die(self) -> None:
-        self._dead.set()
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if self._dead.is_set():
-            raise WorkerDied(f"{self.name}: gone")
-        work = asyncio.ensure_future(getattr(self.engine, method)(*args, **kwargs))
-        dying = asyncio.ensure_future(self._dead.wait())
-        await asyncio.wait([work, dying], return_when=asyncio.FIRST_COMPLETED)
-        dying.cancel()
-        if self._dead.is_set():
-            work.cancel()
-            raise WorkerDied(f"{self.name}: gone")
-        return work.result()
-
-    async def ended(self) -> str:
-        await self._dead.wait()
-        return f"{self.name}: killed"
-
-    async def stack(self) -> str:
-        return ""
-
-    async def effort(self) -> float | None:
-        return None
-
-    async def kill(self) -> None:
-        self.die()
-
-    async def close(self) -> None:
-        self.die()
-
-
-class Crew(Play):
-    """Engines over fake workers; `made` lists every worker that was ever started, by its engine."""
-
-    def __init__(self, count: int, *, poison: str = "", **fields: Any) -> None:
-        super().__init__()
-        self.made: dict[str, list[FakeWorker]] = {f"engine-{n}": [] for n in range(count)}
-        self._poison = poison
-        self._fields = fields
-
-    async def start(self) -> Engines:
-        supervised = [
-            Supervised(name, self._spawner(name), settings(**self._fields), self.callbacks)
-            for name in self.made
-        ]
-        for one in supervised:
-            await one.start()
-        return Engines(supervised, self.callbacks.waits, make=self._make)
-
-    def _make(self, number: int) -> Supervised:
-        name = f"engine-{number}"
-        self.made[name] = []
-        return Supervised(name, self._spawner(name), settings(**self._fields), self.callbacks)
-
-    def _spawner(self, name: str) -> Any:
-        async def spawn() -> FakeWorker:
-            def fail(request: GenerationRequest) -> str:
-                if request.request_id == self._poison:
-                    worker.die()
-                return ""
-
-            worker = FakeWorker(name, FakeEngine(seconds_per_token=0, fail=fail))
-            self.made[name].append(worker)
-            return worker
-
-        return spawn
-
-
-def request(name: str) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=name,
-        prompt_ids=np.array([len(name)], np.int32),
-        sampling=SamplingParams(),
-        seed=1,
-    )
-
-
-HANDLE = WeightHandle(version=1, digest="digest-1", kind="none")
 
 
 def test_requests_of_a_dead_engine_go_to_another_at_once() -> None:

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fakes import FakeAgentLoop, VirtualClock, make_prompts
 from penstock.data.sampler import Sampler
 from penstock.journal import Journal
 from penstock.produce import (
@@ -27,7 +26,10 @@ from penstock.produce import (
     SyncProduceStrategyConfig,
 )
 from penstock.produce.replay_buffer import ReplayBuffer
+from penstock.produce.virtual_time import VirtualClock
 from penstock.types import Batch, Status, StepReport, expand_segments, staleness
+from stages.fake_agent_loop import FakeAgentLoop
+from stages.rollouts import make_prompts
 
 SEEN: Counter[str] = Counter()
 

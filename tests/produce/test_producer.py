@@ -6,17 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from stage import (
-    Stage,
-    cancel,
-    on_virtual_time,
-    single_turn,
-    train_steps,
-    turns,
-    uneven,
-)
 
-from fakes import FakeAgentLoop, FakeEngine, make_prompts
 from penstock.data.sampler import Sampler
 from penstock.errors import UserError
 from penstock.journal import Journal
@@ -29,6 +19,18 @@ from penstock.produce import (
 )
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.types import Status
+from stages.fake_agent_loop import FakeAgentLoop
+from stages.fake_engine import FakeEngine
+from stages.producing import (
+    ProducerStage,
+    cancel,
+    on_virtual_time,
+    single_turn,
+    train_steps,
+    turns,
+    uneven,
+)
+from stages.rollouts import make_prompts
 
 
 def run_batches(path: Path, config: SyncProduceStrategyConfig, *, refuse: bool = False) -> list:
@@ -37,7 +39,7 @@ def run_batches(path: Path, config: SyncProduceStrategyConfig, *, refuse: bool =
     async def main() -> None:
         engine = FakeEngine(length=uneven)
         rule = (lambda rollouts: rollouts[0].seed % 3 != 0) if refuse else None
-        stage = Stage(path, config, agent_loop=single_turn(engine), is_valid=rule)
+        stage = ProducerStage(path, config, agent_loop=single_turn(engine), is_valid=rule)
         running = asyncio.create_task(stage.producer.run())
         seen.extend(await train_steps(stage, engine, 1, 6))
         await cancel(running)
@@ -63,7 +65,7 @@ def test_running_ahead_stops_at_the_staleness_bound_and_goes_on_with_new_weights
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, AsyncProduceStrategyConfig(max_staleness=1), batch=2)
+        stage = ProducerStage(tmp_path, AsyncProduceStrategyConfig(max_staleness=1), batch=2)
         running = asyncio.create_task(stage.producer.run())
         await turns()
         assert len(stage.loop.held) == 4  # steps 1 and 2
@@ -87,7 +89,7 @@ def test_running_ahead_stops_at_the_staleness_bound_and_goes_on_with_new_weights
 
 def test_without_oversampling_a_step_waits_for_what_would_expire(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, AsyncProduceStrategyConfig(max_staleness=1), batch=2)
+        stage = ProducerStage(tmp_path, AsyncProduceStrategyConfig(max_staleness=1), batch=2)
         running = asyncio.create_task(stage.producer.run())
         await turns()
         for group_id in ("t:0", "t:1", "t:2"):
@@ -110,7 +112,7 @@ def test_without_oversampling_a_step_waits_for_what_would_expire(tmp_path: Path)
 def test_an_expired_group_is_generated_again_with_new_seeds(tmp_path: Path) -> None:
     async def main() -> None:
         config = AsyncProduceStrategyConfig(max_staleness=0, over_sample_threshold=0.5)
-        stage = Stage(tmp_path, config, batch=2)
+        stage = ProducerStage(tmp_path, config, batch=2)
         running = asyncio.create_task(stage.producer.run())
         await turns()
         seeds = [rollout.seed for rollout in stage.loop.held["t:2"][0]]
@@ -134,7 +136,7 @@ def test_an_expired_group_is_generated_again_with_new_seeds(tmp_path: Path) -> N
 
 def test_steps_are_taken_in_order(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, SyncProduceStrategyConfig())
+        stage = ProducerStage(tmp_path, SyncProduceStrategyConfig())
         with pytest.raises(UserError, match="got step 2, allowed: 1"):
             await stage.producer.take_batch(2)
 
@@ -144,7 +146,7 @@ def test_steps_are_taken_in_order(tmp_path: Path) -> None:
 def test_nothing_is_produced_after_the_last_step(tmp_path: Path) -> None:
     async def main() -> None:
         config = AsyncProduceStrategyConfig(max_staleness=3)
-        stage = Stage(tmp_path, config, batch=2, last_step=2)
+        stage = ProducerStage(tmp_path, config, batch=2, last_step=2)
         running = asyncio.create_task(stage.producer.run())
         await turns()
         assert len(stage.loop.held) == 4
@@ -220,7 +222,7 @@ def test_a_killed_run_goes_on_with_the_batches_of_one_that_was_not(
 
     async def first() -> None:
         engine = FakeEngine(length=uneven)
-        stage = Stage(tmp_path, config, agent_loop=single_turn(engine))
+        stage = ProducerStage(tmp_path, config, agent_loop=single_turn(engine))
         running = asyncio.create_task(stage.producer.run())
         training = asyncio.create_task(train_steps(stage, engine, 1, 3))
         await training
@@ -239,7 +241,7 @@ def test_a_killed_run_goes_on_with_the_batches_of_one_that_was_not(
 
     async def second() -> None:
         engine = FakeEngine(length=uneven, version=3)
-        stage = Stage(tmp_path, config, agent_loop=single_turn(engine))
+        stage = ProducerStage(tmp_path, config, agent_loop=single_turn(engine))
         stage.producer.weights_updated(3)
         await stage.producer.restore(stage.journal)
         running = asyncio.create_task(stage.producer.run())

@@ -6,9 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from stage import Stage, cancel, on_virtual_time, single_turn, train_steps, turns
 
-from fakes import CountingReward, FakeEngine
 from penstock.config import Config
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import RunError, TooManyFailures
@@ -18,6 +16,9 @@ from penstock.produce import (
     strategy_config,
 )
 from penstock.types import Rollout
+from stages.fake_engine import FakeEngine
+from stages.producing import ProducerStage, cancel, on_virtual_time, single_turn, train_steps, turns
+from stages.rewards import CountingReward
 
 
 @pytest.mark.parametrize("how", ["no such model", "raise"])
@@ -26,7 +27,7 @@ def test_an_all_failing_backend_makes_few_calls_then_stops_with_one_line(
 ) -> None:
     async def main() -> None:
         engine = FakeEngine(fail=lambda request: how)
-        stage = Stage(
+        stage = ProducerStage(
             tmp_path, AsyncProduceStrategyConfig(), batch=16, k=2, agent_loop=single_turn(engine)
         )
         running = asyncio.create_task(stage.producer.run())
@@ -63,7 +64,7 @@ def test_a_dead_backend_is_asked_fewer_than_100_times_at_default_sizes(
         groups, rollouts = config.train.groups_per_step, config.sampling.num_generations
         strategy = strategy_config(config.produce)
         loop = single_turn(engine)
-        stage = Stage(tmp_path, strategy, batch=groups, k=rollouts, agent_loop=loop)
+        stage = ProducerStage(tmp_path, strategy, batch=groups, k=rollouts, agent_loop=loop)
         running = asyncio.create_task(stage.producer.run())
         with pytest.raises(TooManyFailures):
             await stage.producer.take_batch(1)
@@ -85,7 +86,7 @@ def test_a_reward_that_answers_503_is_asked_again_without_generating_again(tmp_p
             return ""
 
         reward = CountingReward(fail)
-        stage = Stage(
+        stage = ProducerStage(
             tmp_path, SyncProduceStrategyConfig(), batch=2, agent_loop=single_turn(engine, reward)
         )
         running = asyncio.create_task(stage.producer.run())
@@ -103,7 +104,7 @@ def test_a_reward_that_answers_503_is_asked_again_without_generating_again(tmp_p
 def test_one_raising_group_is_isolated_and_dropped_with_its_reason(tmp_path: Path) -> None:
     async def main() -> None:
         engine = FakeEngine(fail=lambda r: "bad prompt" if r.request_id.startswith("t:1.") else "")
-        stage = Stage(
+        stage = ProducerStage(
             tmp_path, SyncProduceStrategyConfig(), batch=3, agent_loop=single_turn(engine)
         )
         running = asyncio.create_task(stage.producer.run())
@@ -124,7 +125,7 @@ def test_a_raising_validity_rule_fails_its_groups_and_stops_the_run(tmp_path: Pa
         def rule(rollouts: list[Rollout]) -> bool:
             raise KeyError("score")
 
-        stage = Stage(
+        stage = ProducerStage(
             tmp_path,
             SyncProduceStrategyConfig(),
             agent_loop=single_turn(FakeEngine()),
@@ -144,7 +145,7 @@ def test_a_raising_validity_rule_fails_its_groups_and_stops_the_run(tmp_path: Pa
 def test_filters_that_refuse_everything_end_the_run(tmp_path: Path) -> None:
     async def main() -> None:
         config = SyncProduceStrategyConfig(max_refused_in_a_row=50)
-        stage = Stage(
+        stage = ProducerStage(
             tmp_path, config, agent_loop=single_turn(FakeEngine()), is_valid=lambda rollouts: False
         )
         running = asyncio.create_task(stage.producer.run())
@@ -158,7 +159,7 @@ def test_filters_that_refuse_everything_end_the_run(tmp_path: Path) -> None:
 def test_the_end_of_the_prompts_ends_the_run(tmp_path: Path) -> None:
     async def main() -> None:
         engine = FakeEngine()
-        stage = Stage(
+        stage = ProducerStage(
             tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(engine), max_prompts=6
         )
         running = asyncio.create_task(stage.producer.run())
@@ -175,7 +176,7 @@ def test_a_rule_that_stops_too_early_ends_the_run(tmp_path: Path) -> None:
         config = AsyncProduceStrategyConfig(
             should_continue_fn=lambda done, batch: done < batch - 1, max_tries=1
         )
-        stage = Stage(tmp_path, config)
+        stage = ProducerStage(tmp_path, config)
         running = asyncio.create_task(stage.producer.run())
         await turns()
         stage.loop.fail("t:3")  # dropped: the other three are enough for the rule, not for the step
@@ -189,7 +190,9 @@ def test_a_rule_that_stops_too_early_ends_the_run(tmp_path: Path) -> None:
 
 def test_an_engine_with_older_weights_than_it_confirmed_stops_the_run(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(FakeEngine()))
+        stage = ProducerStage(
+            tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(FakeEngine())
+        )
         stage.producer.weights_updated(3)
         stage.progress.next_consumer_step = 4
         stage.progress.target_upto["t"] = 3
@@ -203,7 +206,7 @@ def test_an_engine_with_older_weights_than_it_confirmed_stops_the_run(tmp_path: 
 
 def test_a_stopped_producer_is_not_waited_for(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, SyncProduceStrategyConfig())
+        stage = ProducerStage(tmp_path, SyncProduceStrategyConfig())
         running = asyncio.create_task(stage.producer.run())
         taking = asyncio.create_task(stage.producer.take_batch(1))
         await turns()
@@ -218,7 +221,9 @@ def test_a_stopped_producer_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_journal_that_cannot_write_reaches_the_consumer(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(FakeEngine()))
+        stage = ProducerStage(
+            tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(FakeEngine())
+        )
         stage.journal._writer._database.execute("DROP TABLE rollout_rows")
         running = asyncio.create_task(stage.producer.run())
         with pytest.raises(RunError, match="cannot write"):

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from stage import Stage, on_virtual_time, turns
 
-from fakes import FakeAgentLoop, finish_rollout, make_prompt
 from penstock.config import ProduceConfig
 from penstock.produce import (
     AsyncProduceStrategyConfig,
@@ -20,6 +18,9 @@ from penstock.produce import (
     strategy_config,
 )
 from penstock.types import Group, Rollout, Status, VersionSegment, expand_segments
+from stages.fake_agent_loop import FakeAgentLoop
+from stages.producing import ProducerStage, on_virtual_time, turns
+from stages.rollouts import finish_rollout, make_prompt
 
 
 def test_defaults_are_those_users_know() -> None:
@@ -79,7 +80,9 @@ def test_versions_of_a_partial_rollout_that_goes_on() -> None:
 
 def test_oversampling_deficit_1_batch_4_threshold_1_makes_5_launches(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, AsyncProduceStrategyConfig(over_sample_threshold=1.0), batch=4)
+        stage = ProducerStage(
+            tmp_path, AsyncProduceStrategyConfig(over_sample_threshold=1.0), batch=4
+        )
         for _ in range(3):
             stage.buffered(Status.COMPLETED)
         stage.progress.target_samples["t"] = 4
@@ -96,7 +99,7 @@ def test_oversampling_deficit_1_batch_4_threshold_1_makes_5_launches(tmp_path: P
 
 def test_consumed_groups_never_look_missing(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, AsyncProduceStrategyConfig())
+        stage = ProducerStage(tmp_path, AsyncProduceStrategyConfig())
         stage.progress.target_samples["t"] = 8
         stage.progress.mark_consumed("t", 7)
         stage.buffered(Status.COMPLETED)
@@ -111,7 +114,7 @@ def test_sync_makes_exactly_b_completed_groups_and_refills_filtered_and_aborted(
 ) -> None:
     async def main() -> None:
         refused = {"t:1"}
-        stage = Stage(
+        stage = ProducerStage(
             tmp_path,
             SyncProduceStrategyConfig(),
             batch=3,
@@ -143,7 +146,7 @@ def test_tail_batch_draws_expired_then_aborted_then_fresh_without_oversampling(
         config = AsyncProduceStrategyConfig(
             tail_batch_trigger_size=2, over_sample_threshold=1.0, max_staleness=3
         )
-        stage = Stage(tmp_path, config, batch=4)
+        stage = ProducerStage(tmp_path, config, batch=4)
         aborted = stage.buffered(Status.ABORTED)
         expired = [stage.buffered(Status.EXPIRED) for _ in range(2)]
         stage.progress.target_samples["t"] = 4
@@ -159,7 +162,7 @@ def test_tail_batch_draws_expired_then_aborted_then_fresh_without_oversampling(
 def test_below_the_trigger_expired_groups_wait(tmp_path: Path) -> None:
     async def main() -> None:
         config = AsyncProduceStrategyConfig(tail_batch_trigger_size=2, over_sample_threshold=0.5)
-        stage = Stage(tmp_path, config, batch=4)
+        stage = ProducerStage(tmp_path, config, batch=4)
         aborted = stage.buffered(Status.ABORTED)
         stage.buffered(Status.EXPIRED)
         stage.progress.target_samples["t"] = 4
@@ -175,7 +178,7 @@ def test_below_the_trigger_expired_groups_wait(tmp_path: Path) -> None:
 def test_expired_groups_below_the_trigger_do_not_starve(tmp_path: Path) -> None:
     async def main() -> None:
         config = AsyncProduceStrategyConfig(tail_batch_trigger_size=99, max_tries=2)
-        stage = Stage(tmp_path, config, batch=1)
+        stage = ProducerStage(tmp_path, config, batch=1)
         expired = stage.buffered(Status.EXPIRED)
         stage.progress.target_samples["t"] = 1
         stage.progress.next_consumer_step = stage.ctx.train_step = 4  # it has waited for long
@@ -190,7 +193,7 @@ def test_expired_groups_below_the_trigger_do_not_starve(tmp_path: Path) -> None:
 
 def test_without_a_tail_batch_expired_groups_are_retried_as_they_come(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, AsyncProduceStrategyConfig(), batch=2)
+        stage = ProducerStage(tmp_path, AsyncProduceStrategyConfig(), batch=2)
         expired = stage.buffered(Status.EXPIRED)
         stage.progress.target_samples["t"] = 2
         task = asyncio.create_task(stage.strategy.produce_batch(stage.ctx))
@@ -204,7 +207,7 @@ def test_without_a_tail_batch_expired_groups_are_retried_as_they_come(tmp_path: 
 
 def test_a_step_that_is_already_expired_is_not_produced(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, AsyncProduceStrategyConfig(max_staleness=1))
+        stage = ProducerStage(tmp_path, AsyncProduceStrategyConfig(max_staleness=1))
         stage.ctx.train_step, stage.ctx.model_step = 3, 0
         assert await stage.strategy.produce_batch(stage.ctx) is ProduceBatchStatus.EXPIRED_BATCH
         assert stage.loop.calls == 0
@@ -214,7 +217,7 @@ def test_a_step_that_is_already_expired_is_not_produced(tmp_path: Path) -> None:
 
 def test_the_update_event_ends_the_call_and_leaves_groups_in_flight(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, AsyncProduceStrategyConfig(), batch=2)
+        stage = ProducerStage(tmp_path, AsyncProduceStrategyConfig(), batch=2)
         stage.progress.target_samples["t"] = 2
         task = asyncio.create_task(stage.strategy.produce_batch(stage.ctx))
         await turns()
@@ -233,7 +236,7 @@ def test_validity_is_asked_once_and_only_of_completed_groups(tmp_path: Path) -> 
             asked.append(rollouts[0].rollout_id)
             return True
 
-        stage = Stage(tmp_path, SyncProduceStrategyConfig(), batch=2, is_valid=rule)
+        stage = ProducerStage(tmp_path, SyncProduceStrategyConfig(), batch=2, is_valid=rule)
         stage.progress.target_samples["t"] = 2
         task = asyncio.create_task(stage.strategy.produce_batch(stage.ctx))
         await turns()
@@ -248,7 +251,7 @@ def test_validity_is_asked_once_and_only_of_completed_groups(tmp_path: Path) -> 
 
 def test_raw_rewards_are_counted_before_filtering_and_read_once(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(
+        stage = ProducerStage(
             tmp_path,
             SyncProduceStrategyConfig(max_refused_in_a_row=1),
             batch=1,
@@ -269,7 +272,7 @@ def test_raw_rewards_are_counted_before_filtering_and_read_once(tmp_path: Path) 
 
 def test_pause_of_nothing_takes_no_time(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, AsyncProduceStrategyConfig())
+        stage = ProducerStage(tmp_path, AsyncProduceStrategyConfig())
         assert await stage.strategy.pause_produce(stage.ctx) < 1e-9
         assert await stage.producer.pause() < 1e-9
 
@@ -278,7 +281,7 @@ def test_pause_of_nothing_takes_no_time(tmp_path: Path) -> None:
 
 def test_pause_aborts_at_once_and_everything_lands(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, AsyncProduceStrategyConfig(), batch=3)
+        stage = ProducerStage(tmp_path, AsyncProduceStrategyConfig(), batch=3)
         stage.progress.target_samples["t"] = 3
         task = asyncio.create_task(stage.strategy.produce_batch(stage.ctx))
         await turns()
@@ -293,7 +296,7 @@ def test_pause_aborts_at_once_and_everything_lands(tmp_path: Path) -> None:
 
 def test_pause_time_out_gives_groups_back_and_counts_them(tmp_path: Path) -> None:
     async def main() -> None:
-        stage = Stage(tmp_path, AsyncProduceStrategyConfig(pause_timeout_s=12.0), batch=2)
+        stage = ProducerStage(tmp_path, AsyncProduceStrategyConfig(pause_timeout_s=12.0), batch=2)
         stage.loop.deaf = True
         stage.progress.target_samples["t"] = 2
         task = asyncio.create_task(stage.strategy.produce_batch(stage.ctx))
@@ -332,7 +335,7 @@ def test_partial_rollouts_go_on_and_finished_members_stay(
 ) -> None:
     async def main() -> None:
         config = AsyncProduceStrategyConfig(enable_partial_rollout=partial, max_staleness=3)
-        stage = Stage(tmp_path, config, batch=1, agent_loop=PartialLoop())
+        stage = ProducerStage(tmp_path, config, batch=1, agent_loop=PartialLoop())
         stage.progress.target_samples["t"] = 1
         task = asyncio.create_task(stage.strategy.produce_batch(stage.ctx))
         await turns()
@@ -366,7 +369,9 @@ def test_a_ray_actor_looks_like_a_local_loop(tmp_path: Path) -> None:
 
     async def main() -> None:
         loop = FakeAgentLoop()
-        stage = Stage(tmp_path, AsyncProduceStrategyConfig(), batch=1, agent_loop=Actor(loop))
+        stage = ProducerStage(
+            tmp_path, AsyncProduceStrategyConfig(), batch=1, agent_loop=Actor(loop)
+        )
         stage.progress.target_samples["t"] = 1
         task = asyncio.create_task(stage.strategy.produce_batch(stage.ctx))
         await turns()

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from made_run import GROUP_SIZE, make_run, metrics_of
 from penstock.inspection.report import write_report
 from penstock.inspection.report.data import read_run
 from penstock.inspection.report.page import render
 from penstock.run_folder import RunFolder
+from stages.made_run import GROUP_SIZE, make_run, metrics_of
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

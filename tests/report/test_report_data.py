@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from made_run import GROUP_SIZE, make_run, metrics_of
 from penstock.config.source import load_config, to_toml
 from penstock.errors import UserError
 from penstock.inspection.report import write_report
@@ -19,6 +18,7 @@ from penstock.inspection.report.data import MAX_TEXT, read_run
 from penstock.inspection.report.figures import take_figures
 from penstock.inspection.report.page import embed, render
 from penstock.run_folder import RunFolder
+from stages.made_run import GROUP_SIZE, make_run, metrics_of
 
 
 @pytest.fixture(scope="module")

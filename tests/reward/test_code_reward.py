@@ -7,7 +7,6 @@ import socket
 from typing import Any
 
 import pytest
-from reward_samples import prompt, rollout
 
 from penstock.config import RewardConfig
 from penstock.errors import RewardError, SandboxError
@@ -15,6 +14,7 @@ from penstock.reward import VerifiableReward, build_reward
 from penstock.sandbox.layers import find_isolation
 from penstock.sandbox.settings import SandboxSettings
 from penstock.types import Score
+from stages.reward_samples import prompt, rollout
 
 SUM = {"inputs": ["1 2", "3 4", "5 6"], "outputs": ["3", "7", "11"]}
 GOOD = "print(sum(map(int, input().split())))"

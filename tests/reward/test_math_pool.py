@@ -8,13 +8,13 @@ import signal
 import sys
 
 import pytest
-from reward_samples import prompt, rollout, tagged
 
 from penstock.config import RewardConfig
 from penstock.errors import RewardError
 from penstock.reward import build_reward
 from penstock.reward.line_process import LineProcess, ProcessGone, ProcessSlow
 from penstock.reward.math_pool import MathPool
+from stages.reward_samples import prompt, rollout, tagged
 
 TOWER = "9^{9^{9^{9^{9}}}}"
 

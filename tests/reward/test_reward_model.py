@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_samples import prompt, rollout, tagged
 
 from penstock.config import RewardConfig
 from penstock.errors import RewardError
 from penstock.reward import VerifiableReward, build_reward
 from penstock.types import Score
+from stages.reward_samples import prompt, rollout, tagged
 
 TEXTS = ["a", "bb", "the answer is 42", "a b c d e f", ""]
 

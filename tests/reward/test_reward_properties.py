@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from reward_samples import prompt, rollout, tagged
 
 from penstock.config import RewardConfig
 from penstock.reward import VerifiableReward, build_reward
 from penstock.reward.equality import decide
 from penstock.reward.extraction import boxed_answer, python_block, tagged_answer
 from penstock.reward.math_pool import MathPool
+from stages.reward_samples import prompt, rollout, tagged
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 PIECES = [

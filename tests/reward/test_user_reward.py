@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_samples import prompt, rollout
 
 from penstock.config import RewardConfig
 from penstock.errors import RewardError, UserError
 from penstock.reward import VerifiableReward, build_reward, check
 from penstock.types import Score
+from stages.reward_samples import prompt, rollout
 
 SOURCE = """
 import threading

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reward_samples import prompt, rollout, tagged
 
 from penstock import plugins
 from penstock.config import RewardConfig
 from penstock.errors import RewardError, UserError
 from penstock.reward import REWARDS, VerifiableReward, build_reward, check
 from penstock.types import Score
+from stages.reward_samples import prompt, rollout, tagged
 
 
 def build(*rewards: RewardConfig, max_tokens: int = 100) -> VerifiableReward:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import ATTEMPTS, NUMBERS
-from sandbox_pools import left_over, make_pool
 
 from penstock.sandbox.inside import kernel
 from penstock.sandbox.limits import job_limits
 from penstock.sandbox.pool import SandboxPool
+from stages.sandbox_attempts import ATTEMPTS, NUMBERS
+from stages.sandbox_pools import left_over, make_pool
 
 TIMEOUT_S = 0.4
 SLACK_S = 20.0  # of a busy test machine; the sandbox's own limit is TIMEOUT_S

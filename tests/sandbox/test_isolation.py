@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sandbox_pools import left_over, make_pool
 
 from penstock import sandbox
 from penstock.errors import SandboxError
@@ -25,6 +24,7 @@ from penstock.sandbox.inside import codec, kernel, seccomp
 from penstock.sandbox.layers import Isolation, find_isolation
 from penstock.sandbox.settings import ACCEPT_WEAKER, SandboxSettings
 from penstock.sandbox.verify import verify
+from stages.sandbox_pools import left_over, make_pool
 
 PLAIN = Mode(bubblewrap=False, namespaces=False, user_namespace=False)
 TESTS = {"inputs": ["a"], "outputs": ["a"]}
@@ -222,7 +222,7 @@ def test_a_nursery_that_dies_is_replaced() -> None:
 HOST = """
 import sys
 sys.path.insert(0, {tests!r})
-from sandbox_pools import make_pool
+from stages.sandbox_pools import make_pool
 from penstock.sandbox.limits import job_limits
 pool = make_pool({mode!r})
 with pool.sandbox() as sandbox:
@@ -236,7 +236,7 @@ with pool.sandbox() as sandbox:
 @pytest.mark.parametrize("mode", ["namespaces", "filtered"])
 def test_nothing_survives_a_host_that_is_killed(mode: str) -> None:
     make_pool(mode).close()
-    source = HOST.format(tests=str(Path(__file__).parent), mode=mode)
+    source = HOST.format(tests=str(Path(__file__).parents[1]), mode=mode)
     command = [sys.executable, "-c", source]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
         assert host.stdout is not None

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from sandbox_pools import left_over, make_pool
 
 from penstock.errors import RewardError, SandboxError, UserError
 from penstock.sandbox.client import VerificationClient
 from penstock.sandbox.serve import ServerSettings, create_app, serve
 from penstock.sandbox.settings import SandboxSettings
+from stages.sandbox_pools import left_over, make_pool
 
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")

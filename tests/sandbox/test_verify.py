@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sandbox_pools import left_over, make_pool
 
 from penstock.errors import RewardError
 from penstock.sandbox.pool import SandboxPool
 from penstock.sandbox.testcases import read_tests, same_output, same_value
 from penstock.sandbox.verify import verify
+from stages.sandbox_pools import left_over, make_pool
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADD = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}

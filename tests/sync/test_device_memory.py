@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from test_sides import Publications, holds, weights
 
 from penstock.errors import WeightsGone
 from penstock.weights import buffer as side
 from penstock.weights import device_memory
 from penstock.weights.device_memory import DeviceMemory, DevicePlace, OpenedMemory
 from penstock.weights.shared_memory import SharedMemorySync
+from stages.publications import Publications, holds, weights
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu:0")

@@ -9,94 +9,16 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.errors import RunError, WeightsGone
 from penstock.weights.shared_memory import SharedMemorySync
-
-
-def weights(value: int, count: int = 3) -> list[tuple[str, torch.Tensor]]:
-    return [(f"w{n}", torch.full((5, 7), float(value + n))) for n in range(count)]
-
-
-def holds(tensors: list[tuple[str, torch.Tensor]], value: int) -> bool:
-    return all(bool((tensor == value + n).all()) for n, (_, tensor) in enumerate(tensors))
-
-
-class Publications(RuleBasedStateMachine):
-    """Any order of publishing, fetching, letting go, and of trainers that die and come back."""
-
-    outlives_its_trainer = True  # the newest publication, for those that did not read it yet
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._folder = tempfile.TemporaryDirectory()
-        self.trainer = self.new_trainer()
-        self.engines = [SharedMemorySync() for _ in range(3)]
-        self.handles: list = []
-        self.held: list = []  # (version, tensors)
-        self.version = 0
-
-    @rule(versions=st.integers(1, 3), announced=st.booleans())
-    def publish(self, versions: int, announced: bool) -> None:
-        self.version += versions
-        early = self.trainer.announce(self.version, "d") if announced else None
-        handle = self.trainer.publish(self.version, "d", weights(self.version))
-        assert early in (None, handle)
-        self.handles.append(handle)
-        sides = list(Path(self._folder.name).glob("side-*"))
-        assert len(sides) <= len({held for held, _ in self.held}) + 2  # no more than are needed
-
-    @precondition(lambda self: self.handles)
-    @rule(engine=st.integers(0, 2), back=st.integers(0, 3))
-    def fetch(self, engine: int, back: int) -> None:
-        """The newest is always there; older ones are there whole, or refused."""
-        handle = self.handles[-1 - min(back, len(self.handles) - 1)]
-        try:
-            tensors = list(self.engines[engine].fetch(handle))
-        except WeightsGone:
-            assert back >= 1
-            return
-        assert holds(tensors, handle.version)
-        self.held.append((handle.version, tensors))
-
-    @precondition(lambda self: self.held)
-    @rule(which=st.integers(0, 100), part=st.booleans())
-    def let_go(self, which: int, part: bool) -> None:
-        """Of all, or of all but one tensor."""
-        version, tensors = self.held.pop(which % len(self.held))
-        if part and len(tensors) == 3:
-            self.held.append((version, tensors[:1]))
-
-    @rule()
-    def the_trainer_comes_back(self) -> None:
-        """A new one finds the folder as the last one left it, in the middle of a publication."""
-        self.trainer.announce(self.version + 1, "never written")
-        self.trainer.close()
-        self.trainer = self.new_trainer()
-        if not self.outlives_its_trainer:
-            self.handles.clear()
-
-    def new_trainer(self) -> SharedMemorySync:
-        return SharedMemorySync(self._folder.name)
-
-    @invariant()
-    def what_is_held_is_as_it_was(self) -> None:
-        assert all(holds(tensors, version) for version, tensors in self.held)
-
-    def teardown(self) -> None:
-        self.held.clear()
-        self.trainer.close()
-        self._folder.cleanup()
-
+from stages.publications import Publications, holds, weights
 
 TestPublications = Publications.TestCase
 TestPublications.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)

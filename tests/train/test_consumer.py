@@ -5,12 +5,20 @@ import threading
 import numpy as np
 import pytest
 import torch
-from training_data import VOCABULARY, config_of, consumer_of, random_batch, tiny_model
 
 from penstock.errors import RunError, StopRequested, UserError
 from penstock.train.consumer import Consumer
 from penstock.train.policy_weights import add_adapters
 from penstock.weights.model_weights import model_digest
+from stages.training_data import (
+    VOCABULARY,
+    batches,
+    config_of,
+    consumer_of,
+    from_disk,
+    random_batch,
+    tiny_model,
+)
 
 METRICS = [
     "reward/mean",
@@ -44,23 +52,6 @@ METRICS = [
     "memory/peak_mib",
     "updates/skipped",
 ]
-
-
-@pytest.fixture
-def saved_model(tmp_path):
-    """A float32 model on disk, as a config names it."""
-    folder = tmp_path / "policy"
-    tiny_model(dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
-def from_disk(folder, *, total_steps: int = 10, **sections) -> Consumer:
-    model = {"path": str(folder)} | sections.pop("model", {})
-    return Consumer.from_config(config_of(model=model, **sections), total_steps=total_steps)
-
-
-def batches(count: int):
-    return [random_batch(step, seed=step) for step in range(1, count + 1)]
 
 
 def test_a_step_reports_every_metric_and_the_identity_of_the_new_weights(saved_model) -> None:

@@ -5,7 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from training_data import (
+
+from penstock.algo import ALGORITHMS
+from penstock.algo.choice import resolve
+from penstock.config import AlgorithmConfig
+from penstock.types import Score
+from stages.training_data import (
     Gradients,
     config_of,
     consumer_of,
@@ -15,11 +20,6 @@ from training_data import (
     tiny_model,
     tricky_batch,
 )
-
-from penstock.algo import ALGORITHMS
-from penstock.algo.choice import resolve
-from penstock.config import AlgorithmConfig
-from penstock.types import Score
 
 AGGREGATIONS = ["token", "sequence", "constant"]
 

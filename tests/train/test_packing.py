@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_data import VOCABULARY, tiny_model
 
 from penstock.train.pack import empty_pack, make_pack, split_by_tokens
 from penstock.train.policy import Policy
+from stages.training_data import VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
 ARCHITECTURES = [

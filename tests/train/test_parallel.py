@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import rank_program
 import torch
 
 from penstock.train.parallel import Ranks, digest_over, rank_share
 from penstock.weights.model_weights import digest_of
+from stages import rank_program
 
 JOBS = list(rank_program.ALGORITHMS)
 
@@ -53,10 +53,10 @@ def start_rank(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    program = Path(__file__).with_name("rank_program.py")
     return subprocess.Popen(
-        [sys.executable, str(program), str(folder)],
+        [sys.executable, "-m", "stages.rank_program", str(folder)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_consumer import batches, from_disk, saved_model  # noqa: F401  (a fixture)
 
 from penstock.errors import RunError
 from penstock.launch.part_factories import TrainerService
@@ -15,6 +14,7 @@ from penstock.train.consumer import Consumer
 from penstock.types import Batch
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.offload import Parking
+from stages.training_data import batches, from_disk
 
 SETTINGS: dict[str, Any] = {
     "model": {"dtype": "bfloat16"},
@@ -44,7 +44,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert torch.equal(other[name][1], rows), name
 
 
-def test_steps_between_which_it_parks_are_the_same_steps(saved_model) -> None:  # noqa: F811
+def test_steps_between_which_it_parks_are_the_same_steps(saved_model) -> None:
     plain, parked = from_disk(saved_model, **SETTINGS), on_cpu(from_disk(saved_model, **SETTINGS))
     parked.park()  # before the first step there are masters and a reference, and no moments
     assert set(sizes(parked)) == {0}
@@ -59,7 +59,7 @@ def test_steps_between_which_it_parks_are_the_same_steps(saved_model) -> None:  
 
 
 def test_a_checkpoint_taken_while_parked_is_the_same_and_moves_nothing(
-    saved_model,  # noqa: F811
+    saved_model,
     tmp_path: Path,
 ) -> None:
     consumer = on_cpu(from_disk(saved_model, **SETTINGS))
@@ -75,7 +75,7 @@ def test_a_checkpoint_taken_while_parked_is_the_same_and_moves_nothing(
     assert resumed.train(second).digest == consumer.train(second).digest
 
 
-def test_a_parked_trainer_loads_and_publishes(saved_model, tmp_path: Path) -> None:  # noqa: F811
+def test_a_parked_trainer_loads_and_publishes(saved_model, tmp_path: Path) -> None:
     config = from_disk(saved_model, **SETTINGS).config
     sync = InProcessSync()
     service = TrainerService(config, 10, sync)
@@ -99,7 +99,7 @@ def test_a_parked_trainer_loads_and_publishes(saved_model, tmp_path: Path) -> No
     assert 0 not in sizes(service._consumer)
 
 
-def test_on_a_cpu_a_sleeping_trainer_copies_nothing(saved_model) -> None:  # noqa: F811
+def test_on_a_cpu_a_sleeping_trainer_copies_nothing(saved_model) -> None:
     service = TrainerService(from_disk(saved_model, **SETTINGS).config, 10, InProcessSync())
     service.sleep()
     assert 0 not in sizes(service._consumer)
@@ -107,7 +107,7 @@ def test_on_a_cpu_a_sleeping_trainer_copies_nothing(saved_model) -> None:  # noq
 
 
 @pytest.mark.parametrize("colocate", [True, False])
-def test_a_trainer_out_of_memory_says_what_to_change(saved_model, colocate: bool) -> None:  # noqa: F811
+def test_a_trainer_out_of_memory_says_what_to_change(saved_model, colocate: bool) -> None:
     config = from_disk(saved_model, launch={"colocate": colocate}).config
     service = TrainerService(config, 10, InProcessSync())
 

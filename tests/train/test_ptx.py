@@ -5,7 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from training_data import (
+
+from penstock.config import PtxConfig
+from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.errors import UserError
+from penstock.train.parallel import Ranks
+from penstock.train.ptx import Text, TextStream, read_texts
+from stages.training_data import (
     config_of,
     consumer_of,
     gradient_of,
@@ -13,12 +19,6 @@ from training_data import (
     relative_gap,
     tiny_model,
 )
-
-from penstock.config import PtxConfig
-from penstock.data.chat import ChatTemplate, load_tokenizer
-from penstock.errors import UserError
-from penstock.train.parallel import Ranks
-from penstock.train.ptx import Text, TextStream, read_texts
 
 
 def some_texts(count: int = 5) -> list[Text]:

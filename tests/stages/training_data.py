@@ -142,3 +142,12 @@ def relative_gap(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
     distance = sum(float((left[name] - right[name]).square().sum()) for name in left) ** 0.5
     size = sum(float(right[name].square().sum()) for name in right) ** 0.5
     return distance / size if size else distance
+
+
+def from_disk(folder, *, total_steps: int = 10, **sections) -> Consumer:
+    model = {"path": str(folder)} | sections.pop("model", {})
+    return Consumer.from_config(config_of(model=model, **sections), total_steps=total_steps)
+
+
+def batches(count: int):
+    return [random_batch(step, seed=step) for step in range(1, count + 1)]

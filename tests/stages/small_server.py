@@ -1,6 +1,6 @@
 """A completions server in a process of its own, to be killed: its tokens tell which weights it holds.
 
-    python small_server.py PORT reload|rl|frozen [TOKENS]
+    python tests/stages/small_server.py PORT reload|rl|frozen [TOKENS]
 
 Every token is 10 + the version that it was given last, 10 for what it started with. With TOKENS a stream
 gives so many and then nothing more. Imports nothing but the standard library, so that it starts at once.

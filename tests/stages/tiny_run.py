@@ -14,6 +14,7 @@ from pathlib import Path
 from penstock.checkpoint import CheckpointStore
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
+from stages.rewards import ODD_REWARD
 
 STEPS, GROUPS = 4, 2
 SEED = int(os.environ.get("PENSTOCK_CRASH_SEED", "0"))
@@ -31,17 +32,12 @@ TINY = [
     "track.trackers=[]",
     "checkpoint.every_steps=2",
     f"tasks.train.data={Path(__file__).with_name('sums.jsonl')}",
-    f"tasks.train.rewards=[{{type='{__file__}:odd_reward'}}]",
+    f"tasks.train.rewards=[{{type='{ODD_REWARD}'}}]",
 ]
 
 
-def odd_reward(rollout, prompt) -> float:
-    """Differs within nearly every group, and depends on nothing but the tokens."""
-    return float(int(rollout.response_ids.sum()) % 5) / 4
-
-
 class CrashServer:
-    """Client of crash_server.py."""
+    """Client of the program `crash_server.py`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,9 +48,10 @@ class CrashServer:
             **os.environ,
             **dict.fromkeys(single, "1"),
             "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("crash_server.py"))],
+            [sys.executable, "-m", "stages.crash_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

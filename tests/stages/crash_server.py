@@ -1,6 +1,6 @@
 """A process that has imported everything and forks a child per command, which may be killed inside.
 
-Run as a program: reads one JSON request a line, answers with one JSON line. A request names the
+Run as `python -m stages.crash_server`: reads one JSON request a line, answers with one JSON line. A request names the
 arguments of `penstock`, a log file for its output, and where to die: the n-th time that a point is
 passed the child sends itself SIGKILL. Without one the child counts how often each point is passed.
 The child is the driver: of a run in several processes only what the driver passes is seen.
@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_run import TINY
-from warm_workers import Nursery
 
 import penstock.engine.transformers.engine as engine
 import penstock.train.state as state
@@ -38,6 +36,8 @@ from penstock.supervise.trainer import RestartingTrainer
 from penstock.track.jsonl import JsonlTracker
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.shared_memory import _PREFIX as SHARED_MEMORY
+from stages.tiny_run import TINY
+from stages.warm_workers import Nursery
 
 POINTS: dict[str, list[tuple[Any, str]]] = {
     "journal record": [

@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from test_supervise import Crew, FakeWorker, settings
-
-from fakes import FakeEngine
 from penstock.launch.assemble import start_all
 from penstock.launch.colocated import ColocatedTrainer
 from penstock.pool.engines import Engines
 from penstock.supervise.supervised import Supervised
 from penstock.types import Batch, StepReport, WeightHandle
+from stages.fake_engine import FakeEngine
+from stages.supervised import Crew, FakeWorker, settings
 
 
 class Device:

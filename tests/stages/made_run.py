@@ -1,6 +1,6 @@
 """A run folder as a run would leave it, made in a second without a model: for tests and for pictures.
 
-python tests/made_run.py FOLDER writes one to look at.
+Write one to look at: cd tests; python -m stages.made_run FOLDER
 """
 
 from __future__ import annotations

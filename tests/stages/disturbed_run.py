@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from penstock.journal import Journal
 from penstock.recover import begin, keep_trainer_alive
 from penstock.run import Loop
 from penstock.run_folder import RunFolder, create
+from stages.rewards import ODD_REWARD
 
 STEPS, GROUPS = 3, 4
 SMALL = [
@@ -29,14 +32,9 @@ SMALL = [
     "eval.tasks={}",
     "track.trackers=[]",
     "launch.restart_backoff_s=0",
-    f"tasks.train.rewards=[{{type='{__file__}:odd_reward'}}]",
+    f"tasks.train.rewards=[{{type='{ODD_REWARD}'}}]",
 ]
 Disturb = Callable[[Job, int], Awaitable[None]]
-
-
-def odd_reward(rollout, prompt) -> float:
-    """Differs within nearly every group, and depends on nothing but the tokens."""
-    return float(int(rollout.response_ids.sum()) % 5) / 4
 
 
 def config_of(folder: Path, name: str, *overrides: str) -> Config:
@@ -109,3 +107,10 @@ def assert_balanced(folder: RunFolder) -> None:
     trained = [group for _, ids in batches for group in json.loads(ids)]
     assert len(trained) == len(set(trained)) == STEPS * GROUPS
     assert audit_run(folder, as_json=True) == 0
+
+
+def kill(job: Job, name: str) -> None:
+    worker = job.workers.supervised[name].worker
+    assert worker is not None
+    ranks = getattr(worker, "_ranks", [worker])
+    os.kill(ranks[-1].pid, signal.SIGKILL)

@@ -7,14 +7,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from fakes import (
-    CountingReward,
-    FakeAgentLoop,
-    FakeEngine,
-    VirtualClock,
-    finish_rollout,
-    make_prompts,
-)
 from penstock.agent.single_turn import SingleTurn
 from penstock.config import SamplingConfig
 from penstock.data.sampler import Sampler
@@ -28,7 +20,12 @@ from penstock.produce import (
     SyncProduceStrategyConfig,
 )
 from penstock.produce.replay_buffer import ReplayBuffer
+from penstock.produce.virtual_time import VirtualClock
 from penstock.types import Batch, Group, Status, StepReport
+from stages.fake_agent_loop import FakeAgentLoop
+from stages.fake_engine import FakeEngine
+from stages.rewards import CountingReward
+from stages.rollouts import finish_rollout, make_prompts
 
 
 def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> float:
@@ -41,7 +38,7 @@ def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> float:
         clock.close()
 
 
-class Stage:
+class ProducerStage:
     """A strategy with everything around it; the context is for direct calls, the producer for runs."""
 
     def __init__(
@@ -162,7 +159,7 @@ def uneven(request: GenerationRequest) -> int:
     return 1 + request.seed % 9
 
 
-async def train_steps(stage: Stage, engine: FakeEngine, first: int, last: int) -> list:
+async def train_steps(stage: ProducerStage, engine: FakeEngine, first: int, last: int) -> list:
     seen = []
     for step in range(first, last + 1):
         batch = await stage.producer.take_batch(step)

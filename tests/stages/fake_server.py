@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiny
 
+from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.loading import TransformersOptions
 from penstock.types import WeightHandle
 from penstock.weights.mapped_files import read_folder, read_places
+from stages import tiny_policy as tiny
 
 PIECE = 4  # tokens of one chunk
 
@@ -279,3 +281,39 @@ def _send(writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> No
 def _send_raw(writer: asyncio.StreamWriter, status: int, data: bytes) -> None:
     head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
+
+
+class ServedEngine(OpenAIEngine):
+    """Starts its own fake server with it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *faults: str,
+        servers: int = 1,
+        streams: bool = True,
+        rl: bool = False,
+        raw_logprobs: bool = False,
+        **options: object,
+    ) -> None:
+        self._fake = lambda: FakeServer(*faults, streams=streams, rl=rl, raw_logprobs=raw_logprobs)
+        self.fakes: list[FakeServer] = []
+        self._count = servers
+        reload = {} if rl else {
+            "reload_path": "/update_weights_from_disk", "weights_folder": str(folder)
+        }  # fmt: skip
+        self._make = lambda urls: OpenAIOptions(urls=urls, backoff_s=0.0, **reload, **options)
+
+    async def start(self) -> None:
+        for fake in self.fakes:
+            await fake.close()
+        self.fakes = [self._fake() for _ in range(self._count)]
+        for fake in self.fakes:
+            await fake.start()
+        super().__init__(self._make(tuple(fake.url for fake in self.fakes)), fetch=tiny.fetch)
+        await super().start()
+
+    async def close(self) -> None:
+        await super().close()
+        for fake in self.fakes:
+            await fake.close()

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import tiny
-from engine_case import EngineCase, started
 
 from penstock.engine.protocol import Generation, InferenceEngine
 from penstock.errors import DigestMismatch, EngineError, UserError
 from penstock.types import expand_segments
+from stages import tiny_policy as tiny
+from stages.engine_case import EngineCase, started
 
 
 def assert_true_logprobs(

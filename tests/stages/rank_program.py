@@ -1,6 +1,6 @@
-"""What each trainer rank runs in test_parallel.py: the same steps, its own share of the groups.
+"""What each trainer rank runs in `test_parallel.py`: the same steps, its own share of the groups.
 
-python rank_program.py FOLDER JOB   (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set)
+python -m stages.rank_program FOLDER   (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set)
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import torch
-from training_data import config_of, random_batch, tiny_model, tricky_batch
 
 from penstock.train.consumer import Consumer
 from penstock.train.parallel import Ranks, rank_share
 from penstock.train.ptx import Text, TextStream
 from penstock.train.state import take_snapshot
 from penstock.weights.offload import Parking
+from stages.training_data import config_of, random_batch, tiny_model, tricky_batch
 
 ALGORITHMS = {
     "plain": {},

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fakes import VirtualClock, make_prompt
 from penstock.agent.single_turn import SingleTurn
 from penstock.config import LaunchConfig, SamplingConfig, WatchdogConfig
 from penstock.errors import RunError
 from penstock.launch.inline import watched
+from penstock.produce.virtual_time import VirtualClock
 from penstock.supervise.supervised import CALLS, Supervised, SupervisionCallbacks
 from penstock.types import Rollout
 from penstock.watch.waits import Waits
 from penstock.watch.watchdog import Watchdog, WatchedReward
+from stages.rollouts import make_prompt
 
 STALL_S = 60.0
 
@@ -56,7 +57,7 @@ class SilentWorker:
     async def close(self) -> None: ...
 
 
-class Stage:
+class WatchdogStage:
     """The watchdog and what it told. Every responder is seen to stand still unless callbacks differ."""
 
     def __init__(self, action: str = "stop", **callbacks: Any) -> None:
@@ -111,7 +112,7 @@ async def _idle(name: str) -> float | None:
     return 3.0
 
 
-def agent(stage: Stage, engine: Any, reward: Any) -> SingleTurn:
+def agent(stage: WatchdogStage, engine: Any, reward: Any) -> SingleTurn:
     return SingleTurn(
         engine=watched("engine-0", engine, stage.waits),  # type: ignore[arg-type]
         reward=WatchedReward(reward, "sums", stage.waits),

@@ -1,0 +1,131 @@
+"""Supervised workers: real processes that serve an Echo, and engines over workers in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.config import LaunchConfig
+from penstock.engine.protocol import GenerationRequest, SamplingParams
+from penstock.errors import WorkerDied
+from penstock.launch.processes.process_worker import ProcessWorker
+from penstock.pool.engines import Engines
+from penstock.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.types import WeightHandle
+from penstock.watch.waits import Waits
+from stages.echo import ECHO
+from stages.fake_engine import FakeEngine
+
+HANDLE = WeightHandle(version=1, digest="digest-1", kind="none")
+
+
+def settings(**fields: Any) -> LaunchConfig:
+    return LaunchConfig.model_validate({"restart_backoff_s": 0, **fields})
+
+
+class Play:
+    """Supervised workers and what was told of them."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.callbacks = SupervisionCallbacks(waits=Waits(), note=self.notes.append)
+
+    def echo(self, folder: Path, **fields: Any) -> Supervised:
+        async def spawn() -> ProcessWorker:
+            log = folder / "echo.log"
+            return await ProcessWorker.start(
+                "echo", ECHO, "hello", log_path=log, threads=1, timeout_s=60
+            )
+
+        return Supervised("echo", spawn, settings(**fields), self.callbacks)
+
+
+async def nothing(worker: Any) -> None: ...
+
+
+class FakeWorker:
+    """A worker in memory around a FakeEngine; `die` is its kill -9."""
+
+    def __init__(self, name: str, engine: FakeEngine) -> None:
+        self.name, self.place, self.engine = name, "memory", engine
+        self._dead = asyncio.Event()
+
+    def die(self) -> None:
+        self._dead.set()
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._dead.is_set():
+            raise WorkerDied(f"{self.name}: gone")
+        work = asyncio.ensure_future(getattr(self.engine, method)(*args, **kwargs))
+        dying = asyncio.ensure_future(self._dead.wait())
+        await asyncio.wait([work, dying], return_when=asyncio.FIRST_COMPLETED)
+        dying.cancel()
+        if self._dead.is_set():
+            work.cancel()
+            raise WorkerDied(f"{self.name}: gone")
+        return work.result()
+
+    async def ended(self) -> str:
+        await self._dead.wait()
+        return f"{self.name}: killed"
+
+    async def stack(self) -> str:
+        return ""
+
+    async def effort(self) -> float | None:
+        return None
+
+    async def kill(self) -> None:
+        self.die()
+
+    async def close(self) -> None:
+        self.die()
+
+
+class Crew(Play):
+    """Engines over fake workers; `made` lists every worker that was ever started, by its engine."""
+
+    def __init__(self, count: int, *, poison: str = "", **fields: Any) -> None:
+        super().__init__()
+        self.made: dict[str, list[FakeWorker]] = {f"engine-{n}": [] for n in range(count)}
+        self._poison = poison
+        self._fields = fields
+
+    async def start(self) -> Engines:
+        supervised = [
+            Supervised(name, self._spawner(name), settings(**self._fields), self.callbacks)
+            for name in self.made
+        ]
+        for one in supervised:
+            await one.start()
+        return Engines(supervised, self.callbacks.waits, make=self._make)
+
+    def _make(self, number: int) -> Supervised:
+        name = f"engine-{number}"
+        self.made[name] = []
+        return Supervised(name, self._spawner(name), settings(**self._fields), self.callbacks)
+
+    def _spawner(self, name: str) -> Any:
+        async def spawn() -> FakeWorker:
+            def fail(request: GenerationRequest) -> str:
+                if request.request_id == self._poison:
+                    worker.die()
+                return ""
+
+            worker = FakeWorker(name, FakeEngine(seconds_per_token=0, fail=fail))
+            self.made[name].append(worker)
+            return worker
+
+        return spawn
+
+
+def request(name: str) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_ids=np.array([len(name)], np.int32),
+        sampling=SamplingParams(),
+        seed=1,
+    )
