@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.compat.producers import SimpleProducer, producer_config
+from penstock.compat.producers import producer_config
 from penstock.compat.weight_broadcast import join_group, send_state_dict
 from penstock.demo import policy_path
 from penstock.job import Job
@@ -23,7 +23,7 @@ from penstock.train.policy_weights import load_policy
 from penstock.weights.digest import weights_digest
 from penstock.weights.model_weights import weight_bits
 from stages.disturbed_run import assert_balanced, config_of, digests, run, when_told
-from stages.producer_arguments import ARGUMENTS
+from stages.simple_producer import ARGUMENTS, FollowingProducer
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -105,23 +105,11 @@ def test_a_full_object_store_is_told_of_and_waited_for(
     assert_balanced(folder)
 
 
-class FollowingProducer(SimpleProducer):
-    """Takes new weights from rank 0 of a group, by broadcast, and says what it did."""
-
-    def new_weights(self) -> dict[str, Any]:
-        return self.receive_state_dict("weights")
-
-    def account(self) -> tuple[int, str, int]:
-        stats = self._wait(self._engine.stats())
-        return stats.policy_version, stats.digest, sum(len(m["reward"]) for m in self.delivered)
-
-
 @pytest.fixture
 def cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     quiet = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
-    here = Path(__file__).parent
-    path = {"PYTHONPATH": f"{here}:{here.parent}"}  # a class is found by its module
+    path = {"PYTHONPATH": str(Path(__file__).parents[1])}  # an actor's class is found by its module
     size = {"num_cpus": 4, "object_store_memory": 2**27, "runtime_env": {"env_vars": path}}
     ray.init(address="local", **size, **quiet)
     yield

@@ -2,7 +2,7 @@
 
 A wait is open from the moment something is asked until it is answered. The watchdog looks at the
 open ones, the timeline keeps the closed ones; this file only counts time and knows neither. Every
-kind of wait has a test that makes it hang (`tests/test_hangs.py`).
+kind of wait has a test that makes it hang (`tests/watch/test_hangs.py`).
 """
 
 from __future__ import annotations

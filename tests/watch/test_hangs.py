@@ -34,7 +34,7 @@ from stages.rewards import CountingReward
 from stages.rollouts import make_prompt
 from stages.watching import STALL_S, Silent, SilentWorker, WatchdogStage, agent, never, one_rollout
 
-SOURCE = Path(__file__).parent.parent / "src" / "penstock"
+SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 HANDLE = WeightHandle(version=2, digest="digest-2", kind="none")
 NOTHING = EngineStats(
     policy_version=0, digest="", running=0, waiting=0, tokens_generated=0, busy_s=0.0

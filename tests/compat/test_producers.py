@@ -11,7 +11,7 @@ import torch
 from penstock.compat.producer_log import Names, ProducerLog
 from penstock.compat.producers import SimpleProducer
 from penstock.errors import UserError
-from stages.producer_arguments import ARGUMENTS
+from stages.simple_producer import ARGUMENTS
 
 
 @pytest.fixture(scope="module")

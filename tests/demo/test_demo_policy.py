@@ -17,7 +17,7 @@ from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.demo import policy_path, resolve_model_path
 from penstock.errors import UserError
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "make_demo_policy.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_policy.py"
 
 
 @pytest.fixture(scope="module")

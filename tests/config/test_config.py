@@ -117,7 +117,7 @@ def test_turns_that_nobody_takes_are_warned_of() -> None:
     assert load_config(None, ["launch.colocate=true"]).config.warnings() == []
 
 
-SHIPPED = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
