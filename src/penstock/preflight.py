@@ -14,7 +14,7 @@ from pathlib import Path
 from penstock import algo, reward
 from penstock.agent import AGENTS
 from penstock.algo.choice import check as check_algorithm
-from penstock.config import Config, TaskConfig
+from penstock.config import Config, TaskConfig, TaskDataConfig
 from penstock.data import validate_source
 from penstock.engine import ENGINES
 from penstock.errors import UserError
@@ -63,11 +63,12 @@ def check_engine(config: Config) -> None:
     check_model(config.model.path, "model.path")
 
 
-def check_tasks(key: str, tasks: Iterable[tuple[str, TaskConfig]]) -> None:
+def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
     """Rewards, agent loops and data of some tasks."""
     for name, task in tasks:
         where = f"{key}.{name}"
-        check_name(f"{where}.agent", task.agent, AGENTS)
+        if isinstance(task, TaskConfig):
+            check_name(f"{where}.agent", task.agent, AGENTS)
         with _named(where):
             reward.check(task.rewards)
             validate_source(name, task)

@@ -81,6 +81,11 @@ def test_the_resolved_tree_survives_toml() -> None:
         (["tasks.train.sampling.top_k=-1"], ["top_k"]),
         (["tasks.train.sampling.topk=1"], ["topk"]),
         (["launch.kind=inline", "launch.num_consumers=2"], ["launch.num_consumers: got 2"]),
+        (["eval.tasks.heldout.agent=tools"], ["eval.tasks.heldout: agent got 'tools'", "directly"]),
+        (["eval.tasks.heldout.weight=2"], ["eval.tasks.heldout: weight got 2"]),
+        (["eval.tasks.heldout.produce.max_tries=2"], ["eval.tasks.heldout: produce got"]),
+        (["eval.tasks.heldout.agent_options.turns=2"], ["heldout: agent_options got"]),
+        (["eval.tasks.heldout.sampling.anneal.end=1"], ["eval.tasks.heldout: got sampling.anneal"]),
         (["novalue"], ["override: got 'novalue'"]),
         (["train.lr.deep=1"], ["train.lr"]),
     ],
@@ -115,6 +120,14 @@ def test_turns_that_nobody_takes_are_warned_of() -> None:
     inline = ["launch.colocate=true", "launch.kind=inline"]
     assert "launch.colocate" in load_config(None, inline).config.warnings()[0]
     assert load_config(None, ["launch.colocate=true"]).config.warnings() == []
+
+
+def test_an_older_run_folder_still_loads(tmp_path: Path) -> None:
+    """Resolved configs used to hold keys that evaluation tasks ignored, at their defaults."""
+    tree = tomllib.loads(to_toml(load_config(None).config))
+    ignored = {"weight": 1.0, "agent": "single_turn", "agent_options": {}, "produce": {}}
+    tree["eval"]["tasks"]["heldout"].update(ignored)
+    assert validate(tree) == load_config(None).config
 
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

@@ -1,8 +1,7 @@
-"""The whole run in one typed tree. Imports pydantic and nothing heavy.
+"""Every key of the config, its type, its default and its doc, in one typed tree.
 
-Every field has a default that is tested and one line of doc under it (`penstock config` prints
-both). Pairs that cannot work together are refused here, before a model is loaded. Where a value
-comes from (file, override) is the business of `source.py`.
+`penstock config` prints the doc under each field. Values that cannot work together are refused here,
+before a model is loaded. Reading files and overrides is in `source.py`. Imports pydantic, nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
-    """A table of the config: unknown keys are refused, docs come from the strings under fields."""
+    """One table of the config: refuses unknown keys, takes each field's doc from the string below it."""
 
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True
@@ -24,11 +23,11 @@ class RunConfig(Section):
     dir: str = "runs"
     """Folder that holds run folders, relative to the current directory."""
     name: str = ""
-    """Name of this run's folder; empty: made from the task, the algorithm and the time."""
+    """Name of the run folder; empty: made from the tasks, the algorithm and the time."""
     group: str = ""
-    """Runs that belong together, for trackers."""
+    """Group of runs that this one belongs to, for W&B."""
     tags: list[str] = []
-    """Words to find the run by, for trackers."""
+    """Tags of the run, for W&B."""
 
 
 class LoraConfig(Section):
@@ -44,11 +43,11 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str = "demo"
-    """Folder of a transformers causal LM, a hub name, or `demo`: the small policy that ships."""
+    """Folder or hub name of a transformers causal LM, or `demo`: the small policy that ships."""
     tokenizer: str = ""
-    """Folder or name of the tokenizer; empty: that of the model."""
+    """Folder or hub name of the tokenizer; empty: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format for generation and compute; auto: float32 on a CPU, bfloat16 on a GPU."""
+    """Number format of generation and training; auto: float32 on a CPU, bfloat16 on a GPU."""
     device: str = "auto"
     """auto | cpu | cuda | cuda:N."""
     trust_remote_code: bool = False
@@ -61,32 +60,37 @@ class RewardConfig(Section):
     type: str = "think_answer_tags"
     """A built-in reward, `module:function`, or `path/to/file.py:function`."""
     weight: float = 1.0
-    """Factor of this part in the sum."""
+    """Factor of this reward in the task's sum."""
     options: dict[str, Any] = {}
     """Settings of this reward; see docs/rewards.md."""
 
 
-class TaskConfig(Section):
+class TaskDataConfig(Section):
+    """What training and evaluation tasks share: prompts, rewards, sampling."""
+
     data: str = "addition"
     """A JSONL file, a built-in task, or `reasoning_gym:NAME`."""
     data_options: dict[str, Any] = {}
-    """Settings of a built-in or generated dataset (sizes, ranges, seed)."""
-    weight: float = Field(1.0, ge=0)
-    """Share of this task in every batch, against the other tasks; remainders are carried over."""
+    """Options of a built-in or generated dataset (size, range, seed)."""
     rewards: list[RewardConfig] = [RewardConfig()]
-    """What is rewarded: a weighted sum of these."""
+    """Rewards of a response; their weighted sum is its reward."""
     system_prompt: str = ""
-    """Put before the messages where the data has no system message."""
+    """System message for prompts that have none."""
     max_prompt_tokens: int = Field(2048, ge=1)
     """Longest prompt in tokens."""
     long_prompts: Literal["skip", "refuse"] = "skip"
-    """Prompts past the limit: skip counts and leaves them out, refuse stops before the run."""
+    """Longer prompts: skip leaves them out and counts them, refuse stops before the run starts."""
+    sampling: dict[str, Any] = {}
+    """Fields of [sampling] that differ for this task."""
+
+
+class TaskConfig(TaskDataConfig):
+    weight: float = Field(1.0, ge=0)
+    """Share of this task in every batch, relative to the other tasks; remainders are carried over."""
     agent: str = "single_turn"
     """The agent loop: a built-in name or `module:Class`."""
     agent_options: dict[str, Any] = {}
-    """Settings of the agent loop."""
-    sampling: dict[str, Any] = {}
-    """Fields of [sampling] that differ for this task."""
+    """Options of the agent loop."""
     produce: dict[str, Any] = {}
     """Fields of [produce] that differ for this task."""
 
@@ -95,20 +99,20 @@ class AnnealConfig(Section):
     end: float | None = None
     """Temperature at the end of the annealing; None: no annealing."""
     steps: int = Field(0, ge=0)
-    """Over how many steps it goes linearly from sampling.temperature to `end`; then it stays."""
+    """Steps over which the temperature moves linearly from sampling.temperature to `end`."""
 
 
 class SamplingConfig(Section):
     num_generations: int = Field(8, ge=1)
     """Responses per prompt: the size of a group."""
     temperature: float = Field(1.0, ge=0)
-    """Of the sampling distribution; 0 is greedy. The trainer uses the same value per rollout."""
+    """Sampling temperature. The trainer computes log-probs at each rollout's own temperature."""
     top_k: int = Field(0, ge=0)
     """Sample among the k most likely tokens; 0: all."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample among the most likely tokens that hold this probability."""
+    """Sample among the most likely tokens whose probabilities sum to this; 1: all."""
     min_tokens: int = Field(0, ge=0)
-    """No end of sequence before this many tokens."""
+    """Fewest tokens of a response."""
     max_tokens: int = Field(256, ge=1)
     """Most tokens of a response."""
     stop: list[str] = []
@@ -121,44 +125,44 @@ class EngineConfig(Section):
     name: str = "transformers"
     """transformers | vllm | openai | `module:Class`."""
     max_slots: int = Field(64, ge=1)
-    """Requests decoded together."""
+    """Most requests that one engine decodes together."""
     max_tokens_in_flight: int = Field(0, ge=0)
-    """Most prompt and response tokens held at once; 0: as many as the slots can hold."""
+    """Most prompt and response tokens that the transformers engine holds at once; 0: as many as fit."""
     threads: int = Field(1, ge=1)
-    """CPU threads of an engine process; with 1 a rollout is bitwise the same in any batch."""
+    """CPU threads of an engine process; with 1 a rollout has the same bits in any batch."""
     update: Literal["together", "rolling"] = "together"
-    """Several engines get new weights all at once, or one after another while the others serve."""
+    """together: all engines load new weights at once; rolling: one after another while the others serve."""
     options: dict[str, Any] = {}
     """Settings of the chosen engine; see docs/engines.md."""
 
 
 class ProduceConfig(Section):
     strategy: Literal["async", "sync"] = "async"
-    """async runs ahead of the trainer as far as max_staleness allows; sync makes one batch a step."""
+    """async: generate ahead of the trainer as far as max_staleness allows; sync: one batch per step."""
     max_staleness: int = Field(1, ge=0)
-    """Sync periods that a sample may be behind when it is trained, by its oldest token; 0: on-policy."""
+    """Sync periods that a sample's oldest token may be behind when it is trained; 0: on-policy."""
     over_sample_threshold: float = Field(0.0, ge=0)
-    """Extra groups in flight, as a share of the task's batch."""
+    """Extra groups to generate, as a share of the task's batch."""
     enable_partial_rollout: bool = False
-    """Interrupted responses go on from their tokens instead of from the prompt."""
+    """Continue an interrupted response from its tokens instead of from the prompt."""
     tail_batch_trigger_size: int = Field(0, ge=0)
-    """Expired groups that make one call draw only from them; 0: they are retried as they come."""
+    """Collect this many expired groups, then generate them in one call of their own; 0: retry them at once."""
     max_tries: int = Field(3, ge=1)
-    """Failures after which a group is dropped with its reason, and times that it may be aborted or expire before steps wait for it."""
+    """Failures after which a group is dropped; aborts or expiries after which steps wait for it."""
     max_failure_share: float = Field(0.5, gt=0, le=1)
-    """Share of failed groups, over the last `failure_window`, above which the run stops."""
+    """Share of failures among the last `failure_window` attempts above which the run stops."""
     failure_window: int = Field(32, ge=1)
-    """Groups over which failures are counted."""
+    """Attempts over which max_failure_share is taken."""
     retry_backoff_s: float = Field(0.1, ge=0)
-    """Wait before a failed group is tried again; doubles with each further failure."""
+    """Wait before a failed group is retried; doubles with each further failure."""
     pause_timeout_s: float = Field(60.0, gt=0)
     """Longest wait for running groups when generation is paused."""
     max_refused_in_a_row: int = Field(1000, ge=1)
-    """Finished groups that the validity rule may refuse in a row before the run stops."""
+    """Finished groups refused in a row by the validity rule after which the run stops."""
     max_buffered_groups: int = Field(0, ge=0)
-    """Bound of completed groups per task in the replay buffer; 0: what staleness allows."""
+    """Most completed groups of a task in the replay buffer; 0: as many as staleness allows."""
     is_valid_sample: str = ""
-    """`module:function(rollouts) -> bool` that may refuse a finished group."""
+    """Validity rule, `module:function`: gets a finished group's rollouts, returns whether to keep it."""
 
 
 class CorrectionConfig(Section):
@@ -184,9 +188,9 @@ class AlgorithmConfig(Section):
     aggregation: Literal["token", "sequence", "constant"] | None = None
     """How token losses become one number; None: the algorithm's own."""
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] | None = None
-    """What is taken from a reward to make an advantage; None: the algorithm's own."""
+    """What is subtracted from a reward to give the advantage; None: the algorithm's own."""
     normalize: Literal["group", "batch", "none"] | None = None
-    """What the advantage is divided by the standard deviation of; None: the algorithm's own."""
+    """Whose standard deviation divides the advantage; None: the algorithm's own."""
     kl_in: Literal["loss", "reward", "none"] | None = None
     """Where the KL term goes; None: the algorithm's own."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
@@ -211,14 +215,14 @@ class PtxConfig(Section):
     data: str = ""
     """JSONL text stream with a `text` or `messages` field."""
     sequences_per_step: int = Field(8, ge=1)
-    """Texts that are added to every update."""
+    """Texts added to every update."""
     max_tokens: int = Field(512, ge=2)
-    """Longest text in tokens; longer ones are cut at the end."""
+    """Longest text in tokens; a longer one is cut at its end."""
 
 
 class TrainConfig(Section):
     steps: int | None = Field(None, ge=1)
-    """Updates to do; give this or episodes."""
+    """Updates in the whole run; give this or episodes."""
     episodes: float | None = Field(None, gt=0)
     """Passes over the training prompts; give this or steps."""
     groups_per_step: int = Field(32, ge=1)
@@ -228,7 +232,7 @@ class TrainConfig(Section):
     num_epochs: int = Field(1, ge=1)
     """Passes over one batch."""
     micro_batch_tokens: int = Field(0, ge=0)
-    """Most tokens in one forward pass; a longer sequence goes alone; 0: 2048 on a CPU, 16384 on a GPU."""
+    """Most tokens of one forward pass (a longer sequence goes alone); 0: 2048 on a CPU, 16384 on a GPU."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -236,23 +240,23 @@ class TrainConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises from 0."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """Share of lr that is left at the end of linear and cosine."""
+    """Learning rate at the end of linear and cosine, as a share of lr."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW weight decay."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW averaging factors."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this norm."""
+    """Largest norm of the gradient; a larger gradient is scaled down to it."""
     max_bad_updates: int = Field(3, ge=1)
-    """Updates in a row with a non-finite gradient (skipped) after which the run stops."""
+    """Updates skipped in a row for a non-finite gradient after which the run stops."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False
-    """Compile the model's blocks with torch.compile: a slow first step, then faster ones on a GPU."""
+    """Compile the model's blocks with torch.compile: a slower first step, faster steps after it on a GPU."""
     threads: int = Field(1, ge=1)
-    """CPU threads of the consumer process."""
+    """CPU threads of a trainer rank."""
     reference: str = ""
-    """Model the KL term is measured against; empty: the starting policy."""
+    """Folder or hub name of the reference model of the KL term; empty: the starting policy."""
     ptx: PtxConfig = PtxConfig()
     """Auxiliary language-modelling loss."""
 
@@ -263,44 +267,61 @@ class SyncConfig(Section):
     kind: str = "auto"
     """auto | in_process | shared_memory | cuda_ipc | object_store | collective."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """What `collective` sends with between nodes; nccl needs a GPU on each of them."""
+    """Backend of `collective` between nodes; nccl needs a GPU on every node."""
 
 
-class EvalTaskConfig(TaskConfig):
+_ONLY_TRAINING = {"weight": 1.0, "agent": "single_turn", "agent_options": {}, "produce": {}}
+
+
+class EvalTaskConfig(TaskDataConfig):
     data: str = "addition:heldout"
-    """A JSONL file, a built-in task, or `reasoning_gym:NAME`; never a training set."""
+    """A JSONL file, a built-in task, or `reasoning_gym:NAME`: problems that are not trained on."""
     sampling: dict[str, Any] = {}
-    """Fields of [sampling] for this task alone, over those of [eval]."""
+    """Fields of [sampling] for this task; they win over those of [eval]."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_keys_of_training(cls, given: Any) -> Any:
+        """Refuse keys that only training reads. Their defaults stand in older run folders: drop those."""
+        if not isinstance(given, dict):
+            return given
+        for key, default in _ONLY_TRAINING.items():
+            if given.get(key, default) != default:
+                raise ValueError(
+                    f"{key} got {given[key]!r}, allowed: nothing; only training reads {key}, "
+                    "an evaluation asks the engine directly"
+                )
+        return {key: value for key, value in given.items() if key not in _ONLY_TRAINING}
 
 
 class EvalConfig(Section):
     tasks: dict[str, EvalTaskConfig] = {}
-    """What is evaluated; empty: nothing."""
+    """The evaluation tasks; empty: nothing is evaluated."""
     every_steps: int = Field(0, ge=0)
     """Updates between evaluations; 0: only at the start and the end."""
     at_start: bool = True
     """Evaluate the policy before the first update."""
     blocking: bool = False
-    """Training waits for an evaluation; off: it runs beside training, on an engine of its own if there are two."""
+    """Training waits for each evaluation; false: an evaluation runs beside training."""
     num_generations: int = Field(1, ge=1)
     """Responses per problem; more than 1 gives pass@k."""
     temperature: float = Field(0.0, ge=0)
-    """0 is greedy."""
+    """Sampling temperature of evaluations; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """As in [sampling]."""
+    """top_p of evaluations, as in [sampling]."""
     max_tokens: int | None = Field(None, ge=1)
-    """Most tokens of a response; None: that of [sampling]."""
+    """Most tokens of a response; None: as in [sampling]."""
     max_problems: int = Field(0, ge=0)
-    """Evaluate only the first so many problems of each task; 0: all."""
+    """Evaluate only this many problems of each task, the first ones; 0: all."""
 
 
 class CheckpointConfig(Section):
     every_steps: int = Field(0, ge=0)
-    """Updates between checkpoints; 0: only at the end and at a stop."""
+    """Updates between checkpoints; 0: only when the run ends or stops."""
     every_minutes: float = Field(0.0, ge=0)
-    """Minutes between checkpoints, whichever comes first; 0: off."""
+    """Minutes between checkpoints, if that comes before every_steps; 0: off."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints that are kept."""
+    """How many checkpoints are kept, the newest ones."""
 
 
 class TrackConfig(Section):
@@ -318,44 +339,44 @@ class LaunchConfig(Section):
     kind: Literal["local", "inline", "ray"] = "local"
     """local: worker processes on this machine; inline: all in this process; ray: a Ray cluster."""
     address: str = ""
-    """Ray cluster to join; empty: start one on this machine."""
+    """With kind ray: address of the cluster to join; empty: start one on this machine."""
     num_producers: int = Field(1, ge=1)
     """Engine workers."""
     num_consumers: int = Field(1, ge=1)
     """Trainer ranks."""
     gpus_per_producer: float = Field(0, ge=0)
-    """GPUs of each engine worker."""
+    """With kind ray: GPUs reserved for each engine worker."""
     gpus_per_consumer: float = Field(0, ge=0)
-    """GPUs of each trainer rank."""
+    """With kind ray: GPUs reserved for each trainer rank."""
     cpus_per_producer: float = Field(1, ge=0)
-    """CPUs of each engine worker."""
+    """With kind ray: CPUs reserved for each engine worker."""
     cpus_per_consumer: float = Field(1, ge=0)
-    """CPUs of each trainer rank."""
+    """With kind ray: CPUs reserved for each trainer rank."""
     colocate: bool = False
-    """Engines and trainers share devices and take turns: each gives the other its GPU memory."""
+    """Engines and trainer ranks share GPUs and take turns; each frees its GPU memory for the other."""
     start_timeout_s: float = Field(300.0, gt=0)
-    """Longest wait for a worker to load its model."""
+    """Longest wait for a worker to start and load its model."""
     max_restarts: int = Field(3, ge=0)
-    """Times that a worker which dies is started again within restart_window_s; 0: never."""
+    """Most restarts of a dead worker within restart_window_s; 0: it is never restarted."""
     restart_window_s: float = Field(600.0, gt=0)
-    """Time over which restarts are counted."""
+    """Time over which max_restarts counts."""
     restart_backoff_s: float = Field(1.0, ge=0)
-    """Wait before the second start of a worker in the window; doubles with each further one."""
+    """Wait before a worker's second restart in the window; doubles with each further restart."""
 
 
 class WatchdogConfig(Section):
     stall_s: float = Field(300.0, gt=0)
-    """A wait is stuck when its responder answered nothing and got nothing done (a token, a micro-batch, a byte of
-    a checkpoint) for so long, idle; six times as long where it is busy, or cannot be asked (a reward)."""
+    """A wait is stuck when the worker it waits for is idle and makes no progress for this long; six times as long
+    for a worker that is busy, or one that cannot report progress (a reward)."""
     action: Literal["report", "restart", "stop"] = "restart"
-    """What follows the report; restart ends a worker that is stuck (it comes back), and stops for others."""
+    """What to do after reporting a stuck wait; restart: restart a stuck worker, stop the run for anything else."""
 
 
 class Config(Section):
     """One run of Penstock."""
 
     seed: int = Field(0, ge=0)
-    """Of everything random: prompts' order, sampling, initialisation."""
+    """Seed of everything random: the order of prompts, sampling, initialisation."""
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     tasks: dict[str, TaskConfig] = {"train": TaskConfig()}
@@ -372,16 +393,21 @@ class Config(Section):
     watchdog: WatchdogConfig = WatchdogConfig()
 
     def task_sampling(self, task: str) -> SamplingConfig:
-        """[sampling] with the task's own fields laid over it."""
+        """Return [sampling] with the task's own fields laid over it."""
         return _overlay(self.sampling, self.tasks[task].sampling)
 
     def task_produce(self, task: str) -> ProduceConfig:
-        """[produce] with the task's own fields laid over it."""
+        """Return [produce] with the task's own fields laid over it."""
         return _overlay(self.produce, self.tasks[task].produce)
 
     def eval_sampling(self, task: str) -> SamplingConfig:
-        """How an evaluation task is sampled: [eval], with the task's own fields laid over it."""
+        """Return the sampling of an evaluation task: [eval] with the task's own fields laid over it."""
         settings = self.eval
+        if "anneal" in settings.tasks[task].sampling:
+            raise ValueError(
+                f"eval.tasks.{task}: got sampling.anneal, allowed: sampling.temperature; "
+                "an evaluation has no steps to anneal over"
+            )
         base = SamplingConfig(
             num_generations=settings.num_generations,
             temperature=settings.temperature,
@@ -392,7 +418,7 @@ class Config(Section):
         return _overlay(base, settings.tasks[task].sampling)
 
     def publishes_after(self, step: int, total_steps: int) -> bool:
-        """Whether the weights of this step leave for the engines."""
+        """Return whether the weights of this step are published to the engines."""
         return step % self.sync.every_steps == 0 or step == total_steps
 
     @model_validator(mode="after")
@@ -404,7 +430,7 @@ class Config(Section):
         return self
 
     def warnings(self) -> list[str]:
-        """Settings that are legal but do nothing or probably not what was meant."""
+        """Return a line for each setting that is legal but has no effect."""
         found = []
         for task in self.tasks:
             produce = self.task_produce(task)
@@ -415,10 +441,12 @@ class Config(Section):
             ):
                 found.append(
                     f"tasks.{task}: enable_partial_rollout has no effect with max_staleness 0 and "
-                    "sync.every_steps 1: every partial is expired by the time it could go on"
+                    "sync.every_steps 1: every partial response has expired before it can continue"
                 )
         if self.launch.colocate and self.launch.kind == "inline":
-            found.append("launch.colocate has no effect with launch.kind inline: nobody gives way")
+            found.append(
+                "launch.colocate has no effect with launch.kind inline: one process holds both sides"
+            )
         return found
 
 
@@ -433,7 +461,9 @@ def _check_tasks(config: Config) -> None:
     if not config.tasks:
         raise ValueError("tasks: got none, allowed: at least one [tasks.NAME]")
     if not sum(task.weight for task in config.tasks.values()):
-        raise ValueError("tasks: all weights are 0, allowed: at least one above 0")
+        raise ValueError(
+            "tasks: got the weight 0 for every task, allowed: at least one weight above 0"
+        )
     for name in config.tasks:
         if ":" in name or "/" in name:
             raise ValueError(f"tasks: got the name {name!r}, allowed: names without ':' and '/'")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config import Config, EvalTaskConfig, TaskConfig
+from penstock.config import Config, EvalTaskConfig, TaskDataConfig
 from penstock.data import builtin, reasoning_gym
 from penstock.data.chat import ChatTemplate
 from penstock.errors import UserError
@@ -82,7 +82,7 @@ class Dataset:
 
 def load_dataset(
     name: str,
-    task: TaskConfig,
+    task: TaskDataConfig,
     chat: ChatTemplate,
     seed: int = 0,
     *,
@@ -110,7 +110,7 @@ def load_dataset(
 
 
 @contextmanager
-def _naming_key(name: str, task: TaskConfig) -> Iterator[None]:
+def _naming_key(name: str, task: TaskDataConfig) -> Iterator[None]:
     """Put the task's key of the config before what is wrong with its data."""
     table = "eval.tasks" if isinstance(task, EvalTaskConfig) else "tasks"
     try:
@@ -130,7 +130,7 @@ def _tokenize(
 
 
 def _check_lengths(
-    task: TaskConfig, examples: Sequence[Example], token_ids: Sequence[np.ndarray]
+    task: TaskDataConfig, examples: Sequence[Example], token_ids: Sequence[np.ndarray]
 ) -> list[bool]:
     """Which prompts fit; a UserError where none does, or where long ones are to be refused."""
     fits = [len(ids) <= task.max_prompt_tokens for ids in token_ids]
@@ -145,12 +145,12 @@ def _check_lengths(
     return fits
 
 
-def task_needs_answer(task: TaskConfig) -> bool:
+def task_needs_answer(task: TaskDataConfig) -> bool:
     """Whether a built-in reward of the task compares with a known answer or runs test cases."""
     return any(reward.type in REWARDS_THAT_NEED_AN_ANSWER for reward in task.rewards)
 
 
-def validate_source(name: str, task: TaskConfig, *, needs_answer: bool | None = None) -> None:
+def validate_source(name: str, task: TaskDataConfig, *, needs_answer: bool | None = None) -> None:
     """Find every mistake that shows without a tokenizer: missing file, bad lines, unknown names."""
     if needs_answer is None:
         needs_answer = task_needs_answer(task)
