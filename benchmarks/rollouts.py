@@ -40,7 +40,7 @@ from transformers import (
 
 from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.engine.transformers.engine import TransformersEngine
-from penstock.engine.transformers.loading import TransformersOptions
+from penstock.engine.transformers.options import TransformersOptions
 
 CACHE_BLOCKS, CACHE_BATCH_TOKENS = (
     4096,

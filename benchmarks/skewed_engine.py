@@ -17,8 +17,8 @@ from typing import Any, Self
 import numpy as np
 
 from penstock.config import Config
-from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
-from penstock.engine.transformers.engine import Fetch, TransformersEngine
+from penstock.engine.protocol import EngineStats, Fetch, Generation, GenerationRequest
+from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.mailbox import Inbox, Order
 
 

@@ -37,7 +37,7 @@ from penstock.config import Config
 from penstock.config.source import DEMO_CONFIG, load_config, valid_keys, validate
 from penstock.demo import policy_path
 from penstock.engine.openai.engine import OpenAIOptions
-from penstock.engine.transformers.loading import TransformersOptions
+from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.vllm.options import VllmOptions
 from penstock.errors import UserError
 from penstock.reward import REWARDS

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from penstock.engine.transformers.engine import TransformersEngine
-from penstock.engine.transformers.loading import TransformersOptions
+from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import UserError
 from penstock.train import packed_attention as attention
 from penstock.train.pack import make_pack

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.transformers.cuda import decode_reference as reference
-from penstock.engine.transformers.randomness import stream_key, uniforms, uniforms_torch
+from penstock.engine.transformers.sampling import stream_key, uniforms, uniforms_torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
@@ -115,9 +115,9 @@ def test_rows_are_stored_where_they_belong() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_compute_the_same_with_kernels(dtype: torch.dtype) -> None:
     """The kernels go into every layer of a real model, and its layers' outputs stay."""
-    from penstock.engine.transformers.cpu.cpu_runner import probe_shape
-    from penstock.engine.transformers.cuda.fuse_layers import fuse_layers
+    from penstock.engine.transformers.cuda.layer_kernels import fuse_layers
     from penstock.engine.transformers.fuse import fuse_norms, fuse_projections
+    from penstock.engine.transformers.kv_attention import probe_shape
     from stages import tiny_policy as tiny
 
     if INTERPRETED:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.engine import ENGINES
 from penstock.engine.openai.engine import OpenAIOptions
-from penstock.engine.transformers.loading import TransformersOptions
+from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.vllm.options import VllmOptions
 from stages.engine_case import CAPABILITIES, LACKS
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.transformers.cpu import mkl as packing
-from penstock.engine.transformers.cpu.mkl import PackedProduct, Product, Products, product_kind
+from penstock.engine.transformers.cpu import mkl
+from penstock.engine.transformers.cpu.mkl import MklLinear, ModelLinears, choose_linear
+from penstock.engine.transformers.fuse import PlainLinear
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run
 from stages.engine_contract import CHECKS
@@ -18,7 +19,7 @@ needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no
 @pytest.fixture
 def small_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models as small as ours are packed."""
-    monkeypatch.setattr(packing, "LEAST_BYTES", 0)
+    monkeypatch.setattr(mkl, "LEAST_BYTES", 0)
 
 
 @needs_mkl
@@ -26,7 +27,7 @@ def small_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_packed_product_is_the_plain_one(biased: bool) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(96, 64), torch.randn(96) if biased else None
-    plain, packed = Product(weight, bias), PackedProduct(weight, bias)
+    plain, packed = PlainLinear(weight, bias), MklLinear(weight, bias)
     for rows in (1, 2, 7, 16, 40, 130):
         x = torch.randn(1, rows, 64)
         assert torch.allclose(packed(x), plain(x), atol=1e-4)
@@ -40,12 +41,12 @@ def test_a_packed_product_is_the_plain_one(biased: bool) -> None:
 @needs_mkl
 def test_linear_layers_are_taken_once_and_follow_their_weights() -> None:
     model, ids = tiny.tiny_model(0), torch.tensor([[5, 6, 7]])
-    products = Products(PackedProduct)
-    products.take_linears(model)
-    products.take_linears(model)
-    assert len(products._all) == 2 * 7 + 1  # two layers of seven, and the head
+    linears = ModelLinears(MklLinear)
+    linears.take_linears(model)
+    linears.take_linears(model)
+    assert len(linears._all) == 2 * 7 + 1  # two layers of seven, and the head
     model.load_state_dict(tiny.tiny_model(1).state_dict())
-    products.refresh()
+    linears.refresh()
     with torch.no_grad():
         assert torch.allclose(model(ids).logits, tiny.reference(1)(ids).logits, atol=1e-4)
 
@@ -53,10 +54,10 @@ def test_linear_layers_are_taken_once_and_follow_their_weights() -> None:
 @needs_mkl
 @pytest.mark.usefixtures("small_too")
 def test_what_is_packed() -> None:
-    assert product_kind(tiny.tiny_model(0)) is PackedProduct
-    assert product_kind(tiny.tiny_model(0).to(torch.bfloat16)) is Product
-    packing.LEAST_BYTES = 16 * 2**20  # the fixture puts it back
-    assert product_kind(tiny.tiny_model(0)) is Product
+    assert choose_linear(tiny.tiny_model(0)) is MklLinear
+    assert choose_linear(tiny.tiny_model(0).to(torch.bfloat16)) is PlainLinear
+    mkl.LEAST_BYTES = 16 * 2**20  # the fixture puts it back
+    assert choose_linear(tiny.tiny_model(0)) is PlainLinear
 
 
 @needs_mkl

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.transformers.randomness import stream_key, uniforms
-from penstock.engine.transformers.sampling import RowSampling, keep_likely, pick, sample
+from penstock.engine.transformers.sampling import (
+    RowSampling,
+    filter_top_k_top_p,
+    pick,
+    sample,
+    stream_key,
+    uniforms,
+)
 
 
 def how(rows: int, uniform: list[float] | None = None, **fields: object) -> RowSampling:
@@ -68,7 +74,7 @@ def test_filters_by_hand() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(4, -1)
     top_k = torch.tensor([0, 2, 0, 3])
     top_p = torch.tensor([1.0, 1.0, 0.6, 0.5])
-    kept = keep_likely(logits, top_k, top_p) > -torch.inf
+    kept = filter_top_k_top_p(logits, top_k, top_p) > -torch.inf
     # the last row: of the top three, 4/9 is below one half, so the second stays
     assert kept.tolist() == [
         [True, True, True, True],

@@ -8,7 +8,7 @@ import torch
 from penstock import preflight
 from penstock.config import Config, ModelConfig
 from penstock.config.source import load_config
-from penstock.engine.transformers.loading import TransformersOptions
+from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import UserError
 from penstock.launch.part_factories import trainer_part
 from penstock.train.policy_weights import trainer_device

@@ -13,7 +13,7 @@ import numpy as np
 from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.engine.transformers.engine import TransformersEngine
-from penstock.engine.transformers.loading import TransformersOptions
+from penstock.engine.transformers.options import TransformersOptions
 from penstock.types import WeightHandle
 from penstock.weights.mapped_files import read_folder, read_places
 from stages import tiny_policy as tiny

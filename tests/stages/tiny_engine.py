@@ -6,7 +6,7 @@ import numpy as np
 
 from penstock.engine.protocol import Generation
 from penstock.engine.transformers.engine import TransformersEngine
-from penstock.engine.transformers.loading import TransformersOptions
+from penstock.engine.transformers.options import TransformersOptions
 from stages import tiny_policy as tiny
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.transformers.cuda.cuda_runner import CudaRunner
-from penstock.engine.transformers.loading import TransformersOptions
+from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import RunError
 from penstock.weights.offload import Parking, short_of_memory
 
@@ -153,7 +153,7 @@ class RunnerOnCpu(CudaRunner):
     """The part of a CUDA runner that gives memory away, over a model on the CPU."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self._prompts, self._options = model, {}, TransformersOptions()
+        self.model, self.prompts, self._options = model, {}, TransformersOptions()
         self._parking = Parking(self._tensors, devices=("cpu",))
         self.full = False
         self._open()

@@ -1,44 +1,48 @@
-"""What every inference engine does. No framework is imported here.
+"""The contract that every inference engine keeps, and the checks that backends share.
 
-An engine turns token ids into token ids with the log-probabilities of its sampling distribution.
-It never sees text except to watch for stop strings, and never judges what it made.
+An engine turns token ids into token ids with the log-probabilities of its sampling distribution. It
+decodes text only to find stop strings, and never scores what it generates. Imports no framework.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 
+from penstock.errors import UserError
 from penstock.types import VersionSegment, WeightHandle
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.config import SamplingConfig
 
 PauseMode = Literal["abort", "wait", "keep"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+Fetch = Callable[[WeightHandle], "Iterable[tuple[str, torch.Tensor]]"]  # reads named weights
 SetAside = Callable[[], AbstractAsyncContextManager[Any]]  # lends one engine of several, or None
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SamplingParams:
-    """How one response is sampled. Log-probs are those of this distribution, after all of it."""
+    """How to sample one response. Log-probs are those of the distribution after all of this."""
 
-    temperature: float = 1.0  # 0: greedy; its log-probs are those at temperature 1
+    temperature: float = 1.0  # 0: greedy, with log-probs at temperature 1
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_tokens: int = 0
     max_tokens: int = 256
-    stop_token_ids: tuple[int, ...] = ()  # added to the model's own end of sequence
-    stop: tuple[str, ...] = ()  # strings; the text that matched stays in the response
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end of sequence
+    stop: tuple[str, ...] = ()  # strings; the matched text stays in the response
 
     @classmethod
     def from_config(cls, config: SamplingConfig, **changes: Any) -> Self:
-        """The fields of [sampling], with `changes` over them."""
-        fields = {
+        """Return the fields of [sampling], overridden by `changes`."""
+        given = {
             "temperature": config.temperature,
             "top_k": config.top_k,
             "top_p": config.top_p,
@@ -46,12 +50,12 @@ class SamplingParams:
             "max_tokens": config.max_tokens,
             "stop": tuple(config.stop),
         }
-        return cls(**{**fields, **changes})
+        return cls(**{**given, **changes})
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerationRequest:
-    """One response to sample. `response_ids` of a partial rollout go on from where it stopped."""
+    """One response to sample; a partial rollout continues after its `response_ids`."""
 
     request_id: str
     prompt_ids: np.ndarray  # int32
@@ -61,20 +65,20 @@ class GenerationRequest:
 
     @property
     def num_tokens(self) -> int:
-        """The most tokens that this request can hold at its end."""
+        """The most tokens this request can hold, prompt and response."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Generation:
-    """The NEW tokens of a request (those after `response_ids`), however it ended."""
+    """The NEW tokens of a request (those after its `response_ids`), however it ended."""
 
     request_id: str
     token_ids: np.ndarray  # int32
     logprobs: np.ndarray  # float32
-    segments: tuple[VersionSegment, ...]  # of the new tokens
+    segments: tuple[VersionSegment, ...]  # versions of the new tokens
     finish_reason: FinishReason
-    error: str = ""  # with finish_reason "error": why
+    error: str = ""  # the cause, if finish_reason is "error"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -83,48 +87,94 @@ class EngineStats:
 
     policy_version: int
     digest: str
-    running: int  # requests that hold a slot
-    waiting: int  # requests that do not yet
+    running: int  # requests in a slot
+    waiting: int  # requests without a slot
     tokens_generated: int  # since the engine started
     busy_s: float  # time spent in model steps
     paused: bool = False
-    batch_invariant: bool = False  # a rollout's bits do not depend on who shares its batch
-    live: bool = True  # tokens are counted as they are made, not when a response is whole
-    moved: int = 0  # responses that were taken from a slow engine and went on at another
+    batch_invariant: bool = False  # a rollout has the same bits in any batch
+    live: bool = True  # tokens are counted as they are sampled; False: per finished response
+    moved: int = 0  # responses taken from a slow engine and continued on another
 
 
 class InferenceEngine(Protocol):
-    """Consumes requests, produces generations; weights change under it by `update_weights`."""
+    """Consumes requests, produces generations; `update_weights` changes the weights in between."""
 
     async def start(self) -> None:
-        """Load what is needed and be ready; raises with the reason if that fails."""
+        """Load the model and get ready; raise with the reason if that fails."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """One response. A fault comes back as finish_reason "error", a user's mistake raises."""
+        """Sample one response. Return a fault as finish_reason "error"; raise a user's mistake."""
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        """Several at once, in their order; equal prompts share one prefill."""
+        """Sample several responses and return them in order; equal prompts share one prefill."""
 
     async def abort(self, request_id: str) -> None:
         """End one request now; its `generate` returns the partial with finish_reason "abort"."""
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """abort: return partials; wait: let running ones finish; keep: hold them where they are."""
+        """Stop sampling. abort: return partials; wait: finish running requests; keep: hold them."""
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        """Switch between two decode steps, or asleep; returns the digest of what is loaded now."""
+        """Load weights between two decode steps or during sleep; return the loaded digest."""
 
     async def sleep(self) -> None:
-        """Give device memory back; weights are kept on the host."""
+        """Release device memory; keep the weights on the host."""
 
     async def wake(self) -> None:
         """Undo `sleep`, with the newest weights."""
 
     async def stats(self) -> EngineStats:
-        """A snapshot."""
+        """Return a snapshot."""
 
     async def close(self) -> None:
-        """End the engine; what still runs comes back with finish_reason "abort"."""
+        """End the engine; return running requests with finish_reason "abort"."""
+
+
+def check_request(
+    request: GenerationRequest, *, longest: int, vocabulary: int | None = None
+) -> None:
+    """Raise UserError for a request that an engine of this size can never serve."""
+    name, sampling = f"request {request.request_id}", request.sampling
+    if not len(request.prompt_ids):
+        raise UserError(f"{name}: got an empty prompt, allowed: at least 1 token")
+    if request.num_tokens > longest:
+        raise UserError(
+            f"{name}: got {len(request.prompt_ids)} prompt + {sampling.max_tokens} new tokens, "
+            f"allowed: {longest} together"
+        )
+    for ids in (request.prompt_ids, request.response_ids):
+        if vocabulary and len(ids) and not (ids.min() >= 0 and ids.max() < vocabulary):
+            raise UserError(
+                f"{name}: got token ids from {ids.min()} to {ids.max()}, "
+                f"allowed: 0 to {vocabulary - 1}"
+            )
+    if sampling.max_tokens < 1 or sampling.min_tokens > sampling.max_tokens:
+        raise UserError(
+            f"{name}: got min_tokens {sampling.min_tokens} and max_tokens {sampling.max_tokens}, "
+            "allowed: max_tokens >= 1 and not below min_tokens"
+        )
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        raise UserError(
+            f"{name}: got temperature {sampling.temperature}, top_p {sampling.top_p}, top_k "
+            f"{sampling.top_k}, allowed: temperature >= 0, 0 < top_p <= 1, top_k >= 0"
+        )
+
+
+def check_options(
+    settings: type[Any], names: Iterable[str], given: dict[str, Any]
+) -> dict[str, Any]:
+    """Return [engine.options] if `settings` has a field of that name and type for every key."""
+    allowed = {f.name: f for f in fields(settings) if f.name in set(names)}
+    for key, value in given.items():
+        if key not in allowed:
+            raise UserError(f"engine.options: got {key!r}, allowed: {', '.join(allowed)}")
+        default, factory = allowed[key].default, allowed[key].default_factory
+        kind = type(factory() if factory is not MISSING else default)
+        kinds: Any = {float: (int, float), tuple: (list, tuple)}.get(kind, kind)
+        if not isinstance(value, kinds):
+            raise UserError(f"engine.options.{key}: got {value!r}, allowed: {kind.__name__}")
+    return given

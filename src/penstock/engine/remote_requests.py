@@ -1,8 +1,7 @@
-"""Requests that are being made elsewhere, each followed by a task of ours.
+"""Requests that vLLM or a server runs for us, each followed by one of our tasks.
 
-Engines that hand requests to vLLM or to a server share this: what has come so far is kept, so that an
-abort returns it; a gate holds new requests outside during a pause or an update. Knows nothing of what
-makes the tokens.
+`RemoteRequests` keeps the tokens that have arrived, so that an abort can return them, and a gate that
+holds new requests back during a pause or an update. Does not know who samples the tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from penstock.types import VersionSegment, extend_segments
 
 
 @dataclass(slots=True, eq=False)
-class RunningRequest:
-    """One request; tokens are added as they come."""
+class RemoteRequest:
+    """One request and the tokens that have arrived for it."""
 
     request: GenerationRequest
-    inside: bool = False  # it passed the gate
+    admitted: bool = False  # it has passed the gate
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: tuple[VersionSegment, ...] = ()
@@ -38,8 +37,8 @@ class RunningRequest:
             error=error,
         )
 
-    def forget(self, tokens: int) -> None:
-        """Take back all but the first `tokens` tokens."""
+    def truncate(self, tokens: int) -> None:
+        """Drop all but the first `tokens` tokens."""
         del self.ids[tokens:], self.logprobs[tokens:]
         kept: tuple[VersionSegment, ...] = ()
         for segment in self.segments:
@@ -48,69 +47,69 @@ class RunningRequest:
         self.segments = kept
 
 
-Follow = Callable[[RunningRequest], Awaitable[Generation]]
+Follow = Callable[[RemoteRequest], Awaitable[Generation]]
 
 
-class InFlight:
-    """The requests of one engine. `tokens` counts what they have brought since it was made."""
+class RemoteRequests:
+    """All requests of one engine; `tokens` counts every token that has arrived for them."""
 
     def __init__(self) -> None:
-        self.gate = asyncio.Event()  # set: requests may go in
+        self.gate = asyncio.Event()  # set: new requests may pass
         self.tokens = 0
-        self._running: dict[str, RunningRequest] = {}
+        self._by_id: dict[str, RemoteRequest] = {}
 
     @property
-    def inside(self) -> int:
-        return sum(running.inside for running in self._running.values())
+    def running(self) -> int:
+        return sum(remote.admitted for remote in self._by_id.values())
 
     @property
     def waiting(self) -> int:
-        return len(self._running) - self.inside
+        return len(self._by_id) - self.running
 
     async def run(self, request: GenerationRequest, follow: Follow) -> Generation:
-        """Wait for the gate, then follow the request; an abort returns what came until then."""
-        running = RunningRequest(request)
-        if request.request_id in self._running:
-            return running.generation("error", f"request {request.request_id} is running already")
+        """Wait for the gate, then follow the request; an abort returns the tokens so far."""
+        remote = RemoteRequest(request)
+        if request.request_id in self._by_id:
+            return remote.generation("error", f"request {request.request_id} is running already")
         if len(request.response_ids) >= request.sampling.max_tokens:
-            return running.generation("length")
-        running.task = asyncio.create_task(self._follow(running, follow))
-        self._running[request.request_id] = running
+            return remote.generation("length")
+        remote.task = asyncio.create_task(self._follow(remote, follow))
+        self._by_id[request.request_id] = remote
         try:
-            return await asyncio.shield(running.task)
+            return await asyncio.shield(remote.task)
         except asyncio.CancelledError:
-            if running.task.cancelled():  # by abort, pause or close; not our caller's doing
-                return running.generation("abort")
-            running.task.cancel()
+            if remote.task.cancelled():  # by abort, pause or close, not by our caller
+                return remote.generation("abort")
+            remote.task.cancel()
             raise
         finally:
-            self._running.pop(request.request_id, None)
+            self._by_id.pop(request.request_id, None)
 
-    async def _follow(self, running: RunningRequest, follow: Follow) -> Generation:
+    async def _follow(self, remote: RemoteRequest, follow: Follow) -> Generation:
         await self.gate.wait()
-        running.inside = True
-        return await follow(running)
+        remote.admitted = True
+        return await follow(remote)
 
     def add(
-        self, running: RunningRequest, ids: Sequence[int], logprobs: Sequence[float], version: int
+        self, remote: RemoteRequest, ids: Sequence[int], logprobs: Sequence[float], version: int
     ) -> None:
-        """New tokens, sampled under `version`."""
-        running.ids.extend(ids)
-        running.logprobs.extend(logprobs)
-        running.segments = extend_segments(running.segments, version, len(ids))
+        """Append tokens that were sampled under `version`."""
+        remote.ids.extend(ids)
+        remote.logprobs.extend(logprobs)
+        remote.segments = extend_segments(remote.segments, version, len(ids))
         self.tokens += len(ids)
 
     async def abort(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is not None and running.task is not None:
-            running.task.cancel()
-            await asyncio.wait([running.task])
+        remote = self._by_id.get(request_id)
+        if remote is not None and remote.task is not None:
+            remote.task.cancel()
+            await asyncio.wait([remote.task])
 
     async def abort_all(self) -> None:
-        await asyncio.gather(*(self.abort(request_id) for request_id in list(self._running)))
+        await asyncio.gather(*(self.abort(request_id) for request_id in list(self._by_id)))
 
-    async def wait_inside(self) -> None:
-        """Until those that passed the gate have ended."""
-        tasks = [r.task for r in self._running.values() if r.inside and r.task is not None]
+    async def wait_running(self) -> None:
+        """Wait until every request that has passed the gate has ended."""
+        tasks = [r.task for r in self._by_id.values() if r.admitted and r.task is not None]
         if tasks:
             await asyncio.wait(tasks)

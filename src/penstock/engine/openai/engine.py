@@ -37,7 +37,7 @@ from penstock.engine.protocol import (
     GenerationRequest,
     PauseMode,
 )
-from penstock.engine.remote_requests import InFlight, RunningRequest
+from penstock.engine.remote_requests import RemoteRequest, RemoteRequests
 from penstock.errors import EngineError, UserError
 from penstock.types import WeightHandle
 
@@ -87,7 +87,7 @@ class OpenAIEngine:
         self._options, self._fetch = options, fetch
         clients = [JsonClient(url, options.timeout_s, key) for url in options.urls]
         self._servers = Servers(clients, self._come_back, self._end_streams, options.backoff_s)
-        self._requests = InFlight()
+        self._requests = RemoteRequests()
         self._streams: set[_Stream] = set()
         self._asking = asyncio.Event()  # set: requests inside may ask a server
         self._model, self._longest = options.model, options.max_model_len
@@ -184,7 +184,7 @@ class OpenAIEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         self._check(request)
         if self._end_reason:
-            return RunningRequest(request).generation("error", f"engine openai: {self._end_reason}")
+            return RemoteRequest(request).generation("error", f"engine openai: {self._end_reason}")
         return await self._requests.run(request, self._follow)
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
@@ -192,32 +192,30 @@ class OpenAIEngine:
             self._check(request)
         return list(await asyncio.gather(*(self.generate(request) for request in requests)))
 
-    async def _follow(self, running: RunningRequest) -> Generation:
+    async def _follow(self, remote: RemoteRequest) -> Generation:
         """Ask until there is an answer or the tries are used up; being cut for an update is no try."""
         reason, failures = "", 0
         while failures <= self._options.retries:
             if failures:
                 await asyncio.sleep(self._options.backoff_s * 2 ** (failures - 1))
-            request, before = _going_on(running), len(running.ids)
+            request, before = _going_on(remote), len(remote.ids)
             if len(request.response_ids) >= request.sampling.max_tokens:
-                return running.generation("length")
+                return remote.generation("length")
             try:
-                ended = await self._ask(running, request)
+                ended = await self._ask(remote, request)
                 if ended is not None:
-                    return running.generation(ended)
+                    return remote.generation(ended)
             except (HttpError, WrongAnswer) as error:
                 reason, failures = str(error), failures + 1
                 if isinstance(error, WrongAnswer):
-                    running.forget(before)  # none of this answer is to be trusted
+                    remote.truncate(before)  # none of this answer is to be trusted
                 elif request.sampling.stop:
-                    running.forget(0)  # a stop string could lie across the cut
+                    remote.truncate(0)  # a stop string could lie across the cut
                 if isinstance(error, HttpError) and not error.again:
                     break
-        return running.generation("error", reason)
+        return remote.generation("error", reason)
 
-    async def _ask(
-        self, running: RunningRequest, request: GenerationRequest
-    ) -> FinishReason | None:
+    async def _ask(self, remote: RemoteRequest, request: GenerationRequest) -> FinishReason | None:
         """One server, once; None: it was cut and is to go on."""
         while True:
             server = await self._servers.choose(request.request_id)
@@ -228,7 +226,7 @@ class OpenAIEngine:
         server.outstanding += request.num_tokens
         try:
             ask = self._follow_stream if self._streaming else self._ask_once
-            ended = await ask(server, running, request)
+            ended = await ask(server, remote, request)
             server.faults = 0
             return ended
         except (HttpError, WrongAnswer) as error:
@@ -238,18 +236,18 @@ class OpenAIEngine:
             server.outstanding -= request.num_tokens
 
     async def _ask_once(
-        self, server: Server, running: RunningRequest, request: GenerationRequest
+        self, server: Server, remote: RemoteRequest, request: GenerationRequest
     ) -> FinishReason:
         version, left = self._version, request.sampling.max_tokens - len(request.response_ids)
         epoch = server.epoch
         answer = await server.client.post(_PATH, self._body(request))
         _check_epoch(server, epoch)
         ids, logprobs, ended = read_completion(answer, left)
-        self._requests.add(running, ids, logprobs, version)
+        self._requests.add(remote, ids, logprobs, version)
         return ended
 
     async def _follow_stream(
-        self, server: Server, running: RunningRequest, request: GenerationRequest
+        self, server: Server, remote: RemoteRequest, request: GenerationRequest
     ) -> FinishReason | None:
         """Why it ended; None if it was cut and is to go on."""
         chunks = CompletionChunks(request.sampling.max_tokens - len(request.response_ids))
@@ -264,7 +262,7 @@ class OpenAIEngine:
                     async for event in events:
                         _check_epoch(server, epoch)
                         ids, logprobs = chunks.read(event)
-                        self._requests.add(running, ids, logprobs, self._version)
+                        self._requests.add(remote, ids, logprobs, self._version)
                         stream.end_at(self._deadline())
             return chunks.end()
         except HttpError:
@@ -305,7 +303,7 @@ class OpenAIEngine:
         if mode == "abort":
             await self._requests.abort_all()
         elif mode == "wait":
-            await self._requests.wait_inside()
+            await self._requests.wait_running()
         else:
             await self._hold(self._native_pause)
 
@@ -334,7 +332,7 @@ class OpenAIEngine:
                     stream.end_now()
             await asyncio.gather(*(stream.ended.wait() for stream in streams))
         elif not natively:
-            await self._requests.wait_inside()
+            await self._requests.wait_running()
 
     async def _let_go(self) -> None:
         if self._held_natively:
@@ -453,7 +451,7 @@ class OpenAIEngine:
         return EngineStats(
             policy_version=self._version,
             digest=self._digest,
-            running=self._requests.inside,
+            running=self._requests.running,
             waiting=self._requests.waiting,
             tokens_generated=self._requests.tokens,
             busy_s=0.0,
@@ -473,9 +471,9 @@ def _check_epoch(server: Server, epoch: int) -> None:
         raise HttpError(f"{server.url}: it was lost meanwhile: {server.reason}")
 
 
-def _going_on(running: RunningRequest) -> GenerationRequest:
+def _going_on(remote: RemoteRequest) -> GenerationRequest:
     """The request as it is to be asked now: what has come already is part of its response."""
-    if not running.ids:
-        return running.request
-    made = np.concatenate([running.request.response_ids, np.array(running.ids, np.int32)])
-    return replace(running.request, response_ids=made)
+    if not remote.ids:
+        return remote.request
+    made = np.concatenate([remote.request.response_ids, np.array(remote.ids, np.int32)])
+    return replace(remote.request, response_ids=made)

@@ -1,8 +1,8 @@
 """The default engine: continuous batching over any transformers decoder, in a thread of its own.
 
-The event loop only posts orders and awaits replies (`mailbox.py`); the thread owns the model. It
+The event loop only posts orders and awaits replies (`mailbox.py`); the thread owns the model. The thread
 consumes requests, produces generations, waits for orders when idle, and is woken by each order. What
-happens within a step is the runner's business (`cpu_runner.py`, `cuda_runner.py`).
+happens within a step is up to the runner (`cpu_runner.py`, `cuda_runner.py`).
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from penstock.engine.protocol import (
     EngineStats,
+    Fetch,
     FinishReason,
     Generation,
     GenerationRequest,
     PauseMode,
+    check_request,
 )
-from penstock.engine.transformers.loading import TransformersOptions, load_model, text_decoder
+from penstock.engine.transformers.kv_attention import IMPLEMENTATION
 from penstock.engine.transformers.mailbox import Inbox, Order, Reply
+from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.runner import Finished, Runner
-from penstock.engine.transformers.sequences import Sequence, TextOf, check_request
+from penstock.engine.transformers.sequences import Sequence, TextOf
 from penstock.errors import EngineError, PenstockError, UserError
+from penstock.models.loading import load_causal_lm
 from penstock.types import WeightHandle
 from penstock.weights.model_weights import checked_weights, model_digest
 from penstock.weights.offload import first_sentences
@@ -35,12 +39,11 @@ from penstock.weights.offload import first_sentences
 if TYPE_CHECKING:
     from penstock.config import Config
 
-_LOADING = threading.Lock()  # transformers loads one model at a time in a process
-Fetch = Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]]
+_LOADING = threading.Lock()  # transformers can load only one model at a time in a process
 
 
 class TransformersEngine:
-    """See `InferenceEngine` for the meaning of the calls."""
+    """See `InferenceEngine`."""
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class TransformersEngine:
         name: str = "engine",
     ) -> None:
         self._load, self._fetch, self._name = load, fetch, name
-        self._arriving = asyncio.Lock()
+        self._fetching = asyncio.Lock()
         self._options = options or TransformersOptions()
         self._text_of: TextOf = text_of or _no_tokenizer
         self._inbox = Inbox()
@@ -63,13 +66,13 @@ class TransformersEngine:
 
     @classmethod
     def from_config(cls, config: Config, *, fetch: Fetch, index: int = 0) -> Self:
-        """The engine that a config describes; `index` counts the engines of a run."""
+        """Build the engine that a config describes; `index` counts the engines of a run."""
         options = TransformersOptions.from_config(config, index)
         return cls(
-            lambda: load_model(options),
+            lambda: _load_model(options),
             fetch=fetch,
             options=options,
-            text_of=text_decoder(options),
+            text_of=_text_decoder(options),
             name=f"engine {index}",
         )
 
@@ -81,7 +84,7 @@ class TransformersEngine:
         self._by_id: dict[str, Sequence] = {}
         self._tokens_held = 0
         self._paused: PauseMode | None = None
-        self._drained: list[Reply] = []  # pauses with mode "wait" that are not through yet
+        self._pausing: list[Reply] = []  # pauses with mode "wait" that still wait for requests
         self._asleep = self._closing = False
         self._version, self._digest = 0, ""
         self._tokens_generated, self._busy_s = 0, 0.0
@@ -91,8 +94,8 @@ class TransformersEngine:
     async def start(self) -> None:
         if self._thread is not None and self._thread.is_alive():
             if not self._inbox.closed:
-                raise EngineError(f"{self._name}: it runs already")
-            await asyncio.to_thread(self._thread.join)  # it died and is on its way out
+                raise EngineError(f"{self._name}: it is running already")
+            await asyncio.to_thread(self._thread.join)  # the thread failed and is about to end
         self._reset()
         ready = Reply()
         self._thread = threading.Thread(
@@ -135,18 +138,18 @@ class TransformersEngine:
         await self._ask(self._resume)
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        """They arrive and are checked beside decoding, which stops for one copy only."""
-        async with self._arriving:
+        """Fetch and check the weights while decoding runs; stop decoding only for the final copy."""
+        async with self._fetching:
             model = self._live_runner.model
             weights = await asyncio.to_thread(checked_weights, self._fetch, source, model)
             return await self._ask(lambda: self._switch(version, weights, source.digest))
 
     async def sleep(self) -> None:
-        async with self._arriving:  # weights on their way come first
+        async with self._fetching:  # let an update finish first
             await self._ask(self._sleep)
 
     async def wake(self) -> None:
-        async with self._arriving:  # graphs are not captured while weights arrive on the device
+        async with self._fetching:  # do not capture graphs while weights arrive on the device
             await self._ask(self._wake)
 
     async def stats(self) -> EngineStats:
@@ -164,7 +167,7 @@ class TransformersEngine:
         def run() -> None:
             try:
                 reply.set(action())
-            except PenstockError as error:  # refused; the engine is as it was before
+            except PenstockError as error:  # the order was refused and changed nothing
                 reply.fail(error)
 
         self._post(Order(run, reply.fail))
@@ -179,29 +182,29 @@ class TransformersEngine:
             runner = self._runner
             check_request(request, vocabulary=runner.vocabulary, longest=runner.longest)
         if request.sampling.stop:
-            self._text_of([])  # raises where there is no tokenizer
+            self._text_of([])  # raises if there is no tokenizer
 
     # ---- in the thread
 
     def _run(self, ready: Reply) -> None:
         """Consumes orders, produces generations; waits in the inbox, woken by each order."""
-        under_way: Order | None = Order(lambda: None, ready.fail)
+        current: Order | None = Order(lambda: None, ready.fail)
         try:
             with torch.inference_mode():
                 self._open_model()
                 ready.set(None)
                 while not self._closing:
-                    under_way = self._inbox.take(wait=not self._can_step())
-                    if under_way is not None:
-                        under_way.run()
+                    current = self._inbox.take(wait=not self._can_step())
+                    if current is not None:
+                        current.run()
                     elif self._can_step():
                         self._step()
             self._end("it was closed", None)
-        except Exception as error:  # the thread's edge: whoever waits must hear of it
-            if under_way is not None:
+        except Exception as error:  # the thread's edge: every waiting caller must be told
+            if current is not None:
                 known = isinstance(error, PenstockError)
-                under_way.fail(error if known else EngineError(f"{self._name}: {_words(error)}"))
-            self._end(f"it died: {_words(error)}", error)
+                current.fail(error if known else EngineError(f"{self._name}: {_describe(error)}"))
+            self._end(f"it died: {_describe(error)}", error)
 
     def _open_model(self) -> None:
         torch.set_num_threads(self._options.threads)
@@ -214,19 +217,20 @@ class TransformersEngine:
         self._end_reason = reason
         left = self._inbox.close()
         for sequence in self._by_id.values():
-            sequence.deliver(self._last_words(sequence, "error" if error else "abort", reason))
+            sequence.deliver(self._partial(sequence, "error" if error else "abort", reason))
         failure = EngineError(f"{self._name}: {reason}")
-        for reply in self._drained:
+        for reply in self._pausing:
             reply.fail(failure)
         for order in left:
             order.fail(failure)
         self._runner = None
 
-    def _last_words(self, sequence: Sequence, why: FinishReason, reason: str) -> Generation:
+    def _partial(self, sequence: Sequence, why: FinishReason, reason: str) -> Generation:
+        """Return the tokens so far; none after a fault, which may have spoilt them."""
         error = f"{self._name}: {reason}" if why == "error" else ""
-        if sequence.slot < 0 or why == "error":  # what a broken engine holds is not to be trusted
+        if sequence.slot < 0 or why == "error":
             return sequence.empty(why, error)
-        return sequence.generation(*self._live_runner.output(sequence.slot), why)
+        return sequence.generation(*self._live_runner.table.output(sequence.slot), why)
 
     @property
     def _live_runner(self) -> Runner:
@@ -254,19 +258,20 @@ class TransformersEngine:
             sequence = self._live_runner.table.sequences[slot]
             assert sequence is not None
             self._finish(sequence, reason)
-        self._tell_drained()
+        self._answer_pauses()
 
     def _admit(self) -> list[Sequence]:
-        """Waiting requests, first come first, as slots, memory and prefill rows allow."""
-        runner, rows = self._live_runner, 0
+        """Admit waiting requests in order, as slots, memory and the prefill limit allow."""
+        runner, prefill_tokens = self._live_runner, 0
         chosen: list[Sequence] = []
         seen: set[bytes] = set()
         limit = self._options.max_tokens_in_flight
         while self._waiting:
             sequence = self._waiting[0]
-            cost = 0 if sequence.prompt_key in seen else runner.rows_of(sequence)
+            cached = sequence.prompt_key in seen or sequence.prompt_key in runner.prompts
+            cost = 0 if cached else sequence.num_prefill_tokens
             size = sequence.request.num_tokens
-            if (chosen and rows + cost > self._options.prefill_limit) or (
+            if (chosen and prefill_tokens + cost > self._options.prefill_limit) or (
                 limit and self._tokens_held + size > limit
             ):
                 break
@@ -275,7 +280,7 @@ class TransformersEngine:
             self._forget_waiting(self._waiting.popleft())
             if sequence.prompt_key:
                 seen.add(sequence.prompt_key)
-            rows += cost
+            prefill_tokens += cost
             self._tokens_held += size
             sequence.mark_version(0, self._version)
             chosen.append(sequence)
@@ -288,7 +293,7 @@ class TransformersEngine:
                 del self._waiting_prompts[sequence.prompt_key]
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
-        """Answer a request, wherever it is, and forget it."""
+        """Answer a waiting or running request and forget it."""
         del self._by_id[sequence.request.request_id]
         if sequence.slot < 0:
             if sequence in self._waiting:
@@ -296,7 +301,7 @@ class TransformersEngine:
                 self._forget_waiting(sequence)
             sequence.deliver(sequence.empty(reason, error))
             return
-        ids, logprobs = self._live_runner.output(sequence.slot)
+        ids, logprobs = self._live_runner.table.output(sequence.slot)
         self._live_runner.release(sequence.slot)
         self._tokens_held -= sequence.request.num_tokens
         sequence.deliver(sequence.generation(ids, logprobs, reason, error))
@@ -305,7 +310,7 @@ class TransformersEngine:
         for sequence in sequences:
             request = sequence.request
             if request.request_id in self._by_id:
-                message = f"request {request.request_id}: this id is running already"
+                message = f"request {request.request_id} is running already"
                 sequence.deliver(sequence.empty("error", message))
             elif len(request.response_ids) >= request.sampling.max_tokens:
                 sequence.deliver(sequence.empty("length"))
@@ -321,60 +326,57 @@ class TransformersEngine:
                 self._abort(sequence.request.request_id)
 
     def _abort(self, request_id: str) -> None:
-        self._settle()
+        self._synchronize()
         sequence = self._by_id.get(request_id)
         if sequence is not None:
             self._finish(sequence, "abort")
-            self._tell_drained()
+            self._answer_pauses()
 
-    def _settle(self) -> None:
-        """After this no device work is under way and the table is exact."""
-        self._finish_slots(self._live_runner.settle())
+    def _synchronize(self) -> None:
+        """Wait for device work, so that the slot table is exact."""
+        self._finish_slots(self._live_runner.synchronize())
 
     def _pause(self, mode: PauseMode, reply: Reply) -> None:
         self._paused = mode
-        self._settle()
+        self._synchronize()
         if mode == "abort":
             for sequence in list(self._by_id.values()):
                 self._finish(sequence, "abort")
         if mode == "wait":
-            self._drained.append(reply)
+            self._pausing.append(reply)
         else:
             reply.set(None)
-        self._tell_drained()
+        self._answer_pauses()
 
-    def _tell_drained(self) -> None:
+    def _answer_pauses(self) -> None:
+        """Answer pauses with mode "wait" once no request is running."""
         if len(self._by_id) == len(self._waiting):
-            for reply in self._drained:
+            for reply in self._pausing:
                 reply.set(None)
-            self._drained.clear()
+            self._pausing.clear()
 
     def _resume(self) -> None:
         self._paused = None
-        for reply in self._drained:
+        for reply in self._pausing:
             reply.set(None)
-        self._drained.clear()
+        self._pausing.clear()
 
     def _switch(self, version: int, weights: dict[str, torch.Tensor], digest: str) -> str:
-        """Asleep, it wakes with them."""
-        self._settle()
+        """Load checked weights; a sleeping engine wakes with them."""
+        self._synchronize()
         runner = self._live_runner
         runner.load(weights)
         self._version, self._digest = version, digest
-        for slot in runner.table.occupied:
-            sequence = runner.table.sequences[slot]
-            assert sequence is not None
-            sequence.mark_version(int(runner.table.made[slot]), version)
+        for sequence in runner.table.running:
+            sequence.mark_version(int(runner.table.made[sequence.slot]), version)
         return self._digest
 
     def _sleep(self) -> None:
         if not self._asleep:
-            self._settle()
-            for slot in self._live_runner.table.occupied:
-                sequence = self._live_runner.table.sequences[slot]
-                assert sequence is not None
+            self._synchronize()
+            for sequence in self._live_runner.table.running:
                 self._finish(sequence, "abort")
-            self._tell_drained()
+            self._answer_pauses()
             self._live_runner.sleep()
             self._asleep = True
 
@@ -396,12 +398,44 @@ class TransformersEngine:
         )
 
     def _close(self) -> None:
-        self._settle()
+        self._synchronize()
         self._closing = True
 
 
+def _load_model(options: TransformersOptions) -> torch.nn.Module:
+    """Load the engine's model with the KV-cache attention in its layers."""
+    model: torch.nn.Module = load_causal_lm(
+        options.path,
+        dtype=options.dtype,
+        device=torch.device(options.device),
+        trust_remote_code=options.trust_remote_code,
+        attention=IMPLEMENTATION,
+    )
+    return model
+
+
+def _text_decoder(options: TransformersOptions) -> TextOf:
+    """Return ids -> text, for stop strings; the first call loads the tokenizer."""
+    loaded: list[Any] = []
+
+    def text_of(ids: list[int]) -> str:
+        if not loaded:
+            from transformers import AutoTokenizer
+
+            try:
+                loaded.append(AutoTokenizer.from_pretrained(options.tokenizer))
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"model.tokenizer: got {options.tokenizer!r}, which cannot be loaded; "
+                    "allowed: a tokenizer, because sampling.stop has strings"
+                ) from error
+        return loaded[0].decode(ids, skip_special_tokens=False)
+
+    return text_of
+
+
 def _make_runner(model: torch.nn.Module, options: TransformersOptions, text_of: TextOf) -> Runner:
-    """The runner for the model's device."""
+    """Return the runner for the model's device."""
     if next(model.parameters()).device.type == "cuda":
         from penstock.engine.transformers.cuda.cuda_runner import CudaRunner
 
@@ -411,14 +445,16 @@ def _make_runner(model: torch.nn.Module, options: TransformersOptions, text_of: 
     return CpuRunner(model, options, text_of)
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"{first_sentences(error)}; lower engine.options.kv_memory_share or prefill_rows; "
-            "a trainer on the same device gives way with launch.colocate=true"
+            "a trainer on the same device releases its memory only with launch.colocate=true"
         )
     return f"{type(error).__name__}: {error}"
 
 
 def _no_tokenizer(ids: list[int]) -> str:
-    raise UserError("sampling.stop: got strings, allowed: none, as the engine has no tokenizer")
+    raise UserError(
+        "sampling.stop: got strings, allowed: none, because the engine has no tokenizer"
+    )

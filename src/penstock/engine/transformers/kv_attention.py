@@ -1,9 +1,9 @@
-"""The seam between transformers' own layers and our key-value stores.
+"""Attention of transformers' own layers over our KV caches.
 
 A model loaded with the attention implementation "penstock" runs on rows: input ids [1, rows], one row
-per token, whichever sequence it belongs to. Each layer tells `StepCache` that it is its turn and hands
-queries, keys and values to the step that is current in this thread. Latent attention (DeepSeek) is
-thus stored expanded.
+per token, from any mix of sequences. Each layer announces itself to `StepCache`, then hands its queries,
+keys and values to this thread's current `Step`, which stores and attends. Keys and values are stored as
+layers pass them, so latent attention (DeepSeek) is stored expanded. The caches are the runners'.
 """
 
 from __future__ import annotations
@@ -11,48 +11,44 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
+from penstock.errors import UserError
 from penstock.models.attention import plain_attention
 
 IMPLEMENTATION = "penstock"
 
 
 class Step(Protocol):
-    """One forward pass: stores what each layer computed and attends for its rows."""
+    """One forward pass: stores the keys and values of each layer and attends for its rows."""
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take the new keys and values, [1, kv heads, rows, head size]."""
+        """Store the new keys and values, [1, kv heads, rows, head size]."""
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
-        """The attention output [1, rows, heads, head size]."""
+        """Return the attention output [1, rows, heads, head size]."""
 
 
+@dataclass(slots=True, eq=False)
 class AttentionCall:
-    """What a layer asks for. Keys and values are the new rows only."""
+    """The arguments of one layer's attention; keys and values are those of the new rows only."""
 
-    __slots__ = ("key", "query", "scale", "sinks", "softcap", "value", "window")
-
-    def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        self.query, self.key, self.value = query, key, value
-        self.scale, self.window, self.softcap, self.sinks = scale, window, softcap, sinks
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether its scores need what torch's fused attention does not have."""
+    def needs_plain(self) -> bool:
+        """Whether the scores need what torch's fused attention lacks: a soft cap or sinks."""
         return self.softcap is not None or self.sinks is not None
 
 
@@ -65,7 +61,7 @@ _current = _Current()
 
 
 class StepCache(Cache):
-    """What the model takes for its cache; keeps nothing, and notes which layer is at work."""
+    """The model's cache argument: stores nothing, only notes which layer is running."""
 
     def __init__(self) -> None:
         self.layers: list[Any] = []
@@ -78,7 +74,7 @@ class StepCache(Cache):
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert _current.step is not None, "the model runs outside of an engine step"
+        assert _current.step is not None, "the model runs outside an engine step"
         _current.layer = layer_idx
         return key_states, value_states
 
@@ -91,7 +87,7 @@ class StepCache(Cache):
 
 @contextmanager
 def running(step: Step) -> Iterator[None]:
-    """Make `step` the one that this thread's forward pass talks to."""
+    """Make `step` current for this thread's forward pass."""
     _current.step = step
     try:
         yield
@@ -113,7 +109,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError("position biases")
-    assert _current.step is not None, "the model runs outside of an engine step"
+    assert _current.step is not None, "the model runs outside an engine step"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, value, scale, sliding_window, softcap, s_aux)
     _current.step.store(_current.layer, key, value)
@@ -123,8 +119,45 @@ def _attention(
 AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
-class ShapeProbe:
-    """A step that attends within its rows and remembers the shapes that the layers gave it."""
+def causal_attention(call: AttentionCall, rows: slice) -> torch.Tensor:
+    """Attend causally among `rows` as one sequence; return [1, heads, rows, head size]."""
+    query, key, value = call.query[:, :, rows], call.key[:, :, rows], call.value[:, :, rows]
+    length = query.shape[2]
+    if not call.needs_plain and (call.window is None or call.window >= length):
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=call.scale, enable_gqa=True
+        )
+    position_L = torch.arange(length, device=query.device)
+    gap_LL = position_L[:, None] - position_L[None, :]
+    seen_LL = gap_LL >= 0
+    if call.window is not None:
+        seen_LL &= gap_LL < call.window
+    if call.needs_plain:
+        return plain_attention(
+            query, key, value, seen_LL, scale=call.scale, softcap=call.softcap, sink_H=call.sinks
+        )
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen_LL, scale=call.scale, enable_gqa=True
+    )
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class KVShape:
+    """What a model stores in a KV cache for one token."""
+
+    layers: int
+    heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
+
+
+class _ShapeProbe:
+    """A step that attends within its rows and notes the shapes that the layers pass."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}  # layer -> kv heads, key size, value size
@@ -136,23 +169,39 @@ class ShapeProbe:
         return causal_attention(call, slice(None)).transpose(1, 2)
 
 
-def causal_attention(call: AttentionCall, rows: slice) -> torch.Tensor:
-    """Causal attention among some rows, as one sequence: [1, heads, rows, head size]."""
-    query, key, value = call.query[:, :, rows], call.key[:, :, rows], call.value[:, :, rows]
-    length = query.shape[2]
-    if not call.is_plain and (call.window is None or call.window >= length):
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=call.scale, enable_gqa=True
+def probe_shape(model: torch.nn.Module) -> KVShape:
+    """Run two tokens and return what each layer stores; refuse models that keep other state."""
+    probe = _ShapeProbe()
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    try:
+        with running(probe):
+            model(
+                input_ids=ids,
+                position_ids=torch.arange(2, device=device)[None],
+                past_key_values=StepCache(),
+                use_cache=True,
+                logits_to_keep=1,
+            )
+    except (AttributeError, LookupError, NotImplementedError, TypeError) as error:
+        raise UserError(
+            f"engine transformers: got {type(model).__name__}, which needs another kind of cache "
+            f"({type(error).__name__}: {error}); "
+            "allowed: decoders with plain attention; use engine vllm for this model"
+        ) from error
+    layers = model.config.num_hidden_layers
+    shapes = set(probe.shapes.values())
+    if sorted(probe.shapes) != list(range(layers)) or len(shapes) != 1:
+        raise UserError(
+            f"engine transformers: got {type(model).__name__} with {len(probe.shapes)} attention "
+            f"layers of {layers} and {len(shapes)} shapes, allowed: the same attention in every "
+            "layer; use engine vllm for this model"
         )
-    position_L = torch.arange(length, device=query.device)
-    gap_LL = position_L[:, None] - position_L[None, :]
-    seen_LL = gap_LL >= 0
-    if call.window is not None:
-        seen_LL &= gap_LL < call.window
-    if call.is_plain:
-        return plain_attention(
-            query, key, value, seen_LL, scale=call.scale, softcap=call.softcap, sink_H=call.sinks
-        )
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen_LL, scale=call.scale, enable_gqa=True
+    heads, key_size, value_size = shapes.pop()
+    return KVShape(
+        layers=layers,
+        heads=heads,
+        key_size=key_size,
+        value_size=value_size,
+        dtype=next(model.parameters()).dtype,
     )

@@ -1,8 +1,8 @@
-"""How the event loop and an engine's thread talk: orders go in, replies come back.
+"""Orders from the event loop to an engine's thread, and replies back.
 
-The thread takes orders between two model steps and sleeps on a condition when it has nothing to do.
-Every order can be failed as well as run, and an inbox that closes hands back what it still holds: a
-thread that dies leaves nobody waiting.
+The thread takes orders between two model steps, and waits on a condition while it has nothing to do. Every
+order can be failed as well as run, and a closed inbox hands back the orders it still holds: a thread that
+dies leaves no caller waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Reply:
-    """The answer to one order, set from the engine's thread, awaited on the event loop."""
+    """The answer to one order: set by the engine's thread, awaited on the event loop."""
 
     __slots__ = ("_future", "_loop")
 
@@ -48,14 +48,14 @@ class Reply:
 
 @dataclass(slots=True, frozen=True)
 class Order:
-    """Work for the thread; exactly one of the two is called."""
+    """Work for the thread; exactly one of the two callbacks is called."""
 
     run: Callable[[], None]
     fail: Callable[[Exception], None]
 
 
 class Inbox:
-    """Orders for the thread, in their sequence."""
+    """The thread's queue of orders."""
 
     def __init__(self) -> None:
         self._orders: deque[Order] = deque()
@@ -67,7 +67,7 @@ class Inbox:
         return self._closed
 
     def post(self, order: Order) -> bool:
-        """False: the inbox is closed and the order was not taken."""
+        """Append an order; return False if the inbox is closed and did not take it."""
         with self._changed:
             if not self._closed:
                 self._orders.append(order)
@@ -75,14 +75,14 @@ class Inbox:
             return not self._closed
 
     def take(self, *, wait: bool) -> Order | None:
-        """The next order; None: there is none. With `wait`, sleep until there is one."""
+        """Return the next order, or None if there is none; with `wait`, wait until there is one."""
         with self._changed:
             while wait and not self._orders:
                 self._changed.wait()
             return self._orders.popleft() if self._orders else None
 
     def close(self) -> list[Order]:
-        """Take no more orders; returns those that nobody ran."""
+        """Take no more orders; return those that were not run."""
         with self._changed:
             self._closed = True
             left = list(self._orders)

@@ -1,62 +1,73 @@
-"""What the engine's thread asks of the part that runs the model."""
+"""What the engine's thread asks of the part that runs the model, and what both runners share."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from penstock.engine.protocol import FinishReason
+from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.sequences import Sequence, SlotTable
 
-Finished = list[tuple[int, FinishReason]]
+Finished = list[tuple[int, FinishReason]]  # (slot, reason)
+
+
+@dataclass(slots=True, frozen=True)
+class CachedPrompt:
+    """A prefilled prompt, kept while equal prompts still wait."""
+
+    keys: torch.Tensor  # [layers, length, kv heads, size]
+    values: torch.Tensor
+    logits_V: torch.Tensor  # of the last token
 
 
 class Runner(Protocol):
-    """Steps a model over the requests in slots; told when a request comes and goes."""
+    """Runs a model over the requests in slots. Knows no threads, events or weight versions."""
 
     model: torch.nn.Module
     table: SlotTable
+    prompts: dict[bytes, CachedPrompt]
     vocabulary: int  # token ids are below it
     longest: int  # most tokens of one request, prompt and response
     batch_invariant: bool
 
     def admit(self, sequence: Sequence) -> bool:
-        """Give it a slot and memory, to be prefilled in the next step; False: there is none now."""
-
-    def rows_of(self, sequence: Sequence) -> int:
-        """Tokens that must be prefilled for it."""
+        """Reserve a slot and memory for the next step's prefill; False: none is free now."""
 
     def step(self, new: list[Sequence], keep_prompts: set[bytes]) -> Finished:
-        """Prefill `new` and decode one token for all others; returns what is finished and why.
+        """Prefill `new` and decode one token for all others; return what has finished and why.
 
-        Prompts in `keep_prompts` stay prefilled for equal ones that still wait.
+        Prompts in `keep_prompts` stay cached for equal ones that still wait.
         """
 
-    def settle(self) -> Finished:
-        """Wait for device work, so that the table is exact; may find more that is finished."""
-
-    def output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of a request's new ids and log-probs."""
+    def synchronize(self) -> Finished:
+        """Wait for device work, so that the table is exact; return what that work finished."""
 
     def release(self, slot: int) -> None:
         """Free a slot and its memory."""
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Take checked weights, asleep or awake; what was made of the old ones is forgotten."""
+        """Copy checked weights into the model, asleep or awake; drop cached prompts."""
 
     def sleep(self) -> None:
-        """Give memory back; no request is in a slot."""
+        """Release memory. No request may be in a slot."""
 
     def wake(self) -> None:
         """Undo `sleep`, with the newest weights."""
 
 
 def end_ids(model: torch.nn.Module) -> tuple[int, ...]:
-    """The model's own end of sequence ids."""
+    """Return the model's own end of sequence ids."""
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         found = getattr(config, "eos_token_id", None)
         if found is not None:
             return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
     return ()
+
+
+def longest_request(model: torch.nn.Module, options: TransformersOptions) -> int:
+    """Return the most tokens of one request, by the model's positions and the token budget."""
+    positions = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    return min(positions, options.max_tokens_in_flight or positions)

@@ -1,37 +1,87 @@
-"""Sampling over a batch of rows with a parameter per row, and the log-prob of what was chosen.
+"""Sample one token per row, each row with its own parameters, and return its log-prob.
 
-Pure tensor functions. Every row is computed on its own: neighbours never change its bits. One uniform
-number per row picks the token by inverse CDF, so no [rows, vocabulary] noise is drawn.
+Pure functions. Each row is computed on its own, so the other rows of a batch never change its bits. A row
+needs one uniform number, which picks the token by inverse CDF. The number comes from a counter-based
+stream (splitmix64 over the request's seed and the token's index in the whole response): it is the same on
+every device and in every batch, and a rollout that continues from its partial tokens keeps its stream.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-_BLOCK = 256  # columns summed before the search goes inside one block
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_BITS = 23  # few enough that u * total < total in float32
+_BLOCK = 256  # columns per block of the two-level inverse CDF
+
+
+# ---- uniform numbers
+
+
+def stream_key(seed: int) -> int:
+    """Return the 64-bit key of a request's stream; `seed` may be any Python integer."""
+    mask = 0xFFFFFFFFFFFFFFFF
+    x = (seed + _GOLDEN) & mask
+    x = ((x ^ (x >> 30)) * _MIX_1) & mask
+    x = ((x ^ (x >> 27)) * _MIX_2) & mask
+    return x ^ (x >> 31)
+
+
+def uniforms(keys_N: np.ndarray, indices_N: np.ndarray) -> np.ndarray:
+    """Return float32 numbers in [0, 1), one per row; `keys_N` is uint64."""
+    with np.errstate(over="ignore"):
+        x = keys_N + (indices_N.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
+        x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(64 - _BITS)).astype(np.float32) * np.float32(2.0**-_BITS)
+
+
+def uniforms_torch(keys_N: torch.Tensor, indices_N: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of `uniforms` from int64 tensors that hold the bits of the uint64 keys."""
+    x = keys_N + (indices_N.to(torch.int64) + 1) * _signed(_GOLDEN)
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 64 - _BITS).to(torch.float32) * 2.0**-_BITS
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift int64 as if it were unsigned."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# ---- the choice
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RowSampling:
-    """How each row is sampled; all tensors have the length of the rows."""
+    """The sampling parameters of N rows; every tensor has length N."""
 
     uniform_N: torch.Tensor  # float32 in [0, 1)
-    temperature_N: torch.Tensor  # float32; 1 where greedy
+    temperature_N: torch.Tensor  # float32; 1 for a greedy row
     greedy_N: torch.Tensor | None  # bool; None: no row is greedy
-    top_k_N: torch.Tensor | None  # int64, 0 is off; None: off everywhere
-    top_p_N: torch.Tensor | None  # float32; None: 1 everywhere
-    banned: tuple[torch.Tensor, torch.Tensor] | None = None  # (row, token) pairs that may not come
+    top_k_N: torch.Tensor | None  # int64, 0 is off; None: off in every row
+    top_p_N: torch.Tensor | None  # float32; None: 1 in every row
+    banned: tuple[torch.Tensor, torch.Tensor] | None = None  # (row, token) pairs not to sample
 
 
 def sample(logits_NV: torch.Tensor, how: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64 [N] and their float32 log-probs under the distribution they came from."""
+    """Return int64 tokens [N] and their float32 log-probs under the distribution they came from."""
     scaled_NV = logits_NV.float() / how.temperature_N[:, None]
     if how.banned is not None:
         scaled_NV[how.banned] = -torch.inf
     if how.top_k_N is not None or how.top_p_N is not None:
-        scaled_NV = keep_likely(scaled_NV, how.top_k_N, how.top_p_N)
+        scaled_NV = filter_top_k_top_p(scaled_NV, how.top_k_N, how.top_p_N)
     logprobs_NV = torch.log_softmax(scaled_NV, dim=-1)
     token_N = pick(logprobs_NV.exp(), how.uniform_N)
     if how.greedy_N is not None:
@@ -40,7 +90,7 @@ def sample(logits_NV: torch.Tensor, how: RowSampling) -> tuple[torch.Tensor, tor
 
 
 def pick(probs_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF: the token whose slice of the row's total holds the uniform number."""
+    """Return, by inverse CDF, the token whose share of the row's total holds the uniform number."""
     rows, vocabulary = probs_NV.shape
     if vocabulary <= 2 * _BLOCK:
         return _search(probs_NV.cumsum(dim=-1), uniform_N, None)
@@ -60,17 +110,17 @@ def pick(probs_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
 def _search(
     ends_NC: torch.Tensor, uniform_N: torch.Tensor, target_N: torch.Tensor | None
 ) -> torch.Tensor:
-    """Index of the first end above the target; rounding never leads past the last positive cell."""
+    """Return the index of the first end above the target, never past the last positive cell."""
     if target_N is None:
         target_N = uniform_N * ends_NC[:, -1]
     last_N = (ends_NC < ends_NC[:, -1:]).sum(dim=-1)  # the cell where the total is reached
     return torch.minimum((ends_NC <= target_N[:, None]).sum(dim=-1), last_N)
 
 
-def keep_likely(
+def filter_top_k_top_p(
     scaled_NV: torch.Tensor, top_k_N: torch.Tensor | None, top_p_N: torch.Tensor | None
 ) -> torch.Tensor:
-    """Minus infinity outside the top k, then outside the smallest set that holds top_p."""
+    """Set logits to -inf outside the top k, then outside the smallest set that holds top_p."""
     sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(scaled_NV.shape[-1], device=scaled_NV.device)
     if top_k_N is not None:

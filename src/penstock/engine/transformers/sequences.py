@@ -1,7 +1,7 @@
-"""Requests on their way through an engine, and the table of slots they sit in.
+"""The requests inside an engine and the slots that the running ones occupy.
 
-The table holds one column per property of a running request, so that sampling and the search for
-finished requests are array operations over all rows. It knows neither models nor devices.
+`SlotTable` has one column per property of a running request, so that sampling parameters and finished
+requests are found by array operations over all slots. Knows neither models nor devices.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import numpy as np
 import torch
 
 from penstock.engine.protocol import FinishReason, Generation, GenerationRequest
-from penstock.engine.transformers.randomness import stream_key, uniforms
-from penstock.engine.transformers.sampling import RowSampling
-from penstock.errors import UserError
+from penstock.engine.transformers.sampling import RowSampling, stream_key, uniforms
 from penstock.types import VersionSegment, extend_segments
 
 TextOf = Callable[[list[int]], str]
@@ -27,7 +25,7 @@ class Sequence:
 
     request: GenerationRequest
     deliver: Callable[[Generation], None]
-    slot: int = -1  # -1: waiting
+    slot: int = -1  # -1: it waits for one
     marks: list[tuple[int, int]] = field(default_factory=list)  # (new tokens so far, version)
     prompt_key: bytes = b""  # equal prompts have equal keys and share one prefill
 
@@ -37,18 +35,22 @@ class Sequence:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Prompt and partial response: what is prefilled."""
+        """The ids to prefill: prompt and partial response."""
         return np.concatenate([self.request.prompt_ids, self.request.response_ids])
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        return len(self.request.prompt_ids) + len(self.request.response_ids)
+
     def mark_version(self, made: int, version: int) -> None:
-        """Tokens from `made` on are sampled under `version`."""
+        """Note that new tokens from number `made` on are sampled under `version`."""
         if self.marks and self.marks[-1][0] == made:
             self.marks[-1] = (made, version)
         else:
             self.marks.append((made, version))
 
     def segments(self, made: int) -> tuple[VersionSegment, ...]:
-        """The versions of the first `made` new tokens."""
+        """Return the version segments of the first `made` new tokens."""
         found: tuple[VersionSegment, ...] = ()
         if not made:
             return found
@@ -73,41 +75,35 @@ class Sequence:
         return self.generation(np.zeros(0, np.int32), np.zeros(0, np.float32), reason, error)
 
 
-def check_request(request: GenerationRequest, *, vocabulary: int, longest: int) -> None:
-    """Raise a UserError for a request that no engine of this size could ever serve."""
-    name, sampling = f"request {request.request_id}", request.sampling
-    if not len(request.prompt_ids):
-        raise UserError(f"{name}: got an empty prompt, allowed: at least 1 token")
-    if request.num_tokens > longest:
-        raise UserError(
-            f"{name}: got {len(request.prompt_ids)} prompt + {sampling.max_tokens} new tokens, "
-            f"allowed: {longest} together"
-        )
-    for ids in (request.prompt_ids, request.response_ids):
-        if len(ids) and not (ids.min() >= 0 and ids.max() < vocabulary):
-            raise UserError(
-                f"{name}: got token ids from {ids.min()} to {ids.max()}, "
-                f"allowed: 0 to {vocabulary - 1}"
-            )
-    if sampling.max_tokens < 1 or sampling.min_tokens > sampling.max_tokens:
-        raise UserError(
-            f"{name}: got min_tokens {sampling.min_tokens} and max_tokens {sampling.max_tokens}, "
-            "allowed: max_tokens >= 1 and not below min_tokens"
-        )
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        raise UserError(
-            f"{name}: got temperature {sampling.temperature}, top_p {sampling.top_p}, top_k "
-            f"{sampling.top_k}, allowed: temperature >= 0, 0 < top_p <= 1, top_k >= 0"
-        )
+@dataclass(slots=True, frozen=True)
+class Span:
+    """The rows of one sequence within a packed prefill."""
+
+    start: int
+    prompt_length: int
+    length: int  # prompt and partial response
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+def lay_out(sequences: list[Sequence], start: int) -> list[Span]:
+    """Place sequences one after another, from row `start` on."""
+    spans = []
+    for sequence in sequences:
+        spans.append(Span(start, len(sequence.request.prompt_ids), sequence.num_prefill_tokens))
+        start = spans[-1].end
+    return spans
 
 
 class SlotTable:
-    """Columns over slots; `made` counts the new tokens of a request, `index` all of its response."""
+    """Columns indexed by slot. `made` counts a request's new tokens, `index` its whole response."""
 
     def __init__(self, num_slots: int, end_ids: tuple[int, ...]) -> None:
         self.end_ids = end_ids
         self.sequences: list[Sequence | None] = [None] * num_slots
-        self.free = list(range(num_slots - 1, -1, -1))
+        self.free_slots = list(range(num_slots - 1, -1, -1))
         self.key = np.zeros(num_slots, np.uint64)
         self.temperature = np.ones(num_slots, np.float32)
         self.greedy = np.zeros(num_slots, np.bool_)
@@ -117,20 +113,20 @@ class SlotTable:
         self.max_made = np.zeros(num_slots, np.int64)
         self.start_index = np.zeros(num_slots, np.int64)
         self.made = np.zeros(num_slots, np.int64)
-        self.watches_text = np.zeros(num_slots, np.bool_)
+        self.has_stop_strings = np.zeros(num_slots, np.bool_)
         self.last_token = np.zeros(num_slots, np.int64)
         self.length = np.zeros(num_slots, np.int64)  # tokens whose keys and values are stored
         self.stop_ids = np.full((num_slots, max(1, len(end_ids))), -1, np.int64)
         self.out_ids = np.zeros((num_slots, 256), np.int32)
         self.out_logprobs = np.zeros((num_slots, 256), np.float32)
 
-    def seat(self, sequence: Sequence) -> int:
-        """Give a sequence a free slot and fill its columns."""
+    def occupy(self, sequence: Sequence) -> int:
+        """Give the sequence a free slot, fill its columns and return the slot."""
         request, sampling = sequence.request, sequence.request.sampling
-        slot = self.free.pop()
+        slot = self.free_slots.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
-        stops = self._make_room(sampling.max_tokens, sampling.stop_token_ids)
+        stops = self._widen(sampling.max_tokens, sampling.stop_token_ids)
         self.key[slot] = stream_key(request.seed)
         self.greedy[slot] = sampling.temperature == 0
         self.temperature[slot] = sampling.temperature or 1.0
@@ -139,13 +135,14 @@ class SlotTable:
         self.start_index[slot] = len(request.response_ids)
         self.max_made[slot] = sampling.max_tokens - len(request.response_ids)
         self.made[slot] = 0
-        self.length[slot] = len(request.prompt_ids) + len(request.response_ids)
-        self.watches_text[slot] = bool(sampling.stop)
+        self.length[slot] = sequence.num_prefill_tokens
+        self.has_stop_strings[slot] = bool(sampling.stop)
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stops)] = stops
         return slot
 
-    def _make_room(self, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[int]:
+    def _widen(self, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[int]:
+        """Make the columns wide enough for this request; return its stop ids."""
         width = self.out_ids.shape[1]
         if max_tokens > width:
             more = ((0, 0), (0, max(max_tokens, 2 * width) - width))
@@ -159,9 +156,9 @@ class SlotTable:
             self.stop_ids = np.pad(self.stop_ids, more, constant_values=-1)
         return stops
 
-    def leave(self, slot: int) -> None:
+    def vacate(self, slot: int) -> None:
         self.sequences[slot] = None
-        self.free.append(slot)
+        self.free_slots.append(slot)
 
     def row_sampling(
         self,
@@ -169,7 +166,7 @@ class SlotTable:
         device: torch.device | str = "cpu",
         made_N: np.ndarray | None = None,
     ) -> RowSampling:
-        """The sampling parameters of these slots for the token after `made_N` (those recorded)."""
+        """Return these slots' parameters for their next token; `made_N` defaults to those recorded."""
 
         def column(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array[slots_N]).to(device)
@@ -196,22 +193,21 @@ class SlotTable:
     def record(
         self, slots_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, text_of: TextOf
     ) -> list[tuple[int, FinishReason]]:
-        """Append one token to each slot; returns the slots that are finished by it, and why."""
+        """Append one token to each slot; return (slot, reason) for each that it finishes."""
         made_N = self.made[slots_N]
         self.out_ids[slots_N, made_N] = token_N
         self.out_logprobs[slots_N, made_N] = logprob_N
         self.last_token[slots_N] = token_N
         self.made[slots_N] = made_N + 1
         stopped_N = (self.stop_ids[slots_N] == token_N[:, None]).any(axis=1)
-        watched = np.flatnonzero(self.watches_text[slots_N] & ~stopped_N)
-        for row in watched:
+        for row in np.flatnonzero(self.has_stop_strings[slots_N] & ~stopped_N):
             stopped_N[row] = self._text_stops(int(slots_N[row]), text_of)
         full_N = made_N + 1 >= self.max_made[slots_N]
         ended = np.flatnonzero(stopped_N | full_N)
         return [(int(slots_N[row]), "stop" if stopped_N[row] else "length") for row in ended]
 
     def _text_stops(self, slot: int, text_of: TextOf) -> bool:
-        """Whether the newest token completed a stop string: only the end of the text is decoded."""
+        """Return whether the newest token completes a stop string; decodes only the end of the text."""
         sequence = self.sequences[slot]
         assert sequence is not None
         request, made = sequence.request, int(self.made[slot])
@@ -225,10 +221,11 @@ class SlotTable:
         return any(stop in text for stop in request.sampling.stop)
 
     def output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of the new ids and log-probs so far."""
+        """Return copies of the new ids and log-probs so far."""
         made = int(self.made[slot])
         return self.out_ids[slot, :made].copy(), self.out_logprobs[slot, :made].copy()
 
     @property
-    def occupied(self) -> list[int]:
-        return [slot for slot, sequence in enumerate(self.sequences) if sequence is not None]
+    def running(self) -> list[Sequence]:
+        """The sequences that have a slot."""
+        return [sequence for sequence in self.sequences if sequence is not None]

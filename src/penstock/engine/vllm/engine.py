@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,9 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
-from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
-from penstock.engine.remote_requests import InFlight, RunningRequest
-from penstock.engine.transformers.sequences import check_request
+from penstock.engine.protocol import (
+    EngineStats,
+    Fetch,
+    Generation,
+    GenerationRequest,
+    PauseMode,
+    check_request,
+)
+from penstock.engine.remote_requests import RemoteRequest, RemoteRequests
 from penstock.engine.vllm.options import Transfer, VllmOptions, sampling_fields
 from penstock.errors import EngineError
 from penstock.types import WeightHandle
@@ -59,7 +65,6 @@ if TYPE_CHECKING:
     from penstock.config import Config
 
 BACKEND = "penstock"
-Fetch = Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]]
 
 
 # ---- in vLLM's workers
@@ -230,7 +235,7 @@ class VllmEngine:
         self._options, self._fetch, self.transfer = options, fetch, options.transfer
         self._llm: AsyncLLM | None = None
         self._end_reason = "it was not started"
-        self._requests = InFlight()
+        self._requests = RemoteRequests()
         self._updating = asyncio.Lock()
         self._paused: PauseMode | None = None
         self._asleep = False
@@ -292,17 +297,17 @@ class VllmEngine:
         try:
             llm = self._alive
         except EngineError as error:
-            return RunningRequest(request).generation("error", str(error))
+            return RemoteRequest(request).generation("error", str(error))
         config = llm.model_config
         vocabulary, longest = config.get_vocab_size(), config.max_model_len
         check_request(request, vocabulary=vocabulary, longest=longest)
-        return await self._requests.run(request, lambda running: self._follow(llm, running))
+        return await self._requests.run(request, lambda remote: self._follow(llm, remote))
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
         return list(await asyncio.gather(*(self.generate(request) for request in requests)))
 
-    async def _follow(self, llm: AsyncLLM, running: RunningRequest) -> Generation:
-        request = running.request
+    async def _follow(self, llm: AsyncLLM, remote: RemoteRequest) -> Generation:
+        request = remote.request
         prompt = {
             "prompt_token_ids": [*request.prompt_ids.tolist(), *request.response_ids.tolist()],
             "cache_salt": f"v{self._version}",
@@ -315,12 +320,12 @@ class VllmEngine:
                 reason = made.finish_reason or reason
                 pairs = zip(made.token_ids, made.logprobs or [], strict=True)
                 logprobs = [choices[token].logprob for token, choices in pairs]
-                self._requests.add(running, made.token_ids, logprobs, self._version)
+                self._requests.add(remote, made.token_ids, logprobs, self._version)
         except (EngineDeadError, EngineGenerateError) as error:
-            return running.generation("error", f"engine vllm: {type(error).__name__}: {error}")
+            return remote.generation("error", f"engine vllm: {type(error).__name__}: {error}")
         if reason not in ("stop", "length", "abort"):
-            return running.generation("error", f"engine vllm: it ended with {reason!r}")
-        return running.generation(reason)  # type: ignore[arg-type]
+            return remote.generation("error", f"engine vllm: it ended with {reason!r}")
+        return remote.generation(reason)  # type: ignore[arg-type]
 
     async def abort(self, request_id: str) -> None:
         await self._requests.abort(request_id)  # vLLM drops a request whose reader is gone
@@ -476,7 +481,7 @@ class VllmEngine:
         return EngineStats(
             policy_version=self._version,
             digest=self._digest,
-            running=self._requests.inside,
+            running=self._requests.running,
             waiting=self._requests.waiting,
             tokens_generated=self._requests.tokens,
             busy_s=0.0,

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from penstock.engine.protocol import GenerationRequest
+from penstock.engine.protocol import GenerationRequest, check_options
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,11 +68,6 @@ class VllmOptions:
     def from_config(cls, config: Config, *, has_gpu: bool) -> Self:
         from penstock.demo import resolve_model_path
 
-        given = config.engine.options
-        for key in given:
-            if key not in cls.OPTION_NAMES:
-                allowed = ", ".join(cls.OPTION_NAMES)
-                raise UserError(f"engine.options: got {key!r}, allowed: {allowed}")
         path, dtype = resolve_model_path(config.model.path), config.model.dtype
         return cls(
             path=path,
@@ -80,7 +75,7 @@ class VllmOptions:
             dtype="float32" if dtype == "auto" and not has_gpu else dtype,
             trust_remote_code=config.model.trust_remote_code,
             max_slots=config.engine.max_slots,
-            **given,
+            **check_options(cls, cls.OPTION_NAMES, config.engine.options),
         )
 
     def engine_arguments(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The CPU runner: bucketed KV cache, weights packed for MKL, batch-invariant rows."""
+"""The CPU runner: a bucketed KV cache, products in MKL's layout, rows with the same bits in any batch."""

@@ -1,7 +1,7 @@
-"""Measures how many rows a forward pass needs so that a row's bits do not depend on the others.
+"""Find the row multiple at which a row's bits do not depend on the rest of its batch.
 
 Matrix libraries pick kernels by shape. With one thread, row counts that are multiples of some small
-number give each row the same bits in any batch; this finds that number on the model's own shapes.
+number give each row the same bits in any batch; this file measures that number on the model's own shapes.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from math import gcd
 import torch
 from torch import nn
 
-from penstock.engine.transformers.cpu.buckets import KVShape
-from penstock.engine.transformers.cpu.mkl import Product
+from penstock.engine.transformers.fuse import PlainLinear
+from penstock.engine.transformers.kv_attention import KVShape
 
 log = logging.getLogger(__name__)
 
 QUANTA = (2, 4, 8, 16, 32, 64)
 _MOST_ROWS = 208
-_VECTOR = (
-    32  # numbers that one step of the widest vector loops takes; what is left over goes another way
-)
-_MOST_OUTPUTS = 65536  # of a product that is probed; larger vocabularies only cost time
+_VECTOR = 32  # numbers per step of the widest vector loop; a remainder takes another code path
+_MOST_OUTPUTS = 65536  # of a probed product; larger vocabularies only cost time
 
 
 def find_row_quantum(
@@ -30,23 +28,23 @@ def find_row_quantum(
     fused: list[tuple[int, int]],
     shape: KVShape,
     threads: int,
-    kind: type[Product] = Product,
+    kind: type[PlainLinear] = PlainLinear,
 ) -> tuple[int, bool]:
-    """The row multiple to pad to, and whether rows are then independent of their neighbours.
+    """Return the row multiple to pad to, and whether it makes rows independent of each other.
 
-    `fused` are the (inputs, outputs) of products that stand for several layers of the model.
+    `fused` are the (inputs, outputs) of the products that compute several layers of the model.
     """
-    if threads == 1 and _attention_holds(shape):
+    if threads == 1 and _attention_is_invariant(shape):
         sizes = _linear_sizes(model) | set(fused)
         least = max((_VECTOR // gcd(_VECTOR, inputs) for inputs, _ in sizes), default=1)
         for quantum in QUANTA:
             if quantum >= least and all(
-                _linear_holds(*size, shape.dtype, quantum, kind) for size in sizes
+                _linear_is_invariant(*size, shape.dtype, quantum, kind) for size in sizes
             ):
                 return quantum, True
     log.warning(
-        "rollouts are correct, but their last bits depend on the batch: "
-        "engine.threads got %d, bitwise equality was found at: 1 with MKL on x86",
+        "rollouts are correct, but their last bits depend on the batch: engine.threads: got %d, "
+        "allowed for equal bits: 1, on x86 with MKL",
         threads,
     )
     return 1, False
@@ -60,24 +58,24 @@ def _linear_sizes(model: nn.Module) -> set[tuple[int, int]]:
     }
 
 
-def _linear_holds(
-    inputs: int, outputs: int, dtype: torch.dtype, quantum: int, kind: type[Product]
+def _linear_is_invariant(
+    inputs: int, outputs: int, dtype: torch.dtype, quantum: int, kind: type[PlainLinear]
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(min(outputs, _MOST_OUTPUTS), inputs, generator=generator).to(dtype)
     rows = torch.randn(_MOST_ROWS, inputs, generator=generator).to(dtype)
-    product = kind(weight, None)
-    whole = product(rows)
+    linear = kind(weight, None)
+    whole = linear(rows)
     for count in (quantum * times for times in (1, 2, 3, 5, 7, 8, 12, 17)):
         for first in (0, 5):
             part = slice(first, first + count)
-            if part.stop <= _MOST_ROWS and not torch.equal(product(rows[part]), whole[part]):
+            if part.stop <= _MOST_ROWS and not torch.equal(linear(rows[part]), whole[part]):
                 return False
     return True
 
 
-def _attention_holds(shape: KVShape) -> bool:
-    """Padding with masked keys and neighbours must not change a row's attention."""
+def _attention_is_invariant(shape: KVShape) -> bool:
+    """Return whether masked keys and other rows leave a row's attention unchanged."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*sizes: int) -> torch.Tensor:

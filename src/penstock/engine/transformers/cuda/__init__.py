@@ -1,1 +1,1 @@
-"""The CUDA runner: CUDA graphs, a regional KV cache and Triton kernels with their plain-torch reference."""
+"""The CUDA runner: CUDA graphs, a KV cache in regions, and Triton kernels with a plain reference."""

@@ -1,12 +1,13 @@
-"""Runs a transformers model on a GPU for the requests that sit in slots.
+"""Runs a transformers model on a GPU for the requests in slots.
 
-Decode steps are CUDA graphs, one per batch size; what changes between them (last token, position,
-region) lives on the device, so the next step starts before the host has read the last one. The host
-therefore hears of a finished request one step late; the token made meanwhile is dropped.
+Decode steps are CUDA graphs, one per batch size. Their inputs (last token, position, region) live on the
+device, so the next step starts before the host has read the last one. The host therefore learns one step
+late that a request has finished, and drops the token sampled in between.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -14,49 +15,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.transformers.cpu.cpu_runner import lay_out, longest_request, probe_shape
-from penstock.engine.transformers.cuda.cuda_steps import (
-    DecodeRows,
-    KVPool,
-    PackedPrefill,
-    sample_rows,
-)
-from penstock.engine.transformers.cuda.regions import Regions
-from penstock.engine.transformers.fuse import fuse_norms, fuse_projections, fuse_with_kernels
-from penstock.engine.transformers.kv_attention import StepCache, running
-from penstock.engine.transformers.loading import TransformersOptions
-from penstock.engine.transformers.runner import Finished, end_ids
+from penstock.engine.transformers.cuda.cuda_steps import DecodeStep, PrefillStep, sample_rows
+from penstock.engine.transformers.cuda.regions import KVPool, Regions
+from penstock.engine.transformers.fuse import fuse_norms, fuse_projections
+from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
+from penstock.engine.transformers.options import TransformersOptions
+from penstock.engine.transformers.runner import CachedPrompt, Finished, end_ids, longest_request
 from penstock.engine.transformers.sampling import sample
-from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf
+from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, lay_out
 from penstock.errors import UserError
 from penstock.weights.model_weights import load_weights, named_weights
 from penstock.weights.offload import Parking, short_of_memory
 
-_LAG = 1  # launches that the host lets run ahead of what it has read
+_LAG = 1  # launches that may run ahead of what the host has read
 
 
 @dataclass(slots=True)
 class Launch:
-    """Tokens that are on their way to the host."""
+    """Tokens that are being copied to the host."""
 
     slots_N: np.ndarray
-    serial_N: np.ndarray  # of the request in each slot when this was launched
+    serial_N: np.ndarray  # number of the request in each slot at the launch
     token_N: torch.Tensor  # pinned
     logprob_N: torch.Tensor
     done: torch.cuda.Event
 
 
-@dataclass(slots=True)
-class KeptPrompt:
-    """A prompt's keys, values and last logits, kept while equal prompts still wait."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    logits_V: torch.Tensor
-
-
 class DeviceState:
-    """What the graphs read and write, one entry per slot and one for padding rows."""
+    """The tensors that graphs read and write: one entry per slot, and one for padding rows."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         def column(dtype: torch.dtype) -> torch.Tensor:
@@ -69,13 +55,13 @@ class DeviceState:
 
 
 def batch_sizes(slots: int) -> list[int]:
-    """Row counts that get a graph: fine for small batches, within 32 of any large one."""
+    """Return the batch sizes to capture: dense for small batches, in steps of 32 for large ones."""
     sizes = {1, 2, 4, 8, 16, 24, *range(32, slots, 32), slots}
     return sorted(size for size in sizes if size <= slots)
 
 
 class CudaRunner:
-    """The model, its key-value pool, its slots and its graphs."""
+    """The model, its KV cache, its slots and its graphs; see `Runner`."""
 
     def __init__(
         self, model: torch.nn.Module, options: TransformersOptions, text_of: TextOf
@@ -91,12 +77,15 @@ class CudaRunner:
         if options.fuse:
             fuse_projections(model)
             fuse_norms(model)
-            fuse_with_kernels(model)
+            if importlib.util.find_spec("triton") is not None:
+                from penstock.engine.transformers.cuda.layer_kernels import fuse_layers
+
+                fuse_layers(model)
         self._cache = StepCache()
         self._serial = np.zeros(options.max_slots, np.int64)
-        self._launched = np.zeros(options.max_slots, np.int64)  # tokens, read or not yet
+        self._launched = np.zeros(options.max_slots, np.int64)  # tokens, whether read yet or not
         self._region: dict[int, tuple[int, int]] = {}
-        self._prompts: dict[bytes, KeptPrompt] = {}
+        self.prompts: dict[bytes, CachedPrompt] = {}
         self._pending: deque[Launch] = deque()
         self._active: list[int] = []
         self._rows_changed = True
@@ -107,9 +96,9 @@ class CudaRunner:
             self._open()
 
     def _pool_tokens(self) -> int:
-        """Tokens that the pool holds: what was asked for, or a share of the free memory."""
+        """Return the pool's size in tokens: the configured budget, or a share of the free memory."""
         options = self._options
-        torch.cuda.empty_cache()  # of what was fused
+        torch.cuda.empty_cache()  # the copies that fusing left
         free, _ = torch.cuda.mem_get_info(self._device)
         fits = int(free * options.kv_memory_share) // self._shape.bytes_per_token
         ceiling = options.max_slots * (longest_request(self.model, options) + 2)
@@ -122,34 +111,29 @@ class CudaRunner:
         return min(asked if options.max_tokens_in_flight else fits, ceiling)
 
     def _open(self) -> None:
-        """Allocate what `sleep` gives back."""
+        """Allocate what `sleep` releases, and capture the graphs."""
         self._regions = Regions(self._tokens - 1)
         self._state = DeviceState(self._options.max_slots, self._device)
-        self._state.start[-1] = self._tokens - 1  # padding rows write to the last token
+        self._state.start[-1] = self._tokens - 1  # padding rows write to the pool's last token
         self._pool = KVPool.allocate(self._shape, self._tokens, self._device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if self._options.cuda_graphs and _fixed_rope(self.model):
             self._capture_all()
 
-    # ---- what the engine asks
+    # ---- calls from the engine
 
     def admit(self, sequence: Sequence) -> bool:
-        if not self.table.free:
+        if not self.table.free_slots:
             return False
         size = sequence.request.num_tokens + 1  # the host reads one step late
         start = self._regions.take(size)
         if start is None:
             return False
-        slot = self.table.seat(sequence)
+        slot = self.table.occupy(sequence)
         self._region[slot] = (start, size)
         self._serial[slot] += 1
         self._launched[slot] = 0
         return True
-
-    def rows_of(self, sequence: Sequence) -> int:
-        if sequence.prompt_key in self._prompts:
-            return 0
-        return len(sequence.request.prompt_ids) + len(sequence.request.response_ids)
 
     def step(self, new: list[Sequence], keep_prompts: set[bytes]) -> Finished:
         if new:
@@ -158,16 +142,13 @@ class CudaRunner:
             self._decode()
         return self._read(_LAG)
 
-    def settle(self) -> Finished:
+    def synchronize(self) -> Finished:
         return self._read(0)
-
-    def output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.table.output(slot)
 
     def release(self, slot: int) -> None:
         self._regions.give_back(*self._region.pop(slot))
         self._serial[slot] += 1
-        self.table.leave(slot)
+        self.table.vacate(slot)
         self._active.remove(slot)
         self._rows_changed = True
 
@@ -177,20 +158,17 @@ class CudaRunner:
                 self._parking.held(tensor).copy_(weights[name])
         else:
             load_weights(self.model, weights)
-        self.forget_prompts()
-
-    def forget_prompts(self) -> None:
-        self._prompts.clear()
+        self.prompts.clear()
 
     def sleep(self) -> None:
-        """Keys, values and graphs go; weights move to the host."""
-        self.forget_prompts()
-        for given_back in ("_pool", "_graphs", "_state"):
-            self.__dict__.pop(given_back, None)
+        """Release the KV cache and the graphs; move the weights to the host."""
+        self.prompts.clear()
+        for released in ("_pool", "_graphs", "_state"):
+            self.__dict__.pop(released, None)
         self._parking.park()
 
     def wake(self) -> None:
-        """With the weights of `sleep`, or those that were loaded since."""
+        """Undo `sleep`, with its weights or those loaded since; sleep again if memory is short."""
         with short_of_memory("engine", self._advice):
             self._parking.unpark()
             try:
@@ -210,13 +188,13 @@ class CudaRunner:
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
 
-    # ---- launches
+    # ---- prefill and decode
 
     def _prefill(self, new: list[Sequence], keep_prompts: set[bytes]) -> None:
         unique: dict[bytes | int, list[Sequence]] = {}
         kept_logits: dict[int, torch.Tensor] = {}
         for sequence in new:
-            kept = self._prompts.get(sequence.prompt_key)
+            kept = self.prompts.get(sequence.prompt_key)
             if kept is None:
                 unique.setdefault(sequence.prompt_key or id(sequence), []).append(sequence)
             else:
@@ -224,34 +202,34 @@ class CudaRunner:
                 self._pool.keys[:, start : start + length] = kept.keys
                 self._pool.values[:, start : start + length] = kept.values
                 kept_logits[sequence.slot] = kept.logits_V
-        families = list(unique.values())
-        logits_UV = self._prefill_rows(families) if families else None
+        groups = list(unique.values())
+        logits_UV = self._prefill_rows(groups) if groups else None
         order, source, logits = [], [], []
-        for i, family in enumerate(families):
-            order += [sequence.slot for sequence in family]
-            source += [i] * len(family)
+        for i, group in enumerate(groups):
+            order += [sequence.slot for sequence in group]
+            source += [i] * len(group)
         if logits_UV is not None:
             logits.append(logits_UV[torch.tensor(source, device=self._device)])
         if kept_logits:
             order += list(kept_logits)
             logits.append(torch.stack(list(kept_logits.values())))
-        self._keep(families, logits_UV, keep_prompts)
-        self._seat(order)
+        self._keep(groups, logits_UV, keep_prompts)
+        self._set_state(order)
         self._launch_sampling(torch.cat(logits), np.array(order, np.int64), advance=False)
         self._active += order
         self._rows_changed = True
 
-    def _prefill_rows(self, families: list[list[Sequence]]) -> torch.Tensor:
-        firsts = [family[0] for family in families]
+    def _prefill_rows(self, groups: list[list[Sequence]]) -> torch.Tensor:
+        firsts = [group[0] for group in groups]
         spans = lay_out(firsts, 0)
         ids = np.concatenate([sequence.token_ids for sequence in firsts]).astype(np.int64)
         positions = np.concatenate([np.arange(span.length) for span in spans])
         source, target = [], []
-        for span, family in zip(spans, families, strict=True):
-            for sequence in family:
+        for span, group in zip(spans, groups, strict=True):
+            for sequence in group:
                 source.append(np.arange(span.start, span.end))
                 target.append(self._region[sequence.slot][0] + np.arange(span.length))
-        step = PackedPrefill(self._pool, spans, np.concatenate(source), np.concatenate(target))
+        step = PrefillStep(self._pool, spans, np.concatenate(source), np.concatenate(target))
         last = torch.tensor([span.end - 1 for span in spans], device=self._device)
         with running(step):
             return self._model_logits(
@@ -262,24 +240,24 @@ class CudaRunner:
 
     def _keep(
         self,
-        families: list[list[Sequence]],
+        groups: list[list[Sequence]],
         logits_UV: torch.Tensor | None,
         keep_prompts: set[bytes],
     ) -> None:
-        self._prompts = {k: v for k, v in self._prompts.items() if k in keep_prompts}
-        for i, family in enumerate(families):
-            if family[0].prompt_key and family[0].prompt_key in keep_prompts:
+        self.prompts = {k: v for k, v in self.prompts.items() if k in keep_prompts}
+        for i, group in enumerate(groups):
+            if group[0].prompt_key and group[0].prompt_key in keep_prompts:
                 assert logits_UV is not None
-                start, length = self._region[family[0].slot][0], len(family[0].request.prompt_ids)
+                start, length = self._region[group[0].slot][0], len(group[0].request.prompt_ids)
                 region = slice(start, start + length)
-                self._prompts[family[0].prompt_key] = KeptPrompt(
+                self.prompts[group[0].prompt_key] = CachedPrompt(
                     self._pool.keys[:, region].clone(),
                     self._pool.values[:, region].clone(),
                     logits_UV[i].clone(),
                 )
 
-    def _seat(self, slots: list[int]) -> None:
-        """Tell the device about new requests."""
+    def _set_state(self, slots: list[int]) -> None:
+        """Write the new requests in `slots` to the device state."""
         table, state = self.table, self._state
         at = torch.tensor(slots, device=self._device)
 
@@ -313,7 +291,7 @@ class CudaRunner:
         state = self._state
         slot_B = state.rows[:size]
         position_B = state.position[slot_B]
-        with running(DecodeRows(self._pool, state.start[slot_B], position_B)):
+        with running(DecodeStep(self._pool, state.start[slot_B], position_B)):
             return self._model_logits(state.token[slot_B], position_B, 0)
 
     def _model_logits(
@@ -328,7 +306,7 @@ class CudaRunner:
         ).logits[0]
 
     def _capture_all(self) -> None:
-        """Largest first, so that the smaller graphs reuse its memory."""
+        """Capture a graph per batch size, largest first, so that smaller ones reuse its memory."""
         memory = None
         for size in reversed(batch_sizes(self._options.max_slots)):
             stream = torch.cuda.Stream(self._device)
@@ -367,7 +345,7 @@ class CudaRunner:
         self._send(token_N, logprob_N, slots_N)
 
     def _special_rows(self, slots_N: np.ndarray) -> np.ndarray:
-        """Rows whose sampling the kernel does not know: filters, or no end allowed yet."""
+        """Return the rows that the kernel cannot sample: top_k, top_p, or min_tokens not reached."""
         table = self.table
         index_N = table.start_index[slots_N] + self._launched[slots_N]
         return np.flatnonzero(
@@ -386,7 +364,7 @@ class CudaRunner:
         self._pending.append(Launch(slots_N, self._serial[slots_N].copy(), tokens, logprobs, done))
 
     def _read(self, lag: int) -> Finished:
-        """Record what has come, but for the last `lag` launches."""
+        """Record all launches but the last `lag`; return what they finished."""
         finished: Finished = []
         while len(self._pending) > lag:
             launch = self._pending.popleft()
@@ -404,6 +382,6 @@ class CudaRunner:
 
 
 def _fixed_rope(model: Any) -> bool:
-    """Whether rotary positions need no look at the data, which a graph cannot do."""
+    """Return whether rotary positions are independent of the data, as a graph requires."""
     parameters = getattr(model.config, "rope_parameters", None) or {}
     return parameters.get("rope_type", "default") not in ("dynamic", "longrope")

@@ -1,51 +1,32 @@
-"""The forward passes of the CUDA runner: a captured decode step and a packed prefill.
+"""The forward passes of the CUDA runner: a decode step, which graphs capture, and a packed prefill.
 
-Keys and values live in one array of tokens per layer; a request owns a contiguous region of it.
+Both store keys and values in the regions of `KVPool`. Without Triton, plain torch replaces the kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
-from penstock.engine.transformers.cpu.buckets import KVShape
+from penstock.engine.transformers.cuda.regions import KVPool
 from penstock.engine.transformers.kv_attention import AttentionCall, causal_attention
-from penstock.engine.transformers.prefill import Span
+from penstock.engine.transformers.sequences import Span
 
 try:
     from penstock.engine.transformers.cuda.decode_kernels import decode_attention, sample_rows
     from penstock.engine.transformers.cuda.layer_kernels import store_rows
-except ImportError:  # CUDA without Triton: the plain path serves
+except ImportError:  # CUDA without Triton
     from penstock.engine.transformers.cuda.decode_reference import (
         decode_attention,
         sample_rows,
         store_rows,
     )
 
-__all__ = ["DecodeRows", "KVPool", "PackedPrefill", "sample_rows"]
+__all__ = ["DecodeStep", "PrefillStep", "sample_rows"]
 
 
-@dataclass(slots=True)
-class KVPool:
-    """Keys and values of all regions, [layers, tokens, kv heads, size]."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @classmethod
-    def allocate(cls, shape: KVShape, tokens: int, device: torch.device) -> KVPool:
-        def zeros(size: int) -> torch.Tensor:
-            return torch.zeros(
-                shape.layers, tokens, shape.heads, size, dtype=shape.dtype, device=device
-            )
-
-        return cls(zeros(shape.key_size), zeros(shape.value_size))
-
-
-class DecodeRows:
-    """One token per row: store it at the end of its region, attend to the region."""
+class DecodeStep:
+    """One token per row: stored at the end of its region, attending to the region."""
 
     def __init__(self, pool: KVPool, start_B: torch.Tensor, position_B: torch.Tensor) -> None:
         self._pool, self._start_B = pool, start_B
@@ -69,8 +50,8 @@ class DecodeRows:
         )[None]
 
 
-class PackedPrefill:
-    """Sequences one after another; each row of keys and values goes to one region or several."""
+class PrefillStep:
+    """Packed prompts; each row of keys and values is stored in one region or several."""
 
     def __init__(
         self, pool: KVPool, spans: list[Span], source: np.ndarray, target: np.ndarray
@@ -90,7 +71,7 @@ class PackedPrefill:
             pool[layer].index_copy_(0, self._target, new[0].transpose(0, 1)[self._source])
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
-        """Right-padded to one batch: under a causal mask padding never reaches a real row."""
+        """Attend as one right-padded batch: under a causal mask, padding never reaches a real row."""
         used = self._spans[-1].end
         query, key, value = (self._pad(x, used) for x in (call.query, call.key, call.value))
         padded = AttentionCall(query, key, value, call.scale, call.window, call.softcap, call.sinks)
@@ -101,7 +82,7 @@ class PackedPrefill:
         return output
 
     def _pad(self, x: torch.Tensor, used: int) -> torch.Tensor:
-        """[1, heads, rows, size] -> [sequences, heads, longest, size]."""
+        """Return [1, heads, rows, size] as [sequences, heads, longest, size]."""
         rows = x[0, :, :used].transpose(0, 1)
         if not self._even:
             padded = rows.new_zeros(len(self._spans) * self._longest, *rows.shape[1:])

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Two Triton kernels of a decode step: grouped attention over regions, and sampling.
+"""Triton kernels of a decode step: grouped attention over regions, and sampling.
 
-`decode_reference.py` says in plain torch what they compute; tests hold them to it. Imported only
-where CUDA and Triton are present. Attention reads each key and value once for all heads of a group;
-sampling reads the logits once, plus one block for the token that was picked.
+`decode_reference.py` computes the same in plain torch, and tests compare the two. Imported only if CUDA and
+Triton are present. Attention reads each key and value once for all query heads of a group; sampling reads
+the logits once, plus the block of the sampled token.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-_PROGRAMS = 256  # attention programs that keep the device busy
-_COLUMNS = 4096  # logits that one program of the first sampling pass reads
+_PROGRAMS = 256  # attention programs that are enough to fill the device
+_COLUMNS = 4096  # logits per program of the first sampling pass
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def _join(
     split, value_at = tl.arange(0, SPLITS), tl.arange(0, VALUE_PAD)
     peak = tl.load(Peak + at * SPLITS + split)
     best = tl.max(peak, 0)
-    weight = tl.exp(peak - best)  # an empty split has minus infinity: weight 0
+    weight = tl.exp(peak - best)  # an empty split has -inf, so weight 0
     total = tl.sum(tl.load(Total + at * SPLITS + split) * weight, 0)
     if SINKS:
         total += tl.exp(tl.load(Sink + at % HEADS).to(tl.float32) - best)
@@ -125,10 +125,10 @@ def decode_attention(
     softcap: float | None = None,
     sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each row attends to the `length` tokens of its region that begins at `start`; [B, H, D].
+    """Attend from each row to the `length` tokens of its region at `start`; return [B, H, D].
 
-    A small batch cannot fill the device with one program per row and kv head, so its contexts are
-    split among several and joined by a second kernel.
+    A small batch cannot fill the device with one program per row and kv head: its contexts are split
+    among several programs, and a second kernel joins their results.
     """
     rows, heads, key_size = query_BHD.shape
     kv_heads, value_size = keys_TGD.shape[1], values_TGD.shape[2]
@@ -184,7 +184,7 @@ def _block_sums(
 
 @triton.jit
 def _uniform(key, index):
-    # splitmix64's finaliser, as in randomness.py
+    # splitmix64's finaliser, as in sampling.py
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     mix_1 = tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
     mix_2 = tl.full((), 0x94D049BB133111EB, tl.uint64)
@@ -239,7 +239,7 @@ def sample_rows(
     index_B: torch.Tensor,
     temperature_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token and log-prob of each row; temperature 0 takes the likeliest, judged at temperature 1."""
+    """Return token and log-prob of each row; temperature 0: the likeliest token, log-prob at 1."""
     rows, vocabulary = logits_BV.shape
     blocks = triton.cdiv(vocabulary, _COLUMNS)
     peak, mass = logits_BV.new_empty((2, rows, blocks), dtype=torch.float32)

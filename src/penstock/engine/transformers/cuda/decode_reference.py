@@ -1,10 +1,10 @@
-"""What the GPU kernels compute, in plain torch: their specification and their fallback."""
+"""The GPU kernels in plain torch: their specification in tests, and their fallback without Triton."""
 
 from __future__ import annotations
 
 import torch
 
-from penstock.engine.transformers.randomness import uniforms_torch
+from penstock.engine.transformers.sampling import uniforms_torch
 from penstock.models.attention import plain_attention
 
 
@@ -19,7 +19,7 @@ def decode_attention(
     softcap: float | None = None,
     sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each row attends to the `length` tokens of its region that begins at `start`; [B, H, D]."""
+    """Attend from each row to the `length` tokens of its region at `start`; return [B, H, D]."""
     longest = int(length_B.max())
     column_L = torch.arange(longest, device=query_BHD.device)
     seen_BL = column_L[None, :] < length_B[:, None]
@@ -47,7 +47,7 @@ def store_rows(
     values_TGD: torch.Tensor,
     target_R: torch.Tensor,
 ) -> None:
-    """Row i of the new keys and values, [1, kv heads, rows, size], goes to token `target_R[i]`."""
+    """Store row i of the new keys and values, [1, kv heads, rows, size], at token `target_R[i]`."""
     keys_TGD.index_copy_(0, target_R, key[0].transpose(0, 1))
     values_TGD.index_copy_(0, target_R, value[0].transpose(0, 1))
 
@@ -58,7 +58,7 @@ def sample_rows(
     index_B: torch.Tensor,
     temperature_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token and log-prob of each row; temperature 0 takes the likeliest, judged at temperature 1."""
+    """Return token and log-prob of each row; temperature 0: the likeliest token, log-prob at 1."""
     greedy_B = temperature_B == 0
     scaled_BV = logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
     logprobs_BV = scaled_BV.log_softmax(dim=-1)

@@ -1,23 +1,45 @@
-"""Contiguous regions of one big token array: who sits where on the device.
+"""The KV cache of GPU decoding: one array of tokens per layer, in which each request owns a region.
 
-First fit over a sorted list of holes; a freed region joins its neighbours. Requests reserve their
-longest possible size, so nothing is ever evicted, and an empty array always fits the largest request.
+Regions are contiguous and found by first fit over a sorted list of holes; a freed region joins its
+neighbours. A request reserves its longest possible size, so nothing is ever evicted, and an empty pool
+always fits the largest request.
 """
 
 from __future__ import annotations
 
 import bisect
+from dataclasses import dataclass
+
+import torch
+
+from penstock.engine.transformers.kv_attention import KVShape
+
+
+@dataclass(slots=True)
+class KVPool:
+    """Keys and values of all regions, [layers, tokens, kv heads, size]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def allocate(cls, shape: KVShape, tokens: int, device: torch.device) -> KVPool:
+        def zeros(size: int) -> torch.Tensor:
+            return torch.zeros(
+                shape.layers, tokens, shape.heads, size, dtype=shape.dtype, device=device
+            )
+
+        return cls(zeros(shape.key_size), zeros(shape.value_size))
 
 
 class Regions:
-    """Hands out [start, start + size) of an array."""
+    """Allocates ranges [start, start + size) of the pool's tokens."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self._holes: list[tuple[int, int]] = [(0, size)]  # (start, size), sorted, never adjacent
 
     def take(self, size: int) -> int | None:
-        """The start of a free region; None: there is none of this size now."""
+        """Reserve a region of `size` tokens; return its start, or None if none is free now."""
         for i, (start, room) in enumerate(self._holes):
             if room >= size:
                 if room == size:
@@ -36,7 +58,3 @@ class Regions:
             self._holes[i - 1] = (start, joined + size)
         else:
             self._holes.insert(i, (start, size))
-
-    @property
-    def free(self) -> int:
-        return sum(size for _, size in self._holes)
