@@ -30,7 +30,6 @@ from typing import Any
 
 import pytest
 import typer
-from markdown_page import Block, Table, codes, read_page
 
 from penstock import cli, plugins, preflight
 from penstock.config import Config
@@ -42,6 +41,7 @@ from penstock.engine.vllm.options import VllmOptions
 from penstock.errors import UserError
 from penstock.reward import REWARDS
 from penstock.sandbox.settings import SandboxSettings
+from stages.markdown_page import Block, Table, codes, read_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,4 +1,4 @@
-"""Read a Markdown page: its code blocks, its inline code, its tables. For tests/docs/test_docs.py."""
+"""Read a Markdown page: its code blocks, its inline code, its tables."""
 
 from __future__ import annotations
 
