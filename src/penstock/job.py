@@ -38,10 +38,9 @@ from penstock.produce import (
     ProduceProgress,
     Producer,
     ProduceTask,
+    ReplayBuffer,
     strategy_config,
-    task_lines,
 )
-from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.reward import build_reward
 from penstock.run_folder import RunFolder
 from penstock.track.fanout import Fanout
@@ -88,7 +87,7 @@ class Job:
     def live(self) -> str:
         """What the trainer does and who waits for what, then where the groups of each task are."""
         first = "; ".join([self.activity, *self.producer_waits()])
-        return "\n".join([first, *task_lines(self.producer.snapshot())])
+        return "\n".join([first, *map(str, self.producer.snapshot().tasks)])
 
     async def take_batch(self, step: int) -> Batch:
         with self.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
@@ -283,10 +282,11 @@ def _task(
     reward = build_reward(task.rewards, max_tokens=sampling.max_tokens)
     closing.push_async_callback(reward.close)
     agent_class = load(f"tasks.{name}.agent", task.agent, AGENTS)
+    settings = strategy_config(produce, _validity(config, produce.is_valid_sample))
     return ProduceTask(
         name=name,
         weight=task.weight,
-        strategy=strategy_config(produce).build(sync_weights_interval=config.sync.every_steps),
+        strategy=settings.build(sync_weights_interval=config.sync.every_steps),
         agent_loop=agent_class(
             engine=workers.engine,
             reward=WatchedReward(reward, name, workers.callbacks.waits),
@@ -301,7 +301,6 @@ def _task(
             seed=config.seed,
             replay_buffer=buffer,
         ),
-        is_valid_sample_fn=_validity(config, produce.is_valid_sample),
     )
 
 

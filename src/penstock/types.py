@@ -183,8 +183,17 @@ class Rollout:
     def move_to(self, status: Status) -> None:
         self.status = move(self.status, status)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the response has reached its end; it may still lack a score."""
+        return self.finish_reason in ("stop", "length", "tool_calls")
+
+    def fail(self, reason: str) -> None:
+        self.error = reason
+        self.move_to(Status.FAILED)
+
     def restart(self) -> None:
-        """Forget the response: the rollout is to be generated from its prompt again."""
+        """Drop the response, so that the rollout is generated from its prompt again."""
         self.move_to(Status.INIT)
         self.response_ids, self.logprobs, self.loss_mask = _no_ids(), _no_logprobs(), _no_mask()
         self.segments, self.finish_reason, self.text = (), "", ""
@@ -241,6 +250,14 @@ class Group:
     def move_to(self, status: Status) -> None:
         for rollout in self.rollouts:
             rollout.move_to(status)
+
+    def abort_unfinished(self) -> None:
+        """Mark every rollout that is not completed as ABORTED; each keeps its tokens."""
+        for rollout in self.rollouts:
+            if rollout.status is Status.FAILED:
+                rollout.move_to(Status.INIT)
+            if rollout.status is not Status.COMPLETED:
+                rollout.move_to(Status.ABORTED)
 
     @property
     def oldest_version(self) -> int | None:

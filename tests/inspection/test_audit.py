@@ -42,7 +42,10 @@ def make_run(path: Path) -> Path:
                 ProduceTask(
                     name="train",
                     weight=1.0,
-                    strategy=AsyncProduceStrategyConfig(max_staleness=1).build(),
+                    strategy=AsyncProduceStrategyConfig(
+                        max_staleness=1,
+                        is_valid_sample_fn=lambda rollouts: rollouts[0].rollout_id != "train:3.0",
+                    ).build(),
                     agent_loop=SingleTurn(
                         engine=engine,
                         reward=CountingReward(),
@@ -56,7 +59,6 @@ def make_run(path: Path) -> Path:
                         seed=0,
                         replay_buffer=buffer,
                     ),
-                    is_valid_sample_fn=lambda rollouts: rollouts[0].rollout_id != "train:3.0",
                 )
             ],
             replay_buffer=buffer,

@@ -58,7 +58,6 @@ class Life:
                     seed=3,
                     replay_buffer=self.buffer,
                 ),
-                is_valid_sample_fn=machine.is_valid,
             )
             for name, weight in machine.weights.items()
         ]
@@ -116,7 +115,12 @@ class ProducingMachine(RuleBasedStateMachine):
         capacity: int,
         refuse_every: int,
     ) -> None:
-        common = {"max_failure_share": 1.0, "retry_backoff_s": 0.1, "pause_timeout_s": 12.0}
+        common = {
+            "max_failure_share": 1.0,
+            "retry_backoff_s": 0.1,
+            "pause_timeout_s": 12.0,
+            "is_valid_sample_fn": self.is_valid,
+        }
         if sync:
             self.config = SyncProduceStrategyConfig(**common)
         else:
@@ -128,7 +132,7 @@ class ProducingMachine(RuleBasedStateMachine):
                 **common,
             )
         self.interval, self.order, self.capacity = interval, order, capacity
-        self.threshold = (self.config.full.max_staleness + 1) * interval
+        self.threshold = (self.config.max_staleness + 1) * interval
         self.weights = {"a": 3.0, "b": 1.0} if two_tasks else {"a": 1.0}
         self.groups_per_step = 3
         self.refuse_every = refuse_every

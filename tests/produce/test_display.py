@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.produce import ProducerSnapshot, TaskSnapshot, Wait, task_lines
+from penstock.produce import ProducerSnapshot, ProducerWait, TaskSnapshot
 
 NOW = ProducerSnapshot(
     tasks=(
@@ -18,7 +18,7 @@ NOW = ProducerSnapshot(
             expired=0,
         ),
     ),
-    waits=(Wait(who="step 2", what="2 of 4 groups of task math", since=0.0, seconds=3.0),),
+    waits=(ProducerWait(who="step 2", what="2 of 4 groups of task math", seconds=3.0),),
     producer_wait_s=0.0,
     next_step=2,
     model_version=1,
@@ -27,7 +27,7 @@ NOW = ProducerSnapshot(
 
 
 def test_every_task_has_a_line_that_says_where_its_groups_are() -> None:
-    assert task_lines(NOW) == [
+    assert [str(task) for task in NOW.tasks] == [
         "math: drawn 12, in flight 4, ready 2, to retry 1, trained 4, dropped failed 1"
     ]
 

@@ -33,7 +33,7 @@ from stages.producing import (
 from stages.rollouts import make_prompts
 
 
-def run_batches(path: Path, config: SyncProduceStrategyConfig, *, refuse: bool = False) -> list:
+def run_batches(path: Path, config: AsyncProduceStrategyConfig, *, refuse: bool = False) -> list:
     seen: list = []
 
     async def main() -> None:
@@ -103,7 +103,7 @@ def test_without_oversampling_a_step_waits_for_what_would_expire(tmp_path: Path)
         stage.loop.finish("t:3")
         batch = await taking
         assert [group.cursor for group in batch.groups] == [2, 3]
-        assert stage.strategy.counters["expired"] == 0
+        assert stage.strategy.runner.counters["expired"] == 0
         await cancel(running)
 
     on_virtual_time(main)
@@ -119,7 +119,7 @@ def test_an_expired_group_is_generated_again_with_new_seeds(tmp_path: Path) -> N
         stage.finish_all()
         await stage.train(await stage.producer.take_batch(1))
         await turns()
-        assert stage.strategy.counters["expired"] == 1
+        assert stage.strategy.runner.counters["expired"] == 1
         again = stage.loop.held["t:2"][0]
         assert all(new.seed not in seeds for new in again)
         stage.finish_all()
@@ -172,7 +172,9 @@ def test_one_slow_task_does_not_stop_the_others(tmp_path: Path) -> None:
                 ProduceTask(
                     name=name,
                     weight=1.0,
-                    strategy=AsyncProduceStrategyConfig(max_staleness=2).build(),
+                    strategy=AsyncProduceStrategyConfig(
+                        max_staleness=2, pause_timeout_s=7.0
+                    ).build(),
                     agent_loop=loop,
                     sampler=Sampler(
                         make_prompts(50),
@@ -198,10 +200,8 @@ def test_one_slow_task_does_not_stop_the_others(tmp_path: Path) -> None:
         assert buffer.count_now("fast", Status.COMPLETED) == 6  # three steps ahead
         assert buffer.count_now("slow", Status.COMPLETED) == 0
         loops["slow"].deaf = loops["fast"].deaf = True
-        for lane in producer._lanes:
-            lane.strategy._lander._config = AsyncProduceStrategyConfig(pause_timeout_s=7.0)
-        for lane in producer._lanes:
-            lane.ctx.model_step = 0
+        for task in producer._tasks:
+            task.ctx.model_step = 0
         assert await producer.pause() == pytest.approx(7.0)  # tasks pause at the same time
         await cancel(running)
 

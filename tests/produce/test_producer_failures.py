@@ -95,7 +95,7 @@ def test_a_reward_that_answers_503_is_asked_again_without_generating_again(tmp_p
         assert reward.calls.count("t:1.0") == 3
         assert reward.calls.count("t:1.1") == 1  # finished members are not scored again
         assert [group.tries for group in batch.groups] == [1, 3]
-        assert stage.strategy.counters["failed"] == 2
+        assert stage.strategy.runner.counters["failed"] == 2
         await cancel(running)
 
     on_virtual_time(main)

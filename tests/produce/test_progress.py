@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.errors import UserError
@@ -24,6 +24,7 @@ def test_weights_9_1_half_with_batch_8_train_the_third_task_in_its_share() -> No
     assert total == {"a": 1440, "b": 160, "c": 80}  # exactly 9 : 1 : 0.5
 
 
+@example(weights=[1.0, 1.0, 1.0, 6.0, 6.0], size=1, steps=10)
 @given(
     weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=5),
     size=st.integers(1, 40),

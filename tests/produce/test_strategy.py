@@ -133,7 +133,7 @@ def test_sync_makes_exactly_b_completed_groups_and_refills_filtered_and_aborted(
         stage.finish_all()
         assert await task is ProduceBatchStatus.NORMAL
         assert stage.count(Status.COMPLETED) == 3
-        assert stage.strategy.dropped == {"filtered": 1}
+        assert stage.strategy.runner.dropped == {"filtered": 1}
         assert stage.strategy.pending_task_count() == 0
 
     on_virtual_time(main)
@@ -307,7 +307,7 @@ def test_pause_time_out_gives_groups_back_and_counts_them(tmp_path: Path) -> Non
         assert await stage.strategy.pause_produce(stage.ctx) == pytest.approx(12.0)
         assert stage.loop.pauses == 3  # at once, after 5 s, after 10 s
         assert stage.count(Status.ABORTED) == 2
-        assert stage.strategy.counters["pause_timeouts"] == 2
+        assert stage.strategy.runner.counters["pause_timeouts"] == 2
         assert stage.producer.snapshot().tasks[0].balanced
         assert held[0].status is Status.COMPLETED  # it is not generated again
         await task

@@ -13,13 +13,13 @@ from penstock.data.sampler import Sampler
 from penstock.engine.protocol import GenerationRequest
 from penstock.journal import Journal
 from penstock.produce import (
+    AsyncProduceStrategyConfig,
     ProduceContext,
     ProduceProgress,
     Producer,
     ProduceTask,
-    SyncProduceStrategyConfig,
+    ReplayBuffer,
 )
-from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.produce.virtual_time import VirtualClock
 from penstock.types import Batch, Group, Status, StepReport
 from stages.fake_agent_loop import FakeAgentLoop
@@ -44,7 +44,7 @@ class ProducerStage:
     def __init__(
         self,
         path: Path,
-        config: SyncProduceStrategyConfig,
+        config: AsyncProduceStrategyConfig,
         *,
         batch: int = 4,
         interval: int = 1,
@@ -58,6 +58,8 @@ class ProducerStage:
         self.journal = Journal.open(path / "journal.db", threaded=False)
         self.buffer = ReplayBuffer()
         self.loop = agent_loop if agent_loop is not None else FakeAgentLoop()
+        if is_valid is not None:
+            config = config.model_copy(update={"is_valid_sample_fn": is_valid})
         self.strategy = config.build(sync_weights_interval=interval)
         self.sampler = Sampler(
             make_prompts(prompts),
@@ -76,7 +78,6 @@ class ProducerStage:
                     strategy=self.strategy,
                     agent_loop=self.loop,
                     sampler=self.sampler,
-                    is_valid_sample_fn=is_valid,
                 )
             ],
             replay_buffer=self.buffer,
@@ -86,7 +87,7 @@ class ProducerStage:
             sync_weights_interval=interval,
             last_step=last_step,
         )
-        self.ctx: ProduceContext = self.producer._lanes[0].ctx
+        self.ctx: ProduceContext = self.producer._tasks[0].ctx
         self.ctx.task_batch_size = batch
 
     def count(self, status: Status) -> int:
@@ -99,7 +100,7 @@ class ProducerStage:
     def buffered(self, status: Status, version: int = 0) -> Group:
         """A group of the past, in the buffer with that status."""
         group = self.sampler.sample_now("t")
-        self.strategy.drawn += 1
+        self.strategy.runner.drawn += 1
         self.journal.drawn(group)
         for rollout in group.rollouts:
             finish_rollout(rollout, version=version)

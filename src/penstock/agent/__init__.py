@@ -1,8 +1,13 @@
-"""How a group of rollouts is made: one turn, or turns with tools.
+"""How a group of rollouts is made: an agent loop asks an engine for responses and a reward for scores.
 
-An agent loop asks an engine and a reward; a new one is one file and one line in `AGENTS`.
+`AgentLoop`, which every agent loop implements, is declared where it is called, in `produce/`. A new
+agent loop is one file here and one line in `AGENTS`.
 """
 
 from __future__ import annotations
+
+from penstock.produce.context import AgentLoop
+
+__all__ = ["AGENTS", "AgentLoop"]
 
 AGENTS = {"single_turn": "penstock.agent.single_turn:SingleTurn"}

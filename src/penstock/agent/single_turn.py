@@ -1,7 +1,7 @@
 """One prompt, one response: the plain agent loop.
 
-Asks the engine for what is not finished, then the reward for what has no score yet. A fault of one
-rollout stays in that rollout. It does not retry: the failure policy of the producing side does.
+Asks the engine for the responses that are not finished, then the reward for the scores that are missing.
+An error fails only the rollout it belongs to. Retries are made by the group runner, not here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from penstock.engine.protocol import Generation, GenerationRequest, InferenceEng
 from penstock.reward.protocol import Reward
 from penstock.types import Rollout, Status
 
-_PASSED_OVER = 31  # groups that are not searched after the engine was found to be the responder
-_FINISHED = frozenset({"stop", "length", "tool_calls"})
+_NOT_SEARCHED = 31  # groups whose error is not traced to one request while the engine is to blame
 
 
 def annealed_temperature(sampling: SamplingConfig, policy_version: int) -> float:
-    """Linear from `temperature` to `anneal.end` over `anneal.steps` updates, then constant."""
+    """Return the temperature: linear to `anneal.end` over `anneal.steps` updates, then constant."""
     anneal = sampling.anneal
     if anneal.end is None:
         return sampling.temperature
@@ -48,39 +47,36 @@ class SingleTurn:
         self._running: set[str] = set()
         self._requests = 0
         self._aborting: set[asyncio.Task[None]] = set()
-        self._searching = asyncio.Lock()  # for a responder, in one group at a time
-        self._passed_over: int | None = (
-            None  # groups since the engine was the responder; None: it is not
-        )
+        self._searching = asyncio.Lock()  # one group at a time is asked one by one
+        self._not_searched: int | None = None  # groups since the engine was blamed; None: it works
 
     async def generate_group(
         self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
     ) -> list[Rollout]:
-        """Generate and score what is not finished; each ends COMPLETED, ABORTED or FAILED."""
+        """Generate and score the unfinished rollouts; each ends COMPLETED, ABORTED or FAILED."""
         todo = [rollout for rollout in rollouts if rollout.status is not Status.COMPLETED]
         for rollout in todo:
             self._prepare(rollout, enable_partial_rollout)
-        await self._generate([r for r in todo if r.finish_reason not in _FINISHED])
-        finished = [r for r in todo if r.finish_reason in _FINISHED]
+        await self._generate([rollout for rollout in todo if not rollout.is_finished])
         if getattr(self._reward, "needs_group", False):
             await self._score_together(rollouts)
         else:
-            await asyncio.gather(*(self._score(rollout) for rollout in finished))
+            await asyncio.gather(*(self._score(one) for one in todo if one.is_finished))
         return rollouts
 
     async def pause(self) -> None:
-        """Abort this loop's own requests; others that share the engine go on."""
+        """Abort this loop's own requests; other users of the engine are not affected."""
         await self._abort(list(self._running))
 
     def _prepare(self, rollout: Rollout, keep_partial: bool) -> None:
-        finished = rollout.finish_reason in _FINISHED  # and waits for the others to be scored with
-        if rollout.status is Status.ABORTED and not keep_partial and not finished:
+        # an aborted rollout may be finished: then it waits to be scored together with the others
+        if rollout.status is Status.ABORTED and not keep_partial and not rollout.is_finished:
             rollout.restart()
         rollout.move_to(Status.INIT)
         rollout.error = ""
-        if rollout.finish_reason not in _FINISHED:
+        if not rollout.is_finished:
             rollout.finish_reason = ""
-        if not len(rollout.response_ids):  # a partial goes on at the temperature it began with
+        if not len(rollout.response_ids):  # a partial response keeps the temperature it began with
             rollout.temperature = self._temperature(rollout.issued_version)
 
     async def _generate(self, rollouts: list[Rollout]) -> None:
@@ -89,53 +85,53 @@ class SingleTurn:
         by_temperature = {
             temperature: SamplingParams.from_config(self._sampling, temperature=temperature)
             for temperature in {rollout.temperature for rollout in rollouts}
-        }  # shared, so that they are sent once
+        }  # shared by the requests, so that each object is sent once
         requests = [self._request(rollout, by_temperature) for rollout in rollouts]
         ids = [request.request_id for request in requests]
         self._running.update(ids)
         try:
             generations = await self._ask_engine(requests)
         except asyncio.CancelledError:
-            self._abort_later(ids)  # nobody waits for them: they must not hold the engine
+            self._abort_later(ids)  # nobody waits for the requests: free the engine
             raise
         finally:
             self._running.difference_update(ids)
         for rollout, generation in zip(rollouts, generations, strict=True):
             if isinstance(generation, BaseException):
-                _fail(rollout, f"engine: {type(generation).__name__}: {generation}")
+                rollout.fail(f"engine: {type(generation).__name__}: {generation}")
             else:
                 self._take(rollout, generation)
 
     async def _ask_engine(
         self, requests: list[GenerationRequest]
     ) -> Sequence[Generation | BaseException]:
-        """All at once, so that they share a prefill; one by one where that raises, to see who did."""
+        """Send all requests at once, to share a prefill; if that raises, find the request at fault."""
         try:
-            made = await self._engine.generate_many(requests)
-            self._passed_over = None
-            return made
+            generations = await self._engine.generate_many(requests)
+            self._not_searched = None
+            return generations
         except Exception as error:
             if len(requests) == 1:
                 return [error]
             self._abort_later([request.request_id for request in requests])
             async with self._searching:
-                return await self._find_culprit(requests, error)
+                return await self._ask_one_by_one(requests, error)
 
-    async def _find_culprit(
+    async def _ask_one_by_one(
         self, requests: list[GenerationRequest], error: Exception
     ) -> Sequence[Generation | BaseException]:
-        """Each alone; where the first two raise as well, the engine is taken for the responder.
+        """Send each request alone; if the first two raise as well, blame the engine.
 
-        Then the others are not asked, and neither are those of the next groups, until one succeeds.
+        Then the other requests are not sent, nor those of the next groups that raise, until a call succeeds.
         """
-        if self._passed_over is not None and self._passed_over < _PASSED_OVER:
-            self._passed_over += 1
+        if self._not_searched is not None and self._not_searched < _NOT_SEARCHED:
+            self._not_searched += 1
             return [error] * len(requests)
         first = await asyncio.gather(*map(self._ask_alone, requests[:2]), return_exceptions=True)
         if all(isinstance(answer, BaseException) for answer in first):
-            self._passed_over = 0
+            self._not_searched = 0
             return [*first, *[error] * len(requests[2:])]
-        self._passed_over = None
+        self._not_searched = None
         rest = await asyncio.gather(*map(self._ask_alone, requests[2:]), return_exceptions=True)
         return [*first, *rest]
 
@@ -176,8 +172,8 @@ class SingleTurn:
         rollout.text = self._decode(rollout.response_ids.tolist())
         if generation.finish_reason == "abort":
             rollout.move_to(Status.ABORTED)
-        elif generation.finish_reason not in _FINISHED:
-            _fail(rollout, f"engine: {generation.error or generation.finish_reason}")
+        elif not rollout.is_finished:
+            rollout.fail(f"engine: {generation.error or generation.finish_reason}")
 
     async def _score(self, rollout: Rollout) -> None:
         if rollout.score is None:
@@ -185,29 +181,24 @@ class SingleTurn:
             try:
                 rollout.score = await self._reward.score(rollout, rollout.prompt)
             except Exception as error:
-                _fail(rollout, f"reward: {type(error).__name__}: {error}")
+                rollout.fail(f"reward: {type(error).__name__}: {error}")
                 return
         rollout.move_to(Status.COMPLETED)
 
     async def _score_together(self, rollouts: list[Rollout]) -> None:
-        """A reward that compares the members is asked once, when all of them are finished."""
-        if any(rollout.finish_reason not in _FINISHED for rollout in rollouts):
+        """Ask a reward that compares the members once, when all of them are finished."""
+        if not all(rollout.is_finished for rollout in rollouts):
             for rollout in rollouts:
                 if rollout.status is Status.INIT:
-                    rollout.move_to(Status.ABORTED)  # finished, waiting for the others
+                    rollout.move_to(Status.ABORTED)  # finished, but it waits for the others
             return
         prompts = [rollout.prompt for rollout in rollouts]
         try:
             scores = await self._reward.score_group(rollouts, prompts)  # type: ignore[attr-defined]
         except Exception as error:
             for rollout in rollouts:
-                _fail(rollout, f"reward: {type(error).__name__}: {error}")
+                rollout.fail(f"reward: {type(error).__name__}: {error}")
             return
         for rollout, score in zip(rollouts, scores, strict=True):
             rollout.score = score
             rollout.move_to(Status.COMPLETED)
-
-
-def _fail(rollout: Rollout, reason: str) -> None:
-    rollout.error = reason
-    rollout.move_to(Status.FAILED)

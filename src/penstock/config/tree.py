@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -136,9 +136,11 @@ class EngineConfig(Section):
     """Settings of the chosen engine; see docs/engines.md."""
 
 
-class ProduceConfig(Section):
-    strategy: Literal["async", "sync"] = "async"
-    """async: generate ahead of the trainer as far as max_staleness allows; sync: one batch per step."""
+class ProduceSettings(Section):
+    """What a produce strategy reads."""
+
+    strategy: str = "async"
+    """async: generate ahead of the trainer as far as max_staleness allows; sync: one batch per step; `module:Class`: your own subclass of penstock.produce.ProduceStrategy."""
     max_staleness: int = Field(1, ge=0)
     """Sync periods that a sample's oldest token may be behind when it is trained; 0: on-policy."""
     over_sample_threshold: float = Field(0.0, ge=0)
@@ -159,6 +161,16 @@ class ProduceConfig(Section):
     """Longest wait for running groups when generation is paused."""
     max_refused_in_a_row: int = Field(1000, ge=1)
     """Finished groups refused in a row by the validity rule after which the run stops."""
+
+    @field_validator("strategy")
+    @classmethod
+    def _check_strategy(cls, name: str) -> str:
+        if name not in ("async", "sync") and ":" not in name:
+            raise ValueError(f"got {name!r}, allowed: 'async' or 'sync', or your own module:Class")
+        return name
+
+
+class ProduceConfig(ProduceSettings):
     max_buffered_groups: int = Field(0, ge=0)
     """Most completed groups of a task in the replay buffer; 0: as many as staleness allows."""
     is_valid_sample: str = ""

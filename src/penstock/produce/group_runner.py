@@ -1,136 +1,164 @@
-"""One group from launch to landing, and the pause that cuts it short.
+"""Runs the groups of one task: draws, generates, retries and lands each of them; pauses them all.
 
-Every launched group is one asyncio task that ends by landing its own group: completed, refused,
-aborted, or failed for good. Faults of a group stay in that group; only a journal that cannot write and the
-failure policy's limit are faults of the run, and are kept in `fault` for whoever waits.
+Every launched group is one asyncio task that ends by landing its own group: completed, refused, aborted,
+or failed for good. An error in a group stays in that group. Only a journal that cannot write and the
+limits on failures and refusals end the run: they are kept in `fault` for whoever waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import Counter
-from typing import Protocol
+from collections import Counter, deque
+from typing import Any
 
-from penstock.data.sampler import rollout_seed
-from penstock.errors import PenstockError, RunError
-from penstock.produce.context import IsValidSample, ProduceContext, call
-from penstock.produce.failures import FailurePolicy
-from penstock.produce.pending import InFlight, PendingSet
+from penstock.config import ProduceSettings
+from penstock.data.sampler import PromptsExhausted, rollout_seed
+from penstock.errors import PenstockError, RunError, TooManyFailures
+from penstock.produce.context import IsValidSample, ProduceContext
+from penstock.produce.pending import PendingGroup, PendingSet
 from penstock.produce.signal import Signal
 from penstock.types import Group, Rollout, Status
 
 _ABORT_AGAIN_S = 5.0
 _CANCEL_WAIT_S = 5.0
-_FINISHED = frozenset({"stop", "length", "tool_calls"})
+_LONGEST_BACKOFF_S = 30.0
+_FAILURES_BEFORE_HOLD = 8
 
 
-def renew(group: Group, *, run_seed: int, keep_partial: bool, model_step: int) -> None:
-    """Make a group ready to be issued: finished members stay, the others go on or start again."""
-    for index, rollout in enumerate(group.rollouts):
-        if rollout.status is Status.COMPLETED:
-            continue
-        finished = rollout.finish_reason in _FINISHED and rollout.status is not Status.EXPIRED
-        partial = keep_partial and rollout.status is Status.ABORTED and len(rollout.response_ids)
-        if finished or partial:  # only its score is missing, or it goes on from its tokens
-            rollout.move_to(Status.INIT)
-            rollout.error = ""
-        else:
-            rollout.restart()
-            rollout.seed = rollout_seed(run_seed, group.group_id, index, group.tries)
-        rollout.issued_version = model_step
-    group.error = ""
+class FailurePolicy:
+    """Decides on the outcomes of attempts of one task: back off, then stop the run.
+
+    A failed group is retried after a wait that doubles. When only failures come back, fresh prompts
+    wait too, so a dead backend costs a handful of calls.
+    """
+
+    def __init__(self, settings: ProduceSettings) -> None:
+        self._settings = settings
+        self._recent: deque[bool] = deque(maxlen=settings.failure_window)  # True: failed
+        self._failures_in_a_row = 0
+        self._hold_until = 0.0
+
+    def succeeded(self) -> None:
+        self._recent.append(False)
+        self._failures_in_a_row = 0
+        self._hold_until = 0.0
+
+    def failed(self, task_name: str, reason: str, now: float) -> None:
+        """Count one failure; raise TooManyFailures above the allowed share."""
+        self._recent.append(True)
+        self._failures_in_a_row += 1
+        rounds = self._failures_in_a_row // _FAILURES_BEFORE_HOLD
+        if rounds:
+            self._hold_until = now + self.backoff_s(rounds)
+        failures, allowed = sum(self._recent), self._settings.max_failure_share
+        if len(self._recent) == self._recent.maxlen and failures / len(self._recent) > allowed:
+            raise TooManyFailures(
+                f"task {task_name}: {failures} of the last {len(self._recent)} groups failed, "
+                f"allowed: a share of {allowed:g}; the last reason: {reason}"
+            )
+
+    def backoff_s(self, failures: int) -> float:
+        """Return the wait before the next try of a group that failed `failures` times."""
+        wait_s = self._settings.retry_backoff_s * 2.0 ** (failures - 1)
+        return float(min(wait_s, _LONGEST_BACKOFF_S))
+
+    def hold_s(self, now: float) -> float:
+        """Return how long fresh prompts still have to wait; 0: they may be launched."""
+        return max(0.0, self._hold_until - now)
 
 
-def abort_unfinished(group: Group) -> None:
-    """Every member that is not finished becomes ABORTED and keeps its tokens."""
-    for rollout in group.rollouts:
-        if rollout.status is Status.FAILED:
-            rollout.move_to(Status.INIT)
-        if rollout.status is not Status.COMPLETED:
-            rollout.move_to(Status.ABORTED)
+class GroupRunner:
+    """Owns the groups of one task that are in flight, and the counts of what became of the others."""
 
-
-def fail_unfinished(group: Group, reason: str) -> None:
-    for rollout in group.rollouts:
-        if rollout.status not in (Status.COMPLETED, Status.FAILED):
-            rollout.error = reason
-            rollout.move_to(Status.FAILED)
-
-
-class LandingSettings(Protocol):
-    """What of a strategy's settings decides on the life of one group."""
-
-    @property
-    def is_valid_sample_fn(self) -> IsValidSample: ...
-    @property
-    def max_tries(self) -> int: ...
-    @property
-    def enable_partial_rollout(self) -> bool: ...
-    @property
-    def pause_timeout_s(self) -> float: ...
-    @property
-    def max_refused_in_a_row(self) -> int: ...
-    @property
-    def max_failure_share(self) -> float: ...
-    @property
-    def failure_window(self) -> int: ...
-    @property
-    def retry_backoff_s(self) -> float: ...
-
-
-class Lander:
-    """Owns the groups in flight of one strategy."""
-
-    def __init__(self, config: LandingSettings) -> None:
-        self._config = config
+    def __init__(self, settings: ProduceSettings, is_valid_sample_fn: IsValidSample) -> None:
+        self._settings = settings
+        self._is_valid_sample_fn = is_valid_sample_fn
         self.pending = PendingSet()
+        self.failures = FailurePolicy(settings)
         self.changed = Signal()
-        self.dropped: Counter[str] = Counter()
-        self.counters: Counter[str] = Counter()
+        self.drawn = 0  # fresh prompts, over the whole run
+        self.dropped: Counter[str] = Counter()  # groups that ended untrained, by reason
+        self.counters: Counter[str] = Counter()  # events that lost no group: retries, aborts, ...
         self.fault: BaseException | None = None
-        self._failures: FailurePolicy | None = None
         self._refused_in_a_row = 0
 
-    def failures(self, task_name: str) -> FailurePolicy:
-        if self._failures is None:
-            self._failures = FailurePolicy(
-                task_name,
-                max_failure_share=self._config.max_failure_share,
-                failure_window=self._config.failure_window,
-                retry_backoff_s=self._config.retry_backoff_s,
-            )
-        return self._failures
+    # -- launching ----------------------------------------------------------------------------
 
-    def issue(self, ctx: ProduceContext, group: Group) -> InFlight:
-        """Make a drawn group ready for its next try."""
-        tail = group.tries >= self._config.max_tries
-        self._renew(ctx, group)
-        return InFlight(group, _oldest(group, ctx.model_step), tail)
+    async def launch(self, ctx: ProduceContext, statuses: tuple[Status, ...], cap: int) -> bool:
+        """Draw and start one group; return False if there is no room, no prompt or a pause.
+
+        Buffered groups of `statuses` come before fresh prompts. At most `cap` groups are in flight.
+        """
+        if not ctx.replay_buffer.room(ctx.task_name, reserved=len(self.pending)):
+            return False
+
+        async def draw() -> PendingGroup:
+            group = await self._draw(ctx, statuses)
+            is_tail = self._is_tail(group)
+            self._renew(ctx, group)
+            return PendingGroup(group, _oldest_version(group, ctx.model_step), is_tail)
+
+        try:
+            return await self.pending.schedule(
+                cap=cap, draw=draw, run=lambda entry: self._generate(ctx, entry)
+            )
+        except PromptsExhausted:
+            if not len(self.pending):
+                raise
+            return False  # the groups in flight may still fill the batch
+
+    async def _draw(self, ctx: ProduceContext, statuses: tuple[Status, ...]) -> Group:
+        resumed = ctx.replay_buffer.take_now(ctx.task_name, Status.INIT)
+        if resumed is not None:  # it was in flight when the run was interrupted
+            ctx.journal.retried(resumed, "resumed")
+            return resumed
+        group = await ctx.sampler.sample(ctx.task_name, statuses)
+        if group.tries == 0 and group.status is Status.INIT:
+            self.drawn += 1
+            ctx.journal.drawn(group)
+        else:
+            self.counters["retried"] += 1
+            ctx.journal.retried(group, group.status.value)
+        return group
+
+    def _is_tail(self, group: Group) -> bool:
+        """Return whether the group was tried so often that it goes first and steps wait for it."""
+        return group.tries >= self._settings.max_tries
 
     def _renew(self, ctx: ProduceContext, group: Group) -> None:
-        renew(
-            group,
-            run_seed=ctx.sampler.seed,
-            keep_partial=self._config.enable_partial_rollout,
-            model_step=ctx.model_step,
-        )
+        """Prepare a group for its next try: keep finished members, continue or restart the others."""
+        keep_partial = self._settings.enable_partial_rollout
+        for index, rollout in enumerate(group.rollouts):
+            if rollout.status is Status.COMPLETED:
+                continue
+            lacks_score = rollout.is_finished and rollout.status is not Status.EXPIRED
+            is_partial = rollout.status is Status.ABORTED and len(rollout.response_ids)
+            if lacks_score or (keep_partial and is_partial):
+                rollout.move_to(Status.INIT)
+                rollout.error = ""
+            else:
+                rollout.restart()
+                rollout.seed = rollout_seed(ctx.sampler.seed, group.group_id, index, group.tries)
+            rollout.issued_version = ctx.model_step
+        group.error = ""
         group.tries += 1
 
-    async def generate(self, ctx: ProduceContext, entry: InFlight) -> None:
-        """The whole life of one launched group."""
+    # -- one group ----------------------------------------------------------------------------
+
+    async def _generate(self, ctx: ProduceContext, entry: PendingGroup) -> None:
+        """Run one launched group to its end: generate, retry after failures, land."""
         try:
             failures = 0
             while await self._attempt(ctx, entry, failures):
                 failures += 1
-                await self._back_off(ctx, failures)
+                await self._back_off(failures)
                 if self.pending.closed or self.fault:  # a pause, or the end of the run
                     await self._abort_instead_of_retry(ctx, entry)
                     return
                 if entry.landing:
-                    return  # a pause gave up on it
-                if ctx.journal is not None:
-                    ctx.journal.retried(entry.group, "failed")
+                    return  # a pause gave up on the group
+                ctx.journal.retried(entry.group, "failed")
                 self.counters["retried"] += 1
                 self._renew(ctx, entry.group)
         except Exception as error:
@@ -138,146 +166,143 @@ class Lander:
         finally:
             self.changed.notify()
 
-    async def _attempt(self, ctx: ProduceContext, entry: InFlight, failures: int) -> bool:
-        """Generate once; True when it failed and is to be tried again."""
+    async def _attempt(self, ctx: ProduceContext, entry: PendingGroup, failures: int) -> bool:
+        """Generate the group once; return True if it failed and may be retried."""
         group = entry.group
         tokens_before = group.num_response_tokens
-        if self.pending.closed:  # a pause came before the first step of this task
-            abort_unfinished(group)
+        if self.pending.closed:  # a pause came before the first step of this asyncio task
+            group.abort_unfinished()
         else:
             await self._call_agent(ctx, group)
         if not self.pending.claim(entry):
             return False
         try:
-            refused = await self._is_refused(ctx, group)
+            is_refused = await self._is_refused(ctx, group)
             ctx.progress.produced_tokens += max(0, group.num_response_tokens - tokens_before)
-            if group.status is Status.FAILED and failures + 1 < self._config.max_tries:
+            if group.status is Status.FAILED and failures + 1 < self._settings.max_tries:
                 await self._count_failure(ctx, group)
-                self.pending.release(entry, _oldest(group, ctx.model_step))
+                self.pending.release(entry, _oldest_version(group, ctx.model_step))
                 return True
-            await self._land(ctx, group, entry.tail, refused)
+            await self._land(ctx, group, entry.tail, is_refused)
         finally:
             if entry.landing:
                 self.pending.remove(entry)
         return False
 
     async def _call_agent(self, ctx: ProduceContext, group: Group) -> None:
-        """Errors of the agent loop become failures of the group's unfinished members."""
-        kept = [len(rollout.response_ids) for rollout in group.rollouts]
+        """Call the agent loop; its errors fail the group's unfinished members."""
+        lengths_before = [len(rollout.response_ids) for rollout in group.rollouts]
         try:
-            returned = await call(
+            returned = await _call(
                 ctx.agent_loop,
                 "generate_group",
                 group.rollouts,
-                enable_partial_rollout=self._config.enable_partial_rollout,
+                enable_partial_rollout=self._settings.enable_partial_rollout,
             )
             _accept(group, returned)
-            _check_versions(group, kept)
+            _check_versions(group, lengths_before)
         except Exception as error:
-            fail_unfinished(group, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            for rollout in group.rollouts:
+                if rollout.status not in (Status.COMPLETED, Status.FAILED):
+                    rollout.fail(reason)
 
     async def _is_refused(self, ctx: ProduceContext, group: Group) -> bool:
-        """Ask the validity rule, once and only of completed groups; its errors fail the group."""
+        """Ask the validity rule, once and only for completed groups; its errors fail the group."""
         if group.status is not Status.COMPLETED:
             return False
-        rule = ctx.is_valid_sample_fn or self._config.is_valid_sample_fn
+        is_valid = ctx.is_valid_sample_fn or self._is_valid_sample_fn
         try:
-            answer = rule(group.rollouts)
+            answer = is_valid(group.rollouts)
             return not (await answer if inspect.isawaitable(answer) else answer)
         except Exception as error:
             for rollout in group.rollouts:
-                rollout.error = f"validity rule: {type(error).__name__}: {error}"
-                rollout.move_to(Status.FAILED)
+                rollout.fail(f"validity rule: {type(error).__name__}: {error}")
             return False
 
-    async def _land(self, ctx: ProduceContext, group: Group, tail: bool, refused: bool) -> None:
-        status = group.status
-        if status is Status.COMPLETED:
-            await self._land_completed(ctx, group, tail, refused)
-        elif status is Status.FAILED:
+    async def _back_off(self, failures: int) -> None:
+        """Wait before the next try; a pause ends the wait."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.failures.backoff_s(failures)
+        while (left := until - loop.time()) > 0 and not self.pending.closed and not self.fault:
+            await self.changed.wait_after(self.changed.count, left)
+
+    async def _abort_instead_of_retry(self, ctx: ProduceContext, entry: PendingGroup) -> None:
+        if self.pending.claim(entry):
+            entry.group.abort_unfinished()
+            await self._land_aborted(ctx, entry.group)
+            self.pending.remove(entry)
+
+    # -- landing ------------------------------------------------------------------------------
+
+    async def _land(
+        self, ctx: ProduceContext, group: Group, is_tail: bool, is_refused: bool
+    ) -> None:
+        if group.status is Status.FAILED:
             await self._count_failure(ctx, group)
             self.dropped["failed"] += 1
-            if ctx.journal is not None:
-                ctx.journal.dropped(group, "failed", detail=group.error)
-        else:
+            ctx.journal.dropped(group, "failed", detail=group.error)
+        elif group.status is not Status.COMPLETED:
             await self._land_aborted(ctx, group)
+        else:
+            self.failures.succeeded()
+            ctx.progress.produced_samples += 1
+            ctx.progress.add_rewards(r.score.value for r in group.rollouts if r.score is not None)
+            if is_refused:
+                await self._land_refused(ctx, group)
+            else:
+                self._refused_in_a_row = 0
+                await self._put(ctx, group, is_tail)
 
-    async def _land_completed(
-        self, ctx: ProduceContext, group: Group, tail: bool, refused: bool
-    ) -> None:
-        self.failures(ctx.task_name).succeeded()
-        ctx.progress.produced_samples += 1
-        ctx.progress.add_rewards(r.score.value for r in group.rollouts if r.score is not None)
-        if refused:
-            group.move_to(Status.FILTERED)
-            self.dropped["filtered"] += 1
-            if ctx.journal is not None:
-                await ctx.journal.filtered(group)
-            self._count_refusal(ctx)
-            return
-        self._refused_in_a_row = 0
-        if ctx.journal is not None:
-            await ctx.journal.landed(group)
-        ctx.replay_buffer.put_now(
-            group, priority=int(tail), train_step=ctx.progress.next_consumer_step
-        )
-
-    def _count_refusal(self, ctx: ProduceContext) -> None:
+    async def _land_refused(self, ctx: ProduceContext, group: Group) -> None:
+        group.move_to(Status.FILTERED)
+        self.dropped["filtered"] += 1
+        await ctx.journal.filtered(group)
         self._refused_in_a_row += 1
-        if self._refused_in_a_row >= self._config.max_refused_in_a_row:
+        if self._refused_in_a_row >= self._settings.max_refused_in_a_row:
             raise RunError(
-                f"task {ctx.task_name}: the validity rule refused {self._refused_in_a_row} groups in a row, "
-                f"allowed: fewer than produce.max_refused_in_a_row = {self._config.max_refused_in_a_row}"
+                f"task {ctx.task_name}: the validity rule refused {self._refused_in_a_row} groups "
+                "in a row, allowed: fewer than produce.max_refused_in_a_row = "
+                f"{self._settings.max_refused_in_a_row}"
             )
 
     async def _land_aborted(self, ctx: ProduceContext, group: Group) -> None:
         self.counters["aborted"] += 1
-        if ctx.journal is not None:
-            await ctx.journal.landed(group)
-        tail = group.tries >= self._config.max_tries
-        ctx.replay_buffer.put_now(
-            group, priority=int(tail), train_step=ctx.progress.next_consumer_step
-        )
+        await self._put(ctx, group, self._is_tail(group))
+
+    async def _put(self, ctx: ProduceContext, group: Group, is_tail: bool) -> None:
+        """Journal a group, and put it into the buffer once it is durable."""
+        await ctx.journal.landed(group)
+        ctx.put(group, is_tail=is_tail)
 
     async def _count_failure(self, ctx: ProduceContext, group: Group) -> None:
-        """Keep the reason, journal the attempt, and let the policy decide whether the run goes on."""
+        """Journal a failed attempt with its reason; raise TooManyFailures if the run must stop."""
         errors = (rollout.error for rollout in group.rollouts if rollout.status is Status.FAILED)
         group.error = next((error for error in errors if error), "no reason was given")
         self.counters["failed"] += 1
-        if ctx.journal is not None:
-            await ctx.journal.failed(group)
-        self.failures(ctx.task_name).failed(group.error, asyncio.get_running_loop().time())
-
-    async def _back_off(self, ctx: ProduceContext, failures: int) -> None:
-        """Wait before the next try; a pause ends the wait."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self.failures(ctx.task_name).backoff_s(failures)
-        while (left := until - loop.time()) > 0 and not self.pending.closed and not self.fault:
-            await self.changed.wait_after(self.changed.count, left)
-
-    async def _abort_instead_of_retry(self, ctx: ProduceContext, entry: InFlight) -> None:
-        if self.pending.claim(entry):
-            abort_unfinished(entry.group)
-            await self._land_aborted(ctx, entry.group)
-            self.pending.remove(entry)
+        await ctx.journal.failed(group)
+        self.failures.failed(ctx.task_name, group.error, asyncio.get_running_loop().time())
 
     # -- pause and cancel ---------------------------------------------------------------------
 
     async def pause(self, ctx: ProduceContext) -> float:
-        """Abort, abort again every few seconds, and at the time-out take back what is left."""
+        """Abort all groups and wait for them to land; return the seconds it took.
+
+        The abort is repeated every few seconds. At `pause_timeout_s` the groups that are left go back to
+        the buffer as ABORTED with the tokens they have.
+        """
         loop = asyncio.get_running_loop()
         started = loop.time()
-        deadline = started + self._config.pause_timeout_s
+        deadline = started + self._settings.pause_timeout_s
         self.pending.closed = True
         self.changed.notify()
         try:
             while len(self.pending) and loop.time() < deadline and self.fault is None:
                 await self._abort_once(ctx, deadline - loop.time())
-                again = min(loop.time() + _ABORT_AGAIN_S, deadline)
-                await self._until_empty(again)
+                await self._until_empty(min(loop.time() + _ABORT_AGAIN_S, deadline))
             left = await self.pending.claim_all()
             self.counters["pause_timeouts"] += len(left)
-            await self._return(ctx, left)
+            await self._take_back(ctx, left)
         finally:
             self.pending.closed = False
             self.changed.notify()
@@ -286,12 +311,10 @@ class Lander:
     async def _abort_once(self, ctx: ProduceContext, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
-                await call(ctx.agent_loop, "pause")
+                await _call(ctx.agent_loop, "pause")
         except TimeoutError:
             self.counters["abort_timeouts"] += 1
-        except (
-            Exception
-        ):  # an agent loop that cannot even abort: the time-out takes the groups back
+        except Exception:  # the agent loop cannot abort: the time-out of the pause takes over
             self.counters["abort_errors"] += 1
 
     async def _until_empty(self, until: float) -> None:
@@ -299,14 +322,29 @@ class Lander:
         while len(self.pending) and self.fault is None and (left := until - loop.time()) > 0:
             await self.changed.wait_after(self.changed.count, left)
 
+    async def _take_back(self, ctx: ProduceContext, entries: list[PendingGroup]) -> None:
+        """Cancel claimed groups and land them as ABORTED with the tokens they have."""
+        await _cancel_tasks(entries)
+        for entry in entries:
+            entry.group.abort_unfinished()
+            try:
+                await self._land_aborted(ctx, entry.group)
+            except PenstockError as error:
+                self.fault = self.fault or error
+            self.pending.remove(entry)
+        self.changed.notify()
+
     async def cancel(self, ctx: ProduceContext) -> None:
-        """Undo what is in flight: the same tries, the same seeds. The journal goes on calling it so."""
+        """Stop all groups without asking the agent loop and put them back as they were issued.
+
+        Their tries and seeds are those of before the launch; the journal still has them in flight.
+        """
         self.pending.closed = True
         try:
             entries = await self.pending.claim_all()
-            await _end_tasks(entries)
+            await _cancel_tasks(entries)
             for entry in entries:
-                abort_unfinished(entry.group)
+                entry.group.abort_unfinished()
                 entry.group.tries -= 1
                 ctx.replay_buffer.put_now(entry.group)
                 self.pending.remove(entry)
@@ -315,20 +353,15 @@ class Lander:
             self.pending.closed = False
             self.changed.notify()
 
-    async def _return(self, ctx: ProduceContext, entries: list[InFlight]) -> None:
-        """Cancel claimed groups and put them back as ABORTED, with the tokens they have."""
-        await _end_tasks(entries)
-        for entry in entries:
-            abort_unfinished(entry.group)
-            try:
-                await self._land_aborted(ctx, entry.group)
-            except PenstockError as error:
-                self.fault = self.fault or error
-            self.pending.remove(entry)
-        self.changed.notify()
+
+async def _call(target: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a local object or of a Ray actor."""
+    bound = getattr(target, method)
+    remote = getattr(bound, "remote", None)
+    return await (bound if remote is None else remote)(*args, **kwargs)
 
 
-async def _end_tasks(entries: list[InFlight]) -> None:
+async def _cancel_tasks(entries: list[PendingGroup]) -> None:
     tasks = [entry.task for entry in entries if entry.task is not None]
     for task in tasks:
         task.cancel()
@@ -336,28 +369,14 @@ async def _end_tasks(entries: list[InFlight]) -> None:
         await asyncio.wait(tasks, timeout=_CANCEL_WAIT_S)
 
 
-def _oldest(group: Group, model_step: int) -> int:
+def _oldest_version(group: Group, model_step: int) -> int:
+    """Return the version of the oldest token that the group will have when it lands."""
     kept = group.oldest_version
     return model_step if kept is None else min(kept, model_step)
 
 
-def _check_versions(group: Group, kept: list[int]) -> None:
-    """An engine that samples with older weights than it confirmed would expire everything, for ever."""
-    for rollout, tokens in zip(group.rollouts, kept, strict=True):
-        if rollout.status is Status.FAILED or len(rollout.response_ids) <= tokens:
-            continue
-        newest = rollout.segments[-1].version
-        if newest < rollout.issued_version:
-            confirmed = rollout.issued_version
-            rollout.error = (
-                f"sampled under version {newest} after version {confirmed} was confirmed"
-            )
-            rollout.finish_reason = "error"  # not a response that could be kept
-            rollout.move_to(Status.FAILED)
-
-
 def _accept(group: Group, returned: list[Rollout]) -> None:
-    """Take what the agent loop gave back; it must be the same rollouts, each one ended."""
+    """Take over what the agent loop returned: the same rollouts, each with a final status."""
     asked = [rollout.rollout_id for rollout in group.rollouts]
     given = [rollout.rollout_id for rollout in returned]
     if asked != given:
@@ -366,8 +385,20 @@ def _accept(group: Group, returned: list[Rollout]) -> None:
     for rollout in group.rollouts:
         rollout.prompt = group.prompt
         if rollout.status not in (Status.COMPLETED, Status.ABORTED, Status.FAILED):
-            rollout.error = f"the agent loop left it {rollout.status}"
-            rollout.move_to(Status.FAILED)
+            rollout.fail(f"the agent loop left it {rollout.status}")
         if rollout.status is Status.COMPLETED and rollout.score is None:
-            rollout.error = "the agent loop gave no score"
-            rollout.move_to(Status.FAILED)
+            rollout.fail("the agent loop gave no score")
+
+
+def _check_versions(group: Group, lengths_before: list[int]) -> None:
+    """Fail rollouts whose new tokens come from older weights than the engine had confirmed.
+
+    Such an engine would make every group expire, forever.
+    """
+    for rollout, length in zip(group.rollouts, lengths_before, strict=True):
+        if rollout.status is Status.FAILED or len(rollout.response_ids) <= length:
+            continue
+        newest, confirmed = rollout.segments[-1].version, rollout.issued_version
+        if newest < confirmed:
+            rollout.finish_reason = "error"  # a retry must not keep this response
+            rollout.fail(f"sampled under version {newest} after version {confirmed} was confirmed")

@@ -1,9 +1,13 @@
-"""The producer: one lane per task runs ahead, steps take their batches from the buffer.
+"""The producer runs the tasks ahead of the trainer and hands out one batch per step.
 
-    lane: gate (staleness) -> strategy.produce_batch -> groups land in journal and buffer
-    take_batch(step): every task's share, fresh -> journal.begin_step -> Batch
+    Producer                  version of the weights, pause, steps, each task's share of a batch
+      ProduceTask             what the caller gives: name, weight, strategy, agent loop, sampler
+        ProduceContext        the state of the task: step, version, batch size
+        ProduceStrategy       when to launch groups; reads one AsyncProduceStrategyConfig
+          GroupRunner         the groups in flight, their retries, drops and counts
+    ReplayBuffer, Journal     groups that landed; shared by all tasks
 
-Lanes do not wait for each other. It knows no engine and no trainer: weights are a version number.
+Tasks do not wait for each other. No engine and no trainer is known here.
 """
 
 from __future__ import annotations
@@ -12,28 +16,88 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
 
-from penstock.data.sampler import PromptsExhausted
+from penstock.data.sampler import PromptsExhausted, Sampler
 from penstock.errors import RunError, UserError
-from penstock.journal import Journal
-from penstock.produce.context import ProduceBatchStatus, ProduceContext
-from penstock.produce.lane import Lane, ProduceTask
-from penstock.produce.progress import ProduceProgress
+from penstock.journal import InFlightRecord, Journal
+from penstock.produce.context import AgentLoop, ProduceBatchStatus, ProduceContext
+from penstock.produce.progress import ProduceProgress, TaskShares
 from penstock.produce.replay_buffer import ReplayBuffer
-from penstock.produce.shares import TaskShares
 from penstock.produce.signal import Signal
-from penstock.produce.snapshot import ProducerSnapshot, Wait
-from penstock.types import Batch
+from penstock.produce.snapshot import ProducerSnapshot, ProducerWait, TaskSnapshot
+from penstock.produce.strategy import ProduceStrategy
+from penstock.types import Batch, Group, Status
 from penstock.watch.waits import WaitKind, Waits
 
 
 def loop_time() -> float:
-    """The event loop's clock: real, or virtual where the loop is."""
+    """Return the time of the event loop, which is virtual under a virtual loop."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
         return time.monotonic()
+
+
+@dataclass(slots=True, kw_only=True)
+class ProduceTask:
+    """One task as the caller gives it to a producer, which adds its state."""
+
+    name: str
+    weight: float
+    strategy: ProduceStrategy
+    agent_loop: AgentLoop
+    sampler: Sampler
+    ctx: ProduceContext = field(init=False, repr=False)
+
+    def has_work(self) -> bool:
+        """Return whether a group in flight may still complete."""
+        return self.strategy.pending_task_count() > 0
+
+    def take(self, step: int, num_groups: int) -> list[Group]:
+        """Take the step's groups from the buffer, in cursor order; expired ones are gone already."""
+        taken: list[Group] = []
+        for _ in range(num_groups):
+            group = self.ctx.replay_buffer.take_now(self.name, Status.COMPLETED)
+            assert group is not None, "counted before it was taken"
+            assert group.staleness(step) < self.strategy.stale_threshold, group.group_id
+            taken.append(group)
+        self.ctx.progress.mark_consumed(self.name, num_groups)
+        return sorted(taken, key=lambda group: group.cursor)
+
+    def put_back(self, group: Group) -> None:
+        """Put back a group that was in the buffer when the run was interrupted."""
+        is_retry = group.status in (Status.ABORTED, Status.EXPIRED)
+        is_tail = is_retry and group.tries >= self.strategy.config.max_tries
+        self.ctx.put(group, is_tail=is_tail)
+
+    def reissue(self, record: InFlightRecord) -> None:
+        """Put back a group that was in flight, with the tries and seeds it had."""
+        group = record.group
+        if group is None:
+            group = self.sampler.group_at(record.cursor)
+        elif group.status is Status.COMPLETED:  # it had expired before it was issued again
+            group.move_to(Status.EXPIRED)
+        else:
+            group.abort_unfinished()
+        group.tries = record.tries
+        self.put_back(group)
+
+    def snapshot(self) -> TaskSnapshot:
+        buffer, runner = self.ctx.replay_buffer, self.strategy.runner
+        counts = {status: buffer.count_now(self.name, status) for status in Status}
+        return TaskSnapshot(
+            name=self.name,
+            drawn=runner.drawn,
+            trained=self.ctx.progress.consumed(self.name),
+            buffered=sum(counts.values()) - counts[Status.INIT],
+            in_flight=self.strategy.pending_task_count() + counts[Status.INIT],
+            dropped=dict(runner.dropped),
+            ready=counts[Status.COMPLETED],
+            aborted=counts[Status.ABORTED],
+            expired=counts[Status.EXPIRED],
+            counters=dict(runner.counters),
+        )
 
 
 class Producer:
@@ -56,30 +120,34 @@ class Producer:
         _check(tasks, replay_buffer, groups_per_step, sync_weights_interval)
         self.progress = progress
         self.model_version = first_version
-        self._last_step = last_step  # nothing is produced for a step after it
+        self._last_step = last_step  # nothing is produced for later steps
         self._buffer = replay_buffer
         self._journal = journal
         self._clock = clock
         self._waits = waits or Waits(clock)
-        self._weights = {task.name: task.weight for task in tasks}
         self._groups_per_step = groups_per_step
-        first_step = progress.next_consumer_step
-        self._shares = TaskShares(self._weights, groups_per_step, first_step=first_step)
         self._changed = Signal()
-        self._lanes = [self._lane(task) for task in tasks]
+        self._tasks = list(tasks)
+        self._shares = self._new_shares(first_step=progress.next_consumer_step)
+        for task in self._tasks:
+            self._add(task)
         self._resumed_batch: Batch | None = None
         self._paused = False
         self._stopping = False
         self._ended = False
         self._fault: BaseException | None = None
-        self._waiting_for: dict[str, tuple[str, float]] = {}
+        self._waiting_for: dict[str, tuple[str, float]] = {}  # who -> (what, since)
         self._idle_since: float | None = None
         self._idle_s = 0.0
 
-    def _lane(self, task: ProduceTask) -> Lane:
+    def _new_shares(self, first_step: int = 1) -> TaskShares:
+        weights = {task.name: task.weight for task in self._tasks}
+        return TaskShares(weights, self._groups_per_step, first_step=first_step)
+
+    def _add(self, task: ProduceTask) -> None:
         self.progress.add_task(task.name)
         task.strategy.changed.forward_to(self._changed)
-        ctx = ProduceContext(
+        task.ctx = ProduceContext(
             agent_loop=task.agent_loop,
             sampler=task.sampler,
             replay_buffer=self._buffer,
@@ -89,90 +157,92 @@ class Producer:
             update_event=asyncio.Event(),
             model_step=self.model_version,
             progress=self.progress,
-            is_valid_sample_fn=task.is_valid_sample_fn,
-            stale_threshold=task.strategy.stale_threshold,
             journal=self._journal,
         )
-        return Lane(task, ctx)
 
     # -- running ahead ------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run ahead until cancelled or stopped. Waits for: weights, resume, landings."""
+        """Run all tasks ahead until cancelled or stopped. Waits for: weights, resume, landings."""
         self._stopping = self._ended = False
-        lanes = [
-            asyncio.create_task(self._run_lane(lane), name=f"lane {lane.name}")
-            for lane in self._lanes
+        running = [
+            asyncio.create_task(self._run_task(task), name=f"produce {task.name}")
+            for task in self._tasks
         ]
         try:
-            done, _ = await asyncio.wait(lanes, return_when=asyncio.FIRST_EXCEPTION)
-            for lane in done:
-                lane.result()
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+            for ended in done:
+                ended.result()
         except Exception as error:
             self._fault = error
             raise
         finally:
-            for lane in lanes:
-                lane.cancel()
-            await asyncio.gather(*lanes, return_exceptions=True)
-            for lane_state in self._lanes:
-                await lane_state.strategy.cancel(lane_state.ctx)
+            for one in running:
+                one.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            for task in self._tasks:
+                await task.strategy.runner.cancel(task.ctx)
             self._ended = True
             self._changed.notify()
 
     def stop(self) -> None:
-        """Let `run` end; what is in flight is issued again by the next part of the run."""
+        """Let `run` end; a resumed run issues the groups in flight again."""
         self._stopping = True
         self._interrupt()
 
-    async def _run_lane(self, lane: Lane) -> None:
+    async def _run_task(self, task: ProduceTask) -> None:
+        """Produce for one task as far ahead as allowed.
+
+        Consumes prompts, produces landed groups. Waits for: resume, new weights, a step to be consumed.
+        Woken by: `_changed`.
+        """
         while not self._stopping:
             seen = self._changed.count
             if self._paused:
-                await self._idle(lane, seen, "resume")
+                await self._idle(task, seen, "resume")
                 continue
             if self._last_step is not None and self.progress.next_consumer_step > self._last_step:
-                await self._idle(lane, seen, "nothing: the last step is taken")
+                await self._idle(task, seen, "nothing: the last step is taken")
                 continue
-            lane.ctx.update_event.clear()
-            self._aim(lane)
+            task.ctx.update_event.clear()
+            self._aim(task)
             try:
-                status = await lane.strategy.produce_batch(lane.ctx)
+                status = await task.strategy.produce_batch(task.ctx)
             except PromptsExhausted as ended:
-                lane.exhausted = ended
-                await self._idle(lane, seen, "nothing: its prompts have ended")
+                task.ctx.exhausted = ended
+                await self._idle(task, seen, "nothing: its prompts have ended")
                 continue
             if status is ProduceBatchStatus.EXPIRED_BATCH:
-                await self._idle(lane, seen, f"weights newer than version {self.model_version}")
+                await self._idle(task, seen, f"weights newer than version {self.model_version}")
             elif status is ProduceBatchStatus.NORMAL:
-                await self._idle(lane, seen, f"step {lane.ctx.train_step} to be consumed")
+                await self._idle(task, seen, f"step {task.ctx.train_step} to be consumed")
 
-    def _aim(self, lane: Lane) -> None:
-        """Set the lane's step, version and target to what the staleness bound allows now."""
-        ctx, strategy = lane.ctx, lane.strategy
+    def _aim(self, task: ProduceTask) -> None:
+        """Set the task's step, version and target to what the staleness bound allows now."""
+        ctx, strategy = task.ctx, task.strategy
         next_step = self.progress.next_consumer_step
         step = strategy.furthest_step(self.model_version, next_step)
         if self._last_step is not None:
             step = min(step, self._last_step)
         ctx.train_step, ctx.model_step = step, self.model_version
-        ctx.task_batch_size = self._shares.at(next_step).get(lane.name, 0)
+        ctx.task_batch_size = self._shares.at(next_step).get(task.name, 0)
         if not strategy.is_model_expired(step, self.model_version):
-            self.progress.ensure_target_upto(step, self._shares.at, lane.name)
+            self.progress.ensure_target_upto(step, self._shares.at, task.name)
 
-    async def _idle(self, lane: Lane, seen: int, what: str) -> None:
-        """Sleep until something has changed since `seen`."""
-        lane.idle_since_change = seen
-        self._note_idleness()
-        who = f"produce {lane.name}"
+    async def _idle(self, task: ProduceTask, seen: int, what: str) -> None:
+        """Wait until something has changed since `seen`."""
+        task.ctx.idle_since_change = seen
+        self._measure_idle_time()
+        who = f"produce {task.name}"
         with self._waiting(who, what), self._waits.wait(who, WaitKind.WAIT, what):
             await self._changed.wait_after(seen)
-        lane.idle_since_change = None
-        self._note_idleness()
+        task.ctx.idle_since_change = None
+        self._measure_idle_time()
 
-    def _note_idleness(self) -> None:
-        """Time counts as waiting while nothing is in flight and no lane could launch anything."""
-        idle = all(lane.idle_since_change is not None for lane in self._lanes) and not any(
-            lane.has_work() for lane in self._lanes
+    def _measure_idle_time(self) -> None:
+        """Count the time in which nothing is in flight and no task could launch a group."""
+        idle = all(
+            task.ctx.idle_since_change is not None and not task.has_work() for task in self._tasks
         )
         now = self._clock()
         if idle and self._idle_since is None:
@@ -182,37 +252,37 @@ class Producer:
             self._idle_since = None
 
     def weights_updated(self, version: int) -> None:
-        """The engines confirmed these weights."""
+        """Tell the producer which version the engines have confirmed."""
         if version < self.model_version:
             raise RunError(f"weights: got version {version} after version {self.model_version}")
         self.model_version = version
-        for lane in self._lanes:
-            lane.ctx.model_step = version
+        for task in self._tasks:
+            task.ctx.model_step = version
         self._interrupt()
 
     def _interrupt(self) -> None:
-        for lane in self._lanes:
-            lane.ctx.update_event.set()
+        for task in self._tasks:
+            task.ctx.update_event.set()
         self._changed.notify()
 
     async def pause(self) -> float:
-        """Abort what runs, in all tasks at once, and wait for it to land; seconds it took."""
+        """Abort the groups of all tasks at once and wait for them to land; return the seconds."""
         self._paused = True
         self._interrupt()
         seconds = await asyncio.gather(
-            *(lane.strategy.pause_produce(lane.ctx) for lane in self._lanes)
+            *(task.strategy.pause_produce(task.ctx) for task in self._tasks)
         )
         return max(seconds)
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._paused = False
         self._changed.notify()
 
     # -- consuming ----------------------------------------------------------------------------
 
     async def take_batch(self, step: int) -> Batch:
-        """The groups of a step, journalled. Waits for: every task's share, completed and fresh."""
+        """Return the journalled batch of a step. Waits for: every task's share, completed and fresh."""
         self.progress.begin_consume(step)
         resumed, self._resumed_batch = self._resumed_batch, None
         if resumed is not None:
@@ -227,58 +297,58 @@ class Producer:
             if not missing:
                 break
             if self._changed.count != seen:
-                continue  # something expired while we looked
+                continue  # a group expired in the meantime
             self._raise_if_hopeless(step, shares)
             with self._waiting(f"step {step}", missing):
                 await self._changed.wait_after(seen)
         groups = [
-            group for lane in self._lanes for group in lane.take(step, shares.get(lane.name, 0))
+            group for task in self._tasks for group in task.take(step, shares.get(task.name, 0))
         ]
         self.progress.finish_consume(step)
         self._shares.forget_before(step)
-        for lane in self._lanes:
-            lane.strategy.changed.notify()
+        for task in self._tasks:
+            task.strategy.changed.notify()
         await self._journal.begin_step(step, groups)
         return Batch(step=step, groups=tuple(groups))
 
     def _missing(self, step: int, shares: dict[str, int]) -> str:
-        """What the step still waits for, in words; empty: nothing."""
+        """Say what the step still waits for; return "" if it waits for nothing."""
         missing = []
-        for lane in self._lanes:
-            share = shares.get(lane.name, 0)
-            lane.strategy.expire(lane.ctx, step)
-            ready = lane.completed()
+        for task in self._tasks:
+            share = shares.get(task.name, 0)
+            task.strategy.expire(task.ctx, step)
+            ready = task.ctx.completed()
             if ready < share:
-                missing.append(f"{share - ready} of {share} groups of task {lane.name}")
-            elif share and lane.strategy.should_wait_for_stragglers(step):
-                missing.append(f"groups of task {lane.name} that would expire after step {step}")
+                missing.append(f"{share - ready} of {share} groups of task {task.name}")
+            elif share and task.strategy.should_wait_for_stragglers(step):
+                missing.append(f"groups of task {task.name} that would expire after step {step}")
         return ", ".join(missing)
 
     def _raise_if_hopeless(self, step: int, shares: dict[str, int]) -> None:
-        """Raise instead of waiting for what nobody will bring."""
-        for lane in self._lanes:
-            short = shares.get(lane.name, 0) - lane.completed()
-            if short <= 0 or lane.has_work():
+        """Raise a RunError if nobody will produce the missing groups."""
+        for task in self._tasks:
+            ctx, short = task.ctx, shares.get(task.name, 0) - task.ctx.completed()
+            if short <= 0 or task.has_work():
                 continue
             line = (
-                f"step {step}: {short} groups of task {lane.name} are missing and none will come: "
+                f"step {step}: {short} groups of task {task.name} are missing and none will come: "
             )
             if self._ended:
                 raise RunError(line + "the producer was stopped")
-            if lane.idle_since_change != self._changed.count:
-                continue  # the lane has news to look at
-            if lane.exhausted is not None:
-                raise RunError(line + str(lane.exhausted))
-            if not self._paused and not lane.strategy.is_model_expired(step, self.model_version):
+            if ctx.idle_since_change != self._changed.count:
+                continue  # the task has not looked at the newest change yet
+            if ctx.exhausted is not None:
+                raise RunError(line + str(ctx.exhausted))
+            if not self._paused and not task.strategy.is_model_expired(step, self.model_version):
                 raise RunError(line + "should_continue_fn stopped before the batch was full")
 
     def _raise_fault(self) -> None:
-        for lane in self._lanes:
-            lane.strategy.raise_fault()
+        for task in self._tasks:
+            task.strategy.raise_fault()
         if self._fault is not None:
             raise self._fault
 
-    # -- looking at it ------------------------------------------------------------------------
+    # -- display ------------------------------------------------------------------------------
 
     @contextmanager
     def _waiting(self, who: str, what: str) -> Iterator[None]:
@@ -290,13 +360,13 @@ class Producer:
             self._waiting_for.pop(who, None)
 
     def snapshot(self) -> ProducerSnapshot:
-        """Where every group is, who waits for what, and since when."""
+        """Return where every group is, and who waits for what and how long."""
         now = self._clock()
         idle_now = 0.0 if self._idle_since is None else now - self._idle_since
         return ProducerSnapshot(
-            tasks=tuple(lane.snapshot() for lane in self._lanes),
+            tasks=tuple(task.snapshot() for task in self._tasks),
             waits=tuple(
-                Wait(who=who, what=what, since=since, seconds=now - since)
+                ProducerWait(who=who, what=what, seconds=now - since)
                 for who, (what, since) in self._waiting_for.items()
             ),
             producer_wait_s=self._idle_s + idle_now,
@@ -305,50 +375,36 @@ class Producer:
             paused=self._paused,
         )
 
-    # -- going on after a stop ----------------------------------------------------------------
+    # -- resuming a run -----------------------------------------------------------------------
 
     async def restore(self, journal: Journal) -> None:
-        """Take up what the journal holds: buffered groups, those in flight, cursors and counts."""
+        """Take over what the journal holds: buffered groups, groups in flight, cursors and counts."""
         committed, pending = journal.last_committed_step(), journal.pending_step()
         begun = committed if pending is None else pending
         if pending is not None:
             self._resumed_batch = journal.batch(pending)
         taken, cursors, counts = journal.taken(), journal.cursors(), journal.counts()
         drops, unfinished = journal.drops(), journal.unfinished_groups()
-        self.progress.next_consumer_step = committed + 1
-        self.progress.producer_future_step = begun + 1
-        self._shares = TaskShares(self._weights, self._groups_per_step)
-        for lane in self._lanes:
-            name = lane.name
+        progress = self.progress
+        progress.next_consumer_step, progress.producer_future_step = committed + 1, begun + 1
+        self._shares = self._new_shares()
+        tasks = {task.name: task for task in self._tasks}
+        for name, task in tasks.items():
             consumed = taken.get(name, 0)
-            self.progress.consumed_samples[name] = self.progress.target_samples[name] = consumed
-            self.progress.target_upto[name] = begun
-            lane.drawn_before = counts.get(name, {}).get("drawn", 0)
-            lane.dropped_before = drops.get(name, {})
-            lane.sampler.start_from(cursors.get(name, 0))
-        lanes = {lane.name: lane for lane in self._lanes}
+            progress.consumed_samples[name] = progress.target_samples[name] = consumed
+            progress.target_upto[name] = begun
+            runner = task.strategy.runner
+            runner.drawn = counts.get(name, {}).get("drawn", 0)
+            runner.dropped.clear()
+            runner.dropped.update(drops.get(name, {}))
+            task.sampler.start_from(cursors.get(name, 0))
         for group in unfinished.buffered:
-            if group.task in lanes:
-                lanes[group.task].put_back(group)
+            if group.task in tasks:
+                tasks[group.task].put_back(group)
         for record in unfinished.in_flight:
-            if record.task in lanes:
-                lanes[record.task].reissue(record)
+            if record.task in tasks:
+                tasks[record.task].reissue(record)
         self._changed.notify()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counts and cursors; groups are in the journal (or in the buffer's own state)."""
-        return {
-            "progress": self.progress.state_dict(),
-            "lanes": {lane.name: lane.state_dict() for lane in self._lanes},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Tasks that the state does not know start at zero."""
-        self.progress.load_state_dict(state["progress"])
-        self._shares = TaskShares(self._weights, self._groups_per_step)
-        for lane in self._lanes:
-            if lane.name in state["lanes"]:
-                lane.load_state_dict(state["lanes"][lane.name])
 
 
 def _check(

@@ -1,13 +1,16 @@
-"""How far production and consumption are, in absolute counts of groups.
+"""How many groups each task owes, how many were produced and how many were consumed.
 
-Targets are cumulative over the run: available = consumed + COMPLETED in the buffer, so a group that
-was consumed never looks missing. Dicts keep their identity over `load_state_dict`: others hold them.
+Targets are cumulative over the run: available = consumed + COMPLETED in the buffer, so a group that was
+consumed never looks missing. `TaskShares` divides each step's batch among the tasks. The dicts of a
+`ProduceProgress` stay the same objects over `load_state_dict`, because others hold them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from penstock.errors import UserError
@@ -24,13 +27,13 @@ _COUNTS = ("consumed_samples", "target_samples", "target_upto")
 
 @dataclass(slots=True, kw_only=True)
 class ProduceProgress:
-    """Shared by the producer, its strategies and whoever consumes."""
+    """Shared by the producer, its strategies and the consumer."""
 
     next_consumer_step: int = 1  # the step that will be taken next
     producer_future_step: int = 1  # the furthest step that is produced for
     consumed_samples: dict[str, int] = field(default_factory=dict)  # groups taken, per task
     target_samples: dict[str, int] = field(default_factory=dict)  # groups wanted so far, per task
-    target_upto: dict[str, int] = field(default_factory=dict)  # the step its target reaches to
+    target_upto: dict[str, int] = field(default_factory=dict)  # the last step in the target
     consuming_step: int | None = None
     raw_rewards_sum: float = 0.0  # over every scored group, before filters
     raw_rewards_count: int = 0
@@ -49,27 +52,27 @@ class ProduceProgress:
     def build_local(
         cls, task_name: str, task_batch_size: int, *, train_step: int = 1
     ) -> ProduceProgress:
-        """For one batch on its own: the target is that batch."""
+        """Return the progress of a single batch: the target is that batch."""
         progress = cls.build([task_name], first_step=train_step)
         progress.target_samples[task_name] = task_batch_size
         progress.target_upto[task_name] = train_step
         return progress
 
     def add_task(self, name: str) -> None:
-        """A task that is not known yet starts at zero, from the next step on."""
+        """Start a new task at zero, from the next step on; a known task stays as it is."""
         self.consumed_samples.setdefault(name, 0)
         self.target_samples.setdefault(name, 0)
         self.target_upto.setdefault(name, self.next_consumer_step - 1)
 
     @property
     def target_upto_future_step(self) -> int:
-        """The step that every task's target reaches to."""
+        """The last step that the targets of all tasks include."""
         return min(self.target_upto.values(), default=self.next_consumer_step - 1)
 
     def ensure_target_upto(
         self, step: int, shares: Callable[[int], Mapping[str, int]], task_name: str | None = None
     ) -> None:
-        """Raise targets to cover every step up to `step`; `shares(step)` is that step's batch."""
+        """Raise the targets to include every step up to `step`; `shares(step)` is that step's batch."""
         for name in [task_name] if task_name is not None else list(self.target_samples):
             for future in range(self._known(self.target_upto, name) + 1, step + 1):
                 self.target_samples[name] += shares(future).get(name, 0)
@@ -102,7 +105,7 @@ class ProduceProgress:
             self.raw_rewards_count += 1
 
     def read_metrics(self) -> dict[str, float]:
-        """What happened since the last reading; reading resets it."""
+        """Return the metrics since the last call and reset them."""
         found = {name: float(getattr(self, name)) for name in _METRICS}
         for name in _METRICS:
             setattr(self, name, type(getattr(self, name))())
@@ -115,7 +118,7 @@ class ProduceProgress:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """In place; a task that the state does not know keeps its zero."""
+        """Load in place; a task that is not in the state starts at zero."""
         for name in ("next_consumer_step", "producer_future_step", *_METRICS):
             setattr(self, name, state[name])
         for name in _COUNTS:
@@ -129,3 +132,55 @@ class ProduceProgress:
             allowed = ", ".join(sorted(counts)) or "none"
             raise UserError(f"progress: got task {task_name!r}, allowed: {allowed}")
         return counts[task_name]
+
+
+class TaskShares:
+    """Divides each step's batch among the tasks by largest remainder, and carries the remainders.
+
+    With weights 9 : 1 : 0.5 and 8 groups a step the third task is due 0.38 groups a step: it gets none in
+    most steps and one in every third. Every step has exactly `groups_per_step` groups.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], groups_per_step: int, *, first_step: int = 1
+    ) -> None:
+        total = sum(Fraction(weight) for weight in weights.values())
+        if total <= 0 or any(weight < 0 for weight in weights.values()):
+            raise UserError(f"task weights: got {dict(weights)}, allowed: none below 0, one above")
+        self._quotas = {
+            name: Fraction(weight) / total * groups_per_step
+            for name, weight in weights.items()
+            if weight > 0
+        }
+        self._groups_per_step = groups_per_step
+        self._carried = dict.fromkeys(self._quotas, Fraction(0))
+        self._next_step = first_step
+        self._steps: dict[int, dict[str, int]] = {}
+
+    def at(self, step: int) -> dict[str, int]:
+        """Return the groups of each task in that step, without the tasks of weight 0."""
+        while self._next_step <= step:
+            due = {name: self._carried[name] + quota for name, quota in self._quotas.items()}
+            counts = _largest_remainder(due, self._groups_per_step)
+            self._carried = {name: due[name] - counts[name] for name in due}
+            self._steps[self._next_step] = counts
+            self._next_step += 1
+        return self._steps[step]
+
+    def forget_before(self, step: int) -> None:
+        """Forget the steps below `step`: nobody will ask for them again."""
+        for old in [known for known in self._steps if known < step]:
+            del self._steps[old]
+
+
+def _largest_remainder(quotas: Mapping[str, Fraction], total: int) -> dict[str, int]:
+    """Return whole numbers that sum to `total`, as close to the quotas as possible; ties by order."""
+    counts = {name: max(0, math.floor(quota)) for name, quota in quotas.items()}
+    by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])
+    while sum(counts.values()) > total:
+        positive = (name for name in quotas if counts[name] > 0)
+        over = max(positive, key=lambda name: counts[name] - quotas[name])
+        counts[over] -= 1
+    for name in by_remainder[: total - sum(counts.values())]:
+        counts[name] += 1
+    return counts

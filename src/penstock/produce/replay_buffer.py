@@ -1,13 +1,12 @@
 """The replay buffer: groups by (task, status), indexed.
 
-Counting reads one length; taking pops one heap; expiry looks at the oldest version that was stored
-when a group came in, never at tokens. It decides nothing about retries or training: strategies do.
-What it holds is also in the journal, which is what survives a crash.
+Counting reads one length, taking pops one heap, and expiry compares the version that was stored when a
+group came in: no operation looks at tokens. Strategies decide about retries and training, not the
+buffer. The journal holds the same groups and survives a crash; the buffer does not.
 """
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from penstock.errors import UserError
 from penstock.journal.codec import decode_group, encode_group
+from penstock.produce.signal import Signal
 from penstock.types import Group, Status, staleness
 
 TakeOrder = Literal["fifo", "stalest"]
@@ -28,11 +28,11 @@ class _Entry:
     status: Status
     oldest_version: int | None
     priority: int
-    since_step: int  # the train step at which it came to this status; 0: not told
+    since_step: int  # the train step at which it got this status; 0: unknown
 
 
 class _Shelf:
-    """The groups of one (task, status): a dict that owns them and two heaps that order them."""
+    """The groups of one (task, status): a dict owns them, two heaps order them."""
 
     __slots__ = ("by_order", "by_version", "entries", "stalest_first", "tick")
 
@@ -57,30 +57,29 @@ class _Shelf:
 
     def remove(self, entry: _Entry) -> _Entry:
         del self.entries[entry.group.group_id]
-        if not self.entries:  # what is left in the heaps is dead
+        if not self.entries:  # the heaps hold only removed entries
             self.by_order.clear()
             self.by_version.clear()
         return entry
 
     def first(self) -> _Entry | None:
-        while self.by_order:
-            entry = self.by_order[0][-1]
-            if self.holds(entry):
-                return entry
-            heapq.heappop(self.by_order)
-        return None
+        return self._top(self.by_order)
 
     def oldest(self) -> _Entry | None:
-        while self.by_version:
-            entry = self.by_version[0][-1]
+        return self._top(self.by_version)
+
+    def _top(self, heap: list[Any]) -> _Entry | None:
+        """Return the first entry of a heap that is still held; pop the removed ones before it."""
+        while heap:
+            entry: _Entry = heap[0][-1]
             if self.holds(entry):
                 return entry
-            heapq.heappop(self.by_version)
+            heapq.heappop(heap)
         return None
 
 
 class ReplayBuffer:
-    """Consumes groups that landed, produces them in order. Waits: `put` for room, `wait` for groups."""
+    """Consumes landed groups, produces them in order. Waits for: room (`put`), groups (`wait`)."""
 
     def __init__(self, *, order: TakeOrder = "fifo", max_groups_per_task: int = 0) -> None:
         if order not in ("fifo", "stalest"):
@@ -93,14 +92,14 @@ class ReplayBuffer:
         self.max_groups_per_task = max_groups_per_task  # of COMPLETED groups; 0: no bound
         self._shelves: dict[tuple[str, Status], _Shelf] = {}
         self._ids: set[str] = set()
-        self._waiters: list[asyncio.Future[None]] = []
+        self._changed = Signal()
 
-    # -- the seam: names of the producing side ------------------------------------------------
+    # -- asynchronous -------------------------------------------------------------------------
 
     async def put(self, group: Group, *, priority: int = 0, train_step: int = 0) -> None:
-        """Add a group under its own status. In bounded mode a COMPLETED one waits for room."""
+        """Add a group under its own status. A bounded buffer makes a COMPLETED group wait for room."""
         while group.status is Status.COMPLETED and not self.room(group.task):
-            await self._changed()
+            await self._changed.wait_after(self._changed.count)
         self.put_now(group, priority=priority, train_step=train_step)
 
     async def take(
@@ -112,7 +111,7 @@ class ReplayBuffer:
         train_step: int | None = None,
         stale_threshold: int | None = None,
     ) -> list[Group]:
-        """Up to `num` groups in order; with a step and a threshold, none that is expired for it."""
+        """Take up to `num` groups in order; with a step and a threshold, expire the stale ones first."""
         if train_step is not None and stale_threshold is not None:
             self.expire_now(task_name, train_step=train_step, stale_threshold=stale_threshold)
         taken: list[Group] = []
@@ -126,35 +125,34 @@ class ReplayBuffer:
     async def expire(
         self, task_name: str, *, train_step: int, stale_threshold: int, tail_tries: int = 0
     ) -> list[Group]:
-        """Move what is too old for `train_step` to EXPIRED; returns those groups (still held)."""
+        """Move the groups that are too old for `train_step` to EXPIRED; return them, still held."""
         return self.expire_now(
             task_name, train_step=train_step, stale_threshold=stale_threshold, tail_tries=tail_tries
         )
 
     async def wait(self, task_name: str, group_status: Status, num: int = 1) -> None:
-        """Until at least `num` groups of that status are held."""
+        """Wait until the buffer holds at least `num` groups of that status."""
         while self.count_now(task_name, group_status) < num:
-            await self._changed()
+            await self._changed.wait_after(self._changed.count)
 
-    # -- the same without a turn of the event loop ---------------------------------------------
+    # -- the same without a turn of the event loop --------------------------------------------
 
     def put_now(self, group: Group, *, priority: int = 0, train_step: int = 0) -> None:
         if group.group_id in self._ids:
             raise ValueError(f"replay buffer: got {group.group_id} a second time, allowed: once")
         self._ids.add(group.group_id)
         self._store(_Entry(group, group.status, group.oldest_version, priority, train_step))
-        self._wake()
+        self._changed.notify()
 
     def take_now(self, task_name: str, group_status: Status) -> Group | None:
-        """The first group in order, or None."""
+        """Take and return the first group in order; None without one."""
         shelf = self._shelves.get((task_name, group_status))
         entry = shelf.first() if shelf is not None else None
         if shelf is None or entry is None:
             return None
         shelf.remove(entry)
         self._ids.discard(entry.group.group_id)
-        if self._waiters:
-            self._wake()
+        self._changed.notify()
         return entry.group
 
     def count_now(self, task_name: str, group_status: Status) -> int:
@@ -162,7 +160,7 @@ class ReplayBuffer:
         return len(shelf.entries) if shelf is not None else 0
 
     def room(self, task_name: str, reserved: int = 0) -> bool:
-        """Whether one more COMPLETED group fits beside the held and the `reserved` ones."""
+        """Return whether one more COMPLETED group fits beside those held and `reserved` others."""
         held = self.count_now(task_name, Status.COMPLETED) + reserved
         return not self.max_groups_per_task or held < self.max_groups_per_task
 
@@ -175,7 +173,10 @@ class ReplayBuffer:
         tail_tries: int = 0,
         statuses: Sequence[Status] = _EXPIRABLE,
     ) -> list[Group]:
-        """Costs nothing per group that stays. `tail_tries` > 0: so often tried goes to the front."""
+        """Move stale groups to EXPIRED and return them; a group that stays costs nothing.
+
+        With `tail_tries` > 0 a group that was tried so often goes to the front.
+        """
         expired: list[Group] = []
         for status in statuses:
             shelf = self._shelves.get((task_name, status))
@@ -193,25 +194,20 @@ class ReplayBuffer:
                 )
                 expired.append(group)
         if expired:
-            self._wake()
+            self._changed.notify()
         return expired
 
     def first_entry(self, task_name: str, group_status: Status) -> tuple[int, int] | None:
-        """(priority, since_step) of the group that would be taken next."""
+        """Return (priority, since_step) of the group that would be taken next; None without one."""
         shelf = self._shelves.get((task_name, group_status))
         entry = shelf.first() if shelf is not None else None
         return None if entry is None else (entry.priority, entry.since_step)
-
-    def groups(self, task_name: str, group_status: Status) -> list[Group]:
-        """All held groups of that status, unordered, for displays and tests."""
-        shelf = self._shelves.get((task_name, group_status))
-        return [entry.group for entry in shelf.entries.values()] if shelf is not None else []
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups with their places; heavy: a run keeps them in its journal instead."""
+        """Return all groups with their priorities. It is large: a run relies on its journal instead."""
         entries = [entry for shelf in self._shelves.values() for entry in shelf.entries.values()]
         return {
             "groups": [
@@ -233,14 +229,3 @@ class ReplayBuffer:
         if shelf is None:
             shelf = self._shelves[key] = _Shelf(self.order == "stalest")
         shelf.add(entry)
-
-    async def _changed(self) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)

@@ -1,4 +1,4 @@
-"""A wake-up that cannot be lost: waiters say what they have seen, and wait for anything newer."""
+"""A wake-up that cannot be lost: a waiter names the count it has seen and waits for a newer one."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class Signal:
         self._followers: list[Signal] = []
 
     def forward_to(self, follower: Signal) -> None:
-        """Whatever happens here is news there too."""
+        """Notify `follower` too whenever this signal is notified."""
         self._followers.append(follower)
 
     def notify(self) -> None:
         self.count += 1
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                _resolve(waiter)
         for follower in self._followers:
             follower.notify()
 
     async def wait_after(self, seen: int, timeout_s: float | None = None) -> None:
-        """Until `notify` was called since `count` was `seen`, or the time is over."""
+        """Wait until `count` differs from `seen`, at most `timeout_s`."""
         if self.count != seen:
             return
         loop = asyncio.get_running_loop()

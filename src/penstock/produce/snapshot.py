@@ -1,4 +1,7 @@
-"""What the producing side looks like at one instant, for displays, trackers and the watchdog."""
+"""The producing side at one instant, for displays, trackers and the watchdog.
+
+Holds numbers and words only; `Producer.snapshot` fills them in.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TaskSnapshot:
-    """One task: drawn = trained + buffered + in_flight + sum(dropped), always."""
+    """One task. Invariant: drawn = trained + buffered + in_flight + sum(dropped)."""
 
     name: str
     drawn: int  # prompts
     trained: int  # groups that a step took
-    buffered: int  # completed, or waiting to be tried again
+    buffered: int  # completed groups, and groups that wait for a retry
     in_flight: int
     dropped: Mapping[str, int]  # by reason
-    ready: int  # of the buffered: completed
-    aborted: int  # of the buffered: to be tried again
-    expired: int  # of the buffered: to be tried again
+    ready: int  # buffered groups that are completed
+    aborted: int  # buffered groups to retry after an abort
+    expired: int  # buffered groups to retry because they were too old
     counters: Mapping[str, int] = field(default_factory=dict)  # retried, failed, aborted, ...
 
     @property
@@ -26,24 +29,32 @@ class TaskSnapshot:
         accounted = self.trained + self.buffered + self.in_flight + sum(self.dropped.values())
         return self.drawn == accounted
 
+    def __str__(self) -> str:
+        """Say in one line where the groups of the task are."""
+        reasons = [f"{reason} {number}" for reason, number in sorted(self.dropped.items())]
+        return (
+            f"{self.name}: drawn {self.drawn}, in flight {self.in_flight}, ready {self.ready}, "
+            f"to retry {self.aborted + self.expired}, trained {self.trained}, "
+            f"dropped {', '.join(reasons) or '0'}"
+        )
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Wait:
-    """One edge of the wait graph."""
+class ProducerWait:
+    """Something that a task or a step waits for now, as `penstock train` displays it."""
 
     who: str
     what: str
-    since: float  # on the event loop's clock
-    seconds: float
+    seconds: float  # so far
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ProducerSnapshot:
+    """All tasks of a producer and everything it waits for."""
+
     tasks: tuple[TaskSnapshot, ...]
-    waits: tuple[Wait, ...]
-    producer_wait_s: (
-        float  # total time in which no task could launch because of the staleness bound
-    )
+    waits: tuple[ProducerWait, ...]
+    producer_wait_s: float  # total time in which the staleness bound let no task launch
     next_step: int
     model_version: int
     paused: bool
