@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from penstock import cli
 
@@ -29,23 +33,91 @@ def write_lines(path: Path, *lines: object) -> str:
     return str(path)
 
 
+def commands() -> dict[str, Any]:
+    """Return every command of the command line by its words, such as `sandbox serve`."""
+
+    def walk(command: Any, words: str) -> Iterator[tuple[str, Any]]:
+        below = getattr(command, "commands", {})
+        if not below:
+            yield words, command
+        for word, inner in below.items():
+            yield from walk(inner, f"{words} {word}".strip())
+
+    return dict(walk(typer.main.get_command(cli.app), ""))
+
+
 def test_help_is_a_page_with_every_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "--help") == 0
-    text = capsys.readouterr().out
-    for command in (
-        "train",
-        "resume",
-        "eval",
-        "config",
-        "audit",
-        "report",
-        "rollouts",
-        "score",
-        "sandbox",
-    ):
-        assert command in text
+    listed = set(re.findall(r"^│ ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE))
+    assert {words.split()[0] for words in commands()} == listed
+
+
+@pytest.mark.parametrize("words", sorted(commands()))
+def test_help_of_a_command_says_what_it_does_and_what_each_option_means(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    command = commands()[words]
+    assert run(monkeypatch, *words.split(), "--help") == 0
+    assert command.help.split("\n")[0].split()[0] in capsys.readouterr().out
+    for parameter in command.params:
+        assert getattr(parameter, "help", None), f"{words}: {parameter.name} has no help"
+
+
+def test_a_group_without_a_command_shows_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([], ["sandbox"]):
+        assert run(monkeypatch, *words) == 2
+        assert "--help" in "".join(capsys.readouterr())
+
+
+WRONG = {  # for each command an argument that is wrong, and words of the line that says so
+    "train": (["no-such.toml"], "no-such.toml"),
+    "resume": (["no-such-run"], "no-such-run"),
+    "replay": (["no-such-run", "--to", "0"], "--to"),
+    "scale": (["no-such-run", "producers=2"], "no-such-run"),
+    "eval": (["eval.max_problems=-1"], "eval.max_problems: got -1"),
+    "audit": (["no-such-run"], "no-such-run"),
+    "report": (["no-such-run"], "no-such-run"),
+    "timeline": (["no-such-run"], "no-such-run"),
+    "rollouts": (["no-such-run", "--limit", "0"], "--limit"),
+    "generate": (["--prompt", "1+1", "engine.name=tgi"], "engine.name: got 'tgi'"),
+    "config": (["trian.lr=1"], "unknown key 'trian"),
+    "score": (["missing.jsonl"], "missing.jsonl"),
+    "sandbox check": (["workers=0"], "workers: got 0"),
+    "sandbox serve": (["--host", "0.0.0.0"], "token"),
+}
+
+
+def test_every_command_has_a_wrong_argument_here() -> None:
+    assert commands().keys() == WRONG.keys()
+
+
+@pytest.mark.parametrize("words", sorted(WRONG))
+@pytest.mark.parametrize("kind", ["argument", "option"])
+def test_a_wrong_argument_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, kind: str
+) -> None:
+    arguments, named = WRONG[words]
+    if kind == "option":
+        arguments, named = ["--no-such-option"], "--no-such-option"
+    assert run(monkeypatch, *words.split(), *arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert named in error
+    assert len(error.splitlines()) == 1
+
+
+def test_an_unknown_command_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "trian") == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: No such command 'trian'")
+    assert error.endswith("(see penstock --help)")
+    assert len(error.splitlines()) == 1
 
 
 def test_config_prints_value_origin_and_doc(
@@ -99,14 +171,6 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_leaves_no_run_folder(
     assert words in error
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("command", ["resume", "audit", "rollouts", "report"])
-def test_a_run_that_is_not_there_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert run(monkeypatch, command, "no-such-run") == 2
-    assert "no-such-run" in capsys.readouterr().err
 
 
 def test_an_existing_run_is_not_overwritten(

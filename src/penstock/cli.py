@@ -1,7 +1,7 @@
-"""The command line: parse arguments, print results, turn errors into exit codes.
+"""The command line: parse arguments, call one function, print results, turn errors into exit codes.
 
-Exit codes: 0 fine; 1 the run or the check failed; 2 the input is wrong; 130 stopped by Ctrl-C.
-Nothing heavy is imported before the input was checked.
+Exit codes: 0 success; 1 the run or the check failed; 2 the input is wrong; 130 stopped by Ctrl-C.
+Commands import what they need themselves, so that a wrong argument costs no import of torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -24,8 +24,7 @@ app = typer.Typer(
     name="penstock",
     help="""Post-train language models with reinforcement learning from verifiable rewards.
 
-Producers sample and score answers, a journal keeps every one of them, consumers train. With no
-config `penstock train` runs a demo on this machine's CPU in about a minute.""",
+Without a config, `penstock train` runs a demo on this machine's CPU in about a minute.""",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -37,12 +36,13 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG] [KEY=VALUE]...",
-        help="A TOML file and overrides such as train.lr=1e-5; no file: the built-in demo.",
+        help="A TOML file and settings such as train.lr=1e-5. Without a file: the built-in demo.",
     ),
 ]
-Run = Annotated[str, typer.Argument(help="A run folder, or its name below runs/.")]
+Run = Annotated[str, typer.Argument(help="A run folder, or its name in runs/.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change.")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as train.lr=1e-5."),
 ]
 
 
@@ -64,15 +64,15 @@ def _show_version(value: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show and leave."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """The options that come before a command."""
+    """Declare the options that come before a command."""
 
 
 @app.command(rich_help_panel="Run")
 def train(arguments: Arguments = None) -> None:
-    """Train a policy. With no config: the CPU demo."""
+    """Train a policy. Without a config: the demo, on this machine's CPU."""
     from penstock.config.source import load_config
 
     path, overrides = _split(arguments)
@@ -86,7 +86,7 @@ def train(arguments: Arguments = None) -> None:
 
 @app.command(rich_help_panel="Run")
 def resume(run: Run, overrides: Overrides = None) -> None:
-    """Go on after a stop or a crash: newest checkpoint, then redo from the journal."""
+    """Continue a run after a stop or a crash: load the newest checkpoint, redo the journalled steps."""
     from penstock.run_folder import find
     from penstock.session import resume_run
 
@@ -97,12 +97,14 @@ def resume(run: Run, overrides: Overrides = None) -> None:
 def replay(
     run: Run,
     overrides: Overrides = None,
-    to: Annotated[int | None, typer.Option(min=1, help="The last step to take.")] = None,
-    algo: Annotated[str | None, typer.Option(help="Fork: train with this algorithm.")] = None,
+    to: Annotated[
+        int | None, typer.Option(min=1, help="Last step to recompute or to train on.")
+    ] = None,
+    algo: Annotated[str | None, typer.Option(help="Fork the run with this algorithm.")] = None,
 ) -> None:
-    """Recompute a run from its journal and compare every digest; exit 1 at a difference.
+    """Recompute a run from its journal and compare every digest; exit 1 if one differs.
 
-    With --algo or KEY=VALUE: fork a new run that trains on the recorded rollouts, generating nothing.
+    With --algo or KEY=VALUE: make a new run that trains on the recorded rollouts and generates nothing.
     """
     from penstock.run_folder import find
     from penstock.session import replay_run
@@ -112,9 +114,12 @@ def replay(
 
 @app.command(rich_help_panel="Run")
 def scale(
-    run: Run, setting: Annotated[str, typer.Argument(metavar="producers=N", help="How many.")]
+    run: Run,
+    setting: Annotated[
+        str, typer.Argument(metavar="producers=N", help="The new number of engines.")
+    ],
 ) -> None:
-    """Change the number of engines of a run that is under way, by adding or draining."""
+    """Change the number of engines of a run that is under way."""
     from penstock.launch.control import scale_run
     from penstock.run_folder import find
 
@@ -124,11 +129,13 @@ def scale(
 @app.command("eval", rich_help_panel="Run")
 def evaluate(
     arguments: Arguments = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the per-sample JSONL files.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for one JSONL file of samples per task.")
+    ] = None,
 ) -> None:
-    """One exact pass over the evaluation tasks: of a CONFIG, of a RUN's newest weights, of a model.
+    """Evaluate a config's model, a run's newest checkpoint, or a model folder on the evaluation tasks.
 
-    A bare model folder needs its tasks as KEY=VALUE: eval.tasks.NAME.data=FILE.
+    A model folder needs its tasks as settings: eval.tasks.NAME.data=FILE.
     """
     from penstock.session import evaluate_once
 
@@ -138,9 +145,10 @@ def evaluate(
 
 @app.command(rich_help_panel="Look")
 def audit(
-    run: Run, json_out: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
+    run: Run,
+    json_out: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Prove from the journal that nothing was lost, trained twice or too stale; exit 1 if not."""
+    """Check from the journal that nothing was lost, trained twice or too stale; exit 1 if it was."""
     from penstock.inspection.audit import audit_run
     from penstock.run_folder import find
 
@@ -149,10 +157,15 @@ def audit(
 
 @app.command(rich_help_panel="Look")
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders to overlay.")],
-    out: Annotated[Path | None, typer.Option(help="Default: RUN/report.html.")] = None,
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run folders; several are drawn over each other."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The HTML file; default: RUN/report.html.")
+    ] = None,
 ) -> None:
-    """Write one HTML file: curves, timeline, staleness, lengths, samples."""
+    """Write one HTML file with curves, timeline, staleness, lengths and samples."""
     from penstock.inspection.report import write_report
     from penstock.run_folder import find
 
@@ -182,13 +195,17 @@ def timeline(
 @app.command(rich_help_panel="Look")
 def rollouts(
     run: Run,
-    where: Annotated[str | None, typer.Option(help="SQL condition on the view `rollouts`.")] = None,
-    step: Annotated[int | None, typer.Option(help="Only what this step trained.")] = None,
-    task: Annotated[str | None, typer.Option(help="Only of this task.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
-    json_out: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    where: Annotated[
+        str | None, typer.Option(help="SQL condition on the journal's view `rollouts`.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Only samples that this step trained.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only samples of this task.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most samples to print.")] = 20,
+    json_out: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per line.")
+    ] = False,
 ) -> None:
-    """Look at samples: text, reward parts, versions, the step that trained them or why not."""
+    """Print samples: text, rewards, weight versions, the step that trained them or why none did."""
     from penstock.inspection.rollout_viewer import show_rollouts
     from penstock.run_folder import find
 
@@ -197,14 +214,14 @@ def rollouts(
 
 @app.command(rich_help_panel="Look")
 def generate(
-    prompt: Annotated[list[str], typer.Option(help="A question; may be given several times.")],
+    prompt: Annotated[list[str], typer.Option(help="A prompt; may be given several times.")],
     arguments: Arguments = None,
-    samples: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
     raw: Annotated[
-        bool, typer.Option(help="Send the text as it is, without a chat template.")
+        bool, typer.Option(help="Send the prompt as it is, without the chat template.")
     ] = False,
 ) -> None:
-    """Sample from a config's model and show every token with its log-probability."""
+    """Sample from a config's model and print every token with its log-probability."""
     from penstock import preflight
     from penstock.config.source import load_config
     from penstock.evaluation.generate import describe, generate_samples
@@ -218,7 +235,7 @@ def generate(
 
 @app.command(rich_help_panel="Look")
 def config(arguments: Arguments = None) -> None:
-    """Print the resolved config: every key, its value, where it came from, and what it means."""
+    """Print every setting: its value, where it came from and what it means."""
     from penstock.config.source import describe, load_config
 
     path, overrides = _split(arguments)
@@ -234,25 +251,28 @@ def config(arguments: Arguments = None) -> None:
 @app.command(rich_help_panel="Rewards")
 def score(
     data: Annotated[
-        Path, typer.Argument(help="JSONL with `response` and the right answer, or a run.")
+        Path,
+        typer.Argument(help="JSONL lines with `response` and the right answer, or a run folder."),
     ],
     options: Overrides = None,
-    reward: Annotated[str, typer.Option(help="A reward's name or module:function.")] = "boxed",
-    out: Annotated[Path | None, typer.Option(help="Where the lines go; default: stdout.")] = None,
+    reward: Annotated[str, typer.Option(help="A built-in reward or module:function.")] = "boxed",
+    out: Annotated[
+        Path | None, typer.Option(help="File for the scored lines; default: stdout.")
+    ] = None,
 ) -> None:
-    """Run a reward over recorded responses: one JSON line each, in order."""
+    """Run a reward over recorded responses; write one JSON line for each, in order."""
     from penstock.evaluation.score import parse_options, score_file
 
     raise typer.Exit(score_file(data, reward, out, parse_options(options or [])).exit_code)
 
 
-sandbox_app = typer.Typer(no_args_is_help=True, help="Run untrusted code in isolation.")
+sandbox_app = typer.Typer(no_args_is_help=True, help="Run untrusted code in a sandbox.")
 app.add_typer(sandbox_app, name="sandbox", rich_help_panel="Rewards")
 
 
 @sandbox_app.command("check")
 def sandbox_check(options: Overrides = None) -> None:
-    """Say which layers of isolation are active here; exit 1 if code would be refused."""
+    """Print which layers of isolation work on this machine; exit 1 if code would be refused."""
     from penstock import sandbox
     from penstock.sandbox.settings import SandboxSettings
 
@@ -265,11 +285,15 @@ def sandbox_check(options: Overrides = None) -> None:
 @sandbox_app.command("serve")
 def sandbox_serve(
     options: Overrides = None,
-    host: Annotated[str, typer.Option(help="Another than loopback needs a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8080,
-    token: Annotated[str | None, typer.Option(help="Or PENSTOCK_SANDBOX_TOKEN.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but loopback needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8080,
+    token: Annotated[
+        str | None, typer.Option(help="Bearer token of clients; default: $PENSTOCK_SANDBOX_TOKEN.")
+    ] = None,
 ) -> None:
-    """Serve code verification over HTTP (POST /check_correctness)."""
+    """Serve code verification over HTTP: POST /check_correctness."""
     from penstock.sandbox.serve import ServerSettings, serve
 
     serve(host, port, token, _section(ServerSettings, options))
@@ -287,25 +311,40 @@ def _section(kind: type[S], options: list[str] | None) -> S:
         raise UserError(explain(error)) from None
 
 
+# typer brings its own copy of click or uses the installed one: take the class from what it exports
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
 def main() -> None:
-    """The entry point: every error that is ours becomes one line and an exit code."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars of loaders would tear ours
+    """Run the command line; print an error of ours as one line and exit with its code."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would break up our display
     try:
-        app(standalone_mode=True)
+        raise SystemExit(app(prog_name="penstock", standalone_mode=False) or 0)
+    except _UsageError as error:
+        _fail(_usage_line(error), 2)
     except UserError as error:
-        _fail(error, 2)
+        _fail(str(error), 2)
     except StopRequested as error:
         print(error, file=sys.stderr)
         raise SystemExit(130) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         print("stopped before the first step; nothing was trained", file=sys.stderr)
         raise SystemExit(130) from None
     except PenstockError as error:
-        _fail(error, 1)
+        _fail(str(error), 1)
 
 
-def _fail(error: Exception, code: int) -> None:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+def _usage_line(error: Any) -> str:
+    """Return what the parser refused, in one line. A command group without a command shows its help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        raise SystemExit(2)
+    path = error.ctx.command_path if error.ctx else "penstock"
+    return f"{error.format_message().rstrip('.')} (see {path} --help)"
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code) from None
 
 
