@@ -205,3 +205,29 @@ def test_ctrl_c_ends_with_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> 
     else:  # the signal came between an update and its commit
         assert "the step under way is done again" in errors
         assert newest is None or newest.step <= len(digests(run))
+
+
+GROUP_REWARD = """
+async def shortest(rollouts, prompt):
+    assert len(rollouts) == 4 and "content" in prompt.messages[-1]
+    lengths = [len(rollout.text) for rollout in rollouts]
+    return [1.0 if place == lengths.index(min(lengths)) else 0.0 for place in range(4)]
+"""
+
+
+def test_a_reward_that_compares_a_group_trains_and_evaluates(tmp_path: Path) -> None:
+    """One response of each group of four is the shortest: the mean reward is exactly 1/4."""
+    (tmp_path / "own.py").write_text(GROUP_REWARD)
+    rewards = f"[{{type='{tmp_path / 'own.py'}:shortest'}}]"
+    run = train(
+        tmp_path,
+        "group",
+        "train.steps=1",
+        f"tasks.train.rewards={rewards}",
+        f"eval.tasks.heldout.rewards={rewards}",
+        "eval.tasks.heldout.sampling={num_generations=4, temperature=1.0}",
+    )
+    assert metrics(run)[-1]["reward/mean"] == pytest.approx(0.25)
+    summary = [json.loads(line) for line in (run.evaluations / "summary.jsonl").open()]
+    assert [line["reward"] for line in summary] == pytest.approx([0.25, 0.25])
+    assert not any(line["failures"] for line in summary)

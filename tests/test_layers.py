@@ -15,7 +15,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lower floors
     ("types", "errors"),
     ("config", "plugins", "demo"),
-    ("watch", "journal", "models", "algo", "sandbox", "data", "track", "checkpoint", "run_folder"),
+    ("watch",),
+    ("journal", "models", "algo", "sandbox", "data", "track", "checkpoint", "run_folder"),
     ("weights", "reward"),
     ("engine", "train", "produce"),
     ("agent", "evaluation", "supervise"),

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from penstock.agent import AGENTS
 from penstock.algo.choice import resolve
@@ -30,7 +29,7 @@ from penstock.evaluation.evaluate import EvalTask
 from penstock.journal import Journal
 from penstock.launch import LAUNCHERS
 from penstock.launch.control import Control
-from penstock.launch.offline_trainer import trainer_alone
+from penstock.launch.offline_trainer import offline_trainer
 from penstock.launch.part_factories import TrainerPart, Workers
 from penstock.plugins import load
 from penstock.produce import (
@@ -47,10 +46,10 @@ from penstock.track.fanout import Fanout
 from penstock.track.jsonl import restore_metrics
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
-from penstock.types import Batch, Rollout, StepReport, WeightHandle
+from penstock.types import Batch, Rollout, WeightHandle
 from penstock.watch.timeline_log import TimelineLog
 from penstock.watch.waits import WaitKind, Waits
-from penstock.watch.watchdog import Watchdog, WatchedJournal, WatchedReward
+from penstock.watch.watchdog import Watchdog
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,9 +92,6 @@ class Job:
         with self.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
             return await self.producer.take_batch(step)
 
-    async def commit_step(self, report: StepReport) -> None:
-        await WatchedJournal(self.journal, self.waits).commit_step(report)
-
     def watchdog(self) -> Watchdog:
         return Watchdog(
             self.waits,
@@ -104,7 +100,7 @@ class Job:
             stack_of=self.workers.stack_of,
             restart=self.workers.restart,
             progress_of=self.workers.progress_of,
-            effort_of=self.workers.effort_of,
+            activity_of=self.workers.activity_of,
             producer_waits=self.producer_waits,
         )
 
@@ -116,6 +112,7 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         journal = Journal.open(folder.journal)
         closing.callback(journal.close)
         data, total_steps, workers = await _load_and_launch(config, folder, closing)
+        journal.waits = workers.callbacks.waits
         producer = _producer(config, data, workers, journal, total_steps, closing)
         job = Job(
             config=config,
@@ -187,7 +184,7 @@ async def open_trainer(config: Config, log_folder: Path) -> AsyncIterator[Traine
     steps = config.train.steps
     if steps is None:
         steps = count_steps(config, (await asyncio.to_thread(_Data.load, config)).train)
-    async with trainer_alone(config, steps, log_folder) as trainer:
+    async with offline_trainer(config, steps, log_folder) as trainer:
         yield trainer
 
 
@@ -257,7 +254,7 @@ def _producer(
     return Producer(
         tasks=[_task(config, name, data, workers, buffer, closing) for name in config.tasks],
         replay_buffer=buffer,
-        journal=cast(Journal, WatchedJournal(journal, workers.callbacks.waits)),
+        journal=journal,
         waits=workers.callbacks.waits,
         progress=ProduceProgress.build(list(config.tasks)),
         groups_per_step=config.train.groups_per_step,
@@ -279,7 +276,12 @@ def _task(
         config.task_sampling(name),
         config.task_produce(name),
     )
-    reward = build_reward(task.rewards, max_tokens=sampling.max_tokens)
+    reward = build_reward(
+        task.rewards,
+        max_tokens=sampling.max_tokens,
+        waits=workers.callbacks.waits,
+        lane=f"rewards of {name}",
+    )
     closing.push_async_callback(reward.close)
     agent_class = load(f"tasks.{name}.agent", task.agent, AGENTS)
     settings = strategy_config(produce, _validity(config, produce.is_valid_sample))
@@ -289,7 +291,7 @@ def _task(
         strategy=settings.build(sync_weights_interval=config.sync.every_steps),
         agent_loop=agent_class(
             engine=workers.engine,
-            reward=WatchedReward(reward, name, workers.callbacks.waits),
+            reward=reward,
             sampling=sampling,
             decode=data.chat.decode,
             **task.agent_options,
@@ -321,7 +323,12 @@ def _eval_tasks(
     settings, tasks = config.eval, []
     for name, task in settings.tasks.items():
         sampling = config.eval_sampling(name)
-        reward = build_reward(task.rewards, max_tokens=sampling.max_tokens)
+        reward = build_reward(
+            task.rewards,
+            max_tokens=sampling.max_tokens,
+            waits=waits,
+            lane=f"rewards of eval {name}",
+        )
         closing.push_async_callback(reward.close)
         dataset = data.evaluation[name]
         count = min(len(dataset), settings.max_problems or len(dataset))
@@ -329,7 +336,7 @@ def _eval_tasks(
             EvalTask(
                 name=name,
                 problems=[dataset[index] for index in range(count)],
-                reward=WatchedReward(reward, f"eval {name}", waits),
+                reward=reward,
                 sampling=SamplingParams.from_config(sampling),
                 num_generations=sampling.num_generations,
                 decode=data.chat.decode,

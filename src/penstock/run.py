@@ -57,7 +57,7 @@ class Loop:
         job.activity = f"training step {step}"
         report = await job.trainer.train(batch)
         report = await self._with_times(report, started, waited)
-        await job.commit_step(report)
+        await job.journal.commit_step(report)
         self.step = step
         if job.config.publishes_after(step, job.total_steps):
             await self._publish()

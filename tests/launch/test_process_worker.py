@@ -97,7 +97,7 @@ def test_a_blocked_worker_still_shows_its_stack(tmp_path: Path, method: str) -> 
         blocked = asyncio.create_task(remote.call(method))
         await asyncio.sleep(0)
         text = await remote.stack()
-        assert (await remote.effort() or 0) > 0
+        assert (await remote.activity() or 0) > 0
         await remote.kill()
         await asyncio.gather(blocked, return_exceptions=True)
         return text

@@ -42,7 +42,7 @@ def test_an_actor_whose_event_loop_is_blocked_shows_its_stack(tmp_path: Path) ->
         blocked = asyncio.ensure_future(remote.call("block_the_loop", pipe))
         assert await asyncio.to_thread(pipe.read_text) == "blocked"
         text = await remote.stack()
-        assert (await remote.effort() or 0) > 0
+        assert (await remote.activity() or 0) > 0
         await remote.kill()
         with pytest.raises(WorkerDied):
             await blocked

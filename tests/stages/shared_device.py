@@ -9,7 +9,7 @@ from typing import Any
 from penstock.launch.assemble import start_all
 from penstock.launch.colocated import ColocatedTrainer
 from penstock.pool.engines import Engines
-from penstock.supervise.supervised import Supervised
+from penstock.supervise.supervised import Call, Supervised
 from penstock.types import Batch, StepReport, WeightHandle
 from stages.fake_engine import FakeEngine
 from stages.supervised import Crew, FakeWorker, settings
@@ -159,9 +159,9 @@ class Shift(Crew):
             self.trainers.append(Tenant("trainer", part, self.device))
             return self.trainers[-1]
 
-        async def restore(trainer: Any) -> None:
+        async def restore(call: Call) -> None:
             for step in range(1, self.committed + 1):
-                await trainer.train(Batch(step=step, groups=()))
+                await call("train", Batch(step=step, groups=()))
 
         trainer = Supervised("trainer", spawn, settings(max_restarts=9), self.callbacks)
         engines = [
@@ -172,7 +172,7 @@ class Shift(Crew):
         trainer.prepare = restore
         together = Engines(engines, self.callbacks.waits, make=self._make)
         publishes = lambda step: step % every == 0  # noqa: E731
-        part = ColocatedTrainer(trainer, self.callbacks.waits, together, publishes)
+        part = ColocatedTrainer(trainer, together, publishes)
         self.supervised = trainer
         self.device.log.clear()
         return together, part

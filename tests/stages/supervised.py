@@ -51,6 +51,7 @@ class FakeWorker:
 
     def __init__(self, name: str, engine: FakeEngine) -> None:
         self.name, self.place, self.engine = name, "memory", engine
+        self.can_be_killed = True
         self._dead = asyncio.Event()
 
     def die(self) -> None:
@@ -75,7 +76,7 @@ class FakeWorker:
     async def stack(self) -> str:
         return ""
 
-    async def effort(self) -> float | None:
+    async def activity(self) -> float | None:
         return None
 
     async def kill(self) -> None:

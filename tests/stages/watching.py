@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from penstock.agent.single_turn import SingleTurn
 from penstock.config import LaunchConfig, SamplingConfig, WatchdogConfig
 from penstock.errors import RunError
-from penstock.launch.inline import watched
 from penstock.produce.virtual_time import VirtualClock
-from penstock.supervise.supervised import CALLS, Supervised, SupervisionCallbacks
+from penstock.reward.verifiable import Part, VerifiableReward
+from penstock.supervise.supervised import CALLS, Supervised, SupervisionCallbacks, call_worker
 from penstock.types import Rollout
 from penstock.watch.waits import Waits
-from penstock.watch.watchdog import Watchdog, WatchedReward
+from penstock.watch.watchdog import Watchdog
 from stages.rollouts import make_prompt
 
 STALL_S = 60.0
@@ -32,17 +33,44 @@ class Silent:
         return never
 
 
+class SilentReward:
+    """A reward that never gives a score."""
+
+    score = close = staticmethod(never)
+
+
+class PartWorker:
+    """A worker whose part is an object of the test."""
+
+    def __init__(self, name: str, part: Any) -> None:
+        self.name, self._part = name, part
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self._part, method)(*args)
+
+
+class Called:
+    """A part whose methods are called as those of a worker are: each call opens its wait."""
+
+    def __init__(self, name: str, part: Any, waits: Waits) -> None:
+        self._worker, self._waits = PartWorker(name, part), waits
+
+    def __getattr__(self, method: str) -> Any:
+        return partial(call_worker, self._worker, self._waits, method)
+
+
 class SilentWorker:
     """A worker that answers only the methods in `answers`."""
 
     def __init__(self, name: str, **answers: Any) -> None:
         self.name, self.place, self._answers = name, "nowhere", answers
+        self.can_be_killed = True
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         assert method in CALLS
         return self._answers[method] if method in self._answers else await never()
 
-    async def effort(self) -> float | None:
+    async def activity(self) -> float | None:
         return 0.0
 
     async def stack(self) -> str:
@@ -66,7 +94,7 @@ class WatchdogStage:
         self.notes: list[str] = []
         self.callbacks = SupervisionCallbacks(waits=self.waits, note=self.notes.append)
         settings = WatchdogConfig.model_validate({"stall_s": STALL_S, "action": action})
-        callbacks = {"progress_of": _stands_still, "effort_of": _idle, **callbacks}
+        callbacks = {"progress_of": _stands_still, "activity_of": _idle, **callbacks}
         self.watchdog = Watchdog(self.waits, settings, note=self.notes.append, **callbacks)
 
     def run(self, work: Any, seconds: float = 1000.0) -> str:
@@ -114,8 +142,10 @@ async def _idle(name: str) -> float | None:
 
 def agent(stage: WatchdogStage, engine: Any, reward: Any) -> SingleTurn:
     return SingleTurn(
-        engine=watched("engine-0", engine, stage.waits),  # type: ignore[arg-type]
-        reward=WatchedReward(reward, "sums", stage.waits),
+        engine=Called("engine-0", engine, stage.waits),  # type: ignore[arg-type]
+        reward=VerifiableReward(
+            [Part("reward", 1.0, reward)], waits=stage.waits, lane="rewards of sums"
+        ),
         sampling=SamplingConfig(),
         decode=lambda ids: "text",
     )

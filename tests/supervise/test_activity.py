@@ -1,4 +1,4 @@
-"""The effort of a process is its own and that of all it started, from a made-up /proc."""
+"""The activity of a process is its own and that of all it started, from a made-up /proc."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.supervise.activity import BYTES_PER_SECOND, effort_of
+from penstock.supervise.activity import BYTES_PER_SECOND, activity_of
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -27,20 +27,20 @@ def test_processes_that_it_started_and_bytes_count(tmp_path: Path) -> None:
     process(tmp_path, 11, parent=10, seconds=1.0)
     process(tmp_path, 12, parent=11, seconds=0.5, moved=None)  # of another user
     process(tmp_path, 20, parent=1, seconds=100.0)
-    assert effort_of(10, tmp_path) == pytest.approx(2.0 + 2.0 + 1.0 + 0.5)
-    assert effort_of(12, tmp_path) == pytest.approx(0.5)
+    assert activity_of(10, tmp_path) == pytest.approx(2.0 + 2.0 + 1.0 + 0.5)
+    assert activity_of(12, tmp_path) == pytest.approx(0.5)
 
 
 def test_who_is_not_there_cannot_be_told(tmp_path: Path) -> None:
-    assert effort_of(10, tmp_path) is None
-    assert effort_of(10, tmp_path / "no proc") is None
+    assert activity_of(10, tmp_path) is None
+    assert activity_of(10, tmp_path / "no proc") is None
 
 
 def test_this_process_has_worked() -> None:
-    before = effort_of(os.getpid())
+    before = activity_of(os.getpid())
     if before is None:
         pytest.skip("needs /proc")
     _ = sum(number * number for number in range(1_000_000))
-    after = effort_of(os.getpid())
+    after = activity_of(os.getpid())
     assert after is not None
     assert after > before

@@ -72,7 +72,7 @@ class Trainers(Play):
         self.supervised = Supervised("trainer", spawn, settings(), self.callbacks)
         self.supervised.prepare = nothing
         await self.supervised.start()
-        return RestartingTrainer(self.supervised, self.callbacks.waits, announces=True)
+        return RestartingTrainer(self.supervised, announces=True)
 
 
 def test_a_publication_that_dies_with_its_trainer_is_made_again_before_the_next_step() -> None:

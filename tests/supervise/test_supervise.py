@@ -151,7 +151,7 @@ def test_a_preparation_that_fails_is_tried_again_and_counted(tmp_path: Path) -> 
     play = Play()
     tries: list[int] = []
 
-    async def prepare(worker: Any) -> None:
+    async def prepare(call: Any) -> None:
         tries.append(len(tries))
         if len(tries) == 1:
             raise RunError("weights could not be fetched")
@@ -170,15 +170,34 @@ def test_a_preparation_that_fails_is_tried_again_and_counted(tmp_path: Path) -> 
     assert "weights could not be fetched; starting it again (2 of 3)" in play.notes[2]
 
 
+def test_a_fault_in_a_preparation_is_told_to_whoever_waits(tmp_path: Path) -> None:
+    play = Play()
+
+    async def prepare(call: Any) -> None:
+        raise KeyError("a fault of ours")
+
+    async def run() -> None:
+        one = play.echo(tmp_path)
+        one.prepare = prepare
+        await one.start()
+        await one.replace("a test")
+        with pytest.raises(WorkerDied, match="supervision failed: KeyError: 'a fault of ours'"):
+            await one.ready()
+        await one.close()
+
+    asyncio.run(run())
+    assert "Traceback" in play.notes[-1]
+
+
 def test_a_worker_that_hangs_in_its_preparation_can_be_looked_at_and_ended(tmp_path: Path) -> None:
     play, preparing = Play(), asyncio.Event()
     tries: list[int] = []
 
-    async def prepare(worker: Any) -> None:
+    async def prepare(call: Any) -> None:
         tries.append(len(tries))
         if len(tries) == 1:
             preparing.set()
-            await worker.load("a checkpoint that never comes")
+            await call("load", "a checkpoint that never comes")
 
     async def run() -> None:
         one = play.echo(tmp_path)
@@ -190,7 +209,7 @@ def test_a_worker_that_hangs_in_its_preparation_can_be_looked_at_and_ended(tmp_p
         (wait,) = play.callbacks.waits.open.values()
         assert (wait.responder, wait.what) == ("echo", "load")
         assert await one.progress("progress") == 7
-        assert (await one.effort() or 0) > 0
+        assert (await one.activity() or 0) > 0
         assert "in load" in await one.stack()
         await one.replace("it does not answer")
         await one.ready()
@@ -208,7 +227,7 @@ def test_every_rank_of_a_trainer_tells_its_progress() -> None:
         trainer = RankGroup(ranks)
         training = asyncio.create_task(trainer.call("train", Batch(step=1, groups=())))
         assert await trainer.call("progress") == ((0, 0), (1, 0))
-        assert await trainer.effort() == 0.0
+        assert await trainer.activity() == 0.0
         assert "trainer-1 is deep in C" in await trainer.stack()
         training.cancel()
 

@@ -18,21 +18,29 @@ from penstock.data.sampler import Sampler
 from penstock.engine.protocol import EngineStats, SamplingParams
 from penstock.evaluation.background import Evaluations
 from penstock.evaluation.evaluate import EvalTask
-from penstock.launch.inline import watched
+from penstock.journal import Journal
 from penstock.pool.distribution import Distribution
 from penstock.pool.engines import Engines
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.supervise.supervised import CALLS, SupervisionCallbacks
 from penstock.supervise.trainer import RankGroup, RestartingTrainer
-from penstock.supervise.trainer import watched as watched_collect
-from penstock.types import Batch, Group, StepReport, WeightHandle
+from penstock.types import Batch, StepReport, WeightHandle
 from penstock.watch.waits import WaitKind
-from penstock.watch.watchdog import WatchedJournal
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
 from stages.rollouts import make_prompt
-from stages.watching import STALL_S, Silent, SilentWorker, WatchdogStage, agent, never, one_rollout
+from stages.watching import (
+    STALL_S,
+    Called,
+    Silent,
+    SilentReward,
+    SilentWorker,
+    WatchdogStage,
+    agent,
+    never,
+    one_rollout,
+)
 
 SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 HANDLE = WeightHandle(version=2, digest="digest-2", kind="none")
@@ -58,7 +66,7 @@ async def an_engine(stage: WatchdogStage) -> None:
 
 @hangs(WaitKind.REWARD, "rewards of sums has not answered reward (sums:0.0) for 60 s")
 async def a_reward(stage: WatchdogStage) -> None:
-    await agent(stage, FakeEngine(), Silent()).generate_group([one_rollout()])
+    await agent(stage, FakeEngine(), SilentReward()).generate_group([one_rollout()])
 
 
 def a_producer(stage: WatchdogStage, journal: Any, agent_loop: Any) -> Producer:
@@ -76,45 +84,50 @@ def a_producer(stage: WatchdogStage, journal: Any, agent_loop: Any) -> Producer:
     return Producer(
         tasks=[task],
         replay_buffer=buffer,
-        journal=WatchedJournal(journal, stage.waits),  # type: ignore[arg-type]
+        journal=journal,
         progress=ProduceProgress.build(["sums"]),
         groups_per_step=1,
         waits=stage.waits,
     )
 
 
-class DeafJournal:
-    """Takes notes, and never gets one to the disk."""
+class DeafJournal(Journal):
+    """Takes records, and never gets one to the disk."""
 
-    def __getattr__(self, name: str) -> Any:
-        waits = name in ("landed", "filtered", "failed", "begin_step", "commit_step")
-        return never if waits else lambda *args, **kwargs: None
+    def __init__(self, stage: WatchdogStage) -> None:
+        self.waits = stage.waits
+        self._known_prompts = set()
+
+    def _submit(self, record: Any) -> None: ...
+
+    async def flush(self) -> None:
+        await never()
 
 
 @hangs(WaitKind.SEND, "journal has not answered send (sums:0) for 60 s")
 async def a_group_that_cannot_land(stage: WatchdogStage) -> None:
     agent_loop = agent(stage, FakeEngine(), CountingReward())
-    await a_producer(stage, DeafJournal(), agent_loop).run()
+    await a_producer(stage, DeafJournal(stage), agent_loop).run()
 
 
 @hangs(WaitKind.WAIT, "nothing has moved for 60 s: produce sums waits for wait (")
 async def a_producer_without_new_weights(stage: WatchdogStage) -> None:
     class Memory(DeafJournal):
-        async def landed(self, group: Group) -> None: ...
+        async def flush(self) -> None: ...
 
     agent_loop = agent(stage, FakeEngine(), CountingReward())
-    await a_producer(stage, Memory(), agent_loop).run()
+    await a_producer(stage, Memory(stage), agent_loop).run()
 
 
 @hangs(WaitKind.JOURNAL, "journal has not answered journal (step 3) for 60 s")
 async def a_step_that_cannot_be_written_down(stage: WatchdogStage) -> None:
     report = StepReport(step=3, policy_version=3, digest="d")
-    await WatchedJournal(DeafJournal(), stage.waits).commit_step(report)
+    await DeafJournal(stage).commit_step(report)
 
 
 def with_trainer(method: str, *args: Any) -> Hang:
     async def hang(stage: WatchdogStage) -> None:
-        trainer = RestartingTrainer(await stage.silent("trainer"), stage.waits)
+        trainer = RestartingTrainer(await stage.silent("trainer"))
         await getattr(trainer, method)(*args)
 
     return hang
@@ -135,14 +148,17 @@ for kind, method, arguments in (
     WaitKind.OBJECT_STORE, "trainer has not answered object store (weights of version 2) for 60 s"
 )
 async def an_object_store_that_takes_nothing(stage: WatchdogStage) -> None:
-    ranks = [SilentWorker("trainer", publish=HANDLE)]
+    from penstock.launch.ray.actor import ActorWorker
+    from penstock.launch.ray.cluster import _Site
 
-    async def spawn() -> RankGroup:
-        return RankGroup(ranks, watched_collect(never, stage.waits))
+    class Rank(SilentWorker, ActorWorker):
+        place = "nowhere"
+        collect = staticmethod(never)
 
+    site = _Site(None, Path(), None, "object_store", stage.callbacks)  # type: ignore[arg-type]
     supervised = await stage.silent("trainer")
-    supervised._worker = await spawn()
-    await RestartingTrainer(supervised, stage.waits).publish()
+    supervised._worker = RankGroup([Rank("trainer", publish=HANDLE)], site.collect)
+    await RestartingTrainer(supervised).publish()
 
 
 @hangs(WaitKind.COLLECTIVE, "distributor-2 has not answered collective for 60 s")
@@ -179,7 +195,7 @@ async def an_evaluation(stage: WatchdogStage) -> None:
     task = EvalTask(
         name="sums",
         problems=[make_prompt()],
-        reward=Silent(),  # type: ignore[arg-type]
+        reward=SilentReward(),
         sampling=SamplingParams(),
         num_generations=1,
         decode=lambda ids: "text",
@@ -218,16 +234,16 @@ def test_a_hang_is_named(kind: WaitKind) -> None:
 @pytest.mark.parametrize("method", CALLS)
 def test_every_call_of_a_part_is_named(method: str) -> None:
     stage = WatchdogStage()
-    line = stage.run(getattr(watched("trainer", Silent(), stage.waits), method)())
+    line = stage.run(getattr(Called("trainer", Silent(), stage.waits), method)())
     assert line.startswith(f"stuck: trainer has not answered {CALLS[method]} for 60 s")
 
 
-def test_no_edge_is_opened_under_a_name_of_its_own() -> None:
+def test_no_wait_is_opened_under_a_name_of_its_own() -> None:
     """The second argument of every `waits.wait` is a kind, or a name that the type checker holds to one."""
     used: set[str] = set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and _opens_an_edge(node.func):
+            if isinstance(node, ast.Call) and _opens_a_wait(node.func):
                 kind = node.args[1]
                 if isinstance(kind, ast.Name):
                     continue
@@ -238,7 +254,7 @@ def test_no_edge_is_opened_under_a_name_of_its_own() -> None:
     assert used | set(CALLS.values()) == set(WaitKind)
 
 
-def _opens_an_edge(function: ast.expr) -> bool:
+def _opens_a_wait(function: ast.expr) -> bool:
     return (
         isinstance(function, ast.Attribute)
         and function.attr == "wait"

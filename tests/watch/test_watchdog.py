@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.launch.inline import watched
 from penstock.watch.waits import WaitKind, Waits
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
-from stages.watching import Silent, WatchdogStage, agent, never, one_rollout
+from stages.watching import Called, Silent, SilentReward, WatchdogStage, agent, never, one_rollout
 
 
 def test_an_engine_that_never_answers_is_named() -> None:
@@ -50,7 +49,7 @@ def test_the_culprits_own_stack_is_shown() -> None:
         return f"{name} is in forward()"
 
     stage = WatchdogStage(stack_of=stack_of)
-    stage.run(watched("trainer", Silent(), stage.waits).train(None))
+    stage.run(Called("trainer", Silent(), stage.waits).train(None))
     assert "trainer is in forward()" in stage.notes[0]
 
 
@@ -61,17 +60,17 @@ def test_progress_without_an_answer_is_not_stuck() -> None:
         return next(tokens)
 
     stage = WatchdogStage(progress_of=progress_of)
-    assert stage.run(watched("engine-0", Silent(), stage.waits).generate_many([])) == ""
+    assert stage.run(Called("engine-0", Silent(), stage.waits).generate_many([])) == ""
     assert stage.notes == []
 
 
 def test_only_the_second_half_of_a_silence_must_show_something() -> None:
     """A micro-batch that ended just before the first look is no sign of life at the second."""
     stage = WatchdogStage(progress_of=lambda name: at(stage, 29.0))
-    line = stage.run(watched("trainer", Silent(), stage.waits).train())
+    line = stage.run(Called("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 60 s")
     stage = WatchdogStage(progress_of=lambda name: at(stage, 31.0))
-    line = stage.run(watched("trainer", Silent(), stage.waits).train())
+    line = stage.run(Called("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 120 s")
 
 
@@ -82,7 +81,7 @@ async def at(stage: WatchdogStage, seconds: float) -> int:
 
 def test_a_probe_that_is_not_answered_either_is_no_progress() -> None:
     stage = WatchdogStage(progress_of=never)
-    line = stage.run(watched("engine-0", Silent(), stage.waits).generate_many([]))
+    line = stage.run(Called("engine-0", Silent(), stage.waits).generate_many([]))
     assert line.startswith("stuck: engine-0 has not answered generate for 80 s")
 
 
@@ -90,42 +89,42 @@ def test_a_question_that_fails_ends_nothing() -> None:
     async def fails(name: str) -> Any:
         raise OSError("the log is gone")
 
-    stage = WatchdogStage("report", progress_of=fails, effort_of=fails, stack_of=fails)
-    assert stage.run(watched("trainer", Silent(), stage.waits).train(), seconds=100.0) == ""
+    stage = WatchdogStage("report", progress_of=fails, activity_of=fails, stack_of=fails)
+    assert stage.run(Called("trainer", Silent(), stage.waits).train(), seconds=100.0) == ""
     assert stage.notes[0].endswith("(no stack: OSError: the log is gone)")
 
 
 def spends(stage: WatchdogStage, share: float) -> Any:
-    async def effort_of(name: str) -> float:
+    async def activity_of(name: str) -> float:
         return share * stage.clock.now
 
-    return effort_of
+    return activity_of
 
 
 def test_one_huge_micro_batch_or_a_compilation_is_told_of_and_left_alone() -> None:
-    stage = WatchdogStage("restart", effort_of=lambda name: spends(stage, 0.8)(name))
-    assert stage.run(watched("trainer", Silent(), stage.waits).train(), seconds=350.0) == ""
+    stage = WatchdogStage("restart", activity_of=lambda name: spends(stage, 0.8)(name))
+    assert stage.run(Called("trainer", Silent(), stage.waits).train(), seconds=350.0) == ""
     assert len(stage.notes) == 5
     assert "(its process is busy with something)" in stage.notes[0]
 
 
 def test_a_collective_that_waits_by_spinning_is_ended_at_last() -> None:
-    stage = WatchdogStage(effort_of=lambda name: spends(stage, 1.0)(name))
-    line = stage.run(watched("trainer", Silent(), stage.waits).train())
+    stage = WatchdogStage(activity_of=lambda name: spends(stage, 1.0)(name))
+    line = stage.run(Called("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 360 s")
 
 
 def test_the_little_that_an_idle_worker_spends_is_not_work() -> None:
-    stage = WatchdogStage(effort_of=lambda name: spends(stage, 0.02)(name))
-    line = stage.run(watched("trainer", Silent(), stage.waits).train())
+    stage = WatchdogStage(activity_of=lambda name: spends(stage, 0.02)(name))
+    line = stage.run(Called("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 60 s")
 
 
 def test_what_cannot_be_asked_is_told_of_and_given_six_times_as_long() -> None:
     async def cannot_be_told(name: str) -> None: ...
 
-    stage = WatchdogStage(progress_of=cannot_be_told, effort_of=cannot_be_told)
-    line = stage.run(agent(stage, FakeEngine(), Silent()).generate_group([one_rollout()]))
+    stage = WatchdogStage(progress_of=cannot_be_told, activity_of=cannot_be_told)
+    line = stage.run(agent(stage, FakeEngine(), SilentReward()).generate_group([one_rollout()]))
     assert line.startswith("stuck: rewards of sums has not answered reward (sums:0.0) for 360 s")
     assert len(stage.notes) == 6
 
@@ -160,7 +159,7 @@ def test_a_slow_step_like_the_ones_before_is_not_stuck() -> None:
             await asyncio.sleep(seconds)
 
     async def steps() -> None:
-        trainer = watched("trainer", Slow(), stage.waits)
+        trainer = Called("trainer", Slow(), stage.waits)
         for seconds in (50.0, 200.0, 240.0):
             await trainer.train(seconds)
         await asyncio.get_running_loop().create_future()
@@ -182,7 +181,7 @@ def test_restart_is_asked_for_a_worker_and_the_run_goes_on() -> None:
             await answered.wait()
 
     stage = WatchdogStage("restart", restart=restart)
-    assert stage.run(watched("trainer", HangsOnce(), stage.waits).train()) == ""
+    assert stage.run(Called("trainer", HangsOnce(), stage.waits).train()) == ""
     assert asked == ["trainer"]
 
 
@@ -191,13 +190,13 @@ def test_what_cannot_be_restarted_stops_the_run() -> None:
         return False
 
     stage = WatchdogStage("restart", restart=restart)
-    line = stage.run(agent(stage, FakeEngine(), Silent()).generate_group([one_rollout()]))
+    line = stage.run(agent(stage, FakeEngine(), SilentReward()).generate_group([one_rollout()]))
     assert line.startswith("stuck: rewards of sums")
 
 
 def test_report_only_goes_on_and_tells_again_after_another_while() -> None:
     stage = WatchdogStage("report")
-    assert stage.run(watched("trainer", Silent(), stage.waits).train(None), seconds=200.0) == ""
+    assert stage.run(Called("trainer", Silent(), stage.waits).train(None), seconds=200.0) == ""
     assert len(stage.notes) == 3
 
 
@@ -205,7 +204,7 @@ def test_a_cancelled_wait_is_no_answer() -> None:
     waits = Waits()
 
     async def run() -> None:
-        task = asyncio.create_task(watched("engine-0", Silent(), waits).generate_many([]))
+        task = asyncio.create_task(Called("engine-0", Silent(), waits).generate_many([]))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])

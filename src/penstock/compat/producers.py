@@ -34,7 +34,6 @@ from penstock.plugins import load
 from penstock.reward import build_reward
 from penstock.types import Group, Prompt, Rollout, Status
 from penstock.watch.waits import WaitKind
-from penstock.watch.watchdog import WatchedReward
 
 T = TypeVar("T")
 Tensors = dict[str, Any]
@@ -123,7 +122,10 @@ class BaseProducer:
         self._chat = ChatTemplate(tokenizer)
         self._dataset = load_dataset("train", config.tasks["train"], self._chat, config.seed)
         self._reward = build_reward(
-            config.tasks["train"].rewards, max_tokens=config.sampling.max_tokens
+            config.tasks["train"].rewards,
+            max_tokens=config.sampling.max_tokens,
+            waits=self._log.waits,
+            lane=f"rewards of producer-{self.producer_idx}",
         )
         self._sync = InProcessSync()
         engine_class = load("backend", config.engine.name, ENGINES)
@@ -133,7 +135,7 @@ class BaseProducer:
         await self._engine.start()
         self._agent = SingleTurn(
             engine=self._engine,
-            reward=WatchedReward(self._reward, f"producer-{self.producer_idx}", self._log.waits),
+            reward=self._reward,
             sampling=config.sampling,
             decode=self._chat.decode,
         )

@@ -88,9 +88,14 @@ async def evaluate(
         _rollout(task, request, generation)
         for request, generation in zip(requests, generations, strict=True)
     ]
-    scores = await asyncio.gather(
-        *(_score(task, rollout, owner) for rollout, owner in zip(rollouts, owners, strict=True))
+    size = task.num_generations
+    columns = await asyncio.gather(
+        *(
+            _score_problem(task, rollouts[number * size : (number + 1) * size], problem)
+            for number, problem in enumerate(task.problems)
+        )
     )
+    scores = [score for column in columns for score in column]
     _check_pinned(task, rollouts, version)
     _write_samples(folder / f"{task.name}-step-{step}.jsonl", owners, rollouts, scores)
     return _summarise(task, rollouts, scores, step=step, version=version)
@@ -132,15 +137,41 @@ def _rollout(task: EvalTask, request: GenerationRequest, generation: Generation)
     return rollout
 
 
+async def _score_problem(
+    task: EvalTask, rollouts: Sequence[Rollout], problem: Prompt
+) -> list[Score]:
+    """Score the answers to one problem: together if the reward compares them, else one by one."""
+    if not getattr(task.reward, "needs_group", False):
+        return await asyncio.gather(*(_score(task, rollout, problem) for rollout in rollouts))
+    finished = [rollout for rollout in rollouts if rollout.status is not Status.FAILED]
+    scores: dict[str, Score] = {}
+    if finished:
+        try:
+            made = await task.reward.score_group(finished, [problem] * len(finished))  # type: ignore[attr-defined]
+            scores = {r.rollout_id: score for r, score in zip(finished, made, strict=True)}
+        except Exception as error:  # the edge of one group: a failure is counted, not fatal
+            for rollout in finished:
+                _fail(rollout, error)
+    return [scores.get(rollout.rollout_id) or _no_score(rollout) for rollout in rollouts]
+
+
 async def _score(task: EvalTask, rollout: Rollout, problem: Prompt) -> Score:
     if rollout.status is Status.FAILED:
-        return Score(0.0, format_ok=False, answer_ok=False, note=f"failed: {rollout.error}")
+        return _no_score(rollout)
     try:
         return await task.reward.score(rollout, problem)
     except Exception as error:  # the edge of one rollout: a failure is counted, not fatal
-        rollout.move_to(Status.FAILED)
-        rollout.error = f"{type(error).__name__}: {error}"
-        return Score(0.0, format_ok=False, answer_ok=False, note=f"reward failed: {rollout.error}")
+        _fail(rollout, error)
+        return _no_score(rollout)
+
+
+def _fail(rollout: Rollout, error: Exception) -> None:
+    rollout.move_to(Status.FAILED)
+    rollout.error = f"reward: {type(error).__name__}: {error}"
+
+
+def _no_score(rollout: Rollout) -> Score:
+    return Score(0.0, format_ok=False, answer_ok=False, note=f"failed: {rollout.error}")
 
 
 def is_right(score: Score) -> bool:

@@ -1,6 +1,6 @@
 """The journal: a write-ahead log of every group's life and every step, in one SQLite file.
 
-The writer thread owns the connection that writes. May import errors and types only.
+The writer thread owns the connection that writes. May import errors, types and watch.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from penstock.journal.codec import decode_prompt, decode_rollout
 from penstock.journal.schema import changed_definitions, has_checks, open_database
 from penstock.journal.writer import Writer
 from penstock.types import Batch, Group, Prompt, Status, StepReport
+from penstock.watch.waits import WaitKind, Waits
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class Journal:
 
     def __init__(self, path: Path, *, readonly: bool = False, threaded: bool = True) -> None:
         self.path = path
+        self.waits = Waits()  # where waits for the disk are opened; a job puts its own here
         self._writer: Writer | None = None
         if not readonly:
             self._writer = Writer(open_database(path), path, threaded=threaded)
@@ -57,7 +59,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: str | Path, *, readonly: bool = False, threaded: bool = True) -> Journal:
-        """The journal in that file, made if it is new; `readonly` for a look at a live run."""
+        """Open the journal in that file, made if it is new; `readonly` for a look at a live run."""
         return cls(Path(path), readonly=readonly, threaded=threaded)
 
     # -- the life of a group ---------------------------------------------------------------------
@@ -74,8 +76,7 @@ class Journal:
 
     async def landed(self, group: Group) -> None:
         """The group came back and goes to the buffer; durable when this returns."""
-        self._submit(records.Landed(time.time(), group, "buffered"))
-        await self.flush()
+        await self._write_group(group, "buffered")
 
     def retried(self, group: Group, reason: str) -> None:
         """The group is issued again; `tries` and what it kept are those it is issued with."""
@@ -87,13 +88,16 @@ class Journal:
 
     async def filtered(self, group: Group) -> None:
         """A finished group was refused; its payload is kept for a look."""
-        self._submit(records.Landed(time.time(), group, "dropped", "filtered"))
-        await self.flush()
+        await self._write_group(group, "dropped", "filtered")
 
     async def failed(self, group: Group) -> None:
         """An attempt failed; the group is still in flight, what its members finished is kept."""
-        self._submit(records.Landed(time.time(), group, "in_flight"))
-        await self.flush()
+        await self._write_group(group, "in_flight")
+
+    async def _write_group(self, group: Group, place: str, reason: str | None = None) -> None:
+        self._submit(records.Landed(time.time(), group, place, reason))
+        with self.waits.wait("journal", WaitKind.SEND, group.group_id, responder="journal"):
+            await self.flush()
 
     def dropped(self, group: Group, reason: str, *, detail: str = "") -> None:
         """The end without training. `reason` is a word to count by, `detail` says more."""
@@ -125,13 +129,18 @@ class Journal:
 
     async def begin_step(self, step: int, groups: Sequence[Group]) -> None:
         """The batch of a step, in order; durable when this returns."""
-        self._submit(records.StepBegun(time.time(), step, [group.group_id for group in groups]))
-        await self.flush()
+        record = records.StepBegun(time.time(), step, [group.group_id for group in groups])
+        await self._write_step(record, f"batch of step {step}")
 
     async def commit_step(self, report: StepReport) -> None:
         """What the step did; durable when this returns."""
-        self._submit(records.StepCommitted(time.time(), report))
-        await self.flush()
+        record = records.StepCommitted(time.time(), report)
+        await self._write_step(record, f"step {report.step}")
+
+    async def _write_step(self, record: records.Record, detail: str) -> None:
+        self._submit(record)
+        with self.waits.wait("loop", WaitKind.JOURNAL, detail, responder="journal"):
+            await self.flush()
 
     def record_published(self, version: int, digest: str) -> None:
         self._submit(records.WeightsSeen(time.time(), "published", None, version, digest))

@@ -55,7 +55,7 @@ def join(
     clean_up: Callable[[], Awaitable[None]],
     callbacks: SupervisionCallbacks,
     sync: str,
-    make_engine: Callable[[int], Supervised],
+    make_engine: Callable[[int], Supervised] | None = None,
     *,
     publishes: Callable[[int], bool] | None = None,
     distribution: Distribution | None = None,
@@ -67,7 +67,7 @@ def join(
     """
     everyone = [trainer, *engines]
     places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
-    announces = sync != "object_store"
+    announces = sync not in ("object_store", "in_process")
 
     async def renew(handle: WeightHandle) -> WeightHandle:
         return await part.renewed(handle)
@@ -83,9 +83,9 @@ def join(
         note=lambda line: callbacks.note(line),  # where these go is said later
         first_loaded=lambda version, digest: callbacks.first_loaded(version, digest),
     )
-    part = RestartingTrainer(trainer, callbacks.waits, announces=announces)
+    part = RestartingTrainer(trainer, announces=announces)
     if publishes is not None:
-        part = ColocatedTrainer(trainer, callbacks.waits, engine, publishes, announces=announces)
+        part = ColocatedTrainer(trainer, engine, publishes, announces=announces)
     supervised = {one.name: one for one in everyone}
 
     async def scale(count: int) -> str:
@@ -108,6 +108,6 @@ def join(
         description=f"{kind}: {places}",
         callbacks=callbacks,
         supervised=supervised,
-        scale=scale,
+        scale=None if make_engine is None else scale,
         set_aside=engine.set_aside,
     )

@@ -19,7 +19,6 @@ from penstock.pool.engines import Engines
 from penstock.supervise.supervised import Supervised, nothing
 from penstock.supervise.trainer import RestartingTrainer
 from penstock.types import Batch, StepReport, WeightHandle
-from penstock.watch.waits import Waits
 
 T = TypeVar("T")
 
@@ -30,20 +29,19 @@ class ColocatedTrainer(RestartingTrainer):
     def __init__(
         self,
         supervised: Supervised,
-        waits: Waits,
         engines: Engines,
         publishes: Callable[[int], bool],
         *,
         announces: bool = False,
     ) -> None:
-        super().__init__(supervised, waits, announces=announces)
+        super().__init__(supervised, announces=announces)
         self._engines, self._publishes = engines, publishes
         self._handing_over = asyncio.Lock()
         self._has_devices = False  # the engines sleep
         self._works = False  # a call is under way that needs them
         self._comes_back = False  # it is being started again, and needs them
         self._weights_due = False  # the engines are to wake with new ones
-        supervised.room = self._room
+        supervised.start_context = self._room
         supervised.when_back = self._came_back
 
     async def train(self, batch: Batch) -> StepReport:
@@ -78,9 +76,9 @@ class ColocatedTrainer(RestartingTrainer):
             await self._take_devices()
             while True:
                 try:
-                    await self._part.wake()
+                    await self._supervised.call("wake")
                     done = await act()
-                    await self._part.sleep()
+                    await self._supervised.call("sleep")
                     return done
                 except WorkerDied:
                     await self._supervised.ready()
@@ -113,6 +111,6 @@ class ColocatedTrainer(RestartingTrainer):
 
     async def _came_back(self) -> None:
         if not self._works:
-            await self._part.sleep()
+            await self._supervised.call("sleep")
         self._comes_back = False
         await self._give_devices()

@@ -1,22 +1,65 @@
 """Everything in this process: the trainer on a thread, the engine on its own.
 
 For debuggers, notebooks and tests. Python threads share one interpreter lock, so generation and
-training overlap less than with `local`.
+training overlap less than with `local`. A part of this process cannot be killed, so none is restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from penstock.config import Config
 from penstock.engine import ENGINES
-from penstock.engine.protocol import InferenceEngine
-from penstock.launch.part_factories import InThread, TrainerPart, TrainerService, Workers
+from penstock.launch.assemble import join
+from penstock.launch.part_factories import TrainerService, Workers
+from penstock.launch.rpc_server import RpcServer
 from penstock.plugins import load
-from penstock.supervise.supervised import SupervisionCallbacks, Watched
+from penstock.supervise.activity import activity_of
+from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.watch.waits import Waits
+
+
+class ThreadWorker:
+    """See `Worker`: a part of this process, its blocking methods on a thread of their own."""
+
+    can_be_killed = False
+    place = "a thread of this process"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._server = RpcServer(name)
+        self._closed = asyncio.Event()
+
+    @classmethod
+    async def start(cls, name: str, make: Callable[[], Any]) -> ThreadWorker:
+        """Build the part that `make` returns."""
+        worker = cls(name)
+        await worker._server.build(make)
+        return worker
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._server.call(method, args, {})
+
+    async def ended(self) -> str:
+        await self._closed.wait()
+        return f"{self.name}: it was closed"
+
+    async def stack(self) -> str:
+        return ""
+
+    async def activity(self) -> float | None:
+        return await asyncio.to_thread(activity_of, os.getpid())
+
+    async def kill(self) -> None:
+        raise AssertionError(f"{self.name} is a part of this process and cannot be killed")
+
+    async def close(self) -> None:
+        self._closed.set()
+        await self._server.close()
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
@@ -24,32 +67,27 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     from penstock.weights.in_process import InProcessSync
 
     sync = InProcessSync()
-    service = await asyncio.to_thread(TrainerService, config, total_steps, sync)
-    trainer = InThread(service)
     engine_class = load("engine.name", config.engine.name, ENGINES)
-    engine = engine_class.from_config(config, fetch=sync.fetch, index=0)
-    await engine.start()
+    callbacks = SupervisionCallbacks(waits=Waits())
 
-    async def close() -> None:
-        service.request_stop()
-        await engine.close()
-        await trainer.close()
+    async def spawn_trainer() -> ThreadWorker:
+        return await ThreadWorker.start(
+            "trainer", lambda: TrainerService(config, total_steps, sync)
+        )
+
+    async def spawn_engine() -> ThreadWorker:
+        return await ThreadWorker.start(
+            "engine-0", lambda: engine_class.from_config(config, fetch=sync.fetch, index=0)
+        )
+
+    trainer = Supervised("trainer", spawn_trainer, config.launch, callbacks)
+    engine = Supervised("engine-0", spawn_engine, config.launch, callbacks)
+
+    async def clean_up() -> None:
         sync.close()
 
-    callbacks = SupervisionCallbacks(waits=Waits())
-    return Workers(
-        engine=cast(InferenceEngine, watched("engine-0", engine, callbacks.waits)),
-        trainer=cast(TrainerPart, watched("trainer", trainer, callbacks.waits)),
-        callbacks=callbacks,
-        close=close,
-        description="inline: engine and trainer are threads of this process",
+    await trainer.start()  # one after the other: imports must not race
+    await engine.start()
+    return join(
+        "inline", trainer, [engine], clean_up, callbacks, "in_process", settings=config.engine
     )
-
-
-def watched(name: str, part: Any, waits: Waits) -> Watched:
-    """A part of this process whose calls are waits, as those of a worker are."""
-
-    async def call(method: str, *args: Any, **kwargs: Any) -> Any:
-        return await getattr(part, method)(*args, **kwargs)
-
-    return Watched(name, waits, call)

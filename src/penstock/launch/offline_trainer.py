@@ -1,20 +1,20 @@
-"""A trainer with nothing that generates, for steps that a journal already has.
+"""A trainer without engines, for steps that a journal already has.
 
-As many ranks as the run had, because the order of sums is part of the digest: one on a thread of this
-process, several in worker processes of this machine, wherever the run had them. A rank that dies
-ends the work; nothing is restarted here.
+Runs as many ranks as the run had, because the order of sums is part of the digest: one rank on a thread
+of this process, several in worker processes of this machine, wherever the run had them. The end of a
+rank is final: nothing is restarted here.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
 
 from penstock.config import Config
-from penstock.launch.part_factories import InThread, TrainerPart, TrainerService
+from penstock.launch.inline import ThreadWorker
+from penstock.launch.part_factories import TrainerPart, TrainerService
+from penstock.launch.processes.local import spawn_trainer
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RestartingTrainer
 from penstock.watch.waits import Waits
@@ -22,39 +22,27 @@ from penstock.watch.waits import Waits
 _NOTHING_IS_PUBLISHED = ("shared_memory", "")
 
 
-def trainer_alone(
-    config: Config, total_steps: int, log_folder: Path
-) -> AbstractAsyncContextManager[TrainerPart]:
-    """The trainer of `config`; the logs of its ranks go to `log_folder`."""
-    if config.launch.num_consumers == 1:
-        return _in_this_process(config, total_steps)
-    return _in_workers(config, total_steps, log_folder)
-
-
 @asynccontextmanager
-async def _in_this_process(config: Config, total_steps: int) -> AsyncIterator[TrainerPart]:
-    from penstock.weights.in_process import InProcessSync
-
-    service = await asyncio.to_thread(TrainerService, config, total_steps, InProcessSync())
-    trainer = InThread(service)
-    try:
-        yield cast(TrainerPart, trainer)
-    finally:
-        service.request_stop()
-        await trainer.close()
-
-
-@asynccontextmanager
-async def _in_workers(
+async def offline_trainer(
     config: Config, total_steps: int, log_folder: Path
 ) -> AsyncIterator[TrainerPart]:
-    from penstock.launch.processes.local import spawn_trainer
+    """Yield the trainer of `config`; the logs of its ranks go to `log_folder`."""
 
-    spawn = spawn_trainer(config, total_steps, log_folder, _NOTHING_IS_PUBLISHED)
+    async def spawn_thread() -> ThreadWorker:
+        from penstock.weights.in_process import InProcessSync
+
+        return await ThreadWorker.start(
+            "trainer", lambda: TrainerService(config, total_steps, InProcessSync())
+        )
+
+    spawn_processes = spawn_trainer(config, total_steps, log_folder, _NOTHING_IS_PUBLISHED)
+    spawn = spawn_thread if config.launch.num_consumers == 1 else spawn_processes
     callbacks = SupervisionCallbacks(waits=Waits())
-    ranks = Supervised("trainer", spawn, config.launch, callbacks)
-    await ranks.start()
+    supervised = Supervised("trainer", spawn, config.launch, callbacks)
+    await supervised.start()
+    trainer = RestartingTrainer(supervised)
     try:
-        yield RestartingTrainer(ranks, callbacks.waits)
+        yield trainer
     finally:
-        await ranks.close()
+        await trainer.request_stop()
+        await supervised.close()

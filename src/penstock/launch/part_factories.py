@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,10 +19,9 @@ from penstock.config import Config
 from penstock.engine import ENGINES
 from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
 from penstock.errors import UserError
-from penstock.launch.rpc_server import IMMEDIATE
 from penstock.plugins import load
-from penstock.supervise.activity import effort_of
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.supervise.trainer import TrainerClient
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.weights import SHARED
 from penstock.weights.protocol import Announcing, WeightSync
@@ -78,38 +75,32 @@ class Workers:
 
     def restore_trainer_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
         """From now on a trainer that dies is started again and given to `restore` first."""
-        if "trainer" in self.supervised:
-            self.supervised["trainer"].prepare = restore
+        self.supervised["trainer"].prepare = lambda call: restore(TrainerClient(call))
 
     async def stack_of(self, name: str) -> str:
-        """What a worker is doing; empty where it is a part of this process."""
+        """Return what a worker is doing; empty if `name` is no worker."""
         return await self.supervised[name].stack() if name in self.supervised else ""
 
     async def progress_of(self, name: str) -> object:
-        """Something that changes with every token or micro-batch; None: it cannot be told."""
+        """Return something that changes with every token or micro-batch; None if unknown."""
         worker = self.supervised.get(name)
-        if name == "trainer":
-            here = cast(Any, self.trainer)
-            return await (here.progress() if worker is None else worker.progress("progress"))
-        if not name.startswith("engine"):
+        if worker is None:
             return None
-        stats: EngineStats | None
-        stats = await (self.engine.stats() if worker is None else worker.progress("stats"))
+        if name == "trainer":
+            return await worker.progress("progress")
+        stats: EngineStats | None = await worker.progress("stats")
         if stats is not None and stats.paused:
-            return time.monotonic()  # it was told to make nothing, and it answers
+            return time.monotonic()  # a paused engine that answers is alive
         return stats.tokens_generated if stats is not None and stats.live else None
 
-    async def effort_of(self, name: str) -> float | None:
-        """Seconds of work that its process has spent; None: it cannot be told."""
-        if name in self.supervised:
-            return await self.supervised[name].effort()
-        in_this_process = name == "trainer" or name.startswith("engine")
-        return await asyncio.to_thread(effort_of, os.getpid()) if in_this_process else None
+    async def activity_of(self, name: str) -> float | None:
+        """Return the seconds of work that a worker's process has spent; None if unknown."""
+        return await self.supervised[name].activity() if name in self.supervised else None
 
     async def restart(self, name: str, reason: str) -> bool:
-        """End a worker that does not answer, to have it started again; False: it cannot be."""
+        """Kill a worker that does not answer, so that it is restarted; False if it cannot be."""
         worker = self.supervised.get(name)
-        if worker is None or worker.prepare is None:
+        if worker is None or not worker.can_restart:
             return False
         await worker.replace(reason)
         return True
@@ -299,30 +290,3 @@ def _describe_ranks(config: Config, rank: int, meeting: Meeting) -> None:
             MASTER_ADDR=meeting[0],
             MASTER_PORT=str(meeting[1]),
         )
-
-
-class InThread:
-    """A blocking part behind async methods, its calls one after another on a thread of its own."""
-
-    def __init__(self, part: Any, *, immediate: tuple[str, ...] = IMMEDIATE) -> None:
-        self._part = part
-        self._immediate = immediate
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=type(part).__name__)
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        function = getattr(self._part, method)
-        if inspect.iscoroutinefunction(function):
-            return cast(Callable[..., Any], function)  # it brings its own thread
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            if method in self._immediate:
-                return function(*args, **kwargs)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
-
-        return call
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._thread.shutdown)

@@ -1,7 +1,7 @@
-"""The part inside a worker, whatever the worker is: a process behind a socket or a Ray actor.
+"""Serves one part inside a worker, whatever the worker is: a process, a Ray actor, or a thread.
 
-Async methods run on the worker's event loop; the others run one after another on a single thread,
-so that a long `train` does not keep the loop from hearing `request_stop` or telling its progress.
+Async methods run on the worker's event loop; blocking ones run one after another on a single thread,
+so that a long `train` does not keep the loop from answering `request_stop` or `progress`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pickle
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,22 +24,38 @@ IMMEDIATE = ("request_stop", "progress")
 LONGEST_LINE = 400
 
 
-class Served:
-    """Builds one part from "module:callable" and calls its methods."""
+class RpcServer:
+    """Builds one part and calls its methods."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._part: Any = None
 
-    async def build(self, search_path: list[str], factory: str, args: tuple, kwargs: dict) -> None:
+    async def build_named(
+        self, search_path: list[str], factory: str, args: tuple, kwargs: dict
+    ) -> None:
+        """Build the part with `factory`, a "module:callable" found on the driver's search path."""
         sys.path[:] = [*search_path, *(p for p in sys.path if p not in search_path)]
+        await self.build(lambda: load(self._name, factory, {})(*args, **kwargs))
+
+    async def build(self, make: Callable[[], Any]) -> None:
+        """Build the part on the server's thread, then start it."""
         loop = asyncio.get_running_loop()
-        make = await loop.run_in_executor(self._thread, lambda: load(self._name, factory, {}))
-        self._part = await loop.run_in_executor(self._thread, lambda: make(*args, **kwargs))
+        self._part = await loop.run_in_executor(self._thread, make)
         start = getattr(self._part, "start", None)
         if start is not None:
             await start()
+
+    async def close(self) -> None:
+        """Ask a running method to give up, close the part, end the thread."""
+        request_stop = getattr(self._part, "request_stop", None)
+        if request_stop is not None:
+            request_stop()
+        close = getattr(self._part, "close", None)
+        if close is not None:
+            await close()
+        await asyncio.to_thread(self._thread.shutdown)
 
     async def call(self, method: str, args: tuple, kwargs: dict) -> Any:
         function = getattr(self._part, method)
@@ -51,9 +68,9 @@ class Served:
 
 
 def portable(name: str, error: Exception) -> Exception:
-    """An error of ours as it is. Others are told in a line, and their traceback goes to the log.
+    """Return an error that the driver can unpickle: ours as it is, any other as one PartFailed line.
 
-    So it does not matter whether the driver has the package that their class comes from.
+    The traceback of other errors goes to the log. The driver needs no package of the worker for this.
     """
     if isinstance(error, PenstockError):
         try:
@@ -69,7 +86,7 @@ def portable(name: str, error: Exception) -> Exception:
 
 
 def one_line(error: BaseException) -> str:
-    """Its own type and message; of a group with one error in it, those of that one."""
+    """Return the type and message of an error; a group with one error counts as that error."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     said = " ".join(str(error).split())
@@ -77,7 +94,7 @@ def one_line(error: BaseException) -> str:
 
 
 def stacks() -> str:
-    """What every thread of this process is doing, in words."""
+    """Return the stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"

@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.config import LaunchConfig
 from penstock.errors import PartFailed, PenstockError, RunError, WeightsGone, WorkerDied
-from penstock.supervise.supervised import Supervised, SupervisionCallbacks, Watched
+from penstock.supervise.supervised import Supervised, SupervisionCallbacks, call_worker
 from penstock.supervise.worker import Worker
 from penstock.types import WeightHandle
 
@@ -96,7 +96,7 @@ class Distribution:
             return False
         try:
             worker = await self._spawn(name, node, self._folders.get(node, ""))
-            self._folders[node] = await Watched(name, self._callbacks.waits, worker.call).folder()
+            self._folders[node] = await call_worker(worker, self._callbacks.waits, "folder")
         except (PenstockError, OSError) as error:
             self._count_end(node)
             self._callbacks.note(f"{name}: it cannot be started: {error}")
@@ -151,8 +151,7 @@ class Distribution:
                 task.cancel()
 
     async def _ask(self, node: str, method: str, *args: Any) -> Any:
-        part = Watched(self._names[node], self._callbacks.waits, self._workers[node].call)
-        return await getattr(part, method)(*args)
+        return await call_worker(self._workers[node], self._callbacks.waits, method, *args)
 
     async def _fault(self, node: str, fault: BaseException) -> None:
         """What a failed member means: it is gone, the weights are, or another member is."""

@@ -26,7 +26,7 @@ from penstock.engine.protocol import (
 from penstock.errors import EngineError, PartFailed, RunError, UserError, WeightsGone, WorkerDied
 from penstock.pool.distribution import Distribution
 from penstock.pool.pool import EnginePool, NoEngineLeft, UpdateOrder
-from penstock.supervise.supervised import Supervised, Watched, nothing
+from penstock.supervise.supervised import Call, Supervised, nothing
 from penstock.types import WeightHandle
 from penstock.watch.waits import WaitKind, Waits
 
@@ -39,11 +39,10 @@ _TIMES_ASKED = 3  # a request that sees so many last engines die is a failure
 class EngineWorker:
     """One supervised engine; its death is an EngineError, of requests a failed generation."""
 
-    def __init__(self, supervised: Supervised, waits: Waits, lost: set[str]) -> None:
+    def __init__(self, supervised: Supervised, lost: set[str]) -> None:
         self.supervised = supervised
         self.readable: Callable[[WeightHandle], WeightHandle] = lambda handle: handle
         self._lost = lost  # requests that saw their worker die
-        self._part: Any = Watched(supervised.name, waits, self._call)
         self.loaded: tuple[int, str] | None = None  # version and digest, by this worker
         self._tokens_of_dead, self._tokens = 0, 0
 
@@ -61,7 +60,7 @@ class EngineWorker:
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
         try:
-            made: list[Generation] = await self._part.generate_many(requests)
+            made: list[Generation] = await self._call("generate_many", requests)
             return made
         except EngineError as error:
             self._lost.update(request.request_id for request in requests)
@@ -70,13 +69,13 @@ class EngineWorker:
     async def abort(self, request_id: str) -> None:
         if self.supervised.worker is not None:
             with contextlib.suppress(EngineError):  # what a dead one ran has ended with it
-                await self._part.abort(request_id)
+                await self._call("abort", request_id)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        await self._part.pause(mode)
+        await self._call("pause", mode)
 
     async def resume(self) -> None:
-        await self._part.resume()
+        await self._call("resume")
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
         """Weights that it holds already, or older ones than those, are not loaded again."""
@@ -84,22 +83,23 @@ class EngineWorker:
         if held is not None and (held[0] > version or held == (version, source.digest)):
             return held[1]
         self.loaded = None
-        digest: str = await self._part.update_weights(version, self.readable(source))
+        digest: str = await self._call("update_weights", version, self.readable(source))
         self.loaded = (version, digest)
         return digest
 
     async def sleep(self) -> None:
-        await self._part.sleep()
+        await self._call("sleep")
 
     async def wake(self) -> None:
-        await self._part.wake()
+        await self._call("wake")
 
     async def stats(self) -> EngineStats:
         """Tokens are counted over all workers. An engine that died inside its worker ends it."""
         try:
-            stats: EngineStats = await self._part.stats()
+            stats: EngineStats = await self._call("stats")
         except (EngineError, PartFailed) as error:
-            if self.supervised.worker is not None:  # else the next one is on its way
+            serves = self.supervised.worker is not None  # else the next one is on its way
+            if serves and self.supervised.can_restart:
                 await self.supervised.replace(str(error))
             if isinstance(error, EngineError):
                 raise
@@ -161,7 +161,7 @@ class Engines:
         `note` takes lines to the user; the others are as in `EnginePool`.
         """
         self._lost: set[str] = set()
-        self._workers = [EngineWorker(one, waits, self._lost) for one in supervised]
+        self._workers = [EngineWorker(one, self._lost) for one in supervised]
         members: list[InferenceEngine] = [*self._workers]
         self._pool = EnginePool(
             members,
@@ -189,7 +189,7 @@ class Engines:
             self._adopt(index, one)
 
     def _adopt(self, index: int, one: Supervised) -> None:
-        one.room = partial(self._room, index)
+        one.start_context = partial(self._room, index)
         one.prepare = partial(self._load_newest, index)
         one.when_back = partial(self._take_back, index)
         one.when_given_up = self._news.set
@@ -265,11 +265,11 @@ class Engines:
         one = self._make(index)
         async with self._room(index):
             await one.start()
-            worker = EngineWorker(one, self._waits, self._lost)
+            worker = EngineWorker(one, self._lost)
             self._workers.append(worker)
             self._pool.add(worker)
             self._adopt(index, one)
-            await self._load_newest(index, Watched(one.name, self._waits, one.call))
+            await self._load_newest(index, one.call)
         await self._take_back(index)
         return one
 
@@ -283,7 +283,7 @@ class Engines:
         await supervised.close()
         supervised.given_up = WorkerDied(f"{supervised.name}: it was drained")
 
-    async def _load_newest(self, index: int, worker: Any) -> None:
+    async def _load_newest(self, index: int, call: Call) -> None:
         """Into a worker that does not serve yet; newer ones may be published meanwhile."""
         held = self._workers[index]
         held.loaded = None
@@ -291,7 +291,7 @@ class Engines:
             version, source = self._latest
             try:
                 spread = await self._spread(source, lambda: [index])
-                await worker.update_weights(version, held.readable(spread))
+                await call("update_weights", version, held.readable(spread))
                 held.loaded = (version, source.digest)
                 return
             except WeightsGone:

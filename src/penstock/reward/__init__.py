@@ -12,6 +12,7 @@ from penstock import plugins
 from penstock.config import RewardConfig
 from penstock.reward.protocol import Reward
 from penstock.reward.verifiable import Part, VerifiableReward, make_part
+from penstock.watch.waits import Waits
 
 REWARDS: dict[str, str] = {
     "think_answer_tags": "penstock.reward.math_answer:ThinkAnswerTags",
@@ -23,8 +24,14 @@ REWARDS: dict[str, str] = {
 }
 
 
-def build_reward(rewards: Sequence[RewardConfig], *, max_tokens: int) -> VerifiableReward:
-    """The weighted sum of `rewards`. Workers start at their first use; `close()` ends them."""
+def build_reward(
+    rewards: Sequence[RewardConfig],
+    *,
+    max_tokens: int,
+    waits: Waits | None = None,
+    lane: str = "rewards",
+) -> VerifiableReward:
+    """Build the weighted sum of `rewards`. Workers start at their first use; `close()` ends them."""
     names: list[str] = []
     parts: list[Part] = []
     for config in rewards:
@@ -32,7 +39,7 @@ def build_reward(rewards: Sequence[RewardConfig], *, max_tokens: int) -> Verifia
         name = _unique(config.type, names)
         names.append(name)
         parts.append(make_part(name, target, config, max_tokens))
-    return VerifiableReward(parts)
+    return VerifiableReward(parts, waits=waits, lane=lane)
 
 
 def check(rewards: Sequence[RewardConfig]) -> None:

@@ -20,6 +20,7 @@ from penstock.reward.options import check_option_names, read_options
 from penstock.reward.protocol import Reward
 from penstock.reward.user import UserFunction
 from penstock.types import Prompt, Rollout, Score
+from penstock.watch.waits import WaitKind, Waits
 
 GroupScorer = Callable[[Sequence[Rollout], Sequence[Prompt]], Awaitable[list[Score]]]
 
@@ -76,10 +77,14 @@ def _build_class(name: str, target: type, config: RewardConfig, max_tokens: int)
 class VerifiableReward:
     """Consumes finished rollouts, produces the weighted sum of its parts."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(
+        self, parts: Sequence[Part], *, waits: Waits | None = None, lane: str = "rewards"
+    ) -> None:
+        """`lane` names this reward in the waits that every score opens."""
         if not parts:
             raise UserError("rewards: got none, allowed: at least one")
         self.parts = tuple(parts)
+        self._waits, self._lane = waits or Waits(), lane
 
     @property
     def needs_group(self) -> bool:
@@ -94,9 +99,13 @@ class VerifiableReward:
                 f"rollout {rollout.rollout_id}: reward {names} judges whole groups; "
                 "call score_group with all rollouts of the group"
             )
-        if len(self.parts) == 1:
-            return self._sum([await _score_part(self.parts[0], rollout, prompt)])
-        return self._sum(await _gather([_score_part(part, rollout, prompt) for part in self.parts]))
+        with self._waits.wait(
+            self._lane, WaitKind.REWARD, rollout.rollout_id, responder=self._lane
+        ):
+            if len(self.parts) == 1:
+                return self._sum([await _score_part(self.parts[0], rollout, prompt)])
+            scores = await _gather([_score_part(part, rollout, prompt) for part in self.parts])
+            return self._sum(scores)
 
     async def score_group(
         self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
@@ -107,7 +116,9 @@ class VerifiableReward:
                 f"score_group: got {len(rollouts)} rollouts and {len(prompts)} prompts, "
                 "allowed: as many of each"
             )
-        columns = await _gather([_score_column(part, rollouts, prompts) for part in self.parts])
+        detail = f"group of {rollouts[0].rollout_id}" if rollouts else ""
+        with self._waits.wait(self._lane, WaitKind.REWARD, detail, responder=self._lane):
+            columns = await _gather([_score_column(part, rollouts, prompts) for part in self.parts])
         return [self._sum([column[row] for column in columns]) for row in range(len(rollouts))]
 
     def _sum(self, scores: Sequence[Score]) -> Score:

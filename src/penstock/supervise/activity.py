@@ -1,8 +1,8 @@
-"""How much work a process has spent, seen from outside: it need not answer.
+"""How much a process has worked, read from /proc, so that a blocked process need not answer.
 
-Processor time of the process and of all that it started (a compiler's helpers, an engine's own
-processes), and a second for every 50 MB that they read or wrote. It tells a process that is busy from one
-that waits; not whether anything comes of it: a collective may wait by spinning. Linux only.
+Counts the processor time of a process and of its children (a compiler, an engine's own processes), plus
+one second for every 50 MB that they read or wrote. Tells a busy process from a waiting one, not useful
+work from spinning: a collective may wait by spinning. Linux only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from collections import defaultdict
 from pathlib import Path
 
 BYTES_PER_SECOND = 50e6
-_PARENT, _TIMES = (
-    1,
-    slice(11, 15),
-)  # fields after the name: user, system, and those of ended children
+# Fields after the name: the parent; user and system time, own and of ended children.
+_PARENT, _TIMES = 1, slice(11, 15)
 
 
-def effort_of(pid: int, proc: Path = Path("/proc")) -> float | None:
-    """Seconds since the process began; None: there is no such process, or no /proc."""
+def activity_of(pid: int, proc: Path = Path("/proc")) -> float | None:
+    """Return seconds of work since the process began; None if there is no such process or no /proc."""
     times, children = _read_times(proc)
     if pid not in times:
         return None

@@ -1,8 +1,10 @@
-"""A worker that is started again when it ends: with a back-off, a bounded number of times.
+"""A worker that is restarted when it ends: with a back-off, and a bounded number of times.
 
-The same for every kind of worker. Calls under way at its end fail at once with WorkerDied; what is
-done about them is the business of the part (`engines.py`, `trainer.py`). Before a new worker serves,
-`prepare` brings it to where the old one was. Every event is one line to the user.
+The same for every kind of worker. Calls under way when a worker ends fail at once with WorkerDied; the
+owner of the part (`trainer.py`, `pool/`) decides whether to repeat them. Before a new worker serves,
+`prepare` brings it to the state of the old one. Every event is one line to the user.
+
+Every call into a worker passes `call_worker`, which opens the wait that the watchdog sees.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.config import LaunchConfig
@@ -22,9 +26,10 @@ from penstock.supervise.worker import Worker
 from penstock.watch.waits import WaitKind, Waits
 
 Spawn = Callable[[], Awaitable[Worker]]
-Prepare = Callable[[Any], Awaitable[None]]
+Call = Callable[..., Awaitable[Any]]  # call("method", *args) of one worker
+Prepare = Callable[[Call], Awaitable[None]]
 _LONGEST_BACKOFF_S = 60.0
-CALLS = {  # every method of a part that is called through a wait, and what the wait is
+CALLS = {  # the kind of wait that a method of a worker opens; any other is a short question
     **dict.fromkeys(("generate", "generate_many"), WaitKind.GENERATE),
     "update_weights": WaitKind.SYNC,
     "train": WaitKind.TRAIN,
@@ -40,131 +45,133 @@ CALLS = {  # every method of a part that is called through a wait, and what the 
 }
 
 
+async def call_worker(worker: Worker, waits: Waits, method: str, *args: Any) -> Any:
+    """Call a method of a worker; the wait for its answer is open meanwhile."""
+    lane = "checkpoint" if method == "write_snapshot" else worker.name
+    kind = CALLS.get(method, WaitKind.ASK)
+    with waits.wait(lane, kind, responder=worker.name):
+        return await worker.call(method, *args)
+
+
 @dataclass(slots=True, kw_only=True)
 class SupervisionCallbacks:
-    """What supervision needs of the run around it; the job and the loop fill it in."""
+    """What supervision tells the run around it; the job and the loop fill the callbacks in."""
 
     waits: Waits
     note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
-    first_loaded: Callable[[int, str], None] = lambda version, digest: None  # by one of the engines
-
-
-class Watched:
-    """Any part behind async methods, each call an open wait while it lasts."""
-
-    def __init__(self, name: str, waits: Waits, call: Callable[..., Awaitable[Any]]) -> None:
-        self._name, self._waits, self._call = name, waits, call
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method not in CALLS:
-            raise AttributeError(method)
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            what = CALLS[method]
-            lane = self._name if method != "write_snapshot" else "checkpoint"
-            with self._waits.wait(lane, what, responder=self._name):
-                return await self._call(method, *args, **kwargs)
-
-        return call
+    first_loaded: Callable[[int, str], None] = lambda version, digest: None  # by the first engine
 
 
 class Supervised:
-    """One worker and those that come after it. `prepare` None: its end is final."""
+    """One worker and its successors. Without `prepare` the end of the worker is final."""
 
     def __init__(
         self, name: str, spawn: Spawn, settings: LaunchConfig, callbacks: SupervisionCallbacks
     ) -> None:
         self.name = name
         self.prepare: Prepare | None = None
-        self.room: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # to start in
+        self.start_context: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self.when_back: Callable[[], Awaitable[None]] = nothing
         self.when_given_up: Callable[[], None] = lambda: None
         self.when_closed: Callable[[], None] = lambda: None
         self.given_up: WorkerDied | None = None
         self.restarts = 0
         self._spawn, self._settings, self._callbacks = spawn, settings, callbacks
-        self._ends: deque[float] = deque()
+        self._ends: deque[float] = deque()  # when workers ended, within the restart window
         self._worker: Worker | None = None
-        self._coming: Worker | None = None  # the next one, while it is being prepared
-        self._settled = asyncio.Event()  # it serves, or it never will again
-        self._tending: asyncio.Task[None] | None = None
+        self._starting: Worker | None = None  # the next worker, while it is being prepared
+        self._settled = asyncio.Event()  # a worker serves, or none ever will again
+        self._supervising: asyncio.Task[None] | None = None
 
     @property
     def worker(self) -> Worker | None:
-        """The one that serves now."""
+        """The worker that serves now."""
         return self._worker if self._settled.is_set() and self.given_up is None else None
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether a worker that is killed now would be followed by another one."""
+        worker = self._current
+        return self.prepare is not None and (worker is None or worker.can_be_killed)
 
     async def start(self) -> None:
         self._worker = await self._spawn()
         self._settled.set()
-        self._tending = asyncio.create_task(self._tend(), name=f"tend {self.name}")
+        self._supervising = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of the worker that serves now; WorkerDied at once where there is none."""
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call the worker that serves now; raise WorkerDied at once if none does."""
         worker = self.worker
         if worker is None:
             raise self.given_up or WorkerDied(f"{self.name}: it is being started again")
         try:
-            return await worker.call(method, *args, **kwargs)
+            return await call_worker(worker, self._callbacks.waits, method, *args)
         except WorkerDied:
             if worker is self._worker and self.given_up is None:
                 self._settled.clear()
             raise
 
     async def ready(self) -> None:
-        """Waits until the worker serves; raises where it was given up. Woken by its supervision."""
+        """Wait until a worker serves; raise WorkerDied if supervision gave up."""
         with self._callbacks.waits.wait("driver", WaitKind.RESTART, self.name):
             await self._settled.wait()
         if self.given_up is not None:
             raise self.given_up
 
     async def replace(self, reason: str) -> None:
-        """End the worker, to have it started again; one that is being prepared, too."""
-        worker = self._present
+        """Kill the current worker (serving or starting), so that another one is started."""
+        worker = self._current
         if worker is not None:
             self._callbacks.note(f"{self.name}: {reason}; it is ended")
             self._settled.clear()
             await worker.kill()
 
     @property
-    def _present(self) -> Worker | None:
-        """The one that works now, for the run or on its way to it."""
-        return self._coming or self.worker
+    def _current(self) -> Worker | None:
+        return self._starting or self.worker
 
     async def stack(self) -> str:
-        worker = self._present
+        """What the current worker's threads are doing."""
+        worker = self._current
         return "no worker is there" if worker is None else await worker.stack()
 
     async def progress(self, method: str) -> Any:
-        """What this method tells of the one that works now; None: there is none."""
-        worker = self._present
+        """What `method` of the current worker returns; None without a worker. Opens no wait."""
+        worker = self._current
         return None if worker is None else await worker.call(method)
 
-    async def effort(self) -> float | None:
-        """Seconds of work that its process has spent; None: it cannot be told."""
-        worker = self._present
-        return None if worker is None else await worker.effort()
+    async def activity(self) -> float | None:
+        """Seconds of work that the current worker's process has spent; None if unknown."""
+        worker = self._current
+        return None if worker is None else await worker.activity()
 
     async def close(self) -> None:
-        if self._tending is not None:
-            self._tending.cancel()
-            await asyncio.wait([self._tending])
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.wait([self._supervising])
         if self._worker is not None:
             await self._worker.close()
         self.when_closed()
 
-    async def _tend(self) -> None:
-        """Waits for the worker's end, woken by it; starts the next one."""
+    async def _supervise(self) -> None:
+        """Restart the worker whenever it ends. Waits for: its end. Woken by: that end."""
+        try:
+            await self._restart_until_given_up()
+        except Exception as error:  # a fault of ours: whoever waits for the worker must hear of it
+            self._callbacks.note(f"{self.name}: supervision failed\n{traceback.format_exc()}")
+            line = f"{self.name}: supervision failed: {type(error).__name__}: {error}"
+            self.given_up = WorkerDied(line)
+        self._settled.set()
+        self.when_given_up()
+
+    async def _restart_until_given_up(self) -> None:
         while self.given_up is None:
             assert self._worker is not None
             reason = await self._worker.ended()
             self._settled.clear()
             await self._worker.close()
-            if await self._start_again(reason):
+            if await self._restart(reason):
                 await self._tell_of_return()
-            else:
-                self._settled.set()
-                self.when_given_up()
 
     async def _tell_of_return(self) -> None:
         try:
@@ -172,7 +179,8 @@ class Supervised:
         except PenstockError as error:
             await self.replace(f"it came back but cannot serve: {error}")
 
-    async def _start_again(self, reason: str) -> bool:
+    async def _restart(self, reason: str) -> bool:
+        """Start workers until one is prepared; False when the allowed number is used up."""
         began = time.monotonic()
         while self._may_restart():
             wait_s = self._backoff_s()
@@ -183,7 +191,7 @@ class Supervised:
             )
             await asyncio.sleep(wait_s)  # the back-off
             try:
-                await self._replace_worker()
+                await self._start_next()
             except (PenstockError, OSError) as error:
                 reason = str(error)
                 continue
@@ -197,22 +205,21 @@ class Supervised:
         self.given_up = WorkerDied(self._last_line(reason))
         return False
 
-    async def _replace_worker(self) -> None:
-        async with self.room():
-            worker = self._coming = await self._spawn()
+    async def _start_next(self) -> None:
+        async with self.start_context():
+            worker = self._starting = await self._spawn()
             try:
                 assert self.prepare is not None
-                waits = self._callbacks.waits
-                await self.prepare(Watched(self.name, waits, worker.call))
+                await self.prepare(partial(call_worker, worker, self._callbacks.waits))
             except BaseException:
                 await worker.close()
                 raise
             finally:
-                self._coming = None
+                self._starting = None
             self._worker = worker
 
     def _may_restart(self) -> bool:
-        """Count an end; too many within the window are the last."""
+        """Count an end of the worker; False if the window holds too many."""
         now = time.monotonic()
         while self._ends and self._ends[0] < now - self._settings.restart_window_s:
             self._ends.popleft()
@@ -222,7 +229,7 @@ class Supervised:
         return True
 
     def _backoff_s(self) -> float:
-        """None before the first start in the window, then doubling."""
+        """No back-off before the first start in the window, then a doubling one."""
         before = len(self._ends) - 1
         base = self._settings.restart_backoff_s
         return 0.0 if not before else min(base * 2.0 ** (before - 1), _LONGEST_BACKOFF_S)

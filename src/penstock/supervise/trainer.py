@@ -1,8 +1,8 @@
 """The trainer as the loop sees it: one or several rank workers that may die and come back.
 
-`RankGroup` makes several rank workers one worker: each gets only its share of a batch's groups, and
-the end of one is the end of all. `RestartingTrainer` asks again after a restart: `restore` (newest
-checkpoint, then redo from the journal) has brought the new worker to where the old one was.
+`RankGroup` makes several rank workers one worker: each rank gets its share of a batch's groups, and the
+end of one rank ends all. `RestartingTrainer` repeats a call after a restart; `Supervised.prepare` (newest
+checkpoint, then redo from the journal) has brought the new worker to the state of the old one.
 """
 
 from __future__ import annotations
@@ -14,30 +14,20 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.errors import EngineError, WorkerDied
-from penstock.supervise.supervised import Supervised, Watched
+from penstock.supervise.supervised import Call, Supervised
 from penstock.supervise.worker import Worker
 from penstock.types import Batch, StepReport, WeightHandle
-from penstock.watch.waits import WaitKind, Waits
 
 Collect = Callable[[Worker, WeightHandle], Awaitable[WeightHandle]]
 _OTHERS_TIMEOUT_S = 30.0
-# No collective inside: nobody waits for one that failed.
+# Methods without a collective inside: no rank waits for one that failed.
 _EACH_BY_ITSELF = ("write_snapshot", "progress")
 
 
-def watched(collect: Collect, waits: Waits) -> Collect:
-    """The same, as a wait: weights on their way into the object store."""
-
-    async def collect_watched(rank: Worker, handle: WeightHandle) -> WeightHandle:
-        detail = f"weights of version {handle.version}"
-        with waits.wait("trainer", WaitKind.OBJECT_STORE, detail, responder="trainer"):
-            return await collect(rank, handle)
-
-    return collect_watched
-
-
 class RankGroup:
-    """Trainer ranks as one worker. `collect` completes a handle that rank 0 published."""
+    """See `Worker`: trainer ranks as one. `collect` completes a handle that rank 0 published."""
+
+    can_be_killed = True
 
     def __init__(self, ranks: Sequence[Worker], collect: Collect | None = None) -> None:
         self.name = "trainer"
@@ -50,20 +40,20 @@ class RankGroup:
             return self._ranks[0].place
         return ", ".join(f"{rank.name} {rank.place}" for rank in self._ranks)
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         if method == "train":
             results = await self._each(
                 *(rank.call("train", share) for rank, share in self._shares(*args))
             )
         else:
             wait = _all_ended if method in _EACH_BY_ITSELF else self._each
-            results = await wait(*(rank.call(method, *args, **kwargs) for rank in self._ranks))
+            results = await wait(*(rank.call(method, *args) for rank in self._ranks))
         if method == "publish" and self._collect is not None:
             return await self._collect(self._ranks[0], results[0])
         return tuple(results) if method == "progress" else results[0]
 
     def _shares(self, batch: Batch) -> list[tuple[Worker, Batch]]:
-        """Every world-th group to each rank, as `rank_share` of the trainer has it."""
+        """Give every world-th group to a rank, as `rank_share` in the trainer expects."""
         world = len(self._ranks)
         return [
             (rank, replace(batch, groups=batch.groups[number::world]))
@@ -71,9 +61,9 @@ class RankGroup:
         ]
 
     async def _each(self, *calls: Awaitable[Any]) -> list[Any]:
-        """All answers. Ranks that wait in a collective for one that raised are ended with it.
+        """Return all answers. If one rank raises, kill the ranks that still wait for it in a collective.
 
-        Where one died, that is the reason: the others may have felt its end before we heard of it.
+        A death is the reason to report: other ranks may notice it before the driver does.
         """
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
@@ -111,8 +101,8 @@ class RankGroup:
             f"{rank.name}:\n{text}" for rank, text in zip(self._ranks, stacks, strict=True)
         )
 
-    async def effort(self) -> float | None:
-        spent = await asyncio.gather(*(rank.effort() for rank in self._ranks))
+    async def activity(self) -> float | None:
+        spent = await asyncio.gather(*(rank.activity() for rank in self._ranks))
         known = [seconds for seconds in spent if seconds is not None]
         return sum(known) if known else None
 
@@ -124,7 +114,7 @@ class RankGroup:
 
 
 async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
-    """All answers, when the last one is there; then the first error rises."""
+    """Wait for every answer; return them all or raise the first error."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
@@ -132,70 +122,106 @@ async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
     return answers
 
 
-class RestartingTrainer:
-    """See `TrainerPart`. After a death the call that waited is made again on the restored worker."""
+class TrainerClient:
+    """See `TrainerPart`: every method is a call of a trainer worker."""
 
-    def __init__(self, supervised: Supervised, waits: Waits, *, announces: bool = False) -> None:
-        """`announces`: weights can be read from the moment on that the worker begins to write them."""
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    async def train(self, batch: Batch) -> StepReport:
+        report: StepReport = await self._call("train", batch)
+        return report
+
+    async def publish(self) -> WeightHandle:
+        handle: WeightHandle = await self._call("publish")
+        return handle
+
+    async def snapshot(self, folder: str) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._call("snapshot", folder)
+        return identity
+
+    async def write_snapshot(self) -> None:
+        await self._call("write_snapshot")
+
+    async def load(self, folder: str) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._call("load", folder)
+        return identity
+
+    async def identity(self) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._call("identity")
+        return identity
+
+    async def is_exact(self) -> bool:
+        return bool(await self._call("is_exact"))
+
+    async def request_stop(self) -> None:
+        await self._call("request_stop")
+
+
+class RestartingTrainer(TrainerClient):
+    """A trainer whose calls are repeated on the restored worker after a death."""
+
+    def __init__(self, supervised: Supervised, *, announces: bool = False) -> None:
+        """`announces`: engines may read weights as soon as the worker begins to write them."""
+        super().__init__(self._call_again_after_a_death)
         self._supervised, self._announces = supervised, announces
-        self._part: Any = Watched(supervised.name, waits, supervised.call)
-        self._published: tuple[WeightHandle, Worker | None] | None = None  # the newest, and by whom
+        self._published: tuple[WeightHandle, Worker | None] | None = None  # newest, and its writer
         self._writing: asyncio.Task[WeightHandle] | None = None
         self._publishing = asyncio.Lock()
 
-    async def _again_after_a_death(self, method: str, *args: Any) -> Any:
+    async def _call_again_after_a_death(self, method: str, *args: Any) -> Any:
         while True:
             try:
                 await self._publish_again()
-                return await getattr(self._part, method)(*args)
+                return await self._supervised.call(method, *args)
             except WorkerDied:
                 await self._supervised.ready()
 
     async def train(self, batch: Batch) -> StepReport:
         await self._written()
-        report: StepReport = await self._again_after_a_death("train", batch)
-        return report
+        return await super().train(batch)
 
     async def publish(self) -> WeightHandle:
-        """Where it can, returns as soon as engines may begin to read; `train` comes after the rest."""
+        """Return as soon as engines may begin to read; `train` waits for the rest of the writing."""
         await self._written()
         handle: WeightHandle | None = None
         if self._announces:
-            handle = await self._again_after_a_death("announce")
+            handle = await self._call("announce")
         if handle is None:
-            handle = await self._again_after_a_death("publish")
+            handle = await super().publish()
         else:
-            self._writing = asyncio.create_task(self._part.publish(), name="write weights")
+            writing = self._supervised.call("publish")
+            self._writing = asyncio.create_task(writing, name="write weights")
             self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         if self._announces:
             self._published = (handle, self._supervised.worker)
         return handle
 
     async def _written(self) -> None:
-        """Waits for a publication under way; one that died with its worker is made again later."""
+        """Wait for a publication under way; one that died with its worker is repeated later."""
         if self._writing is not None:
             with contextlib.suppress(WorkerDied):
                 await asyncio.shield(self._writing)
             self._writing = None
 
     async def _publish_again(self) -> None:
-        """A worker that came back makes readable what the one before it had published."""
+        """Let a restarted worker publish what its predecessor had published."""
         async with self._publishing:
             worker = self._supervised.worker
             if self._published is None or worker is None or worker is self._published[1]:
                 return
             handle = self._published[0]
-            if await self._part.identity() == (handle.version, handle.digest):
-                handle = await self._part.publish()
+            if await self._supervised.call("identity") == (handle.version, handle.digest):
+                handle = await self._supervised.call("publish")
             self._published = (handle, worker)
 
     async def renewed(self, handle: WeightHandle) -> WeightHandle:
-        """The same weights under a handle that can be read, after the death of who wrote them."""
+        """Return a readable handle of the same weights after the death of their writer."""
         await self._written()
         while True:
             await self._supervised.ready()
             try:
-                await self._part.progress()  # answered at once, so a death is found out here
+                await self._supervised.call("progress")  # answers at once: a dead worker shows here
                 await self._publish_again()
                 break
             except WorkerDied:
@@ -207,24 +233,9 @@ class RestartingTrainer:
             )
         return newest
 
-    async def snapshot(self, folder: str) -> tuple[int, str]:
-        identity: tuple[int, str] = await self._again_after_a_death("snapshot", folder)
-        return identity
-
     async def write_snapshot(self) -> None:
-        """Not asked again: what it would write died with the worker."""
-        await self._part.write_snapshot()
-
-    async def load(self, folder: str) -> tuple[int, str]:
-        identity: tuple[int, str] = await self._again_after_a_death("load", folder)
-        return identity
-
-    async def identity(self) -> tuple[int, str]:
-        identity: tuple[int, str] = await self._again_after_a_death("identity")
-        return identity
-
-    async def is_exact(self) -> bool:
-        return bool(await self._again_after_a_death("is_exact"))
+        """Not repeated: the copied state died with the worker."""
+        await self._supervised.call("write_snapshot")
 
     async def request_stop(self) -> None:
         if self._supervised.worker is not None:

@@ -1,4 +1,4 @@
-"""What a worker is to those who call it: a process, a Ray actor, or several trainer ranks as one."""
+"""What a worker is to its callers: a process, a Ray actor, a thread, or several trainer ranks as one."""
 
 from __future__ import annotations
 
@@ -6,28 +6,32 @@ from typing import Any, Protocol
 
 
 class Worker(Protocol):
-    """A part that lives elsewhere. Calls raise WorkerDied once it is gone."""
+    """A part that lives elsewhere. Calls raise WorkerDied once the worker is gone."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def place(self) -> str:
-        """Where it sits: a process id, a node."""
+        """Where the worker runs: a process id, a node."""
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
+    @property
+    def can_be_killed(self) -> bool:
+        """False for a part of this process."""
+
+    async def call(self, method: str, *args: Any) -> Any: ...
 
     async def ended(self) -> str:
-        """Returns, with the reason, when the worker is gone."""
+        """Wait until the worker is gone; return the reason."""
 
     async def stack(self) -> str:
-        """What its threads are doing."""
+        """Return what the worker's threads are doing; empty for a part of this process."""
 
-    async def effort(self) -> float | None:
-        """Seconds of work that it has spent (`activity.py`), whatever it does; None: it cannot be told."""
+    async def activity(self) -> float | None:
+        """Return the seconds of work that the worker has spent (`activity.py`); None if unknown."""
 
     async def kill(self) -> None:
-        """End it now, whatever it does."""
+        """End the worker now, whatever it does."""
 
     async def close(self) -> None:
-        """End it in peace, and make sure of it."""
+        """Let the worker end, and make sure that it does."""

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import CoroutineType
 from typing import Any
 
 from penstock.config import WatchdogConfig
 from penstock.errors import RunError
-from penstock.types import Group, Prompt, Rollout, Score, StepReport
 from penstock.watch.waits import OpenWait, WaitKind, Waits
 
 PATIENCE = 5.0  # times the longest answer so far
@@ -36,22 +34,22 @@ class _Look:
 
     at: float
     progress: object
-    effort: float | None
+    activity: float | None
 
     def moved_on(self, before: _Look) -> bool:
         told = self.progress is not None and self.progress is not _NO_ANSWER
         return told and self.progress != before.progress
 
     def is_busy(self, before: _Look) -> bool:
-        if self.effort is None or before.effort is None:
+        if self.activity is None or before.activity is None:
             return False
-        return self.effort - before.effort >= BUSY_SHARE * (self.at - before.at)
+        return self.activity - before.activity >= BUSY_SHARE * (self.at - before.at)
 
 
 class Watchdog:
     """Consumes time, produces reports. `run` raises where the policy is to stop.
 
-    `progress_of` tells something that changes with every piece of work; `effort_of` how many seconds
+    `progress_of` tells something that changes with every piece of work; `activity_of` how many seconds
     of work a process has spent.
     """
 
@@ -64,12 +62,12 @@ class Watchdog:
         stack_of: Callable[[str], Awaitable[str]] | None = None,
         restart: Callable[[str, str], Awaitable[bool]] | None = None,
         progress_of: Callable[[str], Awaitable[object]] | None = None,
-        effort_of: Callable[[str], Awaitable[float | None]] | None = None,
+        activity_of: Callable[[str], Awaitable[float | None]] | None = None,
         producer_waits: Callable[[], list[str]] = list,
     ) -> None:
         self._waits, self._settings, self._note = waits, settings, note
         self._stack_of, self._restart = stack_of, restart
-        self._progress_of, self._effort_of = progress_of, effort_of
+        self._progress_of, self._activity_of = progress_of, activity_of
         self._producer_waits = producer_waits  # in words
         self._looks: dict[tuple[str, WaitKind], _Look] = {}  # the last one at each kind of wait
         self._moved: dict[str, float] = {}  # responder -> when it was last seen to move
@@ -132,8 +130,8 @@ class Watchdog:
 
     async def _look(self, responder: str) -> _Look:
         progress = await self._ask(self._progress_of, responder)
-        effort = await self._ask(self._effort_of, responder)
-        seconds = effort if isinstance(effort, float) else None
+        activity = await self._ask(self._activity_of, responder)
+        seconds = activity if isinstance(activity, float) else None
         return _Look(self._waits.clock(), progress, seconds)
 
     async def _ask(
@@ -216,55 +214,3 @@ def coroutine_stack(task: asyncio.Task[Any]) -> str:
         lines += traceback.format_stack(awaited.cr_frame, limit=1)
         awaited = awaited.cr_await
     return f"task {task.get_name()}:\n{''.join(lines)}".rstrip()
-
-
-class WatchedReward:
-    """A reward whose every score is a wait."""
-
-    def __init__(self, reward: Any, task_name: str, waits: Waits) -> None:
-        self._reward, self._waits = reward, waits
-        self._lane = f"rewards of {task_name}"
-
-    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
-        with self._waits.wait(
-            self._lane, WaitKind.REWARD, rollout.rollout_id, responder=self._lane
-        ):
-            return await self._reward.score(rollout, prompt)
-
-    async def close(self) -> None:
-        await self._reward.close()
-
-
-class WatchedJournal:
-    """A journal whose every wait for the disk is a wait."""
-
-    def __init__(self, journal: Any, waits: Waits) -> None:
-        self._journal, self._waits = journal, waits
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._journal, name)
-
-    def _sending(self, group: Group) -> AbstractContextManager[OpenWait]:
-        return self._waits.wait("journal", WaitKind.SEND, group.group_id, responder="journal")
-
-    async def landed(self, group: Group) -> None:
-        with self._sending(group):
-            await self._journal.landed(group)
-
-    async def filtered(self, group: Group) -> None:
-        with self._sending(group):
-            await self._journal.filtered(group)
-
-    async def failed(self, group: Group) -> None:
-        with self._sending(group):
-            await self._journal.failed(group)
-
-    async def begin_step(self, step: int, groups: Sequence[Group]) -> None:
-        with self._waits.wait(
-            "loop", WaitKind.JOURNAL, f"batch of step {step}", responder="journal"
-        ):
-            await self._journal.begin_step(step, groups)
-
-    async def commit_step(self, report: StepReport) -> None:
-        with self._waits.wait("loop", WaitKind.JOURNAL, f"step {report.step}", responder="journal"):
-            await self._journal.commit_step(report)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PartFailed, RunError, WorkerDied
-from penstock.supervise.activity import effort_of
+from penstock.supervise.activity import activity_of
 
 FRAME = struct.Struct("!Q")
 _STREAM_LIMIT = 1 << 20
@@ -51,7 +51,9 @@ def with_log(error: Exception, log_path: Path) -> Exception:
 
 
 class ProcessWorker:
-    """Consumes method calls, produces their results from the object in the worker process."""
+    """See `Worker`. Consumes method calls, produces results from the part in the worker process."""
+
+    can_be_killed = True
 
     def __init__(self, name: str, process: subprocess.Popen, log_path: Path, dumped: int) -> None:
         self.name = name
@@ -191,8 +193,8 @@ class ProcessWorker:
             log.seek(before)
             return log.read().rstrip()
 
-    async def effort(self) -> float | None:
-        return await asyncio.to_thread(effort_of, self.pid)
+    async def activity(self) -> float | None:
+        return await asyncio.to_thread(activity_of, self.pid)
 
     async def kill(self) -> None:
         self._process.kill()

@@ -17,25 +17,25 @@ from collections.abc import Coroutine
 from typing import Any
 
 from penstock.launch.processes.process_worker import read_frame, write_frame
-from penstock.launch.rpc_server import Served, portable, stacks
+from penstock.launch.rpc_server import RpcServer, portable, stacks
 
 
 async def serve(connection: socket.socket) -> None:
     """Consumes calls from the driver, produces replies, until the driver closes the socket."""
     reader, writer = await asyncio.open_connection(sock=connection)
     search_path, name, factory, args, kwargs = await read_frame(reader)
-    served = Served(name)
+    server = RpcServer(name)
     calls: set[asyncio.Task[None]] = set()
     try:
         while True:
             call_id, method, call_args, call_kwargs = await read_frame(reader)
             work: Coroutine[Any, Any, Any]
             if method == "__start__":
-                work = served.build(search_path, factory, args, kwargs)
+                work = server.build_named(search_path, factory, args, kwargs)
             elif method == "__stack__":
                 work = _stacks()
             else:
-                work = served.call(method, call_args, call_kwargs)
+                work = server.call(method, call_args, call_kwargs)
             task = asyncio.create_task(_answer(writer, name, call_id, work))
             calls.add(task)
             task.add_done_callback(calls.discard)

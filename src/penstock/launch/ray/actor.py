@@ -26,8 +26,8 @@ from penstock.errors import PartFailed, RunError, WorkerDied
 from penstock.launch.processes.process_worker import with_log
 from penstock.launch.ray.faults import ACTOR_IS_GONE, why
 from penstock.launch.ray.object_store_retry import with_room
-from penstock.launch.rpc_server import Served, portable, stacks
-from penstock.supervise.activity import effort_of
+from penstock.launch.rpc_server import RpcServer, portable, stacks
+from penstock.supervise.activity import activity_of
 from penstock.types import WeightHandle
 
 _CALLS_AT_ONCE = 4096
@@ -56,7 +56,7 @@ class ServingActor:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._logs_to_run = _write_log_to(Path(log_path))
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-        self._name, self._served = name, Served(name)
+        self._name, self._server = name, RpcServer(name)
 
     async def where(self) -> Where:
         address = ray.util.get_node_ip_address()
@@ -68,14 +68,14 @@ class ServingActor:
 
     async def build(self, search_path: list[str], factory: str, args: tuple) -> Any:
         try:
-            await self._served.build(search_path, factory, args, {})
+            await self._server.build_named(search_path, factory, args, {})
             return None, None
         except Exception as error:
             return portable(self._name, error), None
 
     async def call(self, method: str, args: tuple, kwargs: dict) -> Any:
         try:
-            return None, await self._served.call(method, args, kwargs)
+            return None, await self._server.call(method, args, kwargs)
         except Exception as error:
             return portable(self._name, error), None
 
@@ -85,15 +85,15 @@ class ServingActor:
 
     async def chunk(self, number: int) -> tuple[Any, bool]:
         """An object of its own in the store, which the caller owns; and that it is there."""
-        return await self._served.call("weight_chunk", (number,), {}), True
+        return await self._server.call("weight_chunk", (number,), {}), True
 
     @ray.method(concurrency_group=_WATCH)
     async def stack(self) -> str:
         return stacks()
 
     @ray.method(concurrency_group=_WATCH)
-    async def effort(self) -> float | None:
-        return effort_of(os.getpid())
+    async def activity(self) -> float | None:
+        return activity_of(os.getpid())
 
     async def forever(self) -> None:
         await asyncio.Event().wait()
@@ -114,6 +114,8 @@ def _write_log_to(path: Path) -> bool:
 
 class ActorWorker:
     """See `Worker`. Consumes method calls, produces results from the actor."""
+
+    can_be_killed = True
 
     def __init__(self, name: str, actor: Any, where: Where, log_path: Path) -> None:
         self.name = name
@@ -230,12 +232,12 @@ class ActorWorker:
     def _is_here(self) -> bool:
         return bool(self.address == ray.util.get_node_ip_address())
 
-    async def effort(self) -> float | None:
+    async def activity(self) -> float | None:
         if self._is_here:  # it need not be able to answer
-            return await asyncio.to_thread(effort_of, self.pid)
+            return await asyncio.to_thread(activity_of, self.pid)
         with contextlib.suppress(TimeoutError, RayError):
             async with asyncio.timeout(_STACK_TIMEOUT_S):
-                spent: float | None = await self._actor.effort.remote()
+                spent: float | None = await self._actor.activity.remote()
                 return spent
         return None
 

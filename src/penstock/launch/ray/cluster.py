@@ -22,10 +22,10 @@ from penstock.launch.ray.actor import ActorWorker
 from penstock.launch.ray.placement import Places, Seat, bundles
 from penstock.pool.distribution import Distribution
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.supervise.trainer import RankGroup, watched
+from penstock.supervise.trainer import RankGroup
 from penstock.supervise.worker import Worker
 from penstock.types import WeightHandle
-from penstock.watch.waits import Waits
+from penstock.watch.waits import WaitKind, Waits
 from penstock.weights import sync_kind
 
 
@@ -135,6 +135,14 @@ class _Site:
     async def seated(self, name: str, threads: int, seat: Seat) -> ActorWorker:
         return await self.places.sit(name, seat, partial(self.actor, name, threads))
 
+    async def collect(self, rank: Worker, handle: WeightHandle) -> WeightHandle:
+        """Take the weights that a trainer rank has staged into the object store."""
+        assert isinstance(rank, ActorWorker)
+        detail = f"weights of version {handle.version}"
+        waits = self.callbacks.waits
+        with waits.wait("trainer", WaitKind.OBJECT_STORE, detail, responder="trainer"):
+            return await rank.collect(handle)
+
     async def build(self, remote: ActorWorker, factory: str, *args: Any) -> ActorWorker:
         timeout_s = self.config.launch.start_timeout_s
         try:
@@ -194,8 +202,7 @@ def _spawn_trainer(site: _Site, total_steps: int) -> Callable[[], Awaitable[Work
         for seat in seats:
             seat.is_used = True
         folders[node] = await ranks[0].call("weights_folder")
-        collect = watched(_collect, site.callbacks.waits)
-        return RankGroup(ranks, collect if site.sync == "object_store" else None)
+        return RankGroup(ranks, site.collect if site.sync == "object_store" else None)
 
     return spawn
 
@@ -211,8 +218,3 @@ def _spawn_distributor(site: _Site) -> Callable[[str, str, str], Awaitable[Worke
         return await site.build(remote, "distributor_part", folder, node, remote.address, backend)
 
     return spawn
-
-
-async def _collect(rank: Worker, handle: WeightHandle) -> WeightHandle:
-    assert isinstance(rank, ActorWorker)
-    return await rank.collect(handle)
