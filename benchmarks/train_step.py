@@ -153,13 +153,13 @@ def penstock_update(args: argparse.Namespace, lengths: np.ndarray, device: str) 
         n: make_batch(lengths, model.config.vocab_size, n) for n in range(1, args.repeats + 3)
     }
     seconds, peak = timed(
-        lambda number: consumer._updater.run(batches[number], 100), args.repeats, device
+        lambda number: consumer.train_batch(batches[number]), args.repeats, device
     )
     started = time.perf_counter()
     consumer.digest()
     print(f"    digest of the weights: {time.perf_counter() - started:.2f} s")
     if args.profile:
-        profile(lambda: consumer._updater.run(batches[1], 100))
+        profile(lambda: consumer.train_batch(batches[1]))
     return Figure(seconds, int(lengths.sum()), peak, num_flops(model, lengths))
 
 

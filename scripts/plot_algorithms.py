@@ -20,7 +20,7 @@ import torch
 
 from penstock.agent.single_turn import SingleTurn
 from penstock.algo import ALGORITHMS
-from penstock.algo.choice import check, resolve
+from penstock.algo.method import check_algorithm, resolve_settings
 from penstock.algo.settings import keep_group
 from penstock.config import Config
 from penstock.data.chat import ChatTemplate, load_tokenizer
@@ -75,7 +75,7 @@ def demo_config(algorithm: dict[str, Any], **fields: Any) -> Config:
     for section, values in fields.items():
         settings[section] = settings.get(section, {}) | values
     config = Config.model_validate(settings)
-    check(config)
+    check_algorithm(config)
     return config
 
 
@@ -130,7 +130,7 @@ def _accuracy(groups: list[Group]) -> float:
 
 async def _sample(config: Config, sampler: Sampler, agent: SingleTurn) -> tuple[list[Group], float]:
     """One batch of groups that the algorithm's filter keeps, and the accuracy of all drawn."""
-    settings, wanted = resolve(config.algorithm), config.train.groups_per_step
+    settings, wanted = resolve_settings(config.algorithm), config.train.groups_per_step
     kept: list[Group] = []
     spare: list[Group] = []
     for _ in range(MAX_DRAWS):

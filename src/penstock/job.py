@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.agent import AGENTS
-from penstock.algo.choice import resolve
+from penstock.algo.method import resolve_settings
 from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
 from penstock.config import Config
@@ -308,7 +308,7 @@ def _task(
 
 def _validity(config: Config, own_rule: str) -> IsValidSample:
     """A finished group is trained if the algorithm and the user's own rule both keep it."""
-    settings = resolve(config.algorithm)
+    settings = resolve_settings(config.algorithm)
     own = load("produce.is_valid_sample", own_rule, {}) if own_rule else None
 
     def is_valid(rollouts: Sequence[Rollout]) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock import algo, reward
 from penstock.agent import AGENTS
-from penstock.algo.choice import check as check_algorithm
+from penstock.algo.method import check_algorithm
 from penstock.config import Config, TaskConfig, TaskDataConfig
 from penstock.data import validate_source
 from penstock.engine import ENGINES

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from penstock.algo import kl
-from penstock.algo.choice import method_class, resolve
 from penstock.algo.correction import importance_weights
-from penstock.algo.method import TokenView
+from penstock.algo.method import TokenView, algorithm_class, resolve_settings
 from penstock.config import AlgorithmConfig
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
@@ -74,7 +73,7 @@ def trl_loss(logprobs, case, *, loss_type, low, high, beta=0.0, level="token", c
 
 def our_loss(logprobs, case, config: AlgorithmConfig):
     """Ours, from the same numbers laid flat."""
-    settings = resolve(config)
+    settings = resolve_settings(config)
     mask = case["mask"].bool()
     sequence_N = torch.arange(SEQUENCES)[:, None].expand_as(mask)[mask]
     view = TokenView(
@@ -84,7 +83,7 @@ def our_loss(logprobs, case, config: AlgorithmConfig):
         sequence_N=sequence_N,
         num_sequences=SEQUENCES,
     )
-    loss_N = method_class(config.name)(settings).surrogate(view).loss_N
+    loss_N = algorithm_class(config.name)(settings).surrogate(view).loss_N
     if settings.correction != "none":
         loss_N = loss_N * importance_weights(
             case["proximal"][mask], case["behaviour"][mask], sequence_N, SEQUENCES, settings

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.algo import ALGORITHMS
-from penstock.algo.choice import check, resolve
+from penstock.algo.method import check_algorithm, resolve_settings
 from penstock.algo.settings import keep_group
 from penstock.config import AlgorithmConfig, Config
 from penstock.errors import UserError
@@ -16,10 +16,10 @@ from penstock.types import Rollout, Score
 
 def test_reading_settings_imports_no_torch() -> None:
     program = (
-        "import sys; from penstock.algo import ALGORITHMS, choice;"
+        "import sys; from penstock.algo import ALGORITHMS, method;"
         "from penstock.config import AlgorithmConfig, Config;"
-        "[choice.resolve(AlgorithmConfig(name=name)) for name in ALGORITHMS];"
-        "choice.check(Config()); sys.exit('torch' in sys.modules)"
+        "[method.resolve_settings(AlgorithmConfig(name=name)) for name in ALGORITHMS];"
+        "method.check_algorithm(Config()); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -43,7 +43,7 @@ def test_reading_settings_imports_no_torch() -> None:
     ],
 )
 def test_defaults(name, fields) -> None:
-    settings = resolve(AlgorithmConfig(name=name))
+    settings = resolve_settings(AlgorithmConfig(name=name))
     assert {key: getattr(settings, key) for key in fields} == fields
     assert not settings.needs_reference
 
@@ -64,19 +64,19 @@ def test_every_part_can_be_overridden() -> None:
         "overlong_penalty": 2.0,
     }
     for name in ALGORITHMS:
-        settings = resolve(AlgorithmConfig(name=name, **given))
+        settings = resolve_settings(AlgorithmConfig(name=name, **given))
         assert {key: getattr(settings, key) for key in given} == given
 
 
 def test_a_correction_is_a_decoupled_objective() -> None:
     config = AlgorithmConfig(correction={"kind": "token_truncate", "cap": 3.0})
-    settings = resolve(config)
+    settings = resolve_settings(config)
     assert (settings.decoupled, settings.correction, settings.correction_cap) == (
         True,
         "token_truncate",
         3.0,
     )
-    assert resolve(AlgorithmConfig(decoupled=True)).correction == "token"
+    assert resolve_settings(AlgorithmConfig(decoupled=True)).correction == "token"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_correction_is_a_decoupled_objective() -> None:
 )
 def test_impossible_settings_are_one_clear_line(fields, words) -> None:
     with pytest.raises(UserError) as caught:
-        check(Config.model_validate(fields))
+        check_algorithm(Config.model_validate(fields))
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
@@ -122,7 +122,7 @@ def test_values_out_of_range_do_not_become_a_config(fields) -> None:
 
 
 def test_one_generation_is_fine_without_a_group_baseline() -> None:
-    check(
+    check_algorithm(
         Config.model_validate(
             {"algorithm": {"name": "reinforce_pp"}, "sampling": {"num_generations": 1}}
         )
@@ -131,7 +131,7 @@ def test_one_generation_is_fine_without_a_group_baseline() -> None:
 
 def test_a_users_class_without_defaults_is_refused() -> None:
     with pytest.raises(UserError, match="defaults"):
-        resolve(AlgorithmConfig(name="collections:OrderedDict"))
+        resolve_settings(AlgorithmConfig(name="collections:OrderedDict"))
 
 
 USERS_FILE = """
@@ -152,7 +152,7 @@ class Mine(Algorithm):
 def test_a_users_own_file_is_an_algorithm(tmp_path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(USERS_FILE)
-    settings = resolve(AlgorithmConfig(name=f"{path}:Mine", kl_beta=0.2))
+    settings = resolve_settings(AlgorithmConfig(name=f"{path}:Mine", kl_beta=0.2))
     assert (settings.baseline, settings.kl_beta, settings.needs_reference) == (
         "leave_one_out",
         0.2,
@@ -174,13 +174,13 @@ def scored(value: float, answer_ok: bool | None) -> Rollout:
     [([True, True], False), ([False, False], False), ([True, False], True)],
 )
 def test_dynamic_sampling_keeps_groups_that_teach(verdicts, kept) -> None:
-    settings = resolve(AlgorithmConfig(name="dapo"))
+    settings = resolve_settings(AlgorithmConfig(name="dapo"))
     rollouts = [scored(float(verdict), verdict) for verdict in verdicts]
     assert keep_group(rollouts, settings) is kept
-    assert keep_group(rollouts, resolve(AlgorithmConfig(name="grpo")))
+    assert keep_group(rollouts, resolve_settings(AlgorithmConfig(name="grpo")))
 
 
 def test_dynamic_sampling_without_verdicts_looks_at_the_rewards() -> None:
-    settings = resolve(AlgorithmConfig(name="dapo"))
+    settings = resolve_settings(AlgorithmConfig(name="dapo"))
     assert keep_group([scored(0.5, None), scored(0.7, None)], settings)
     assert not keep_group([scored(0.5, None), scored(0.5, None)], settings)

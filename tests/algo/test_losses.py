@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from penstock.algo import ALGORITHMS, kl
-from penstock.algo.choice import method_class, resolve
 from penstock.algo.correction import importance_weights
-from penstock.algo.method import Algorithm, TokenView
+from penstock.algo.method import Algorithm, TokenView, algorithm_class, resolve_settings
 from penstock.algo.settings import AlgorithmSettings
 from penstock.config import AlgorithmConfig
 
@@ -28,8 +27,8 @@ def view(ratios, advantages, sequences=None) -> TokenView:
 
 
 def algorithm(name: str, **fields) -> Algorithm:
-    settings = resolve(AlgorithmConfig(name=name, **fields))
-    return method_class(name)(settings)
+    settings = resolve_settings(AlgorithmConfig(name=name, **fields))
+    return algorithm_class(name)(settings)
 
 
 def gradient(loss_N, logprobs_N):
@@ -123,7 +122,7 @@ def test_importance_weights(kind, expected) -> None:
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_every_algorithm_of_the_table_keeps_the_contract(name) -> None:
-    method = method_class(name)
+    method = algorithm_class(name)
     assert issubclass(method, Algorithm)
     assert method.__doc__ or __import__(method.__module__, fromlist=["x"]).__doc__
     tokens = view([1.0, 1.0, 1.0], [1.0, -1.0, 0.0], sequences=[0, 0, 1])

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import penstock.engine.transformers.engine as engine
-import penstock.train.state as state
+import penstock.train.snapshot as snapshot
 from penstock.checkpoint import CheckpointStore
 from penstock.cli import main
 from penstock.journal import records, writer
@@ -56,7 +56,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     ],
     "snapshot": [(TrainerService, "snapshot"), (RestartingTrainer, "snapshot")],
     "snapshot write": [
-        (state, "_save_model"),
+        (snapshot, "_save_model"),
         (torch, "save"),
         (RestartingTrainer, "write_snapshot"),
     ],

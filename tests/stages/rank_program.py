@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from penstock.train.consumer import Consumer
-from penstock.train.parallel import Ranks, rank_share
 from penstock.train.ptx import Text, TextStream
-from penstock.train.state import take_snapshot
+from penstock.train.ranks import Ranks, rank_share
 from penstock.weights.offload import Parking
 from stages.training_data import config_of, random_batch, tiny_model, tricky_batch
 
@@ -67,10 +66,10 @@ def run(job: str, folder: Path, ranks: Ranks) -> None:
     metrics = [train(consumer, 1), train(consumer, 2)]
     name = f"{job}-{ranks.world}"
     if job == "reinforce_pp":
-        consumer.parking = Parking(consumer._needed_by_train, devices=("cpu",))
-        consumer.park()
-        assert consumer.parking.parked
-    write = take_snapshot(consumer, folder / name)
+        consumer.host_offload = Parking(consumer._training_tensors, devices=("cpu",))
+        consumer.offload()
+        assert consumer.host_offload.parked
+    write = consumer.snapshot(folder / name)
     metrics.append(train(consumer, 3))
     write()
     ranks.barrier()  # the others' parts are read too

@@ -115,7 +115,7 @@ class Gradients:
     def __init__(self, consumer: Consumer) -> None:
         self.updates: list[dict[str, torch.Tensor]] = []
         self._consumer = consumer
-        consumer._updater._apply = self
+        consumer._apply_update = self
 
     def __call__(self, rate: float, loss: float) -> tuple[float, bool]:
         self.updates.append(

@@ -8,7 +8,7 @@ import torch
 
 from penstock.errors import RunError, StopRequested, UserError
 from penstock.train.consumer import Consumer
-from penstock.train.policy_weights import add_adapters
+from penstock.train.policy import add_adapters
 from penstock.weights.model_weights import model_digest
 from stages.training_data import (
     VOCABULARY,
@@ -118,7 +118,7 @@ def test_training_after_load_is_bitwise_what_it_would_have_been(
     consumer = from_disk(saved_model, **sections)
     consumer.train(first)
     consumer.train(second)
-    consumer.save(tmp_path / "checkpoint")
+    consumer.snapshot(tmp_path / "checkpoint")()
     expected = consumer.train(third)
     torch.manual_seed(99)
     resumed = from_disk(saved_model, **sections)
@@ -131,7 +131,7 @@ def test_training_after_load_is_bitwise_what_it_would_have_been(
 
 def test_a_checkpoint_before_the_first_update_loads(saved_model, tmp_path) -> None:
     consumer = from_disk(saved_model)
-    consumer.save(tmp_path / "checkpoint")
+    consumer.snapshot(tmp_path / "checkpoint")()
     expected = consumer.train(random_batch(1)).digest
     resumed = from_disk(saved_model)
     resumed.load(tmp_path / "checkpoint")
@@ -145,7 +145,7 @@ def test_the_saved_model_is_a_transformers_folder_with_the_published_weights(
 
     consumer = from_disk(saved_model)
     consumer.train(random_batch(1))
-    consumer.save(tmp_path / "checkpoint")
+    consumer.snapshot(tmp_path / "checkpoint")()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint" / "model")
     published = dict(consumer.weights())
     assert set(published) == {name for name, _ in loaded.named_parameters()}
@@ -155,7 +155,7 @@ def test_the_saved_model_is_a_transformers_folder_with_the_published_weights(
 
 
 def test_a_checkpoint_of_another_model_is_refused(saved_model, tmp_path) -> None:
-    from_disk(saved_model).save(tmp_path / "checkpoint")
+    from_disk(saved_model).snapshot(tmp_path / "checkpoint")()
     other = consumer_of(config_of(), model=tiny_model("Llama", dtype=torch.float32))
     with pytest.raises(RunError, match="weights are not the model's"):
         other.load(tmp_path / "checkpoint")
@@ -195,15 +195,15 @@ def test_every_micro_batch_update_and_tensor_is_a_sign_of_life(saved_model) -> N
         algorithm={"kl_beta": 0.1},  # a pass of the reference before the updates
     )
     seen: list[int] = []
-    for policy in (consumer.policy, consumer._updater.reference):
-        policy.register_forward_pre_hook(lambda *_: seen.append(consumer.pieces))
+    for policy in (consumer.policy, consumer.reference):
+        policy.register_forward_pre_hook(lambda *_: seen.append(consumer.work_done))
     consumer.train(random_batch(1))
     assert len(seen) > 6
     assert seen == sorted(set(seen))  # one more at each
-    before = consumer.pieces
-    assert consumer.pieces > seen[-1] + 1  # the update, the digest
+    before = consumer.work_done
+    assert consumer.work_done > seen[-1] + 1  # the update, the digest
     names = [name for name, _ in consumer.weights()]
-    assert consumer.pieces == before + len(names)
+    assert consumer.work_done == before + len(names)
 
 
 def test_a_stop_before_the_update_leaves_everything_as_it_was(saved_model) -> None:
@@ -257,7 +257,7 @@ def test_lora_trains_adapters_only_and_publishes_merged_weights(saved_model, tmp
         consumer.train(batch)
     changed = {n for n, tensor in consumer.weights() if not torch.equal(tensor, base[n])}
     assert changed == {name for name in base if name.endswith("_proj.weight")}
-    consumer.save(tmp_path / "checkpoint")
+    consumer.snapshot(tmp_path / "checkpoint")()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint" / "model")
     ids = torch.randint(1, VOCABULARY, (1, 7))
     own = consumer.policy.model
@@ -269,17 +269,17 @@ def test_with_lora_the_base_weights_are_the_reference(saved_model) -> None:
     batch = random_batch(1)
     kl = {"algorithm": {"kl_beta": 0.1}}
     adapted = from_disk(saved_model, model={"lora": {"rank": 2}}, **kl)
-    assert adapted._updater.reference is None
+    assert adapted.reference is None
     assert adapted.train(batch).metrics["kl/mean"] == pytest.approx(0.0, abs=1e-9)
     assert adapted.train(random_batch(2)).metrics["kl/mean"] > 0
     full = from_disk(saved_model, **kl)
-    assert full._updater.reference is not None
+    assert full.reference is not None
     full.train(batch)
     assert full.train(random_batch(2)).metrics["kl/mean"] > 0
 
 
 def test_no_reference_is_loaded_without_a_coefficient(saved_model) -> None:
-    assert from_disk(saved_model)._updater.reference is None
+    assert from_disk(saved_model).reference is None
 
 
 def test_another_reference_model_can_be_named(saved_model, tmp_path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.algo import ALGORITHMS
-from penstock.algo.choice import resolve
+from penstock.algo.method import resolve_settings
 from penstock.config import AlgorithmConfig
 from penstock.types import Score
 from stages.training_data import (
@@ -60,7 +60,7 @@ def test_gradient_is_the_same_for_any_split_and_order(name, aggregation) -> None
 def test_kl_and_corrections_keep_the_law(fields) -> None:
     config = config_of(algorithm=fields)
     batch = tricky_batch()
-    reference = tiny_model(seed=5) if resolve(config.algorithm).needs_reference else None
+    reference = tiny_model(seed=5) if resolve_settings(config.algorithm).needs_reference else None
     whole = gradient_of(config, batch, reference=reference)
     for other in split_ways(config):
         assert relative_gap(gradient_of(other, batch, reference=reference), whole) < 1e-10
@@ -103,7 +103,7 @@ def test_gradient_is_that_of_the_plain_formula(aggregation, mask_truncated) -> N
     config = config_of(algorithm=fields)
     batch = tricky_batch()
     model = tiny_model()
-    plain_loss(model, batch, resolve(AlgorithmConfig(**fields)), 8).backward()
+    plain_loss(model, batch, resolve_settings(AlgorithmConfig(**fields)), 8).backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert relative_gap(gradient_of(config, batch), expected) < 1e-6
 
@@ -144,18 +144,16 @@ def test_mini_batches_are_the_gradients_of_their_own_groups() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
 def test_ratio_is_one_at_any_temperature_when_the_weights_are_the_same(temperature) -> None:
     """What an engine with these weights would have sampled with, annealed or not."""
-    from penstock.train.flat_batch import rows_of
+    from penstock.train.flat_batch import FlatBatch
     from penstock.train.objective import TokenInputs
 
     batch = random_batch(temperature=temperature)
     consumer = consumer_of(config_of(train={"micro_batch_tokens": 11}))
-    rows = rows_of(batch.groups, 1, resolve(AlgorithmConfig()))
-    inputs = TokenInputs.make(
-        rows.behaviour_N, rows.temperature_N, torch.float64, consumer.policy.device
-    )
-    own = consumer._updater._logprobs(rows, inputs, consumer.policy).numpy()
+    flat = FlatBatch.from_groups(batch.groups, 1, resolve_settings(AlgorithmConfig()))
+    inputs = TokenInputs.from_batch(flat, torch.float64, consumer.policy.device)
+    own = consumer._logprobs(flat, inputs, consumer.policy).numpy()
     for rollout, start, stop in zip(
-        rows.rollouts, rows.bounds_R1[:-1], rows.bounds_R1[1:], strict=True
+        flat.rollouts, flat.bounds_R1[:-1], flat.bounds_R1[1:], strict=True
     ):
         rollout.logprobs = own[start:stop]
     metrics = consumer.train(batch).metrics

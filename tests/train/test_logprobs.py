@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.train import logprobs as head
+from penstock.train import logprobs
 from penstock.train.logprobs import LogitRule, token_logprobs
 
 
@@ -35,7 +35,7 @@ def case(bias: bool):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.3), LogitRule(softcap=2.0)])
 def test_equal_to_full_logits(monkeypatch, kept, chunk, bias, rule) -> None:
-    monkeypatch.setattr(head, "KEEP_ELEMENTS_CPU", 1 << 20 if kept else 0)
+    monkeypatch.setattr(logprobs, "KEEP_ELEMENTS_CPU", 1 << 20 if kept else 0)
     inputs = case(bias)
     got, entropies = token_logprobs(*inputs, rule, chunk)
     expected, expected_entropies = full_logprobs(*inputs, rule)
@@ -110,7 +110,7 @@ def peak_bytes(function) -> int:
 
 def test_peak_memory_at_32k_tokens_and_a_150k_vocabulary_is_below_a_third() -> None:
     full = peak_bytes(full_logprobs)
-    chunk_tokens = head.CHUNK_ELEMENTS_GPU // 150_000  # the larger of the two default chunks
+    chunk_tokens = logprobs.CHUNK_ELEMENTS_GPU // 150_000  # the larger of the two default chunks
     chunked = peak_bytes(lambda *inputs: token_logprobs(*inputs, chunk_tokens))
     assert full > 32768 * 150_000 * 4
     assert chunked < full / 3

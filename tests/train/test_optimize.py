@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.config import TrainConfig
-from penstock.train.optimize import clip_gradients, learning_rate, make_optimizer
+from penstock.train.optimizer import clip_gradients, learning_rate, make_optimizer
 
 
 def rates(**fields):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.train.parallel import Ranks, digest_over, rank_share
+from penstock.train.ranks import Ranks, digest_over, rank_share
 from penstock.weights.model_weights import digest_of
 from stages import rank_program
 

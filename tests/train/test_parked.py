@@ -25,12 +25,12 @@ SETTINGS: dict[str, Any] = {
 
 def on_cpu(consumer: Consumer) -> Consumer:
     """Parking moves tensors of a CPU too."""
-    consumer.parking = Parking(consumer._needed_by_train, devices=("cpu",))
+    consumer.host_offload = Parking(consumer._training_tensors, devices=("cpu",))
     return consumer
 
 
 def sizes(consumer: Consumer) -> list[int]:
-    return [tensor.untyped_storage().nbytes() for tensor in consumer._needed_by_train()]
+    return [tensor.untyped_storage().nbytes() for tensor in consumer._training_tensors()]
 
 
 def state(folder: Path) -> Any:
@@ -46,13 +46,13 @@ def assert_same(one: Any, other: Any) -> None:
 
 def test_steps_between_which_it_parks_are_the_same_steps(saved_model) -> None:
     plain, parked = from_disk(saved_model, **SETTINGS), on_cpu(from_disk(saved_model, **SETTINGS))
-    parked.park()  # before the first step there are masters and a reference, and no moments
+    parked.offload()  # before the first step there are masters and a reference, and no moments
     assert set(sizes(parked)) == {0}
     for batch in batches(3):
         expected = plain.train(batch)
         report = parked.train(batch)
         assert 0 not in sizes(parked)
-        parked.park()
+        parked.offload()
         assert set(sizes(parked)) == {0}
         assert report.digest == expected.digest == parked.digest()  # parked as it is
         assert dict(parked.weights()).keys() == dict(plain.weights()).keys()
@@ -64,9 +64,9 @@ def test_a_checkpoint_taken_while_parked_is_the_same_and_moves_nothing(
 ) -> None:
     consumer = on_cpu(from_disk(saved_model, **SETTINGS))
     consumer.train(batches(1)[0])
-    consumer.save(tmp_path / "there")
-    consumer.park()
-    consumer.save(tmp_path / "parked")
+    consumer.snapshot(tmp_path / "there")()
+    consumer.offload()
+    consumer.snapshot(tmp_path / "parked")()
     assert set(sizes(consumer)) == {0}
     assert_same(state(tmp_path / "there")["pieces"], state(tmp_path / "parked")["pieces"])
     resumed = from_disk(saved_model, **SETTINGS)
@@ -103,7 +103,7 @@ def test_on_a_cpu_a_sleeping_trainer_copies_nothing(saved_model) -> None:
     service = TrainerService(from_disk(saved_model, **SETTINGS).config, 10, InProcessSync())
     service.sleep()
     assert 0 not in sizes(service._consumer)
-    assert service._consumer.parking.host_bytes == 0
+    assert service._consumer.host_offload.host_bytes == 0
 
 
 @pytest.mark.parametrize("colocate", [True, False])

@@ -9,8 +9,8 @@ import torch
 from penstock.config import PtxConfig
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
-from penstock.train.parallel import Ranks
 from penstock.train.ptx import Text, TextStream, read_texts
+from penstock.train.ranks import Ranks
 from stages.training_data import (
     config_of,
     consumer_of,
@@ -54,7 +54,7 @@ def test_the_stream_goes_round_and_resumes(tmp_path) -> None:
     first = consumer.train(random_batch(1)).metrics["ptx/loss"]
     assert first > 0
     assert consumer.texts.cursor == 3
-    consumer.save(tmp_path)
+    consumer.snapshot(tmp_path)()
     expected = consumer.train(random_batch(2)).digest
     assert consumer.texts.cursor == 6
     resumed = consumer_of(ptx(0.5), texts=TextStream(some_texts()))

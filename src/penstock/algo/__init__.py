@@ -2,7 +2,8 @@
 
 A new algorithm is one file with a subclass of `method.Algorithm`, one line in this table, one test
 and one row in docs/algorithms.md. Nothing here imports torch: the maths uses methods of the tensors
-it is given, so that the control plane can read an algorithm's settings.
+it is given, so that the control plane can read an algorithm's settings. Whatever needs packs, ranks
+or a model belongs in `train/`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From rewards to advantages: baselines, normalisation, overlong punishment. Pure numpy.
+"""From rewards to advantages: baselines, normalisation, overlong penalty. Numpy only.
 
-A group's own steps need only its rewards; whole-batch steps (`moments`, `standardize`) are split in
-two so that the ranks can add their moments between them.
+Group baselines need only the rewards of the group. Normalisation over the whole batch takes two
+functions, `moments` and `standardize`, so that ranks can add up their moments in between.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from penstock.algo.settings import AlgorithmSettings
 
 GROUP_EPSILON = 1e-4
 BATCH_EPSILON = 1e-8
-OVERLONG_WINDOW = 1024  # the punished stretch before max_tokens, at most a quarter of it
+OVERLONG_WINDOW = (
+    1024  # tokens before max_tokens that are penalised, at most a quarter of max_tokens
+)
 
 
 def group_advantages(rewards_G: np.ndarray, settings: AlgorithmSettings) -> np.ndarray:
-    """One group's rewards with its baseline taken away and, if asked, its deviation divided out.
+    """Subtract the baseline from one group's rewards and, if configured, divide by their deviation.
 
-    Equal rewards, and a group of one, give zeros under a group baseline: never a NaN.
+    With a group baseline, equal rewards and a group of one give zeros, never NaN.
     """
     rewards_G = np.asarray(rewards_G, dtype=np.float64)
     size = len(rewards_G)
@@ -35,15 +37,13 @@ def group_advantages(rewards_G: np.ndarray, settings: AlgorithmSettings) -> np.n
     return centred_G
 
 
-def moments(values_N: np.ndarray, mask_N: np.ndarray | None = None) -> np.ndarray:
-    """(count, sum, sum of squares): what ranks add up before `standardize`."""
-    if mask_N is not None:
-        values_N = values_N[mask_N]
+def moments(values_N: np.ndarray) -> np.ndarray:
+    """Return (count, sum, sum of squares), which ranks add up before `standardize`."""
     return np.array([len(values_N), values_N.sum(), np.square(values_N).sum()], dtype=np.float64)
 
 
 def batch_mean_and_deviation(total: np.ndarray) -> tuple[float, float]:
-    """Mean and population deviation from summed moments; (0, 0) when nothing was counted."""
+    """Return mean and population deviation from summed moments; (0, 0) if the count is 0."""
     count, first, second = (float(value) for value in total)
     if count == 0:
         return 0.0, 0.0
@@ -52,7 +52,7 @@ def batch_mean_and_deviation(total: np.ndarray) -> tuple[float, float]:
 
 
 def standardize(values_N: np.ndarray, mean: float, deviation: float) -> np.ndarray:
-    """Whole-batch normalisation; a batch without variance gives zeros."""
+    """Normalise over the whole batch; a batch without variance gives zeros."""
     if deviation <= BATCH_EPSILON:
         return np.zeros_like(values_N)
     return (values_N - mean) / (deviation + BATCH_EPSILON)
@@ -61,10 +61,10 @@ def standardize(values_N: np.ndarray, mean: float, deviation: float) -> np.ndarr
 def overlong_penalties(
     lengths_R: np.ndarray, truncated_R: np.ndarray, max_tokens_R: np.ndarray, weight: float
 ) -> np.ndarray:
-    """What the soft overlong punishment adds to each reward (0 or below).
+    """Return the soft overlong penalty of each response, 0 or below.
 
-    It grows linearly over the last stretch before max_tokens and is complete for a response that was
-    cut there, so that running into the limit never beats finishing late.
+    The penalty grows linearly over the last tokens before max_tokens and is `weight` for a truncated
+    response, so that running into the limit never beats finishing late.
     """
     window_R = np.maximum(np.minimum(OVERLONG_WINDOW, max_tokens_R // 4), 1)
     excess_R = (lengths_R - (max_tokens_R - window_R)) / window_R

@@ -1,4 +1,4 @@
-"""CISPO: the clipped ratio is a weight without gradient, so no token ever loses its gradient."""
+"""CISPO: the clipped ratio is a weight without gradient, so every token keeps its gradient."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Importance weights between the policy that sampled and the trainer's policy before the update.
+"""Importance weights of the trainer's policy before the update against the policy that sampled.
 
-They correct for stale weights and for an engine whose numbers differ from the trainer's. Weights
-carry no gradient and never change a denominator, so a split of the batch cannot change them.
+They correct for stale weights and for engines whose arithmetic differs from the trainer's. They carry
+no gradient and enter no denominator, so no split of the batch changes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def importance_weights(
     num_sequences: int,
     settings: AlgorithmSettings,
 ) -> Tensor:
-    """The factor on each token's policy loss; all ones where nothing is to be corrected."""
+    """Return the factor on each token's policy loss; all ones for correction `none`."""
     kind = settings.correction
     log_N = (proximal_N - behaviour_N).detach()
     if kind == "none":

@@ -1,4 +1,4 @@
-"""DAPO: clip-higher, token-level loss, dynamic sampling, soft overlong punishment, no KL."""
+"""DAPO: clip-higher, token-level loss, dynamic sampling, soft overlong penalty, no KL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dr.GRPO: no division by the group's deviation, and a constant length in the denominator."""
+"""Dr. GRPO: no division by the group's deviation, and a constant length in the denominator."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def estimate(kind: str, logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """KL(policy || reference) at each token that the policy sampled."""
+    """Estimate KL(policy || reference) at each sampled token."""
     log_ratio_N = (reference_N - logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind == "k1":
         return -log_ratio_N

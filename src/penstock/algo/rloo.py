@@ -1,4 +1,4 @@
-"""RLOO: the baseline of a rollout is the mean reward of the others of its group."""
+"""RLOO: the baseline of a rollout is the mean reward of the other rollouts in its group."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an algorithm is made of, with every value concrete.
+"""The settings of an algorithm, with every value concrete.
 
-Which method a config names and what it overrides is found in `choice.py`. Used by the control plane
-(dynamic sampling, group sizes) and by the consumer alike, so it imports no torch.
+`method.py` makes them from a config. The control plane (dynamic sampling, group sizes) and the
+consumer both read them, so this file imports no torch.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ CorrectionKind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSettings:
-    """One algorithm, complete. The defaults of this record are those of GRPO."""
+    """All settings of one algorithm. The defaults are those of GRPO."""
 
     name: str = ""
-    baseline: Baseline = "group_mean"  # what is taken from a reward to make an advantage
-    normalize: Literal["group", "batch", "none"] = "group"  # whose deviation divides it
-    clip_low: float = 0.2  # the ratio is clipped to 1 - this ...
-    clip_high: float = 0.2  # ... and 1 + this
-    dual_clip: float | None = None  # bound of the loss for negative advantages
+    baseline: Baseline = "group_mean"  # what is subtracted from a reward
+    normalize: Literal["group", "batch", "none"] = "group"  # whose standard deviation divides it
+    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, ...
+    clip_high: float = 0.2  # ... 1 + clip_high]
+    dual_clip: float | None = None  # bounds the loss of negative advantages
     aggregation: Literal["token", "sequence", "constant"] = "sequence"
     kl_in: Literal["loss", "reward", "none"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_beta: float = 0.0
-    mask_truncated: bool = False  # responses cut at max_tokens leave the loss
+    mask_truncated: bool = False  # leave responses cut at max_tokens out of the loss
     filter_groups: bool = False  # dynamic sampling: refuse groups without a learning signal
-    filter_low: float = 0.01  # accuracies a group must lie strictly between
+    filter_low: float = 0.01  # a group's accuracy must lie strictly between these
     filter_high: float = 0.99
-    overlong_penalty: float = 0.0  # reward taken from responses close to max_tokens
-    decoupled: bool = False  # the ratio is against the trainer's own log-probs before the update
-    correction: CorrectionKind = "none"  # importance weight of behaviour policy against trainer
+    overlong_penalty: float = 0.0  # subtracted from the reward of responses close to max_tokens
+    decoupled: bool = False  # ratio against the trainer's own log-probs before the update
+    correction: CorrectionKind = "none"  # importance weight: trainer against behaviour policy
     correction_cap: float = 2.0
     correction_floor: float = 0.0
 
     @property
     def group_relative(self) -> bool:
-        """The advantage compares rollouts of one prompt, so a group needs at least two."""
+        """Whether advantages compare rollouts of one prompt, so that a group needs at least two."""
         return self.baseline in ("group_mean", "leave_one_out") or self.normalize == "group"
 
     @property
@@ -62,9 +62,9 @@ class AlgorithmSettings:
 
 
 def keep_group(rollouts: Sequence[Rollout], settings: AlgorithmSettings) -> bool:
-    """Dynamic sampling: is there anything to learn from this finished group?
+    """Return whether a finished group has a learning signal (dynamic sampling).
 
-    Judged by mean accuracy where every answer was judged, else by whether the rewards differ.
+    If every answer has a verdict, the mean accuracy decides; otherwise, whether the rewards differ.
     """
     if not settings.filter_groups:
         return True

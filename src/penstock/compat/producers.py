@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.agent.single_turn import SingleTurn
 from penstock.algo.advantage import group_advantages
-from penstock.algo.choice import resolve
+from penstock.algo.method import resolve_settings
 from penstock.compat.producer_log import Names, ProducerLog
 from penstock.compat.tensors import group_tensors, unpadded
 from penstock.compat.weight_broadcast import join_group, receive_state_dict
@@ -305,7 +305,7 @@ class BaseProducer:
             failed = [r.error for r in group.rollouts if r.status is not Status.COMPLETED]
             if failed:
                 raise RunError(f"{group.group_id}: {len(failed)} responses failed: {failed[0]}")
-        settings = resolve(self.config.algorithm)
+        settings = resolve_settings(self.config.algorithm)
         advantages = np.stack(
             [group_advantages(np.array([r.reward for r in g.rollouts]), settings) for g in groups]
         )

@@ -17,8 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from penstock import run_folder
-from penstock.algo.choice import check as check_algorithm
-from penstock.algo.choice import resolve
+from penstock.algo.method import check_algorithm, resolve_settings
 from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
 from penstock.config import Config
@@ -68,7 +67,7 @@ def make_fork(
 ) -> RunFolder:
     """A new run folder beside its parent, ready to be trained."""
     named = [f"algorithm.name={algorithm}"] if algorithm else []
-    corrected = [] if resolve(parent.config().algorithm).decoupled else [CORRECTION]
+    corrected = [] if resolve_settings(parent.config().algorithm).decoupled else [CORRECTION]
     place = [f"run.dir={parent.path.parent}", f"run.name={_unused_name(parent, algorithm)}"]
     words = [*corrected, *place, *named, *overrides]
     config = load_config(parent.path / CONFIG, words).config
@@ -110,7 +109,7 @@ def _unused_name(parent: RunFolder, algorithm: str | None) -> str:
 
 def recorded_groups(journal: Journal, config: Config, last: int) -> Iterator[tuple[Group, bool]]:
     """Every trained group in the order of training, and whether this config's algorithm keeps it."""
-    settings = resolve(config.algorithm)
+    settings = resolve_settings(config.algorithm)
     for step in range(1, last + 1):
         for group in journal.batch(step).groups:
             yield group, keep_group(group.rollouts, settings)

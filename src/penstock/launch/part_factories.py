@@ -131,12 +131,12 @@ class TrainerService:
 
     def sleep(self) -> None:
         """Give device memory to the engines; publishing and checkpoints work on."""
-        self._consumer.park()
+        self._consumer.offload()
 
     def wake(self) -> None:
         """Undo `sleep`."""
         with self._memory():
-            self._consumer.unpark()
+            self._consumer.reload()
 
     def publish(self) -> WeightHandle:
         """Every rank takes part, since shards are gathered; the first one hands them over."""
@@ -168,10 +168,8 @@ class TrainerService:
             self._folder = None
 
     def snapshot(self, folder: str) -> tuple[int, str]:
-        from penstock.train.state import take_snapshot
-
         self._draft = Path(folder)
-        self._write = take_snapshot(self._consumer, self._draft)
+        self._write = self._consumer.snapshot(self._draft)
         return self.identity()
 
     async def write_snapshot(self) -> None:
@@ -196,7 +194,7 @@ class TrainerService:
 
     def progress(self) -> tuple[int, int]:
         """Pieces of work that are done, and bytes of the newest checkpoint; from any thread."""
-        return self._consumer.pieces, _size_of(self._draft)
+        return self._consumer.work_done, _size_of(self._draft)
 
 
 def _memory_advice(config: Config) -> str:
@@ -245,7 +243,7 @@ def _shares_device(config: Config, kind: str) -> bool:
     """Whether weights stay on the GPU; colocated, its memory is worth more than the time."""
     if kind not in ("cuda_ipc", SHARED):
         return False
-    from penstock.train.policy_weights import trainer_device
+    from penstock.train.policy import trainer_device
 
     device = trainer_device(config.model).type
     if kind == "cuda_ipc" and device != "cuda":

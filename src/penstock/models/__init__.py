@@ -1,5 +1,5 @@
-"""What trainer and engine share of a transformers model, so that both compute the same.
+"""What trainer and engine share of a transformers model: loading it, and attention.
 
-A new attention variant starts here, in plain operations, as the reference for every fused kernel.
-Nothing here trains or samples.
+A new attention variant starts in `attention.py`, in plain operations, as the reference for every
+fused kernel. May import config, demo and errors; nothing here trains or samples.
 """

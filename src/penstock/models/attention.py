@@ -1,52 +1,52 @@
-"""Attention in plain operations, for scores that no fused kernel knows.
+"""Attention in plain operations, for scores that no fused kernel computes.
 
-Gemma 2 caps its scores softly; GPT-OSS gives each head a sink, a score that takes part in the softmax
-and has no value. Engine and trainer share this one definition. Queries go in stretches, so that long
-sequences do not hold all their scores at once.
+Gemma 2 caps its scores softly; GPT-OSS gives each head a sink, a score that enters the softmax and
+has no value. Engine and trainer share this definition. Queries are processed in chunks, so that a
+long sequence does not hold all its scores at once.
 """
 
 from __future__ import annotations
 
 import torch
 
-_SCORES_AT_ONCE = 1 << 27  # numbers, of all sequences and heads together
+_SCORES_AT_ONCE = 1 << 27  # over all sequences and heads
 
 
 def plain_attention(
     query_BHQD: torch.Tensor,
     key_BGKD: torch.Tensor,
     value_BGKD: torch.Tensor,
-    seen: torch.Tensor,
+    mask: torch.Tensor,
     *,
     scale: float,
     softcap: float | None = None,
     sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[batch, heads, queries, value size]; `seen` is True where a query may look."""
+    """Return [batch, heads, queries, value size]; `mask` is True where a query sees a key."""
     groups = query_BHQD.shape[1] // key_BGKD.shape[1]
     key_BHKD = key_BGKD.repeat_interleave(groups, dim=1)
     value_BHKD = value_BGKD.repeat_interleave(groups, dim=1)
     batch, heads, queries, _ = query_BHQD.shape
-    stretch = max(1, _SCORES_AT_ONCE // (batch * heads * key_BHKD.shape[2]))
+    chunk = max(1, _SCORES_AT_ONCE // (batch * heads * key_BHKD.shape[2]))
     outputs = []
-    for first in range(0, queries, stretch):
-        part = slice(first, first + stretch)
-        seen_here = seen if seen.shape[-2] == 1 else seen[..., part, :]
+    for first in range(0, queries, chunk):
+        part = slice(first, first + chunk)
+        chunk_mask = mask if mask.shape[-2] == 1 else mask[..., part, :]
         scores = torch.matmul(query_BHQD[:, :, part], key_BHKD.transpose(2, 3)) * scale
         if scores.dtype != torch.float64:
             scores = scores.float()
-        share = _shares(scores, seen_here, softcap, sink_H)
-        outputs.append(torch.matmul(share.to(value_BHKD.dtype), value_BHKD))
+        probabilities = _probabilities(scores, chunk_mask, softcap, sink_H)
+        outputs.append(torch.matmul(probabilities.to(value_BHKD.dtype), value_BHKD))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _shares(
-    scores: torch.Tensor, seen: torch.Tensor, softcap: float | None, sink_H: torch.Tensor | None
+def _probabilities(
+    scores: torch.Tensor, mask: torch.Tensor, softcap: float | None, sink_H: torch.Tensor | None
 ) -> torch.Tensor:
-    """What part of each value a query takes; with a sink the parts add up to less than one."""
+    """Return the attention probabilities; with a sink they add up to less than one."""
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~mask, -torch.inf)
     if sink_H is None:
         return scores.softmax(dim=-1)
     sink = sink_H.to(scores.dtype)[:, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)

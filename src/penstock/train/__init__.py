@@ -1,5 +1,6 @@
-"""Training: from a batch of groups to one update of the policy, and its checkpoint state.
+"""Training: from a batch of groups to new weights of the policy, and its part of a checkpoint.
 
-A new per-step metric goes into `metrics.py`. May import algo, weights, models and data; it knows
-no engine, no journal and no process but its own ranks.
+`consumer.py` is the way through; a new metric of a step goes into `metrics.py`, a term of the loss
+into `objective.py`. May import algo, weights, models and data; knows no engine, no journal, and no
+process but its own ranks.
 """

@@ -1,15 +1,21 @@
 """The consumer: trains the policy on batches of groups and hands out its weights.
 
-One step trains one batch, in one or several updates (`update.py`), and raises the policy's version
-by one. Runs in whatever thread or process calls it; `request_stop` and `pieces` alone are for other
-threads. With several trainer ranks every rank calls the same methods with its own share of the groups.
+    groups -> flat batch -> reference and proximal log-probs -> advantages
+           -> per update: packs (forward, loss, backward) -> clip -> AdamW -> digest, metrics
+
+One step trains one batch, in one or several updates, and raises the policy version by one. Consumes a
+`Batch`, produces a `StepReport`; runs in the thread or process that calls it. Only `request_stop` and
+`work_done` are for other threads. With several trainer ranks, every rank calls the same methods with
+its own share of the groups.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +23,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.algo.choice import method_class, resolve
+from penstock.algo import kl
+from penstock.algo.method import algorithm_class, resolve_settings
 from penstock.config import Config
 from penstock.errors import RunError, StopRequested
 from penstock.models.loading import compute_dtype
-from penstock.train import state
-from penstock.train.metrics import step_metrics
-from penstock.train.optimize import clip_gradients, make_optimizer
-from penstock.train.parallel import Ranks, digest_over, shard
-from penstock.train.policy import Policy
-from penstock.train.policy_weights import (
-    Masters,
-    add_adapters,
-    load_policy,
-    published_weights,
-    trainer_device,
+from penstock.train.flat_batch import FlatBatch, mini_batches
+from penstock.train.metrics import TokenStats, mean_of_finite, step_metrics
+from penstock.train.objective import (
+    TokenInputs,
+    loss_weights,
+    pack_loss,
+    shaped_rewards,
+    token_advantages,
+    update_sums,
 )
+from penstock.train.optimizer import Masters, clip_gradients, learning_rate, make_optimizer
+from penstock.train.pack import Pack, empty_pack, make_pack, split_by_tokens
+from penstock.train.policy import Policy, add_adapters, load_policy, trainer_device
 from penstock.train.ptx import TextStream
-from penstock.train.update import BatchOutcome, Updater
+from penstock.train.ranks import Ranks, digest_over
+from penstock.train.snapshot import load_snapshot, take_snapshot
 from penstock.types import Batch, StepReport
 from penstock.weights.offload import Parking
+
+
+@dataclass(slots=True, kw_only=True)
+class _BatchInTraining:
+    """One batch while it is trained: its tokens, and what its updates have done so far."""
+
+    flat: FlatBatch
+    inputs: TokenInputs
+    advantages_N: np.ndarray
+    learning_rate: float
+    stats: TokenStats
+    grad_norms: list[float] = field(default_factory=list)  # of each update, before clipping
+    skipped_updates: int = 0  # their loss or gradient was not finite
+    ptx_losses: list[float] = field(default_factory=list)  # of each update
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether an update of this batch has been applied; from then on the batch is finished."""
+        return bool(self.grad_norms)
 
 
 class Consumer:
@@ -58,8 +86,11 @@ class Consumer:
         self.step = 0
         self.policy_version = 0
         self.bad_updates_in_a_row = 0
-        self.pieces = 0  # micro-batches, updates and tensors handed out, ever: a sign of life
+        self.work_done = 0  # packs, updates and published tensors so far; proves progress
         self.texts = texts
+        self.settings = resolve_settings(config.algorithm)
+        self.algorithm = algorithm_class(config.algorithm.name)(self.settings)
+        self.reference = None if reference is None else Policy(reference)
         self.policy = Policy(model)
         self.engine_dtype = compute_dtype(config.model, self.policy.device)
         if model.dtype == torch.float64:
@@ -67,32 +98,21 @@ class Consumer:
         if config.train.compile:
             self.policy.compile_layers()
         if self.ranks.world > 1:
-            shard(self.policy, self.ranks, self.engine_dtype)
+            self.policy.shard(self.ranks, self.engine_dtype)
         self.masters = Masters(model, separate=model.dtype == torch.bfloat16)
         self.optimizer = make_optimizer(self.masters.parameters, config.train)
-        self.parking = Parking(self._needed_by_train)
+        self.host_offload = Parking(self._training_tensors)
         self._stop = threading.Event()
-        self._updater = Updater(
-            config,
-            method_class(config.algorithm.name)(resolve(config.algorithm)),
-            self.policy,
-            None if reference is None else Policy(reference),
-            texts,
-            self.ranks,
-            apply=self._apply,
-            check_stop=self._check_stop,
-            count=self._count,
-        )
 
     @classmethod
     def from_config(cls, config: Config, *, total_steps: int) -> Consumer:
-        """Load the model (and what the settings ask for beside it) and make ready to train."""
+        """Load the model, and the adapters, reference and text stream that the config asks for."""
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
         device = trainer_device(config.model)
         dtype = compute_dtype(config.model, device)
         ranks = Ranks.from_environment(device)
-        # A sharded model keeps float32 masters and computes in `dtype` by itself.
+        # A sharded model keeps float32 parameters and casts them to `dtype` by itself.
         own_dtype = dtype if ranks.world == 1 else torch.float32
         model = load_policy(config.model.path, config.model, own_dtype)
         if config.model.lora.rank:
@@ -100,8 +120,8 @@ class Consumer:
         if config.train.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         reference = None
-        base_serves = config.model.lora.rank > 0 and not config.train.reference
-        if resolve(config.algorithm).needs_reference and not base_serves:
+        base_is_reference = config.model.lora.rank > 0 and not config.train.reference
+        if resolve_settings(config.algorithm).needs_reference and not base_is_reference:
             path = config.train.reference or config.model.path
             reference = load_policy(path, config.model, dtype).requires_grad_(False)
         return cls(
@@ -113,18 +133,20 @@ class Consumer:
             ranks=ranks,
         )
 
+    # ---- what the service calls
+
     def request_stop(self) -> None:
-        """Ask a running `train` to end before it changes the weights; safe from any thread."""
+        """Ask a running `train` to end before its first update; safe from any thread."""
         self._stop.set()
 
     def train(self, batch: Batch) -> StepReport:
-        """One step. Raises StopRequested with everything as it was if a stop was asked for."""
+        """Train one step. If a stop was requested, raise StopRequested and change nothing."""
         started = time.perf_counter()
-        self.unpark()
+        self.reload()
         torch.set_num_threads(self.config.train.threads)
         random_state = torch.get_rng_state()
         try:
-            outcome = self._updater.run(batch, self.total_steps)
+            trained = self.train_batch(batch)
         except StopRequested:
             self._stop.clear()
             self.optimizer.zero_grad(set_to_none=True)
@@ -133,75 +155,217 @@ class Consumer:
         self.step = batch.step
         self.policy_version += 1
         if self.texts is not None:
-            self.texts.cursor += outcome.ptx_texts
+            per_update = self.config.train.ptx.sequences_per_step
+            self.texts.cursor += len(trained.ptx_losses) * per_update
         digest = self.digest()
-        metrics = self._metrics(outcome, time.perf_counter() - started)
+        metrics = self._metrics(trained, time.perf_counter() - started)
         return StepReport(
             step=self.step, policy_version=self.policy_version, digest=digest, metrics=metrics
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy as engines load it: transformers names, their format, adapters merged."""
-        for named in published_weights(self.policy.model, self.engine_dtype):
-            self._count()
+        """Yield (name, tensor) of the policy as engines load it; all ranks must iterate."""
+        for named in self.policy.published_weights(self.engine_dtype):
+            self.work_done += 1
             yield named
 
     def digest(self) -> str:
-        """The identity of `weights()`."""
+        """Return the digest of `weights()`."""
         return digest_over(self.ranks, self.weights())
 
-    def save(self, folder: Path) -> None:
-        """Write model and training state under `folder`."""
-        state.save(self, Path(folder))
+    def snapshot(self, folder: Path) -> Callable[[], None]:
+        """Copy model and training state; return a function that writes the copy to `folder`.
+
+        The function may run in any thread while training goes on.
+        """
+        return take_snapshot(self, folder)
 
     def load(self, folder: Path) -> None:
-        """Go back to what `save` wrote; what follows is bitwise what would have followed there."""
-        self.unpark()
-        state.load(self, Path(folder))
+        """Restore what a snapshot wrote; training goes on bitwise as it would have there."""
+        self.reload()
+        load_snapshot(self, folder)
 
-    def park(self) -> None:
-        """Give back the device memory that only `train` needs; the weights that leave for engines stay."""
+    def offload(self) -> None:
+        """Move what only `train` needs from the GPU to host memory; published weights stay."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.parking.park()
+        self.host_offload.park()
 
-    def unpark(self) -> None:
-        """Undo `park`, bit for bit; `train` and `load` do so themselves."""
-        self.parking.unpark()
+    def reload(self) -> None:
+        """Undo `offload`, bit for bit; `train` and `load` call it themselves."""
+        self.host_offload.unpark()
 
-    def _needed_by_train(self) -> Iterator[Tensor]:
+    def _training_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that only `train` needs: masters, reference, optimizer moments."""
         if self.masters.separate:
             yield from self.masters.parameters.values()
-        if self._updater.reference is not None:
-            yield from self._updater.reference.parameters()
+        if self.reference is not None:
+            yield from self.reference.parameters()
         for moments in self.optimizer.state.values():
             yield from (value for value in moments.values() if isinstance(value, Tensor))
 
-    def _metrics(self, outcome: BatchOutcome, seconds: float) -> dict[str, float]:
-        metrics = step_metrics(outcome.rows, outcome.advantages_N, outcome.record, self.ranks)
-        norms = [norm for norm in outcome.grad_norms if np.isfinite(norm)]
+    def _metrics(self, trained: _BatchInTraining, seconds: float) -> dict[str, float]:
+        metrics = step_metrics(trained.flat, trained.advantages_N, trained.stats, self.ranks)
         return metrics | {
-            "lr": outcome.learning_rate,
-            "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "updates/skipped": float(outcome.skipped),
-            "ptx/loss": float(np.mean(outcome.ptx_losses)) if outcome.ptx_losses else 0.0,
+            "lr": trained.learning_rate,
+            "grad_norm": mean_of_finite(trained.grad_norms),
+            "updates/skipped": float(trained.skipped_updates),
+            "ptx/loss": float(np.mean(trained.ptx_losses)) if trained.ptx_losses else 0.0,
             "time/train_s": seconds,
             "tokens_per_s": metrics["tokens/trained"] / seconds,
             "memory/peak_mib": _peak_memory_mib(self.policy.device),
         }
 
-    def _apply(self, rate: float, loss: float) -> tuple[float, bool]:
-        """One optimizer step. A non-finite loss or gradient changes nothing and is counted.
+    # ---- one batch
 
-        Nor does a gradient that is zero throughout: momentum alone must not move the weights.
+    def train_batch(self, batch: Batch) -> _BatchInTraining:
+        """Make all updates of the batch; a stop is honoured until the first one is applied."""
+        updates = mini_batches(len(batch.groups), self.config.train.mini_batches)
+        updates *= self.config.train.num_epochs
+        current = self._prepare(batch, num_updates=len(updates))
+        for number, group_numbers in enumerate(updates):
+            chosen_R = np.flatnonzero(np.isin(current.flat.group_R, group_numbers))
+            loss = self._accumulate(current, chosen_R)
+            if self.texts is not None:
+                current.ptx_losses.append(self._accumulate_texts(self.texts, number, current))
+            norm, finite = self._apply_update(current.learning_rate, loss)
+            current.grad_norms.append(norm)
+            current.skipped_updates += not finite
+        return current
+
+    def _prepare(self, batch: Batch, *, num_updates: int) -> _BatchInTraining:
+        """Lay the batch out, and compute what must come from the weights before the first update."""
+        settings = self.settings
+        flat = FlatBatch.from_groups(batch.groups, batch.step, settings)
+        inputs = TokenInputs.from_batch(flat, self._exact_dtype, self.policy.device)
+        if settings.needs_reference:
+            inputs.reference_N = self._reference_logprobs(flat, inputs)
+        if settings.kl_in_reward or (num_updates > 1 and settings.decoupled):
+            inputs.proximal_N = self._logprobs(flat, inputs, self.policy)
+        advantages_N = self._advantages(batch, flat, inputs)
+        inputs.advantage_N = torch.from_numpy(advantages_N).to(inputs.advantage_N)
+        return _BatchInTraining(
+            flat=flat,
+            inputs=inputs,
+            advantages_N=advantages_N,
+            learning_rate=learning_rate(self.config.train, batch.step, self.total_steps),
+            stats=TokenStats(flat.num_tokens),
+        )
+
+    def _reference_logprobs(self, flat: FlatBatch, inputs: TokenInputs) -> Tensor:
+        if self.reference is not None:
+            return self._logprobs(flat, inputs, self.reference)
+        with self.policy.without_adapters():
+            return self._logprobs(flat, inputs, self.policy)
+
+    def _logprobs(self, flat: FlatBatch, inputs: TokenInputs, policy: Policy) -> Tensor:
+        """Return the log-probs of all trained tokens under `policy`, without gradients."""
+        policy.train(False)
+        result_N = torch.zeros_like(inputs.behaviour_N)
+        with torch.no_grad():
+            for pack in self._packs(flat, np.arange(len(flat.rollouts))):
+                self._check_stop()
+                index_N = torch.from_numpy(pack.token_N).to(result_N.device)
+                result_N[index_N], _ = policy(pack, inputs.temperature_N[index_N])
+        return result_N
+
+    def _advantages(self, batch: Batch, flat: FlatBatch, inputs: TokenInputs) -> np.ndarray:
+        max_tokens_R = np.repeat(
+            [self._max_tokens(group.task) for group in batch.groups],
+            [len(group.rollouts) for group in batch.groups],
+        )
+        rewards_R = shaped_rewards(flat, max_tokens_R, self.settings)
+        penalty_N = None
+        if self.settings.kl_in_reward:
+            assert inputs.proximal_N is not None
+            assert inputs.reference_N is not None
+            kl_N = kl.estimate(self.settings.kl_estimator, inputs.proximal_N, inputs.reference_N)
+            penalty_N = self.settings.kl_beta * kl_N.cpu().numpy().astype(np.float64)
+        return token_advantages(flat, rewards_R, penalty_N, self.settings, self.ranks)
+
+    # ---- one update
+
+    def _accumulate(self, current: _BatchInTraining, chosen_R: np.ndarray) -> float:
+        """Run forward and backward over one update's rollouts; return the loss over all ranks.
+
+        Gradients add up in the masters.
         """
-        self._count()
+        flat, inputs, stats = current.flat, current.inputs, current.stats
+        sums = self.ranks.sum(update_sums(flat, chosen_R))
+        weights_N = loss_weights(
+            flat, chosen_R, sums, self.settings.aggregation, self._constant_length
+        )
+        weights_N *= 1.0 - self.config.train.ptx.coefficient
+        inputs.weight_N = torch.from_numpy(weights_N).to(inputs.weight_N)
+        self.policy.train(self._training_mode)
+        live_R, idle_R = self._split_idle(current, chosen_R)
+        for part_R, backward in ((live_R, True), (idle_R, False)):
+            with torch.set_grad_enabled(backward):
+                for pack in self._packs(flat, part_R):
+                    self._check_stop(current)
+                    index_N = torch.from_numpy(pack.token_N).to(self.policy.device)
+                    logprobs_N, entropies_N = self.policy(pack, inputs.temperature_N[index_N])
+                    loss, result = pack_loss(self.algorithm, pack, inputs, logprobs_N, entropies_N)
+                    if backward:
+                        loss.backward()
+                    stats.add(result, before_update=not current.is_updated)
+        total = self.ranks.sum_of(stats.flush())
+        stats.losses.append(total)
+        return total
+
+    def _split_idle(
+        self, current: _BatchInTraining, chosen_R: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (rollouts to train, rollouts whose gradient is zero by construction).
+
+        The second kind needs a forward pass for the metrics, and no backward pass.
+        """
+        if self.settings.kl_in_loss or self.ranks.world > 1:
+            return chosen_R, chosen_R[:0]
+        flat = current.flat
+        active_R = np.bincount(
+            flat.rollout_N, weights=current.advantages_N != 0, minlength=len(flat.rollouts)
+        )
+        live = active_R[chosen_R] > 0
+        return chosen_R[live], chosen_R[~live]
+
+    def _accumulate_texts(
+        self, stream: TextStream, update: int, current: _BatchInTraining
+    ) -> float:
+        """Add the gradient of the update's texts, times the coefficient; return their mean loss."""
+        ptx = self.config.train.ptx
+        texts = stream.peek(update * ptx.sequences_per_step, ptx.sequences_per_step, self.ranks)
+        num_tokens = max(self.ranks.sum_of(sum(len(text.predictors) for text in texts)), 1.0)
+        total = 0.0
+        for pack in self._make_packs(
+            range(len(texts)),
+            [text.token_ids for text in texts],
+            [text.predictors for text in texts],
+            np.cumsum([0, *(len(text.predictors) for text in texts)]),
+        ):
+            self._check_stop(current)
+            temperatures_N = torch.ones(
+                len(pack.target_N), dtype=self._exact_dtype, device=self.policy.device
+            )
+            logprobs_N, _ = self.policy(pack, temperatures_N)
+            loss = -logprobs_N.sum() / num_tokens
+            (ptx.coefficient * loss).backward()
+            total += float(loss.detach())
+        return self.ranks.sum_of(total)
+
+    def _apply_update(self, rate: float, loss: float) -> tuple[float, bool]:
+        """Make one optimizer step; return (gradient norm, whether loss and norm are finite).
+
+        A non-finite loss or gradient changes no weight and is counted. A gradient that is zero
+        throughout changes no weight either: momentum alone must not move the weights.
+        """
+        self.work_done += 1
         norm = clip_gradients(self.masters.parameters.values(), self.config.train.max_grad_norm)
         finite = bool(np.isfinite(norm) and np.isfinite(loss))
         if finite and norm > 0:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
-            self.masters.publish()
+            self.masters.write_back()
         self.optimizer.zero_grad(set_to_none=True)
         self.bad_updates_in_a_row = 0 if finite else self.bad_updates_in_a_row + 1
         limit = self.config.train.max_bad_updates
@@ -212,16 +376,73 @@ class Consumer:
             )
         return norm, finite
 
-    def _count(self) -> None:
-        self.pieces += 1
+    def _check_stop(self, current: _BatchInTraining | None = None) -> None:
+        """Raise StopRequested if any rank was asked to stop and no update has been applied."""
+        if current is not None and current.is_updated:
+            return
+        if self.ranks.max_of(self._stop.is_set()):
+            raise StopRequested("a stop was requested before the update was applied")
 
-    def _check_stop(self) -> None:
-        if self.ranks.most(int(self._stop.is_set())):
-            raise StopRequested("a stop was asked for before the update was applied")
+    # ---- packs
+
+    def _packs(self, flat: FlatBatch, chosen_R: np.ndarray) -> Iterator[Pack]:
+        """Return packs of the chosen rollouts that have trained tokens."""
+        numbers = [int(number) for number in chosen_R if len(flat.predictors[number])]
+        return self._make_packs(numbers, flat.token_ids, flat.predictors, flat.bounds_R1)
+
+    def _make_packs(
+        self,
+        numbers: Sequence[int],
+        token_ids: Sequence[np.ndarray],
+        predictors: Sequence[np.ndarray],
+        first_token: np.ndarray,
+    ) -> Iterator[Pack]:
+        """Yield packs of the sequences `numbers`, and empty packs up to the largest rank's count.
+
+        A sharded forward pass needs all ranks, so every rank makes as many passes.
+        """
+        device = self.policy.device
+        bins = split_by_tokens([len(token_ids[number]) for number in numbers], self._token_budget)
+        missing = int(self.ranks.max_of(len(bins))) - len(bins)
+        packs = (
+            make_pack(
+                [numbers[index] for index in part], token_ids, predictors, first_token, device
+            )
+            for part in bins
+        )
+        for pack in itertools.chain(packs, (empty_pack(device) for _ in range(missing))):
+            self.work_done += 1
+            yield pack
+
+    # ---- settings
+
+    def _max_tokens(self, task: str) -> int:
+        if task in self.config.tasks:
+            return self.config.task_sampling(task).max_tokens
+        return self.config.sampling.max_tokens
+
+    @property
+    def _constant_length(self) -> int:
+        return max(self._max_tokens(task) for task in self.config.tasks)
+
+    @property
+    def _token_budget(self) -> int:
+        """Tokens of a pack. On a CPU small packs are faster: their activations stay in the cache."""
+        automatic = 16384 if self.policy.device.type == "cuda" else 2048
+        return self.config.train.micro_batch_tokens or automatic
+
+    @property
+    def _training_mode(self) -> bool:
+        """Whether modules run in training mode; only dropout and checkpointing need it."""
+        return self.config.train.gradient_checkpointing or self.config.model.lora.dropout > 0
+
+    @property
+    def _exact_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.policy.model.dtype, torch.float32)
 
 
 def _peak_memory_mib(device: torch.device) -> float:
-    """Most memory this process has held: of the GPU where it trains there, else resident."""
+    """Return the most memory this process has held: on its GPU, or resident if it has none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     import resource

@@ -1,9 +1,9 @@
 """Log-probs and entropies of chosen tokens from hidden states, without holding all logits.
 
-The vocabulary is the largest axis of a language model, so the head runs over chunks of tokens. When
-the probabilities are small enough to keep they are kept; otherwise each chunk's logits are computed
-again in the backward pass. On a GPU the arithmetic around the matrix products is compiled into one
-kernel each way. Entropy is a measurement and carries no gradient.
+The vocabulary is the largest axis of a language model, so the output head runs over chunks of tokens.
+Probabilities are kept for the backward pass if they are few; otherwise each chunk's logits are
+computed again there. On a GPU the arithmetic around the matrix products is compiled into one kernel
+for the forward and one for the backward pass. Entropies are for metrics and carry no gradient.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CHUNK_ELEMENTS_GPU = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """What some models do to their logits after the head."""
+    """The scaling and capping that some models apply to their logits."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
-    def of(cls, config: Any) -> LogitRule:
+    def from_config(cls, config: Any) -> LogitRule:
         """Read the rule from a transformers config (Gemma, Granite and Cohere have one)."""
         scale = 1.0
         if getattr(config, "logits_scaling", None):
@@ -54,7 +54,7 @@ def token_logprobs(
     rule: LogitRule = PLAIN_LOGITS,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy of each distribution), both at the tokens' temperatures."""
+    """Return (log-prob of each target, entropy of each distribution) at the tokens' temperatures."""
     if chunk_tokens is None:
         budget = CHUNK_ELEMENTS_GPU if hidden_ND.is_cuda else CHUNK_ELEMENTS_CPU
         chunk_tokens = max(1, budget // weight_VD.shape[0])
@@ -65,7 +65,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Forward keeps one number per token (and few probabilities); backward redoes the chunks."""
+    """Keep one number per token (and few probabilities) in forward; recompute chunks in backward."""
 
     @staticmethod
     def forward(
@@ -85,13 +85,15 @@ class _TokenLogprobs(torch.autograd.Function):
         limit = KEEP_ELEMENTS_GPU if hidden_ND.is_cuda else KEEP_ELEMENTS_CPU
         keep = any(ctx.needs_input_grad[:3]) and count * weight_VD.shape[0] <= limit
         keep = keep and rule.softcap is None
-        measure = _compiled(_measure, hidden_ND.is_cuda and not keep)
+        chunk_logprobs = _compiled(_chunk_logprobs, hidden_ND.is_cuda and not keep)
         kept: list[Tensor] = []
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
             raw_CV = linear(hidden_ND[part], weight_VD, bias_V)
-            logprobs_N[part], log_totals_N[part], entropies_N[part], probabilities_CV = measure(
-                raw_CV, targets_N[part], temperatures_N[part], rule.scale, rule.softcap, keep
+            logprobs_N[part], log_totals_N[part], entropies_N[part], probabilities_CV = (
+                chunk_logprobs(
+                    raw_CV, targets_N[part], temperatures_N[part], rule.scale, rule.softcap, keep
+                )
             )
             if probabilities_CV is not None:
                 kept.append(probabilities_CV)
@@ -112,16 +114,16 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND)
         grad_weight_VD: Tensor | None = None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
-        slope = _compiled(_slope, hidden_ND.is_cuda and not kept)
+        logit_gradient = _compiled(_logit_gradient, hidden_ND.is_cuda and not kept)
         for index, start in enumerate(range(0, len(hidden_ND), ctx.chunk_tokens)):
             part = slice(start, start + ctx.chunk_tokens)
             factor_C = grad_N[part] / temperatures_N[part] * rule.scale
             if kept:
-                slope_CV = kept[index] * -factor_C[:, None]
-                slope_CV.scatter_add_(-1, targets_N[part, None], factor_C[:, None])
+                grad_logits_CV = kept[index] * -factor_C[:, None]
+                grad_logits_CV.scatter_add_(-1, targets_N[part, None], factor_C[:, None])
             else:
                 raw_CV = linear(hidden_ND[part], weight_VD, bias_V)
-                slope_CV = slope(
+                grad_logits_CV = logit_gradient(
                     raw_CV,
                     targets_N[part],
                     temperatures_N[part],
@@ -131,11 +133,11 @@ class _TokenLogprobs(torch.autograd.Function):
                     rule.softcap,
                 )
             if grad_bias_V is not None:
-                grad_bias_V += slope_CV.sum(0)
-            slope_CV = slope_CV.to(weight_VD.dtype)
-            grad_hidden_ND[part] = slope_CV @ weight_VD
+                grad_bias_V += grad_logits_CV.sum(0)
+            grad_logits_CV = grad_logits_CV.to(weight_VD.dtype)
+            grad_hidden_ND[part] = grad_logits_CV @ weight_VD
             if ctx.needs_input_grad[1]:
-                grad_weight_VD = _add_product(grad_weight_VD, slope_CV, hidden_ND[part])
+                grad_weight_VD = _add_product(grad_weight_VD, grad_logits_CV, hidden_ND[part])
         if ctx.needs_input_grad[1]:
             if grad_weight_VD is None:  # no tokens: sharded ranks still reduce a gradient
                 grad_weight_VD = torch.zeros_like(weight_VD)
@@ -152,7 +154,7 @@ def _logits(raw_CV: Tensor, scale: float, softcap: float | None) -> Tensor:
     return logits_CV
 
 
-def _measure(
+def _chunk_logprobs(
     raw_CV: Tensor,
     targets_C: Tensor,
     temperatures_C: Tensor,
@@ -160,7 +162,7 @@ def _measure(
     softcap: float | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(log-prob, log of the partition sum, entropy, probabilities if kept) of one chunk."""
+    """Return (log-prob, log of the partition sum, entropy, probabilities or None) of one chunk."""
     logits_CV = _logits(raw_CV, scale, softcap) / temperatures_C[:, None]
     log_all_CV = torch.log_softmax(logits_CV, -1)
     logprob_C = log_all_CV.gather(-1, targets_C[:, None]).squeeze(-1)
@@ -170,7 +172,7 @@ def _measure(
     return logprob_C, log_total_C, entropy_C, probabilities_CV if keep else None
 
 
-def _slope(
+def _logit_gradient(
     raw_CV: Tensor,
     targets_C: Tensor,
     temperatures_C: Tensor,
@@ -179,32 +181,32 @@ def _slope(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Gradient of the raw logits: (one at the target, minus the probabilities) times the factor."""
+    """Return the raw logits' gradient: (one at the target, minus the probabilities) x factor."""
     logits_CV = _logits(raw_CV, scale, softcap)
     probabilities_CV = (logits_CV / temperatures_C[:, None] - log_total_C[:, None]).exp()
     columns_V = torch.arange(raw_CV.shape[1], device=raw_CV.device)
     chosen_CV = (columns_V[None, :] == targets_C[:, None]).to(probabilities_CV.dtype)
-    slope_CV = (chosen_CV - probabilities_CV) * factor_C[:, None]
+    grad_logits_CV = (chosen_CV - probabilities_CV) * factor_C[:, None]
     if softcap is not None:
-        slope_CV = slope_CV * (1 - (logits_CV / softcap).square())
-    return slope_CV.to(raw_CV.dtype)
+        grad_logits_CV = grad_logits_CV * (1 - (logits_CV / softcap).square())
+    return grad_logits_CV.to(raw_CV.dtype)
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
-    """The function as fused kernels where the GPU's compiler is there, else as it is."""
+    """Return the function compiled if that is wanted and triton is installed, else as it is."""
     if not wanted or importlib.util.find_spec("triton") is None:
         return function
     compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
     return compiled
 
 
-def _add_product(total_VD: Tensor | None, slope_CV: Tensor, rows_CD: Tensor) -> Tensor:
-    """total + slope^T rows, summed in float32 where the operands are shorter."""
-    left_VC = slope_CV.t()
-    if slope_CV.is_cuda and slope_CV.dtype in (torch.bfloat16, torch.float16):
-        product_VD = torch.mm(left_VC, rows_CD, out_dtype=torch.float32)
+def _add_product(total_VD: Tensor | None, grad_logits_CV: Tensor, hidden_CD: Tensor) -> Tensor:
+    """Return total + grad_logits^T hidden, summed in float32 if the operands are shorter."""
+    left_VC = grad_logits_CV.t()
+    if grad_logits_CV.is_cuda and grad_logits_CV.dtype in (torch.bfloat16, torch.float16):
+        product_VD = torch.mm(left_VC, hidden_CD, out_dtype=torch.float32)
         return product_VD if total_VD is None else total_VD.add_(product_VD)
     if total_VD is None:
-        return left_VC @ rows_CD
-    return total_VD.addmm_(left_VC, rows_CD)
+        return left_VC @ hidden_CD
+    return total_VD.addmm_(left_VC, hidden_CD)

@@ -1,7 +1,7 @@
-"""The loss of one packed forward pass, and what was seen at its tokens.
+"""The objective of an update: from rewards to advantages, token weights, and the loss of a pack.
 
-Puts the algorithm's surrogate, the KL term and the importance correction together. Weights of the
-tokens come from the whole update (`rows.loss_weights`), so the sum over packs is the loss.
+Every denominator comes from the whole batch or the whole update, over all ranks, never from a pack;
+so the sum over packs is the loss, however the batch was split. The formulas live in `algo/`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,95 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.algo import kl
+from penstock.algo import advantage, kl
 from penstock.algo.correction import importance_weights
 from penstock.algo.method import Algorithm, TokenView
+from penstock.algo.settings import AlgorithmSettings
+from penstock.train.flat_batch import FlatBatch
 from penstock.train.pack import Pack
+from penstock.train.ranks import Ranks
+
+
+def shaped_rewards(
+    flat: FlatBatch, max_tokens_R: np.ndarray, settings: AlgorithmSettings
+) -> np.ndarray:
+    """Return the rewards, with the overlong penalty if the algorithm has one."""
+    rewards_R = flat.rewards_R
+    if settings.overlong_penalty:
+        rewards_R += advantage.overlong_penalties(
+            flat.response_lengths_R, flat.truncated_R, max_tokens_R, settings.overlong_penalty
+        )
+    return rewards_R
+
+
+def token_advantages(
+    flat: FlatBatch,
+    rewards_R: np.ndarray,
+    penalty_N: np.ndarray | None,
+    settings: AlgorithmSettings,
+    ranks: Ranks,
+) -> np.ndarray:
+    """Return the advantage of every trained token; `penalty_N` is beta times KL if KL is in the reward.
+
+    With a group baseline, the sum of a rollout's penalties is taken from its reward before the
+    baseline is computed. Without one, each token pays its own penalty and those of the tokens after it.
+    """
+    to_go_N = None
+    if penalty_N is not None:
+        if settings.group_relative:
+            rewards_R = rewards_R - np.bincount(
+                flat.rollout_N, weights=penalty_N, minlength=len(rewards_R)
+            )
+        else:
+            to_go_N = _sum_to_end(flat, penalty_N)
+    advantages_R = np.zeros(len(rewards_R))
+    for group in range(flat.num_groups):
+        members = flat.group_R == group
+        advantages_R[members] = advantage.group_advantages(rewards_R[members], settings)
+    if settings.baseline == "batch_mean":
+        mean, _ = advantage.batch_mean_and_deviation(ranks.sum(advantage.moments(advantages_R)))
+        advantages_R -= mean
+    advantages_N = advantages_R[flat.rollout_N]
+    if to_go_N is not None:
+        advantages_N = advantages_N - to_go_N
+    if settings.normalize == "batch":
+        total = ranks.sum(advantage.moments(advantages_N))
+        advantages_N = advantage.standardize(
+            advantages_N, *advantage.batch_mean_and_deviation(total)
+        )
+    return advantages_N
+
+
+def _sum_to_end(flat: FlatBatch, values_N: np.ndarray) -> np.ndarray:
+    """Return, at each token, the sum of the values from this token to the end of its rollout."""
+    upto_N1 = np.concatenate([[0.0], np.cumsum(values_N)])
+    end_N = upto_N1[flat.bounds_R1[1:]][flat.rollout_N]
+    return end_N - upto_N1[:-1]
+
+
+def update_sums(flat: FlatBatch, chosen_R: np.ndarray) -> np.ndarray:
+    """Return (trained tokens, rollouts with at least one) of an update, to be summed over ranks."""
+    counts_R = flat.counts_R[chosen_R]
+    return np.array([counts_R.sum(), np.count_nonzero(counts_R)], dtype=np.float64)
+
+
+def loss_weights(
+    flat: FlatBatch, chosen_R: np.ndarray, sums: np.ndarray, aggregation: str, constant_length: int
+) -> np.ndarray:
+    """Return the weight of every token of the batch in one update's loss; 0 outside `chosen_R`.
+
+    `sums` are the `update_sums` of all ranks.
+    """
+    num_tokens, num_sequences = (max(float(value), 1.0) for value in sums)
+    weight_R = np.zeros(len(flat.rollouts))
+    if aggregation == "token":
+        weight_R[chosen_R] = 1.0 / num_tokens
+    elif aggregation == "sequence":
+        weight_R[chosen_R] = 1.0 / (num_sequences * np.maximum(flat.counts_R[chosen_R], 1))
+    else:
+        assert aggregation == "constant", aggregation
+        weight_R[chosen_R] = 1.0 / (num_sequences * constant_length)
+    return weight_R[flat.rollout_N]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,25 +115,20 @@ class TokenInputs:
     reference_N: Tensor | None = None
 
     @classmethod
-    def make(
-        cls,
-        behaviour_N: np.ndarray,
-        temperature_N: np.ndarray,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> TokenInputs:
-        zeros_N = torch.zeros(len(behaviour_N), dtype=dtype, device=device)
+    def from_batch(cls, flat: FlatBatch, dtype: torch.dtype, device: torch.device) -> TokenInputs:
+        """Move log-probs and temperatures to the device; advantages and weights begin as zeros."""
+        zeros_N = torch.zeros(flat.num_tokens, dtype=dtype, device=device)
         return cls(
-            behaviour_N=torch.from_numpy(behaviour_N).to(device, dtype),
-            temperature_N=torch.from_numpy(temperature_N).to(device, dtype),
+            behaviour_N=torch.from_numpy(flat.behaviour_N).to(device, dtype),
+            temperature_N=torch.from_numpy(flat.temperature_N).to(device, dtype),
             advantage_N=zeros_N,
             weight_N=zeros_N,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What one pass saw at its tokens; no gradients."""
+class PackResult:
+    """What the metrics need of one pack's forward pass; no tensor here carries a gradient."""
 
     token_N: np.ndarray  # numbers of the tokens in the batch
     logprob_N: Tensor
@@ -65,27 +145,26 @@ def pack_loss(
     inputs: TokenInputs,
     logprobs_N: Tensor,
     entropies_N: Tensor,
-) -> tuple[Tensor, Seen]:
-    """(this pack's part of the loss, what was seen)."""
+) -> tuple[Tensor, PackResult]:
+    """Return (this pack's part of the loss, its result for the metrics)."""
     settings = algorithm.settings
     index_N = torch.from_numpy(pack.token_N).to(logprobs_N.device)
     own_N = logprobs_N.detach()
     behaviour_N = inputs.behaviour_N[index_N]
     proximal_N = own_N if inputs.proximal_N is None else inputs.proximal_N[index_N]
-    num_sequences = len(pack.rows)
     surrogate = algorithm.surrogate(
         TokenView(
             logprobs_N=logprobs_N,
             anchor_N=proximal_N if settings.decoupled else behaviour_N,
             advantages_N=inputs.advantage_N[index_N],
             sequence_N=pack.sequence_N,
-            num_sequences=num_sequences,
+            num_sequences=pack.num_sequences,
         )
     )
     loss_N = surrogate.loss_N
     if settings.correction != "none":
         loss_N = loss_N * importance_weights(
-            proximal_N, behaviour_N, pack.sequence_N, num_sequences, settings
+            proximal_N, behaviour_N, pack.sequence_N, pack.num_sequences, settings
         )
     kl_N = None
     if inputs.reference_N is not None:
@@ -93,7 +172,7 @@ def pack_loss(
         if settings.kl_in_loss:
             loss_N = loss_N + settings.kl_beta * kl_N
     loss = (loss_N * inputs.weight_N[index_N]).sum()
-    seen = Seen(
+    result = PackResult(
         token_N=pack.token_N,
         logprob_N=own_N,
         entropy_N=entropies_N.detach(),
@@ -102,4 +181,4 @@ def pack_loss(
         kl_N=None if kl_N is None else kl_N.detach(),
         loss=loss.detach(),
     )
-    return loss, seen
+    return loss, result

@@ -1,7 +1,7 @@
-"""Micro-batches: whole sequences laid end to end in one row, sorted by length, without padding.
+"""Packs, the micro-batches: whole sequences end to end in one row, sorted by length, no padding.
 
-Sits between `flat_batch.py` (arrays of the batch) and `policy.py` (the forward pass). Decides only which
-sequences share a forward pass; nothing of the loss depends on it.
+Sits between `flat_batch.py` (arrays of the batch) and `policy.py` (the forward pass). Decides which
+sequences share a forward pass; the loss does not depend on it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from penstock.train.packed_attention import PackLayout
 class Pack:
     """One forward pass: T tokens of S sequences, of which N are predicted and trained."""
 
-    rows: tuple[int, ...]  # the sequences, by their number in the batch
+    num_sequences: int
     input_ids_T: Tensor
     position_ids_T: Tensor
     layout: PackLayout
     predictor_N: Tensor  # position whose hidden state predicts the trained token
     target_N: Tensor
     token_N: np.ndarray  # number of each trained token in the batch's flat arrays
-    sequence_N: Tensor  # which sequence of the pack each belongs to
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.input_ids_T)
+    sequence_N: Tensor  # which sequence of the pack each token belongs to
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Sequences in even bins of at most `budget` tokens, shortest first; a longer one goes alone."""
+    """Split sequences into even bins of at most `budget` tokens, shortest first.
+
+    A sequence longer than the budget gets a bin of its own. Return the indices of each bin.
+    """
     order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
     total = sum(lengths)
     even = total / max(math.ceil(total / budget), 1)
@@ -52,12 +51,12 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def empty_pack(device: torch.device) -> Pack:
-    """A forward pass over one token that trains nothing: keeps ranks in step."""
+    """Return a pack of one token that trains nothing, for ranks that wait for another one's pack."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     one = torch.zeros(1, dtype=torch.int64, device=device)
     bounds_S1 = torch.tensor([0, 1], dtype=torch.int32, device=device)
     return Pack(
-        rows=(),
+        num_sequences=0,
         input_ids_T=one,
         position_ids_T=one,
         layout=PackLayout(blocks=((1, 1),), bounds_S1=bounds_S1, longest=1),
@@ -75,7 +74,11 @@ def make_pack(
     first_token: Sequence[int] | np.ndarray,
     device: torch.device,
 ) -> Pack:
-    """Pack the sequences `numbers`; the other arguments speak of all sequences of the batch."""
+    """Pack the sequences `numbers` of a batch.
+
+    `token_ids`, `predictors` and `first_token` (the number of its first trained token) hold one
+    entry per sequence of the batch.
+    """
     ordered = sorted(numbers, key=lambda number: (len(token_ids[number]), number))
     lengths = np.array([len(token_ids[number]) for number in ordered], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -96,7 +99,7 @@ def make_pack(
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     return Pack(
-        rows=tuple(ordered),
+        num_sequences=len(ordered),
         input_ids_T=move(ids),
         position_ids_T=move(np.arange(len(ids)) - np.repeat(starts[:-1], lengths)),
         layout=PackLayout(

@@ -1,9 +1,9 @@
 """Attention over packed sequences: one row of tokens, no padding, no token sees another sequence.
 
-Registered with transformers under the name `penstock_packed`. A `PackLayout` travels with the
-forward call. Sequences lie sorted by length, so equal lengths form a block that is viewed, not
-copied, as an ordinary batch; on a GPU in half precision the variable-length flash kernel does all at
-once, unless scores are capped or have sinks. Knows nothing of rollouts or losses.
+Registered with transformers under the name `penstock_packed`; the forward call carries a
+`PackLayout`. Sequences are sorted by length, so sequences of equal length form a block that is viewed
+as an ordinary batch without a copy. On a GPU in half precision the variable-length flash kernel
+computes all sequences at once, unless scores are capped or have sinks. Knows no rollouts, no losses.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ class PackLayout:
 
 
 def register() -> None:
-    """Make the packed attention known to transformers; safe to call again."""
+    """Register the packed attention with transformers; safe to call again."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    # Layouts differ from pack to pack: traced into a compiled block, each would compile it again.
+    # Layouts differ from pack to pack: a compiled block that traced them would compile again each time.
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The layout says who sees whom; transformers need not build a mask."""
-    return
+    """Keep transformers from building a mask: the layout says which token sees which."""
 
 
 def packed_attention(
@@ -61,17 +60,17 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence. Tensors are [1, heads, tokens, head size]."""
+    """Compute causal attention within each sequence; tensors are [1, heads, tokens, head size]."""
     assert query.shape[0] == 1
     assert attention_mask is None
     if other.get("position_bias") is not None:
         raise UserError(
-            f"model: got {type(module).__name__} with position biases, allowed: rotary positions"
+            f"model.path: got {type(module).__name__} with position biases, allowed: rotary positions"
         )
     fused = softcap is None and s_aux is None
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if half and fused and dropout == 0.0:
-        return _flash(query, key, value, pack_layout, scaling, sliding_window), None
+        return _flash_attention(query, key, value, pack_layout, scaling, sliding_window), None
     sizes = [count * length for count, length in pack_layout.blocks]
     parts = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
     outputs = []
@@ -80,7 +79,9 @@ def packed_attention(
             tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in block
         )
         if fused:
-            output_BHLD = _block(query_BHLD, key_BHLD, value_BHLD, scaling, dropout, sliding_window)
+            output_BHLD = _equal_length_attention(
+                query_BHLD, key_BHLD, value_BHLD, scaling, dropout, sliding_window
+            )
         else:
             output_BHLD = plain_attention(
                 query_BHLD,
@@ -96,7 +97,7 @@ def packed_attention(
     return joined_THD[None], None
 
 
-def _block(
+def _equal_length_attention(
     query_BHLD: Tensor,
     key_BHLD: Tensor,
     value_BHLD: Tensor,
@@ -104,7 +105,7 @@ def _block(
     dropout: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """A batch of sequences of one length."""
+    """Compute causal attention for a batch of sequences of one length."""
     length = query_BHLD.shape[2]
     mask = None
     if sliding_window is not None and length > sliding_window:
@@ -122,21 +123,21 @@ def _block(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """True where a token may look: at itself and the window - 1 tokens before it."""
+    """Return a mask that is True at a token itself and at the window - 1 tokens before it."""
     index = torch.arange(length, device=device)
     distance = index[:, None] - index[None, :]
     return (distance >= 0) & (distance < window)
 
 
 @functools.cache
-def _varlen() -> tuple[Any, frozenset[str]]:
-    """torch's variable-length attention, and the options that this version of it knows."""
+def _varlen_function() -> tuple[Any, frozenset[str]]:
+    """Return torch's variable-length attention and the option names that this version accepts."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def _flash(
+def _flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -144,7 +145,7 @@ def _flash(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    varlen_attn, known = _varlen()
+    varlen_attn, known = _varlen_function()
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     left = -1 if sliding_window is None else sliding_window - 1
     options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}

@@ -1,22 +1,30 @@
-"""The policy as a torch module: packed tokens in, log-probs and entropies of chosen tokens out.
+"""The policy: a transformers causal LM that scores packed sequences, and the weights it publishes.
 
-Wraps a transformers causal LM. Everything that needs the whole model happens inside one forward
-call, so that a sharded model (`parallel.py`) gathers its weights exactly once. Loading, adapters and
-the names under which weights leave live in `policy_weights.py`.
+Everything that needs the whole model happens inside one forward call, so a sharded model gathers its
+weights once. Also here: loading, low-rank adapters, sharding, and the names and format under which
+weights leave for the engines. `optimizer.py` changes the weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.config import LoraConfig, ModelConfig
+from penstock.demo import resolve_model_path
+from penstock.errors import UserError
+from penstock.models.loading import choose_device, load_causal_lm
+from penstock.train import packed_attention
 from penstock.train.logprobs import LogitRule, token_logprobs
 from penstock.train.pack import Pack
-from penstock.train.packed_attention import ATTENTION_NAME
+from penstock.train.ranks import Ranks, whole_tensor
+
+ADAPTER = "default"
 
 
 class Policy(nn.Module):
@@ -25,15 +33,15 @@ class Policy(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.rule = LogitRule.of(model.config)
-        model.set_attn_implementation(ATTENTION_NAME)
+        self.rule = LogitRule.from_config(model.config)
+        model.set_attn_implementation(packed_attention.ATTENTION_NAME)
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
     def forward(self, pack: Pack, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of the pack's trained tokens at their temperatures."""
+        """Return (log-probs, entropies) of the pack's trained tokens at their temperatures."""
         output = self.model.base_model(
             input_ids=pack.input_ids_T[None],
             position_ids=pack.position_ids_T[None],
@@ -51,16 +59,38 @@ class Policy(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder's blocks: the largest list of modules in the model."""
-        return list(max(filter(_is_list, self.modules()), key=_num_parameters))
+        lists = (module for module in self.modules() if isinstance(module, nn.ModuleList))
+        return list(max(lists, key=_num_parameters))
 
     def compile_layers(self) -> None:
         """Fuse each block's small operations; one compilation serves all blocks and lengths."""
         for layer in self.layers:
             layer.compile(dynamic=True)
 
+    def shard(self, ranks: Ranks, dtype: torch.dtype) -> None:
+        """Split the parameters over the ranks (FSDP2) and compute in `dtype`.
+
+        Loss weights are already divided by sums over all ranks, so gradients are added, not averaged.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(self.device.type, (ranks.world,))
+        master = next(self.parameters()).dtype
+        precision = MixedPrecisionPolicy(
+            param_dtype=None if dtype == master else dtype, reduce_dtype=master
+        )
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(self, mesh=mesh, mp_policy=precision)
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other for float32
+
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Inside, the model is the one the adapters were put on; a no-op without adapters."""
+        """Turn the adapters off inside the context, so that the model is the base model."""
         layers = [module for module in self.modules() if hasattr(module, "lora_A")]
         for layer in layers:
             layer.enable_adapters(False)
@@ -70,10 +100,78 @@ class Policy(nn.Module):
             for layer in layers:
                 layer.enable_adapters(True)
 
+    def published_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield (transformers name, tensor in `dtype`), adapters merged, tied weights once.
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList)
+        With a sharded model every rank must iterate, because each tensor is gathered.
+        """
+        adapted = {
+            f"{name}.base_layer.weight": module
+            for name, module in self.model.named_modules()
+            if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+        }
+        for name, parameter in self.model.named_parameters(remove_duplicate=True):
+            if ".lora_" in name:
+                continue
+            whole = whole_tensor(parameter.detach())
+            if name in adapted:
+                whole = whole + whole_tensor(adapted[name].get_delta_weight(ADAPTER).detach())
+            yield name.replace(".base_layer.", "."), whole.to(dtype)
 
 
 def _num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def trainer_device(config: ModelConfig) -> torch.device:
+    """Return the device of this trainer rank."""
+    return choose_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def load_policy(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
+    """Load a model whose attention can be replaced by packed attention; refuse any other."""
+    packed_attention.register()
+    model = load_causal_lm(
+        resolve_model_path(path),
+        dtype=dtype,
+        device=trainer_device(config),
+        trust_remote_code=config.trust_remote_code,
+    )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UserError(
+            f"model.path: got {path!r} ({type(model).__name__}), allowed: a model whose attention "
+            "can be replaced (transformers: _supports_attention_backend)"
+        )
+    return model
+
+
+def add_adapters(model: Any, config: LoraConfig) -> None:
+    """Put low-rank adapters on the linear layers, and freeze everything else."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(
+            f"model.lora.rank: got {config.rank}, but peft is not installed, "
+            "allowed: 0, or pip install 'penstock[lora]'"
+        ) from error
+
+    settings: Any = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a float scales as well
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules or _linear_names(model),
+    )
+    peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def _linear_names(model: Any) -> list[str]:
+    """Return the last part of the names of all linear layers but the head."""
+    head = model.get_output_embeddings()
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    return sorted(names)

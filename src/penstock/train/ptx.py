@@ -1,7 +1,8 @@
-"""The text stream of the auxiliary language-modelling loss.
+"""The text stream of the auxiliary language-modelling loss (PTX).
 
-A JSONL file is read in order, round and round; an absolute cursor says where, so a resumed run goes
-on with the next text. A `text` line is learned whole; of a `messages` line only the last message.
+Reads a JSONL file in order and begins again at its end. The cursor counts texts since the start of
+the run, so a resumed run goes on with the next text. A line with `text` is learned whole, a line with
+`messages` only in its last message. `consumer.py` computes the loss.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from penstock.config import Config, PtxConfig
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
-from penstock.train.parallel import Ranks, rank_share
+from penstock.train.ranks import Ranks, rank_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Text:
 
 
 class TextStream:
-    """Texts in file order, without end."""
+    """Texts in file order, repeated without end."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
         self._texts = texts
@@ -37,7 +38,7 @@ class TextStream:
 
     @classmethod
     def from_config(cls, config: Config) -> TextStream | None:
-        """The configured stream; None where the coefficient is 0."""
+        """Return the stream of `train.ptx`; None if its coefficient is 0."""
         if config.train.ptx.coefficient == 0:
             return None
         tokenizer = load_tokenizer(
@@ -47,14 +48,14 @@ class TextStream:
         return cls(read_texts(config.train.ptx, ChatTemplate(tokenizer)))
 
     def peek(self, offset: int, count: int, ranks: Ranks) -> list[Text]:
-        """This rank's share of the `count` texts that begin `offset` after the cursor."""
+        """Return this rank's share of the `count` texts that begin `offset` after the cursor."""
         first = self.cursor + offset
         numbers = [number % len(self._texts) for number in range(first, first + count)]
         return [self._texts[number] for number in rank_share(numbers, ranks)]
 
 
 def read_texts(config: PtxConfig, template: ChatTemplate) -> list[Text]:
-    """Every line of the file as token ids, cut at max_tokens."""
+    """Encode every line of the file, cut at max_tokens."""
     path = Path(config.data)
     if not path.is_file():
         raise UserError(f"train.ptx.data: got {config.data!r}, allowed: a JSONL file that exists")
@@ -68,7 +69,9 @@ def read_texts(config: PtxConfig, template: ChatTemplate) -> list[Text]:
                 if len(predictors):
                     texts.append(Text(cut, predictors))
     if not texts:
-        raise UserError(f"train.ptx.data: got {config.data!r} without a text of two tokens or more")
+        raise UserError(
+            f"train.ptx.data: got {config.data!r}, allowed: a file with a text of two tokens or more"
+        )
     return texts
 
 

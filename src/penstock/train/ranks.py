@@ -1,15 +1,16 @@
-"""Trainer ranks: sums over them, sharding of the model, shares of a batch.
+"""Trainer ranks: reductions over them, and each rank's share of the work.
 
-`Ranks` is all the rest of the trainer knows of them; alone it adds nothing and costs nothing. gloo
-on CPUs, NCCL on GPUs. Who starts the processes is the launcher's business; it sets the variables
-that torch.distributed reads (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+`Ranks` is all that the rest of the trainer knows of its fellow processes; a single rank adds nothing
+and costs nothing. gloo on CPUs, NCCL on GPUs. The launcher starts the processes and sets the
+variables that torch.distributed reads (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). `policy.py`
+shards the model.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +18,6 @@ import torch.distributed as dist
 
 from penstock.weights.digest import DIGEST_BYTES, combine_digests
 from penstock.weights.model_weights import digest_of, digests_of
-
-if TYPE_CHECKING:
-    from penstock.train.policy import Policy
 
 T = TypeVar("T")
 
@@ -33,7 +31,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, device: torch.device) -> Ranks:
-        """Join the process group that the launcher described; alone where it described none."""
+        """Join the process group that the environment describes, or return a single rank."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls()
@@ -48,14 +46,20 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum of the ranks' arrays."""
         return self._reduce(values, "SUM")
 
     def max(self, values: np.ndarray) -> np.ndarray:
+        """Return the largest value of the ranks' arrays, element by element."""
         return self._reduce(values, "MAX")
 
-    def most(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
-        return int(self.max(np.array([float(number)]))[0])
+    def sum_of(self, number: float) -> float:
+        """Return the sum of the ranks' numbers."""
+        return float(self.sum(np.array([float(number)]))[0])
+
+    def max_of(self, number: float) -> float:
+        """Return the largest of the ranks' numbers."""
+        return float(self.max(np.array([float(number)]))[0])
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -71,12 +75,19 @@ class Ranks:
 
 
 def rank_share(items: Sequence[T], ranks: Ranks) -> list[T]:
-    """Every world-th item: the mini-batches of all ranks together are those of one."""
+    """Return every world-th item, so that mini-batches over all ranks are those of a single rank."""
     return list(items[ranks.rank :: ranks.world])
 
 
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather the full tensor behind a shard; return a plain tensor as it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    whole: torch.Tensor = tensor if gather is None else gather()
+    return whole
+
+
 def digest_over(ranks: Ranks, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The digest of weights that every rank has; each hashes every world-th tensor."""
+    """Return the digest of weights that every rank has; each rank hashes every world-th tensor."""
     if ranks.world == 1:
         return digest_of(weights)
     names: list[str] = []
@@ -93,26 +104,3 @@ def digest_over(ranks: Ranks, weights: Iterable[tuple[str, torch.Tensor]]) -> st
         table[number] = list(digests[names[number]])
     whole = ranks.sum(table).astype(np.uint8)
     return combine_digests({name: row.tobytes() for name, row in zip(names, whole, strict=True)})
-
-
-def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Split the parameters over the ranks (FSDP2): masters stay whole-precision, compute is `dtype`.
-
-    Loss weights are already divided by sums over all ranks, so gradients are added, not averaged.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-    device = policy.device.type
-    mesh = init_device_mesh(device, (ranks.world,))
-    master = next(policy.parameters()).dtype
-    precision = MixedPrecisionPolicy(
-        param_dtype=None if dtype == master else dtype, reduce_dtype=master
-    )
-    for layer in policy.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other for float32

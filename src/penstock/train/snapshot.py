@@ -1,0 +1,235 @@
+"""A consumer's part of a checkpoint folder. Exact: training after a load goes on bitwise.
+
+    model/                   transformers safetensors of the policy (adapters merged), and its tokenizer
+    consumer.pt              counters and random state; one rank: also masters and optimizer moments
+    shards/rank-R-of-W.pt    several ranks: masters and moments, the rows that each rank holds
+    config.toml              the config that was in force
+
+No rank needs another one to write or to read, and any number of ranks loads what any number wrote.
+`checkpoint.py` makes the folder atomic and writes its manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from penstock.config import Config
+from penstock.config.source import to_toml
+from penstock.data.chat import load_tokenizer
+from penstock.demo import resolve_model_path
+from penstock.errors import RunError
+from penstock.models.loading import quiet_transformers
+from penstock.train.optimizer import Masters
+from penstock.train.policy import Policy
+from penstock.train.ptx import TextStream
+from penstock.train.ranks import Ranks
+from penstock.weights.offload import Parking
+
+FORMAT = 2
+Tensors = dict[str, Tensor]
+Piece = tuple[int, Tensor]  # number of the first row in the whole tensor, and the rows
+Pieces = dict[str, Piece]
+
+
+class TrainerState(Protocol):
+    """The parts of a consumer that a checkpoint holds, and what copying them needs."""
+
+    config: Config
+    ranks: Ranks
+    policy: Policy
+    masters: Masters
+    optimizer: torch.optim.Optimizer
+    host_offload: Parking
+    texts: TextStream | None
+    step: int
+    policy_version: int
+    bad_updates_in_a_row: int
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
+    """Copy the state to host memory; return a function that writes the copy to `folder`.
+
+    All ranks must take the snapshot together, because the model is gathered. The returned function
+    runs in any thread beside training, and each rank writes without the others. Offloaded tensors
+    are copied from where they are on the host.
+    """
+    first, ranks = consumer.ranks.is_first, consumer.ranks
+    weights: Tensors = {}
+    for name, tensor in consumer.weights():  # gathered by all ranks, kept by the first
+        if first:
+            weights[name] = _host_copy(tensor)
+    pieces = _own_pieces(consumer)
+    random_state = _random_state(consumer)
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "world": ranks.world,
+        "step": consumer.step,
+        "policy_version": consumer.policy_version,
+        "bad_updates_in_a_row": consumer.bad_updates_in_a_row,
+        "ptx_cursor": consumer.texts.cursor if consumer.texts is not None else 0,
+        "random": random_state,
+    }
+
+    def write() -> None:
+        try:
+            if ranks.world == 1:
+                content["pieces"] = pieces
+            else:
+                path = _shard_path(folder, ranks.rank, ranks.world)
+                _write_tensors(path, {"pieces": pieces, "random": random_state})
+            if first:
+                _save_model(consumer, weights, folder / "model")
+                _write_tensors(folder / "consumer.pt", content)
+                (folder / "config.toml").write_text(to_toml(consumer.config), encoding="utf-8")
+        except (RuntimeError, SafetensorError) as error:  # how the two formats report a full disk
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            raise OSError(f"{folder}: {cause}") from error
+
+    return write
+
+
+def load_snapshot(consumer: TrainerState, folder: Path) -> None:
+    """Restore what a snapshot wrote into a consumer made from the same config."""
+    content = torch.load(folder / "consumer.pt", map_location="cpu", weights_only=True)
+    if content["format"] != FORMAT:
+        raise RunError(f"checkpoint {folder}: got format {content['format']}, allowed: {FORMAT}")
+    world, ranks = content["world"], consumer.ranks
+    shards = [content]
+    if world > 1:  # rows stay on disk until they are copied
+        paths = [_shard_path(folder, rank, world) for rank in range(world)]
+        shards = [torch.load(p, map_location="cpu", weights_only=True, mmap=True) for p in paths]
+    _make_moments(consumer)
+    _fill(_tensors(consumer), [shard["pieces"] for shard in shards], ranks, folder)
+    consumer.masters.write_back()
+    consumer.step = content["step"]
+    consumer.policy_version = content["policy_version"]
+    consumer.bad_updates_in_a_row = content["bad_updates_in_a_row"]
+    if consumer.texts is not None:
+        consumer.texts.cursor = content["ptx_cursor"]
+    _set_random_state(consumer, shards[ranks.rank if ranks.world == world else 0]["random"])
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor into host memory, where no later step changes it."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _shard_path(folder: Path, rank: int, world: int) -> Path:
+    return folder / "shards" / f"rank-{rank}-of-{world}.pt"
+
+
+def _write_tensors(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        torch.save(content, file)
+
+
+def _save_model(consumer: TrainerState, weights: Tensors, folder: Path) -> None:
+    """Write model and tokenizer as a folder that transformers' `from_pretrained` loads."""
+    config, model = consumer.config.model, consumer.policy.model
+    with quiet_transformers():
+        model.save_pretrained(folder, state_dict=weights)
+    source = config.tokenizer or resolve_model_path(config.path)
+    if Path(source).is_dir() and not (Path(source) / "tokenizer_config.json").is_file():
+        return  # a folder of bare weights has no tokenizer
+    tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+    tokenizer.save_pretrained(folder)
+
+
+def _random_state(consumer: TrainerState) -> Tensors:
+    state = {"cpu": torch.get_rng_state()}
+    if consumer.policy.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(consumer.policy.device)
+    return state
+
+
+def _set_random_state(consumer: TrainerState, state: Tensors) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and consumer.policy.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], consumer.policy.device)
+
+
+def _tensors(consumer: TrainerState) -> Tensors:
+    """Return the live masters and optimizer moments by name; shards if the model is sharded."""
+    tensors: Tensors = {}
+    for name, parameter in consumer.masters.parameters.items():
+        tensors[f"master/{name}"] = parameter.detach()
+        for key, value in consumer.optimizer.state.get(parameter, {}).items():
+            tensors[f"{key}/{name}"] = value
+    return tensors
+
+
+def _make_moments(consumer: TrainerState) -> None:
+    """Give a new optimizer the zero moments that its first step would make, to load into."""
+    for parameter in consumer.masters.parameters.values():
+        if not consumer.optimizer.state.get(parameter):
+            consumer.optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter.detach()),
+                "exp_avg_sq": torch.zeros_like(parameter.detach()),
+            }
+
+
+def _own_pieces(consumer: TrainerState) -> Pieces:
+    """Copy the rows that this rank holds; the first rank also copies what all ranks hold alike."""
+    ranks, held = consumer.ranks, consumer.host_offload.held
+    return {
+        name: (first, _host_copy(held(rows)))
+        for name, tensor in _tensors(consumer).items()
+        for first, rows in [_local(tensor, ranks)]
+        if ranks.is_first or rows is not tensor
+    }
+
+
+def _fill(own: Tensors, saved: Iterable[Pieces], ranks: Ranks, folder: Path) -> None:
+    """Copy the rows that this rank holds out of the pieces that any number of ranks saved.
+
+    Moments that were not saved become zero: there had been no update.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    for part in saved:
+        for name, piece in part.items():
+            pieces.setdefault(name, []).append(piece)
+    missing = [name for name in own if name.startswith("master/") and name not in pieces]
+    differing = sorted([*missing, *(pieces.keys() - own.keys())])
+    if differing:
+        raise RunError(f"checkpoint {folder}: its weights are not the model's: {differing[:3]}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            first, rows = _local(tensor, ranks)
+            if name not in pieces:
+                rows.zero_()
+            elif _copy_rows(rows, first, pieces[name]) != rows.numel():
+                raise RunError(f"checkpoint {folder}: {name} is not whole")
+
+
+def _local(tensor: Tensor, ranks: Ranks) -> Piece:
+    """Return the rows that this rank holds and the number of the first; all of an unsharded tensor."""
+    if not hasattr(tensor, "device_mesh"):
+        return 0, tensor
+    whole: Any = tensor
+    assert [placement.is_shard(0) for placement in whole.placements] == [True], "split by rows"
+    rows_each = -(-len(tensor) // ranks.world)
+    return min(ranks.rank * rows_each, len(tensor)), whole.to_local()
+
+
+def _copy_rows(target: Tensor, first: int, pieces: Iterable[Piece]) -> int:
+    """Copy the target's rows out of the pieces; return how many numbers were copied."""
+    copied = 0
+    for start, rows in pieces:
+        if not target.ndim:
+            target.copy_(rows)
+            return 1
+        begin, end = max(first, start), min(first + len(target), start + len(rows))
+        if begin < end:
+            target[begin - first : end - first].copy_(rows[begin - start : end - start])
+            copied += rows[begin - start : end - start].numel()
+    return copied
