@@ -81,17 +81,17 @@ def assert_all_of(made: Generation, version: int, tokens: int = 8) -> None:
 
 async def until_lost(server: Server) -> None:
     """Its process has ended: the system tells us so."""
-    if server.held_on is not None:
-        await asyncio.wait([server.held_on])
+    if server.watching is not None:
+        await asyncio.wait([server.watching])
     assert not server.ready
 
 
 async def until_seen_to(engine: OpenAIEngine, server: Server) -> None:
     """Tried until it serves again or never will; woken by the end of each try."""
     while not (server.ready or server.given_up):
-        await engine._servers.some_ready()
-        if server.returning is not None:
-            await asyncio.wait([server.returning])
+        await engine._servers.wait_ready()
+        if server.restoring is not None:
+            await asyncio.wait([server.restoring])
 
 
 @pytest.fixture

@@ -165,9 +165,9 @@ def test_a_held_stream_does_not_time_out(tmp_path: Path) -> None:
         await until_running(engine)
         await engine.pause("keep")
         (stream,) = engine._streams
-        assert stream.limit.when() is None
+        assert stream.timeout.when() is None
         await engine.resume()
-        assert stream.limit.when() is not None
+        assert stream.timeout.when() is not None
         await engine.abort("a")
         assert (await task).finish_reason == "abort"
         assert engine.fakes[0].calls.count("/pause") == engine.fakes[0].calls.count("/resume") == 1

@@ -1,7 +1,7 @@
-"""The /v1/completions dialect of the openai engine: bodies out, checked answers in.
+"""Bodies and answers of /v1/completions, as the openai engine uses it.
 
-Token ids both ways (`return_token_ids`, as vLLM and SGLang offer); text is never looked at. An answer
-comes whole (`read_completion`) or in chunks that are checked as they come (`CompletionChunks`).
+Token ids both ways (`return_token_ids`, which vLLM and SGLang offer); text is never read. An answer comes
+whole (`read_completion`) or in chunks that are checked one by one (`CompletionChunks`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class WrongAnswer(Exception):
-    """The server answered, but not what was asked for."""
+    """The server's answer is malformed or does not fit the request."""
 
 
 def completion_body(model: str, request: GenerationRequest) -> dict[str, Any]:
-    """One request; a partial response is part of the prompt, and its length off the limits."""
+    """Return the body of a request; a partial response joins the prompt and shortens the limits."""
     sampling, made = request.sampling, len(request.response_ids)
     body: dict[str, Any] = {
         "model": model,
@@ -43,7 +43,7 @@ def completion_body(model: str, request: GenerationRequest) -> dict[str, Any]:
 
 
 def probe_body(model: str) -> dict[str, Any]:
-    """One token that is certain by top_k = 1: its log-prob is 0 exactly if filters are counted in."""
+    """Ask for one token with top_k = 1: its log-prob is 0 only if the server counts filters in."""
     return {
         "model": model,
         "prompt": [2, 3],
@@ -55,8 +55,8 @@ def probe_body(model: str) -> dict[str, Any]:
     }
 
 
-def neutral(sampling: SamplingParams) -> bool:
-    """Whether raw log-probs and those of the sampling distribution are the same."""
+def is_unfiltered(sampling: SamplingParams) -> bool:
+    """Return whether raw log-probs equal those of the sampling distribution."""
     return (
         sampling.temperature in (0.0, 1.0)
         and sampling.top_p == 1.0
@@ -66,7 +66,7 @@ def neutral(sampling: SamplingParams) -> bool:
 
 
 def read_completion(answer: Any, most: int) -> tuple[list[int], list[float], FinishReason]:
-    """Ids, log-probs and the reason; raises `WrongAnswer` on anything half or odd."""
+    """Return ids, log-probs and finish reason; raise `WrongAnswer` if the answer is malformed."""
     ids, logprobs, reason = _choice(answer)
     _check_counts(ids, logprobs, most)
     if not ids:
@@ -77,20 +77,20 @@ def read_completion(answer: Any, most: int) -> tuple[list[int], list[float], Fin
 
 
 class CompletionChunks:
-    """The chunks of one streamed completion, held against what was asked and against each other."""
+    """Reads the chunks of one streamed completion; checks them against the request and each other."""
 
     def __init__(self, most: int) -> None:
         self._most, self._tokens = most, 0
         self._reason: FinishReason | None = None
 
     def read(self, chunk: Any) -> tuple[list[int], list[float]]:
-        """The new tokens; raises `WrongAnswer` on anything odd, a chunk that is an error included."""
+        """Return a chunk's ids and log-probs; raise `WrongAnswer` if it is malformed or an error."""
         self._check_usage(chunk)
-        if isinstance(chunk, dict) and chunk.get("choices") == []:  # usage alone
+        if isinstance(chunk, dict) and chunk.get("choices") == []:  # it carries only the usage
             return [], []
         ids, logprobs, reason = _choice(chunk)
         if self._reason is not None and (ids or reason):
-            raise WrongAnswer("tokens after the end of the completion")
+            raise WrongAnswer("got tokens after the end of the completion")
         _check_counts(ids, logprobs, self._most - self._tokens)
         self._tokens += len(ids)
         if reason is not None:
@@ -101,38 +101,42 @@ class CompletionChunks:
 
     @property
     def complete(self) -> bool:
-        """The last token has come."""
+        """Whether the last token has arrived."""
         return self._reason is not None
 
     def end(self) -> FinishReason:
-        """After the last chunk: why it ended."""
+        """Return the finish reason, after the last chunk."""
         if self._reason is None:
-            raise WrongAnswer("the stream gave no finish_reason")
+            raise WrongAnswer("got a stream without finish_reason")
         if not self._tokens and self._reason != "abort":
             raise WrongAnswer("got no tokens, allowed: at least 1")
         return self._reason
 
     def _check_usage(self, chunk: Any) -> None:
-        """A server that counts must count as we do; many count not at all, or only at the end."""
+        """Check the server's token count, if the chunk has one; many servers send none."""
         usage = chunk.get("usage") if isinstance(chunk, dict) else None
         counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
         if counted is not None and not chunk.get("choices") and counted != self._tokens:
-            raise WrongAnswer(f"usage: got {counted} tokens, came: {self._tokens}")
+            raise WrongAnswer(
+                f"usage: got {counted} tokens, allowed: the {self._tokens} that arrived"
+            )
 
 
 def _choice(answer: Any) -> tuple[list[int], list[float], Any]:
-    """Ids, log-probs and finish reason of the one choice."""
+    """Return ids, log-probs and finish reason of the only choice."""
     try:
         choice = answer["choices"][0]
         ids = choice.get("token_ids")
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
         reason = choice.get("finish_reason")
     except (AttributeError, KeyError, IndexError, TypeError):
-        raise WrongAnswer(f"not a completion: {str(answer)[:200]}") from None
+        raise WrongAnswer(f"got {str(answer)[:200]}, allowed: a completion") from None
     if reason is not None and not ids and logprobs is None:  # a last chunk without tokens
         ids, logprobs = [], []
     if not isinstance(ids, list) or not isinstance(logprobs, list):
-        raise WrongAnswer("no token ids or no log-probs; allowed: a server with return_token_ids")
+        raise WrongAnswer(
+            "got no token ids or no log-probs, allowed: a server with return_token_ids"
+        )
     return ids, logprobs, reason
 
 
@@ -142,6 +146,6 @@ def _check_counts(ids: list[int], logprobs: list[float], most: int) -> None:
             f"got {len(ids)} token ids and {len(logprobs)} log-probs, allowed: equal, at most {most}"
         )
     if not all(isinstance(token, int) for token in ids):
-        raise WrongAnswer("a token id is not a number")
+        raise WrongAnswer("got a token id that is not an integer")
     if not all(isinstance(value, float | int) for value in logprobs):
-        raise WrongAnswer("a log-prob is missing")
+        raise WrongAnswer("got a log-prob that is not a number")

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client on asyncio streams: JSON in, JSON or a stream of it out.
+"""A small HTTP/1.1 client on asyncio streams: sends JSON, returns JSON or a stream of events.
 
-One connection a call. Closing it is how a call is given up: servers stop generating for a client that
-is gone. No proxies, no redirects, no cookies.
+Each call opens one connection. Closing the connection cancels the call: servers stop generating for a
+client that has disconnected. No proxies, no redirects, no cookies.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from urllib.parse import urlsplit
 
 _MOST_BODY = 256 * 1024 * 1024
 _MOST_EVENT = 16 * 1024 * 1024
-_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # of a host that went away
+_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # to notice a dead host
 Headers = dict[str, str]
 
 
 class HttpError(Exception):
-    """The call failed; `status` is 0 where no answer came. `again` says whether to retry."""
+    """A failed call. `status` is 0 if no answer came; `retryable` says whether to try again."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
 
     @property
-    def again(self) -> bool:
+    def retryable(self) -> bool:
         return self.status == 0 or self.status == 429 or self.status >= 500
 
 
@@ -48,8 +48,10 @@ class JsonClient:
         return await self._call("GET", path, b"", timeout_s)
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """The events of a streamed answer up to its [DONE], decoded. How long to wait is the caller's
-        business: nothing here ends a stream that stays silent."""
+        """Yield the decoded events of a streamed answer until its [DONE].
+
+        The caller sets the timeout: nothing here ends a stream that stays silent.
+        """
         writer = None
         try:
             reader, writer = await self._send("POST", path, json.dumps(body).encode())
@@ -58,12 +60,12 @@ class JsonClient:
                 text = await _read_body(reader, headers)
                 raise HttpError(f"{self.base_url}{path}: HTTP {status}: {text[:300]!r}", status)
             if "text/event-stream" not in headers.get("content-type", ""):
-                raise HttpError(f"{self.base_url}{path}: the answer is no stream of events", 406)
+                raise HttpError(f"{self.base_url}{path}: the answer is not a stream of events", 406)
             async for event in _events(_parts(reader, headers)):
                 if event == b"[DONE]":
                     return
                 yield json.loads(event)
-            raise HttpError(f"{self.base_url}: the stream ended before its end")
+            raise HttpError(f"{self.base_url}: the stream ended before [DONE]")
         except (OSError, EOFError, ValueError) as error:
             raise HttpError(f"{self.base_url}: {type(error).__name__}: {error}") from error
         finally:
@@ -93,7 +95,7 @@ class JsonClient:
             raise HttpError(f"{self.base_url}{path}: the answer is not JSON") from None
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection on which nothing is asked: it lasts as long as whoever accepted it."""
+        """Open a connection without a request; it closes when the server's process ends."""
         try:
             async with asyncio.timeout(10.0):
                 reader, writer = await self._open()
@@ -147,7 +149,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, Headers]:
 
 
 async def _parts(reader: asyncio.StreamReader, headers: Headers) -> AsyncIterator[bytes]:
-    """The body as it comes, by whatever way its length is told; raises where it ends too early."""
+    """Yield the body as it arrives, chunked, of known length or until the end; raise if it is cut."""
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
             yield await reader.readexactly(size)
@@ -169,7 +171,7 @@ async def _read_body(reader: asyncio.StreamReader, headers: Headers) -> str:
 
 
 async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """What follows `data:` in server-sent events, one line each."""
+    """Yield what follows `data:` in server-sent events, line by line."""
     rest = b""
     async for part in parts:
         *lines, rest = (rest + part).split(b"\n")

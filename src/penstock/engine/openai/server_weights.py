@@ -1,8 +1,8 @@
 """How servers get new weights: a folder and a reload call, or vLLM's own calls for RL.
 
-Both are given weights whose digest was checked. A reload call cannot say what the server holds after it;
-our backend in a vLLM server's workers checks the digest of what it loads and refuses anything else, and
-the server can be asked later for the label that it was given with them.
+Both take weights whose digest was checked. A server with a reload call cannot say which weights it holds.
+In a vLLM server, our backend checks the digest in every worker before it loads, and the server reports the
+label that came with the weights.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,58 +19,58 @@ import torch
 
 from penstock.engine.openai.http_client import HttpError
 from penstock.engine.openai.servers import Server
+from penstock.engine.protocol import Fetch
 from penstock.errors import RunError
 from penstock.types import WeightHandle
 from penstock.weights.mapped_files import FOLDER, memory_folder, place_weights
 from penstock.weights.model_weights import checked_weights
 
-Fetch = Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]]
 Weights = dict[str, torch.Tensor]
 
 
 class WeightLoader(Protocol):
-    """Consumes checked weights; one server at a time holds them after `load`, or it raises."""
+    """Consumes checked weights; after `load`, one server holds them. Raises HttpError otherwise."""
 
-    native_pause: bool  # the server's own pause holds running requests meanwhile
+    native_pause: bool  # the server's own pause holds running requests during a load
 
     async def prepare(self, version: int, source: WeightHandle, weights: Weights) -> Prepared:
-        """All that can be done while requests run, once for all servers."""
+        """Do, once for all servers, what can be done while requests run."""
 
     async def load(self, server: Server, prepared: Prepared) -> None:
-        """With nothing running there: the switch itself."""
+        """Load the weights into a server that is generating nothing."""
 
     async def holds(self, server: Server, version: int, digest: str) -> bool:
-        """Whether the server itself says that it holds these; False where it cannot say."""
+        """Return whether the server reports that it holds these weights; False if it cannot tell."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Prepared:
-    """Weights on their way to servers; `weights` are kept until the last one has them."""
+    """Weights ready to be loaded; `weights` stay alive until every server has loaded them."""
 
     version: int
     digest: str
     weights: Weights
-    info: dict[str, object]  # where a server finds them
-    parked: tempfile.TemporaryDirectory[str] | None = None
+    info: dict[str, object]  # tells a server where the weights are
+    temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def release(self) -> None:
-        if self.parked is not None:
-            self.parked.cleanup()
+        if self.temporary is not None:
+            self.temporary.cleanup()
 
 
 class WeightsFolder:
-    """`version-N` folders of safetensors; the newest two stay."""
+    """Writes `version-N` folders of safetensors and keeps the newest two."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._written: list[Path] = []
 
     async def write(self, version: int, source: WeightHandle, weights: Weights) -> Path:
-        """Where the weights lie; those that are a folder already are not written again."""
+        """Return the folder of the weights; write it unless `source` is a folder already."""
         if source.kind == FOLDER:
             return Path(source.location)
         folder = self._folder / f"version-{version}"
-        if folder in self._written:  # for a server that comes back
+        if folder in self._written:  # written before, for a server that was lost
             return folder
         await asyncio.to_thread(_write, folder, weights)
         self._written.append(folder)
@@ -82,7 +81,7 @@ class WeightsFolder:
 
 
 class ReloadCall:
-    """A POST that names the folder, e.g. /update_weights_from_disk of SGLang."""
+    """Loads weights by a POST that names the folder, e.g. SGLang's /update_weights_from_disk."""
 
     native_pause = False
 
@@ -103,7 +102,7 @@ class ReloadCall:
 
 
 class VllmCalls:
-    """Start, update, finish at vLLM servers whose weight-transfer backend is ours."""
+    """Loads weights by the start, update and finish calls of vLLM servers that run our backend."""
 
     native_pause = True
 
@@ -118,8 +117,8 @@ class VllmCalls:
         elif source.kind == FOLDER:
             info["folder"] = str(source.location)
         else:
-            made.parked = tempfile.TemporaryDirectory(prefix="penstock-", dir=memory_folder())
-            file = Path(made.parked.name) / "weights"
+            made.temporary = tempfile.TemporaryDirectory(prefix="penstock-", dir=memory_folder())
+            file = Path(made.temporary.name) / "weights"
             found = await asyncio.to_thread(place_weights, weights, file, copy=False)
             info["places"] = [list(place) for place in found]
         return made
@@ -134,27 +133,27 @@ class VllmCalls:
         try:
             told = await server.client.get("/weight_info")
         except HttpError as error:
-            if error.again:
+            if error.retryable:
                 raise
-            return False  # an older server has no such page
+            return False  # an older server has no such call
         return isinstance(told, dict) and told.get("weight_version") == _label(version, digest)
 
 
 def _label(version: int, digest: str) -> str:
-    """What a server is told to call weights; a fresh process has another name for its own."""
+    """Return the label that a server keeps with its weights; a fresh process has another."""
     return f"{version}-{digest}"
 
 
-async def load_again(
+async def restore_weights(
     loader: WeightLoader, server: Server, fetch: Fetch, newest: tuple[int, WeightHandle]
 ) -> bool:
-    """For a server that was lost, unless it says itself that it holds these. Whether it was paused for it."""
+    """Load the newest weights into a lost server unless it reports them; return whether it is paused."""
     version, source = newest
     if await loader.holds(server, version, source.digest):
         return False
     try:
         weights = await asyncio.to_thread(checked_weights, fetch, source)
-    except RunError as error:  # newer ones may be on their way
+    except RunError as error:  # newer weights may follow
         raise HttpError(f"{server.url}: {error}") from error
     prepared = await loader.prepare(version, source, weights)
     try:
@@ -171,7 +170,7 @@ def on_this_machine(url: str) -> bool:
 
 
 def _write(folder: Path, weights: Weights) -> None:
-    """Whole or not at all."""
+    """Write the folder's file atomically."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

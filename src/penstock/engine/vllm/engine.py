@@ -1,10 +1,10 @@
-"""vLLM's own asynchronous engine behind our protocol. The only file that imports vllm.
+"""vLLM's asynchronous engine behind our protocol. The only file that imports vllm.
 
-Built on vLLM's calls for RL: pause modes and its weight-transfer life cycle (init, start, update, finish), with
-a backend of ours in every worker, so that each shard of a tensor-parallel model loads its part: from files
-that it maps, from a safetensors folder, or over a gloo group; vLLM's own NCCL and CUDA IPC serve too.
-Updates run behind a pause of their own; requests that come meanwhile wait outside, and prompts are
-salted with the version, so that the prefix cache never mixes weights.
+Uses vLLM's calls for RL: pause modes, and weight transfer (init, start, update, finish) with our backend in
+every worker. Each shard of a tensor-parallel model loads its part from mapped files, from a safetensors
+folder or over a gloo group; vLLM's own NCCL and CUDA IPC backends work too. An update pauses generation
+and holds new requests at the gate. Prompts are salted with the version, so that the prefix cache never
+mixes weights. vLLM's workers import `WorkerExtension` and `PenstockTransfer` from this file by their path.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ BACKEND = "penstock"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Where the gloo group meets. Files need no such thing."""
+    """The address of the gloo group; transfers by file need none."""
 
     address: str
     port: int
@@ -82,16 +82,16 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What the new weights must be, and where they are: one of the last three."""
+    """The digest of the new weights, and where they are: one of the last three fields."""
 
     digest: str
-    places: list[Any] = field(default_factory=list)  # in files that are mapped
-    folder: str = ""  # of safetensors
-    shapes: list[Any] = field(default_factory=list)  # sent over the group
+    places: list[Any] = field(default_factory=list)  # within mapped files
+    folder: str = ""  # a safetensors folder
+    shapes: list[Any] = field(default_factory=list)  # of tensors sent over the group
 
 
 class PenstockTransfer(WeightTransferEngine):
-    """Loads new weights into this worker's shard, whatever its layout."""
+    """Loads new weights into this worker's shard."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -117,9 +117,9 @@ class PenstockTransfer(WeightTransferEngine):
         elif self._group is not None:
             weights = self._group.receive(update_info.shapes)
         else:
-            raise ValueError("weights: got neither a place nor a group")
+            raise ValueError("weights: got no places, folder or group, allowed: one of them")
         if (digest := digest_of(weights.items())) != update_info.digest:
-            raise ValueError(f"weights have digest {digest}, announced was {update_info.digest}")
+            raise ValueError(f"weights: got digest {digest}, allowed: {update_info.digest}")
         self.model.load_weights(iter(weights.items()))
 
     def finish_weight_update(self) -> None:
@@ -134,7 +134,7 @@ class PenstockTransfer(WeightTransferEngine):
 
 
 def _tie_again(model: torch.nn.Module) -> None:
-    """A tied head has no weights of its own to reload, and would keep the old ones, packed."""
+    """Load the embedding into a tied head: a reload skips the head, which keeps packed old weights."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
@@ -149,18 +149,18 @@ def _tie_again(model: torch.nn.Module) -> None:
 
 
 class WorkerExtension:
-    """Named in the engine's arguments so that every worker imports this file and its backend."""
+    """Names this file in the engine's arguments, so that every worker imports its backend."""
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, PenstockTransfer)
 
 
-# ---- vLLM's own backends (NCCL, CUDA IPC), driven from our process
+# ---- vLLM's own backends (NCCL, CUDA IPC), called from our process
 
 
 class _Weights(WeightSource):
-    """The weights of one update, as vLLM's senders want them."""
+    """The weights of one update, as a source for vLLM's senders."""
 
     tensors: dict[str, torch.Tensor]
 
@@ -173,7 +173,7 @@ class _Weights(WeightSource):
 
 
 class _Calls:
-    """vLLM's senders run in a thread and call the engine, which lives in the event loop."""
+    """Passes calls of vLLM's senders, which run in a thread, to the engine's event loop."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm, self._loop = llm, asyncio.get_running_loop()
@@ -196,7 +196,7 @@ class _Calls:
 
 
 class VllmSender:
-    """Sends weights by one of vLLM's own backends: to other GPUs (nccl) or on the same one (ipc)."""
+    """Sends weights by one of vLLM's own backends: nccl to other GPUs, ipc on the same one."""
 
     def __init__(self, transfer: Transfer, address: str, world: int) -> None:
         self._transfer, self._address, self._world = transfer, address, world
@@ -229,7 +229,7 @@ class VllmSender:
 
 
 class VllmEngine:
-    """See `InferenceEngine`. `transfer` may be changed between two updates (memory and gloo)."""
+    """See `InferenceEngine`. `transfer` may switch between memory and gloo between two updates."""
 
     def __init__(self, options: VllmOptions, *, fetch: Fetch) -> None:
         self._options, self._fetch, self.transfer = options, fetch, options.transfer
@@ -254,14 +254,14 @@ class VllmEngine:
     async def start(self) -> None:
         if self._llm is not None:
             if not self._llm.errored:
-                raise EngineError("engine vllm: it runs already")
-            await self.close()  # what the dead one left behind
+                raise EngineError("engine vllm: it is running already")
+            await self.close()  # clean up after the dead one
         options = self._options
-        own = options.transfer in ("nccl", "ipc")
+        vllm_backend = options.transfer in ("nccl", "ipc")
         arguments = {
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": WeightTransferConfig(
-                backend=options.transfer if own else BACKEND
+                backend=options.transfer if vllm_backend else BACKEND
             ),
             "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
             "enable_sleep_mode": torch.cuda.is_available(),
@@ -273,9 +273,9 @@ class VllmEngine:
                 AsyncLLM.from_engine_args, AsyncEngineArgs(**arguments)
             )
         except (RuntimeError, ValueError, OSError) as error:
-            raise EngineError(f"engine vllm: it does not start: {error}") from error
+            raise EngineError(f"engine vllm: it failed to start: {error}") from error
         self._world = 1 + self._alive.vllm_config.parallel_config.world_size_across_dp
-        if own:
+        if vllm_backend:
             self._sender = VllmSender(options.transfer, options.transfer_address, self._world)
         digest = await asyncio.to_thread(folder_digest, options.path)
         first = WeightHandle(version=0, digest=digest, kind=places.FOLDER, location=options.path)
@@ -328,7 +328,7 @@ class VllmEngine:
         return remote.generation(reason)  # type: ignore[arg-type]
 
     async def abort(self, request_id: str) -> None:
-        await self._requests.abort(request_id)  # vLLM drops a request whose reader is gone
+        await self._requests.abort(request_id)  # vLLM drops a request that nobody reads
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         llm = self._alive
@@ -336,13 +336,13 @@ class VllmEngine:
         self._requests.gate.clear()
         if mode == "abort":
             await self._requests.abort_all()
-        await _living(llm.pause_generation(mode=mode, clear_cache=mode != "keep"))
+        await _checked(llm.pause_generation(mode=mode, clear_cache=mode != "keep"))
 
     async def resume(self) -> None:
         self._paused = None
         self._open_unless_held()
         if not self._asleep:
-            await _living(self._alive.resume_generation())
+            await _checked(self._alive.resume_generation())
 
     def _open_unless_held(self) -> None:
         if self._paused is None and not self._asleep:
@@ -351,7 +351,7 @@ class VllmEngine:
     # ---- weights
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        """While it sleeps, the weights alone are woken; the rest follows with `wake`."""
+        """Load new weights; during sleep, wake only the weights' memory, and `wake` wakes the rest."""
         async with self._updating:
             llm = self._alive
             await self._wake_weights(llm)
@@ -360,7 +360,7 @@ class VllmEngine:
             return self._digest
 
     async def _transfer(self, llm: AsyncLLM, version: int, source: WeightHandle) -> None:
-        """Read and check, pause where nobody has, load in every worker, go on."""
+        """Fetch and check weights, then load them in every worker during a pause."""
         folder = self._options.transfer_folder or places.memory_folder()
         weights = await asyncio.to_thread(checked_weights, self._fetch, source)
         with tempfile.TemporaryDirectory(prefix="penstock-", dir=folder) as place:
@@ -369,9 +369,7 @@ class VllmEngine:
                 try:
                     await self._load(llm, info, weights)
                     await llm.update_weight_version(str(version))
-                except (
-                    Exception
-                ) as error:  # vLLM's workers raise what they like; a half load is fatal
+                except Exception as error:  # workers raise any type, and a partial load is fatal
                     await self.close()
                     self._end_reason = f"weights {version} failed half-way: {error}"
                     raise EngineError(f"engine vllm: {self._end_reason}") from error
@@ -379,24 +377,24 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _held(self, llm: AsyncLLM) -> AsyncIterator[None]:
-        """Nothing runs and nothing goes in; a pause or sleep that stands already is left alone."""
+        """Hold running and new requests; leave an existing pause or sleep as it is."""
         own = self._paused is None and not self._asleep
         self._requests.gate.clear()
         try:
             if own:
-                await _living(llm.pause_generation(mode="keep", clear_cache=False))
+                await _checked(llm.pause_generation(mode="keep", clear_cache=False))
         except EngineError:
-            self._open_unless_held()  # so that those outside learn that it died
+            self._open_unless_held()  # so that requests at the gate see the fault
             raise
         yield
         if own and self._paused is None:
-            await _living(llm.resume_generation())
+            await _checked(llm.resume_generation())
         self._open_unless_held()
 
     async def _prepare(
         self, weights: dict[str, torch.Tensor], source: WeightHandle, file: Path
     ) -> dict[str, Any]:
-        """What our backend in the workers is told; all that can be done before the pause."""
+        """Do what can be done before the pause; return the update info for our backend."""
         if self._sender is not None:
             return {}
         if self.transfer == "gloo":
@@ -423,7 +421,7 @@ class VllmEngine:
         await llm.finish_weight_update()
 
     async def _join_group(self) -> None:
-        """Once: a gloo group of this process and all workers."""
+        """Make the gloo group of this process and all workers, on the first update."""
         if self._group is not None:
             return
         options, world = self._options, self._world
@@ -444,11 +442,11 @@ class VllmEngine:
             self._asleep = True
             self._requests.gate.clear()
             await self._requests.abort_all()
-            await _living(self._alive.sleep(level=self._options.sleep_level))
+            await _checked(self._alive.sleep(level=self._options.sleep_level))
             self._weights = "asleep"
 
     async def wake(self) -> None:
-        """Weights first: vLLM goes on by itself once all of its memory is back."""
+        """Undo `sleep`, weights first: vLLM resumes by itself once all of its memory is back."""
         async with self._updating:
             if not self._asleep:
                 return
@@ -457,24 +455,24 @@ class VllmEngine:
             if self._weights == "lost":
                 await self._restore(llm)
                 self._weights = "there"
-            await _living(llm.wake_up(tags=["kv_cache"]))
-            if self._paused is not None:  # the pause outlives the sleep
-                await _living(llm.pause_generation(mode="keep", clear_cache=False))
+            await _checked(llm.wake_up(tags=["kv_cache"]))
+            if self._paused is not None:  # a pause continues after the sleep
+                await _checked(llm.pause_generation(mode="keep", clear_cache=False))
             self._asleep = False
             self._open_unless_held()
 
     async def _wake_weights(self, llm: AsyncLLM) -> None:
-        """Their memory is back after this; after level 2 there is nothing in it."""
+        """Bring back the weights' memory; after sleep level 2 it is empty."""
         if self._weights == "asleep":
-            await _living(llm.wake_up(tags=["weights"]))
+            await _checked(llm.wake_up(tags=["weights"]))
             self._weights = "there" if self._options.sleep_level == 1 else "lost"
 
     async def _restore(self, llm: AsyncLLM) -> None:
-        """After level 2 the weights are gone: send the newest again."""
+        """Load the newest weights again, which sleep level 2 dropped."""
         if self._latest is not None:
             await self._transfer(llm, self._version, self._latest)
         else:
-            await _living(llm.collective_rpc("reload_weights"))
+            await _checked(llm.collective_rpc("reload_weights"))
 
     async def stats(self) -> EngineStats:
         assert self._alive is not None
@@ -496,8 +494,8 @@ class VllmEngine:
             await asyncio.to_thread(llm.shutdown)
 
 
-async def _living(call: Awaitable[Any]) -> Any:
-    """A call to vLLM; that it died comes back as our error."""
+async def _checked(call: Awaitable[Any]) -> Any:
+    """Await a call to vLLM; raise EngineError if vLLM has died."""
     try:
         return await call
     except EngineDeadError as error:

@@ -1,4 +1,4 @@
-"""What vLLM is told: options, engine arguments and sampling fields. Importing this needs no vllm."""
+"""Settings of the vllm engine, and vLLM's arguments made from them. Does not import vllm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PICKLE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class VllmOptions:
-    """The last block is [engine.options]."""
+    """What the engine reads from the config; the last block is [engine.options]."""
 
     path: str
     tokenizer: str = ""
@@ -27,14 +27,14 @@ class VllmOptions:
     max_slots: int = 64
     # [engine.options]
     tensor_parallel_size: int = 1
-    max_model_len: int = 0  # most tokens of a request; 0: the model's own
+    max_model_len: int = 0  # most tokens of a request; 0: the model's limit
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
-    sleep_level: int = 1  # 1: weights wait on the host; 2: they are dropped and sent again
+    sleep_level: int = 1  # 1: weights move to the host; 2: they are dropped and loaded again
     transfer: Transfer = "memory"  # how weights reach the workers
-    transfer_folder: str = ""  # all workers must see it; empty: /dev/shm, or the temporary folder
-    transfer_address: str = "127.0.0.1"  # of this host, where gloo and nccl groups meet
-    transfer_timeout_s: float = 300.0  # for joining a group and for one step of a transfer
+    transfer_folder: str = ""  # visible to all workers; empty: /dev/shm, or the temporary folder
+    transfer_address: str = "127.0.0.1"  # of this host, for gloo and nccl groups
+    transfer_timeout_s: float = 300.0  # for joining a group, and for each step of a transfer
     extra: dict[str, Any] = field(default_factory=dict)  # further AsyncEngineArgs
 
     OPTION_NAMES = (
@@ -59,7 +59,7 @@ class VllmOptions:
         if self.transfer == "ipc" and os.environ.get(_PICKLE_VARIABLE) != "1":
             raise UserError(
                 f"engine.options.transfer: got 'ipc' without {_PICKLE_VARIABLE}=1 in the "
-                "environment, which vLLM needs to pass memory handles on; allowed: memory"
+                "environment, which vLLM needs to pass memory handles; allowed: memory"
             )
         if self.sleep_level not in (1, 2):
             raise UserError(f"engine.options.sleep_level: got {self.sleep_level}, allowed: 1, 2")
@@ -79,7 +79,7 @@ class VllmOptions:
         )
 
     def engine_arguments(self) -> dict[str, Any]:
-        """The part of vLLM's engine arguments that these options decide."""
+        """Return the engine arguments of vLLM that these options set."""
         return {
             "model": self.path,
             "tokenizer": self.tokenizer or self.path,
@@ -95,7 +95,7 @@ class VllmOptions:
 
 
 def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
-    """Of vLLM's SamplingParams; a partial response is part of the prompt, and off the limits."""
+    """Return fields of vLLM's SamplingParams; a partial response shortens the limits."""
     sampling, made = request.sampling, len(request.response_ids)
     return {
         "temperature": sampling.temperature,
