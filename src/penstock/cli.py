@@ -176,20 +176,17 @@ def report(
 def timeline(
     run: Run,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Default: RUN/timeline/timeline.html; a .png and trace.json beside it."),
+        Path | None, typer.Option(help="The trace; default: RUN/timeline/trace.json.")
     ] = None,
 ) -> None:
-    """Draw who was busy when, with the idle share of each side; and a trace for Perfetto."""
-    from penstock.inspection.timeline import summary_lines, write_png, write_timeline
+    """Print the idle share of every worker; write a trace for Perfetto (ui.perfetto.dev)."""
+    from penstock.inspection.timeline import summary_lines, write_trace
     from penstock.run_folder import find
 
     folder = find(run)
     for line in summary_lines(folder):
         typer.echo(line)
-    page = write_timeline(folder, out)
-    typer.echo(page)
-    typer.echo(write_png(folder, page.with_suffix(".png")) or "no picture: pip install pillow")
+    typer.echo(write_trace(folder, out))
 
 
 @app.command(rich_help_panel="Look")

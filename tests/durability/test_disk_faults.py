@@ -121,7 +121,7 @@ def test_a_flipped_byte_in_a_payload_is_found(server: CrashServer, broken: RunFo
         ).fetchone()
     flip(broken.journal, broken.journal.read_bytes().index(data) + len(data) // 2)
     assert server.run("audit", str(broken.path)) == 1
-    assert re.search(r"FAULT: rollout \S+: it is not what was written", server.output())
+    assert re.search(r"FAULT: rollout \S+: the record is not what was written", server.output())
     assert server.run("resume", str(broken.path)) == 1
     line = error_line(server)
     assert re.search(r"rollout \S+ is not what was written", line)

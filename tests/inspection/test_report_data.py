@@ -128,7 +128,7 @@ def test_a_torn_last_line_is_left_out_and_said(run: RunFolder) -> None:
     run.metrics.write_bytes(text[:-30])
     record = read_run(run)
     assert record.steps == list(range(1, 12))
-    assert record.missing == ["metrics.jsonl: the last line is torn and was left out"]
+    assert record.missing == ["metrics.jsonl: the last line is cut off and was left out"]
 
 
 def test_a_damaged_journal_is_said(run: RunFolder) -> None:

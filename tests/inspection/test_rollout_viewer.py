@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from penstock.errors import UserError
-from penstock.inspection.rollout_viewer import Sample, show_rollouts
+from penstock.inspection.rollout_viewer import RolloutView, show_rollouts
 from penstock.journal.checks import rollout_key
 from penstock.journal.codec import decode_rollout, encode_rollout
 from penstock.run_folder import RunFolder
@@ -39,7 +39,7 @@ def test_json_has_one_whole_object_a_line(run: RunFolder) -> None:
     samples = objects(run, limit=1000)
     assert len(samples) == (4 * 3 + 4) * GROUP_SIZE
     first = samples[0]
-    assert set(first) == set(Sample.__dataclass_fields__)
+    assert set(first) == set(RolloutView.__dataclass_fields__)
     assert first["prompt"][0]["role"] == "user"
     assert set(first["parts"]) == {"format", "answer"}
     assert sum(length for _, length in first["versions"]) == first["num_tokens"]

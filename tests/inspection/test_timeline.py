@@ -1,23 +1,19 @@
-"""The timeline adds up: busy time is a union, idle shares follow, page and trace are whole."""
+"""The timeline adds up: busy time is a union, idle shares follow, the trace is whole."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock.errors import UserError
 from penstock.inspection.timeline import (
-    _COLOURS,
     chrome_trace,
     lanes,
     read_events,
     summary_lines,
-    write_png,
-    write_timeline,
+    write_trace,
 )
 from penstock.run_folder import RunFolder
 from penstock.watch.timeline_log import TimelineLog
@@ -69,37 +65,10 @@ def test_the_trace_has_every_event_and_overlaps_get_rows_of_their_own(run: RunFo
     assert (first["dur"], second["dur"]) == (2_000_000, 1_000_000)
 
 
-def test_page_and_trace_are_written_and_text_is_escaped(run: RunFolder) -> None:
-    page = write_timeline(run)
-    text = page.read_text()
-    assert "<svg" in text
-    assert "80.0%" in text
-    assert "<1>" not in text
-    assert "<script" not in text
-    assert json.loads(page.with_name("trace.json").read_text())["traceEvents"]
-
-
-def test_the_picture_shows_who_was_busy(run: RunFolder, tmp_path: Path) -> None:
-    image_of = pytest.importorskip("PIL.Image").open
-    path = write_png(run, tmp_path / "timeline.png")
-    assert path is not None
-    with image_of(path) as image:
-        pixels = image.convert("RGB")
-        assert pixels.width > 2000
-        colours = {pixels.getpixel((x, 2 * (34 + 13))) for x in range(400, 2700)}  # the first lane
-    assert (0xC2, 0x57, 0x1A) in colours  # training
-    assert (0x2A, 0x78, 0xB5) not in colours  # generating is the engine's
-
-
-def test_without_pillow_there_is_no_picture(run: RunFolder, monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    assert write_png(run, run.path / "timeline.png") is None
-    assert not (run.path / "timeline.png").exists()
-
-
-def test_every_kind_of_wait_has_a_colour_of_its_own() -> None:
-    assert set(_COLOURS) == set(WaitKind)
-    assert len(set(_COLOURS.values())) == len(WaitKind)
+def test_the_trace_is_written_where_it_is_asked_for(run: RunFolder, tmp_path: Path) -> None:
+    assert write_trace(run) == run.path / "timeline" / "trace.json"
+    other = write_trace(run, tmp_path / "new" / "mine.json")
+    assert json.loads(other.read_text())["traceEvents"]
 
 
 def test_a_cut_off_last_line_is_left_out(run: RunFolder) -> None:

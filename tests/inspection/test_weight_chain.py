@@ -67,9 +67,12 @@ def test_an_unbroken_chain_has_no_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        ({"skip": "published1"}, "nobody published them"),
+        ({"skip": "published1"}, "the trainer never published them"),
         ({"skip": "confirmed1"}, "weights 1: trained rollouts name them, no engine confirmed"),
-        ({"confirmed2": "xx"}, "weights 2: an engine confirmed digest xx, published was d2"),
+        (
+            {"confirmed2": "xx"},
+            "weights 2: an engine confirmed digest xx, the trainer published d2",
+        ),
         ({"committed1": "xx"}, "weights 1: published with digest d1, committed with xx"),
     ],
 )
@@ -85,7 +88,7 @@ def test_weights_redone_with_other_bits_are_told_not_refused(tmp_path: Path) -> 
     journal.record_confirmed("engine", 2, "d2-again")
     assert chain_faults(journal) == []
     assert redone_versions(journal) == [
-        "weights 2: redone after a crash with other bits (d2 and d2-again)"
+        "weights 2: redone after a crash, with other bits (d2 and d2-again)"
     ]
     journal.close()
 

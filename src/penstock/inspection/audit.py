@@ -1,8 +1,8 @@
-"""`penstock audit RUN`: does the journal balance? Reads the run folder, changes nothing.
+"""`penstock audit RUN`: check every law that the journal can prove. Changes nothing.
 
-Checks every law that the journal can prove: conservation per task, drops with reasons, batches that
-agree with their groups, nothing trained twice, the staleness bound by the oldest token of each rollout,
-weights confirmed with the digest that was committed. Shows where asynchrony bent what is trained.
+Conservation per task, a reason for every drop, batches that match their groups, no group trained twice,
+the staleness bound by each rollout's oldest token, weights confirmed with the committed digest. Warns
+where trained responses differ in length from drawn ones.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from penstock.produce import calculate_stale_threshold
 from penstock.run_folder import RunFolder
 from penstock.track.jsonl import last_step_told
 
-_BIAS_LIMIT = 0.05  # share by which a trained mean may differ from the drawn one
-_MOST_NAMED = 50  # damaged records
-_ENOUGH = 50  # groups below which a difference says nothing
+_BIAS_LIMIT = 0.05  # largest relative difference of trained and drawn mean length without a warning
+_MOST_NAMED = 50  # most damaged records that are named
+_ENOUGH = 50  # fewest groups for which a difference is reported
 
 
 @dataclass(slots=True, frozen=True)
 class EraBounds:
-    """The staleness that was allowed under one config, and the last step done under it."""
+    """The staleness bound of one config, and the last step that was trained under it."""
 
-    last_step: int | None  # None: it is in force
+    last_step: int | None  # None: the config is in force
     allowed: dict[str, int]  # per task, in updates
 
 
 @dataclass(slots=True, kw_only=True)
 class TaskAudit:
-    """One task's account."""
+    """Counts and means of one task."""
 
     drawn: int = 0
     trained: int = 0
     buffered: int = 0
     in_flight: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    length_drawn: float | None = None  # mean response tokens per group, first time it completed
+    length_drawn: float | None = None  # mean response tokens per group, when it first completed
     length_trained: float | None = None
     reward_drawn: float | None = None
     reward_trained: float | None = None
@@ -59,7 +59,7 @@ class TaskAudit:
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """The whole account; `faults` is empty when every law holds."""
+    """The result of an audit; `faults` is empty when every law holds."""
 
     tasks: dict[str, TaskAudit]
     max_staleness_trained: int
@@ -96,10 +96,10 @@ class Audit:
 
 
 def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | None = None) -> int:
-    """Print the account of a run; 0 when it balances, else 1."""
+    """Audit a run and print the result; return 0 if every law holds, else 1."""
     origin = folder.origin()
     eras = [EraBounds(era.last_step, _bounds(era.config)) for era in folder.eras()]
-    told = last_step_told(folder.metrics)  # before the journal is read: the run may be under way
+    told = last_step_told(folder.metrics)  # read before the journal: the run may be under way
     journal = Journal.open(folder.journal, readonly=True)
     try:
         journal.check_file(rows=False)
@@ -108,11 +108,13 @@ def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | No
         journal.close()
     if told > found.committed_steps:
         found.faults.append(
-            f"the journal ends at step {found.committed_steps}, but {folder.metrics.name} tells of "
+            f"the journal ends at step {found.committed_steps}, but {folder.metrics.name} has "
             f"step {told}: its end was lost"
         )
     if origin is not None:
-        found.warnings.append(f"a fork: rollouts and versions of weights are those of {origin.run}")
+        found.warnings.append(
+            f"this run is a fork: its rollouts and weight versions are those of {origin.run}"
+        )
     console = console or Console()
     if as_json:
         console.print_json(json.dumps(found.as_json()))
@@ -122,7 +124,7 @@ def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | No
 
 
 def _bounds(config: Config) -> dict[str, int]:
-    """Per task, the updates that a sample may be behind."""
+    """Return, per task, how many updates a sample may be behind."""
     return {
         name: calculate_stale_threshold(
             0 if produce.strategy == "sync" else produce.max_staleness, config.sync.every_steps
@@ -134,14 +136,14 @@ def _bounds(config: Config) -> dict[str, int]:
 
 
 def audit_journal(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool = False) -> Audit:
-    """The account of a journal, each step by the bounds of the `eras` (in order) that it was done in.
+    """Audit a journal; hold each step to the bounds of the era it was trained in.
 
-    `recorded`: a fork, whose groups are a choice of another run's.
+    `eras` are in order. `recorded`: a fork, whose groups were drawn by another run.
     """
     damage = _damage(journal)
     try:
         return _account(journal, eras, recorded, damage)
-    except (TypeError, ValueError, KeyError) as error:  # a damaged value that is of another type
+    except (TypeError, ValueError, KeyError) as error:  # damage can change the type of a value
         if not damage:
             raise
         raise JournalDamaged(f"journal {journal.path}: damaged: {damage[0]}") from error
@@ -162,7 +164,7 @@ def _account(
         *_batch_faults(journal),
         *chain_faults(journal, recorded=recorded),
         *damage,
-        *([] if recorded else stale_faults),  # a fork's versions and steps are of two runs
+        *([] if recorded else stale_faults),  # in a fork, versions and steps belong to two runs
     ]
     for name, task in tasks.items():
         _measure(journal, name, task)
@@ -181,16 +183,16 @@ def _account(
 
 def _damage(journal: Journal) -> list[str]:
     found = journal.damaged()
-    faults = [f"{what}: it is not what was written" for what in found[:_MOST_NAMED]]
+    faults = [f"{what}: the record is not what was written" for what in found[:_MOST_NAMED]]
     if len(found) > _MOST_NAMED:
         faults.append(f"{len(found) - _MOST_NAMED} further records are not what was written")
     return faults
 
 
 def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
-    """Each number from its own source: cursors, batches of committed steps, places, drop reasons."""
+    """Count each number from its own source: cursors, committed batches, states, drop reasons."""
     drawn = journal.cursors()
-    if recorded:  # the cursors are those of the run that drew
+    if recorded:  # the cursors belong to the run that drew the groups
         drawn = dict(journal.query("SELECT task, COUNT(*) FROM groups GROUP BY task"))
     tasks = {name: TaskAudit(drawn=number) for name, number in sorted(drawn.items(), key=str)}
     trained = journal.query(
@@ -211,7 +213,7 @@ def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
 
 
 def _life_faults(journal: Journal) -> list[str]:
-    """Lives that cannot be: dropped without a reason, trained without having landed."""
+    """Return groups in impossible states: dropped without a reason, trained but never landed."""
     rules = {
         "was dropped without a reason": "state = 'dropped' AND drop_reason IS NULL",
         "was taken but is not completed": "state IN ('taken', 'trained') AND status != 'completed'",
@@ -227,7 +229,7 @@ def _life_faults(journal: Journal) -> list[str]:
 
 
 def _batch_faults(journal: Journal) -> list[str]:
-    """Batches against groups: each group in one batch, each batch as its groups say, no step missing."""
+    """Compare batches with groups: one batch per group, equal members, no step missing."""
     faults = [
         f"group {group_id}: trained {number} times"
         for group_id, number in journal.query(
@@ -245,12 +247,12 @@ def _batch_faults(journal: Journal) -> list[str]:
             faults.append(f"step {expected}: missing")
             break
         if group_ids is not None and json.loads(group_ids) != members.get(step, []):
-            faults.append(f"step {step}: its batch is not what its groups say")
+            faults.append(f"step {step}: its batch differs from what its groups record")
     return faults
 
 
 def _staleness(journal: Journal, eras: Sequence[EraBounds]) -> tuple[int, list[str]]:
-    """The largest staleness of any trained rollout, by its oldest token, and who is past the bound."""
+    """Return the largest staleness of a trained rollout, and a fault per step past its bound."""
     rows = journal.query(
         "SELECT task, step, MAX(step - oldest_version - 1) FROM rollouts"
         " WHERE step IS NOT NULL AND oldest_version IS NOT NULL GROUP BY task, step ORDER BY step"
@@ -266,9 +268,9 @@ def _staleness(journal: Journal, eras: Sequence[EraBounds]) -> tuple[int, list[s
 
 
 def _bound(task: str, step: int, eras: Sequence[EraBounds]) -> int | None:
-    """Of the era that the step was done in; None: the task was not in it.
+    """Return the bound of the era that the step was trained in; None: that era lacks the task.
 
-    The batch of an era's first step may have been taken before the settings changed: the larger bound.
+    An era's first batch may have been taken under the settings before: the larger bound holds for it.
     """
     before, found = 0, []
     for era in eras:
@@ -280,7 +282,7 @@ def _bound(task: str, step: int, eras: Sequence[EraBounds]) -> int | None:
 
 
 def _measure(journal: Journal, name: str, task: TaskAudit) -> None:
-    """Means over groups: as each first completed, and as it was trained."""
+    """Set the task's means over groups: when each first completed, and when it was trained."""
     first = journal.query(
         "SELECT seen.num_tokens, seen.reward FROM (SELECT group_id, num_tokens, reward, MIN(at)"
         " FROM events WHERE kind IN ('landed', 'filtered') AND status IN ('completed', 'filtered')"

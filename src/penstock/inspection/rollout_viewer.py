@@ -1,7 +1,7 @@
-"""Looking at samples: what was asked and answered, its reward, its versions, and what became of it.
+"""`penstock rollouts`: each rollout with its prompt, response, reward, versions and fate.
 
-The logic of `penstock rollouts`. Reads a journal through its public views, read-only, also
-while the run goes on. It changes nothing and judges nothing (`penstock audit` does).
+Reads the journal through its public views, read-only, also while the run is under way. Choosing, reading
+and printing rollouts is here; checking them is in `audit.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ COLUMNS = (
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Sample:
-    """One rollout with its prompt, as a person wants to see it."""
+class RolloutView:
+    """One rollout as a person reads it, with its prompt and what became of it."""
 
     rollout_id: str
     group_id: str
@@ -59,7 +59,7 @@ class Sample:
 
     @property
     def fate(self) -> str:
-        """What became of it, in words."""
+        """Return what became of the rollout, in words."""
         if self.state == "trained":
             return f"trained in step {self.step}, staleness {self.staleness}"
         if self.state == "taken":
@@ -72,23 +72,23 @@ class Sample:
 
     @property
     def version_text(self) -> str:
-        """The versions of its tokens as runs: "v3 x12, v4 x7"."""
+        """Return the versions of the tokens as runs: "v3 x12, v4 x7"."""
         return ", ".join(f"v{version} x{length}" for version, length in self.versions) or "none"
 
     def plain(self) -> dict[str, Any]:
-        """What JSON can hold; a number that is not finite becomes None."""
+        """Return the fields as JSON values; a number that is not finite becomes None."""
         return _finite(asdict(self))
 
 
-def find_samples(
+def find_rollouts(
     journal: Journal,
     *,
     where: str | None = None,
     step: int | None = None,
     task: str | None = None,
     limit: int = DEFAULT_LIMIT,
-) -> list[Sample]:
-    """Samples in the order in which they were trained, then those that were not."""
+) -> list[RolloutView]:
+    """Return the rollouts that match, trained ones first, in the order of training."""
     if limit < 1:
         raise UserError(f"limit: got {limit}, allowed: at least 1")
     conditions = [
@@ -116,13 +116,13 @@ def find_samples(
     return [
         sample
         for group_id, rollout_ids in wanted.items()
-        for sample in group_samples(journal, group_id)
+        for sample in views_of_group(journal, group_id)
         if sample.rollout_id in rollout_ids
     ]
 
 
-def group_samples(journal: Journal, group_id: str) -> list[Sample]:
-    """Every rollout of one group; a payload that cannot be decoded is a RunError that names it."""
+def views_of_group(journal: Journal, group_id: str) -> list[RolloutView]:
+    """Return every rollout of a group; raise a RunError that names a payload that cannot be decoded."""
     row = journal.query(
         "SELECT state, step, staleness, drop_reason FROM groups WHERE group_id = ?", (group_id,)
     )[0]
@@ -130,10 +130,10 @@ def group_samples(journal: Journal, group_id: str) -> list[Sample]:
         group = journal.group(group_id)
     except (struct.error, ValueError, KeyError, IndexError, TypeError) as error:
         raise RunError(f"journal: the payload of group {group_id} is damaged: {error}") from error
-    return [_sample(rollout, group.group_id, group.task, *row) for rollout in group.rollouts]
+    return [_view(rollout, group.group_id, group.task, *row) for rollout in group.rollouts]
 
 
-def _sample(
+def _view(
     rollout: Rollout,
     group_id: str,
     task: str,
@@ -141,10 +141,10 @@ def _sample(
     step: int | None,
     staleness: int | None,
     drop_reason: str | None,
-) -> Sample:
+) -> RolloutView:
     prompt, score = rollout.prompt, rollout.score
     assert prompt is not None
-    return Sample(
+    return RolloutView(
         rollout_id=rollout.rollout_id,
         group_id=group_id,
         task=task,
@@ -180,11 +180,11 @@ def show_rollouts(
     as_json: bool = False,
     console: Console | None = None,
 ) -> int:
-    """The command: print samples of a run for a person, or one JSON object a line. Gives their number."""
+    """Print the rollouts that match, for a person or as one JSON object per line; return their number."""
     console = console or Console()
     with closing(Journal.open(folder.journal, readonly=True)) as journal:
         _check_task(journal, task)
-        samples = find_samples(journal, where=where, step=step, task=task, limit=limit)
+        samples = find_rollouts(journal, where=where, step=step, task=task, limit=limit)
     if as_json:
         for sample in samples:
             console.file.write(json.dumps(sample.plain()) + "\n")
@@ -214,7 +214,7 @@ def _finite(value: Any) -> Any:
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """The text of one chat message, also where its content comes in pieces."""
+    """Return the text of one chat message; join content that comes in pieces."""
     content = message.get("content", "")
     if isinstance(content, str):
         return content
@@ -224,7 +224,7 @@ def message_text(message: dict[str, Any]) -> str:
     )
 
 
-def _print(console: Console, sample: Sample) -> None:
+def _print(console: Console, sample: RolloutView) -> None:
     console.print(Rule(Text(sample.rollout_id, style="bold"), align="left", style="dim"))
     for message in sample.prompt:
         _line(console, str(message.get("role", "prompt")), message_text(message), "cyan")
@@ -241,7 +241,7 @@ def _print(console: Console, sample: Sample) -> None:
     console.print()
 
 
-def _reward_text(sample: Sample) -> str:
+def _reward_text(sample: RolloutView) -> str:
     if sample.reward is None:
         return "none"
     parts = ", ".join(f"{name} {value:g}" for name, value in sample.parts.items())
@@ -250,7 +250,7 @@ def _reward_text(sample: Sample) -> str:
 
 
 def _line(console: Console, name: str, value: str, style: str) -> None:
-    """Text from a model is never read as markup or as terminal control codes."""
+    """Print one labelled value; text from a model is never read as markup or control codes."""
     visible = "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in value)
     label = Text(f"{name:>9}  ", style="dim")
     indented = visible.replace("\n", "\n" + " " * 11)

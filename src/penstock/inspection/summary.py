@@ -1,6 +1,6 @@
-"""The lines that close a run, and the table of an evaluation, for a person.
+"""What `penstock train`, `eval` and `replay` print for a person: summary, table, progress.
 
-Everything is read back from the run folder, so a resumed run is summed up whole.
+The summary reads the run folder, so that it covers a resumed run from its first step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLOT_WIDTH = 40
 
 
 def print_summary(console: Console, folder: RunFolder, *, seconds: float) -> None:
-    """What the run reached, how it used its time, what was lost, and where to look further."""
+    """Print what the run reached, how each side spent its time, what was dropped, and the paths."""
     record = read_run(folder)
     figures = take_figures(record)
     table = Table.grid(padding=(0, 2))
@@ -42,7 +42,7 @@ def print_summary(console: Console, folder: RunFolder, *, seconds: float) -> Non
 
 
 def print_evaluations(console: Console, results: list[EvalResult]) -> None:
-    """One row a task."""
+    """Print one row per evaluation task."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     table.add_column("task", no_wrap=True)
     several = sorted({k for result in results for k in result.pass_at if k > 1})
@@ -64,7 +64,7 @@ def print_evaluations(console: Console, results: list[EvalResult]) -> None:
 
 
 class ReplayProgress:
-    """A line for each recomputed step on stdout, and a bar on stderr where that is a terminal."""
+    """Print a line per recomputed step to stdout, and show a bar on stderr if it is a terminal."""
 
     def __init__(self, name: str) -> None:
         self._console = Console(stderr=True)
@@ -87,7 +87,7 @@ class ReplayProgress:
         self._bar.stop()
 
     def step(self, report: StepReport, total: int) -> None:
-        """One step was recomputed and is equal."""
+        """Report a recomputed step whose digest is the journalled one."""
         self._bar.update(self._task, completed=report.step, total=total)
         print(f"step {report.step}/{total}  {report.digest}  equal", flush=True)
 
@@ -130,7 +130,7 @@ def _sparkline(
     low: float | None = None,
     high: float | None = None,
 ) -> str:
-    """A plot one line high; long series are averaged over equal stretches."""
+    """Return a plot one line high; a long series is averaged over equal stretches."""
     present = [value for value in values if value is not None]
     if len(present) < 2:
         return ""
@@ -155,5 +155,5 @@ def _duration(seconds: float) -> str:
 
 
 def _path(console: Console, name: str, path: str) -> None:
-    """On a line of its own and never broken, so that it can be copied."""
+    """Print a path on one line, never wrapped, so that it can be copied."""
     console.print(Text.assemble((f"{name}: ", "dim"), (path, "bold")), soft_wrap=True)

@@ -2,7 +2,8 @@
 
 Each step commits the digest of its weights; the trainer publishes a version with its digest; engines
 confirm the digest of what they loaded; each rollout says which versions its tokens came from. A link
-that is missing or does not fit is a fault: somebody sampled from weights that nobody can name.
+that is missing or does not match is a fault: samples came from weights that nobody can name. Used by
+`audit.py`, which prints the faults.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from penstock.journal import Journal
 
 
 def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
-    """What breaks the chain. `recorded`: the rollouts are another run's, and so are its versions."""
+    """Return what breaks the chain. `recorded`: a fork, whose versions are those of its origin."""
     published, confirmed = _seen(journal, "published"), _seen(journal, "confirmed")
     faults = [
-        f"weights {version}: an engine confirmed digest {digest}, published was "
+        f"weights {version}: an engine confirmed digest {digest}, the trainer published "
         f"{_words(published.get(version))}"
         for version, digests in sorted(confirmed.items())
         for digest in sorted(digests - published.get(version, set()))
@@ -23,7 +24,9 @@ def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
         faults += _step_faults(journal, published)
     for version in _sampled_versions(journal):
         if version not in published:
-            faults.append(f"weights {version}: trained rollouts name them, nobody published them")
+            faults.append(
+                f"weights {version}: trained rollouts name them, the trainer never published them"
+            )
         elif version not in confirmed:
             faults.append(
                 f"weights {version}: trained rollouts name them, no engine confirmed them"
@@ -32,9 +35,9 @@ def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
 
 
 def redone_versions(journal: Journal) -> list[str]:
-    """Versions that were published with more than one digest: redone where bits do not repeat."""
+    """Return a line per version with several digests: its step was redone where bits do not repeat."""
     return [
-        f"weights {version}: redone after a crash with other bits ({_words(digests)})"
+        f"weights {version}: redone after a crash, with other bits ({_words(digests)})"
         for version, digests in sorted(_seen(journal, "published").items())
         if len(digests) > 1
     ]
@@ -45,7 +48,7 @@ def _step_faults(journal: Journal, published: dict[int, set[str]]) -> list[str]:
     rows = journal.query("SELECT step, policy_version, digest FROM steps WHERE committed")
     for step, version, digest in rows:
         if version != step:
-            faults.append(f"step {step}: it committed version {version}")
+            faults.append(f"step {step}: committed version {version}, expected version {step}")
         if version in published and digest not in published[version]:
             faults.append(
                 f"weights {version}: published with digest {_words(published[version])}, "
@@ -64,7 +67,7 @@ def _seen(journal: Journal, kind: str) -> dict[int, set[str]]:
 
 
 def _sampled_versions(journal: Journal) -> list[int]:
-    """Every version that a token of a trained rollout came from."""
+    """Return every version that a token of a trained rollout was sampled from."""
     versions: set[int] = set()
     rows = journal.query(
         "SELECT DISTINCT oldest_version, newest_version FROM rollouts"
@@ -72,7 +75,7 @@ def _sampled_versions(journal: Journal) -> list[int]:
     )
     for oldest, newest in rows:
         versions |= {oldest, newest}
-        if newest - oldest > 1:  # what lies between is in the payloads alone
+        if newest - oldest > 1:  # versions in between are only in the payloads
             for (group_id,) in journal.query(
                 "SELECT DISTINCT group_id FROM rollouts"
                 " WHERE step IS NOT NULL AND oldest_version = ? AND newest_version = ?",

@@ -1,7 +1,7 @@
-"""`penstock report`: one or more runs as one HTML file that needs nothing else.
+"""`penstock report`: one HTML file, without a server or a network, for one or more runs.
 
-`data.py` reads a run folder into a plain record, `figures.py` takes its key figures, `page.py` puts the
-records into a page. The reader's browser draws, with the scripts in `assets/`.
+`data.py` reads a run folder into a plain record, `figures.py` computes its key figures, `page.py` puts the
+records into a page, and the scripts in `assets/` draw it in the browser.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["write_report"]
 
 
 def write_report(folders: list[RunFolder], out: Path | None = None) -> Path:
-    """Write the report of these runs, by default into the first one's folder, and give its path."""
+    """Write the report of these runs, by default into the first run's folder; return its path."""
     if not folders:
         raise UserError("report: got no run, allowed: one run folder or more")
     path = out or folders[0].path / "report.html"

@@ -1,7 +1,7 @@
-"""One run folder as one plain record.
+"""Read a run folder into one plain record: what the report and the closing summary show.
 
-What is missing, torn or damaged is said in `missing`; it is never an exception, because a report is
-most wanted when a run went wrong. Only what the page draws is read.
+What is missing, cut off or damaged becomes a sentence in `missing`, never an exception, because a report
+is needed most when a run went wrong. Computes no figures (`figures.py`) and no page (`page.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError, RunError
-from penstock.inspection.rollout_viewer import group_samples, message_text
+from penstock.inspection.rollout_viewer import message_text, views_of_group
 from penstock.journal import Journal
 from penstock.run_folder import CONFIG, RunFolder
 
@@ -45,14 +45,16 @@ MAX_LENGTH_BINS = 400
 
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """What the page knows of a run; plain values only."""
+    """What the report shows of a run, in plain values."""
 
     name: str
     path: str
     config: str = ""  # the resolved TOML
-    settings: dict[str, str] = field(default_factory=dict)  # the few that head the page
+    settings: dict[str, str] = field(default_factory=dict)  # shown at the top of the page
     planned_steps: int | None = None
-    missing: list[str] = field(default_factory=list)  # sentences: what is not there, and why
+    missing: list[str] = field(
+        default_factory=list
+    )  # one sentence for each thing that could not be read
     steps: list[int] = field(default_factory=list)
     curves: dict[str, list[float | None]] = field(default_factory=dict)  # by name, one per step
     evaluations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by task
@@ -65,7 +67,7 @@ class RunRecord:
 
 
 def read_run(folder: RunFolder) -> RunRecord:
-    """Read all that is there."""
+    """Read everything that the folder has; return the record."""
     record = RunRecord(name=folder.path.resolve().name, path=str(folder.path))
     config = _read_config(folder, record)
     _read_metrics(folder, record)
@@ -179,7 +181,7 @@ def _read_histograms(journal: Journal, record: RunRecord) -> None:
 
 
 def _read_samples(journal: Journal, record: RunRecord) -> None:
-    """Whole groups (of large ones the first members), spread evenly over the steps, and drops."""
+    """Add samples: whole groups spread evenly over the steps, and dropped groups."""
     trained = journal.query(
         "SELECT group_id FROM groups WHERE state = 'trained' ORDER BY step, position"
     )
@@ -190,7 +192,7 @@ def _read_samples(journal: Journal, record: RunRecord) -> None:
     damaged = []
     for (group_id,) in chosen:
         try:
-            samples = group_samples(journal, group_id)[:MAX_PER_GROUP]
+            samples = views_of_group(journal, group_id)[:MAX_PER_GROUP]
         except RunError as error:
             damaged.append(str(error))
             continue
@@ -204,14 +206,14 @@ def _read_samples(journal: Journal, record: RunRecord) -> None:
 
 
 def _spread(items: list[Any], count: int) -> list[Any]:
-    """At most `count` of them, evenly, the first and the last among them."""
+    """Return at most `count` items at even distances, with the first and the last."""
     if len(items) <= count:
         return items
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def _read_rollout_log(folder: RunFolder, record: RunRecord) -> None:
-    """Fewer samples, with fewer fields, where there is no journal."""
+    """Add samples from rollouts.jsonl, which has fewer of them, when there is no journal."""
     rows = _read_lines(folder.path / "rollouts.jsonl", record, "no samples were logged")
     record.samples = [_logged_sample(r) for r in _spread(rows, MAX_TRAINED_GROUPS * MAX_PER_GROUP)]
 
@@ -244,7 +246,7 @@ def _logged_sample(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line; lines that are none are counted and said."""
+    """Return the JSON objects of a JSONL file; report lines that are not JSON objects."""
     name = path.relative_to(record.path)
     try:
         lines = path.read_bytes().splitlines()
@@ -265,7 +267,7 @@ def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, A
         else:
             bad.append(number)
     if bad == [len(lines)]:
-        record.missing.append(f"{name}: the last line is torn and was left out")
+        record.missing.append(f"{name}: the last line is cut off and was left out")
     elif bad:
         record.missing.append(f"{name}: {len(bad)} lines are damaged, the first is line {bad[0]}")
     if not rows and not bad:
@@ -274,7 +276,7 @@ def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, A
 
 
 def _number(value: Any) -> float | None:
-    """A finite number at the precision of a plot."""
+    """Return a finite number at the precision of a plot, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(f"{value:.7g}")

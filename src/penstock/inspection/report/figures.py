@@ -1,4 +1,4 @@
-"""The key figures of a run, from its record; the page and the closing summary show the same."""
+"""The key figures of a run, computed from its record, for the report and the closing summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Change:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Figures:
-    """None: the run folder does not tell."""
+    """Key figures; None where the run folder does not hold the value."""
 
     steps: int
     planned_steps: int | None
@@ -36,7 +36,7 @@ class Figures:
 
 
 def take_figures(record: RunRecord) -> Figures:
-    """Work out the key figures."""
+    """Compute the key figures of a run."""
     curves = record.curves
     seconds = _total(curves.get("time/step_s"))
     tokens = _total(curves.get("tokens/generated"))
@@ -72,5 +72,5 @@ def _total(values: Sequence[float | None] | None) -> float | None:
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
-    """At most 1: a wait may begin before the step that it is booked on."""
+    """Return part / whole, at most 1: a wait may begin before the step that it is counted in."""
     return min(1.0, part / whole) if part is not None and whole else None

@@ -1,4 +1,4 @@
-"""The records of some runs as one HTML page. Puts text together, draws nothing.
+"""Put the records of runs into one HTML page; the scripts in `assets/` draw it in the browser.
 
 No text of a run ever reaches the page as markup: the data is JSON without a `<`, the scripts set text
 only, and the page's own policy allows no other script, no style and no connection.
@@ -23,7 +23,7 @@ SCRIPTS = ("dom.js", "curves.js", "bars.js", "samples.js", "page.js")
 
 
 def render(records: list[RunRecord]) -> str:
-    """A whole page; the runs are drawn over each other in their order."""
+    """Return the page; several runs are drawn over each other, in their order."""
     names = Counter(record.name for record in records)
     runs = [
         asdict(record)
@@ -44,7 +44,7 @@ def render(records: list[RunRecord]) -> str:
 
 
 def embed(value: object) -> str:
-    """JSON that may stand inside a script element: it cannot end it or open a comment."""
+    """Return JSON that is safe inside a script element: without <, > and &."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
