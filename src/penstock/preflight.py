@@ -1,7 +1,8 @@
-"""Checks that cost nothing, made before anything heavy is imported.
+"""Cheap checks of a config, before anything heavy is imported.
 
-Names exist, options are known, data files are well-formed, the model folder is one. Every failure
-is a UserError of one line. What needs the model or the tokenizer is checked when they are loaded.
+Names exist, options are known, packages are installed, data files are well-formed, the model folder is a
+model. Each failure is a UserError of one line. What needs the model or the tokenizer is checked when
+they are loaded.
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ def check(config: Config) -> None:
 
 
 def check_for_evaluation(config: Config) -> None:
-    """The same, for what an evaluation uses."""
+    """Raise a UserError for the first thing in the config that an evaluation cannot use."""
     check_engine(config)
     check_tasks("eval.tasks", config.eval.tasks.items())
 
 
 def check_engine(config: Config) -> None:
-    """The engine is known and installed, and the model is one."""
+    """Raise a UserError unless the engine is known and installed and the model path is a model."""
     check_name("engine.name", config.engine.name, ENGINES)
     _check_installed(config.engine.name)
     check_model(config.model.path, "model.path")
 
 
 def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
-    """Rewards, agent loops and data of some tasks."""
+    """Raise a UserError for the first task whose agent, rewards or data cannot work."""
     for name, task in tasks:
         where = f"{key}.{name}"
         if isinstance(task, TaskConfig):
@@ -76,7 +77,7 @@ def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Put the task's key in front of what is wrong with it."""
+    """Put the task's key before the message of a UserError."""
     try:
         yield
     except UserError as error:
@@ -85,7 +86,7 @@ def _named(where: str) -> Iterator[None]:
 
 
 def check_model(path: str, key: str) -> None:
-    """A model folder must hold a config; a bare name is left to the hub's cache."""
+    """Raise a UserError unless `path` is a model folder or looks like a hub name."""
     folder = Path(path)
     if path == "demo":
         return

@@ -149,7 +149,7 @@ def test_the_table_says_that_it_balances(tmp_path: Path) -> None:
         ),
         (
             "UPDATE group_rows SET position = 9 - position WHERE step = 3",
-            "is not what its groups say",
+            "differs from what its groups record",
         ),
         ("DELETE FROM step_rows WHERE step = 2", "step 2: missing"),
         ("UPDATE weight_rows SET digest = 'torn' WHERE version = 3", "weights 3: "),

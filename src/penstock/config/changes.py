@@ -1,8 +1,8 @@
-"""Which settings may change between two parts of one run, and from when on.
+"""Which settings a resumed run may change, and when a change takes effect.
 
-Steps that the journal has but no checkpoint holds are done again when a run resumes. A setting that
-takes part in the update would change them, so it is applied only after they were redone with the
-old value and kept in a checkpoint. What would make the journal mean something else is refused.
+A resumed run redoes the steps that are journalled but in no checkpoint. A setting that the update reads
+would change those steps, so it is applied after they were redone with the old value and saved. A setting
+that would change the meaning of the journal is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FREE, UPDATE = "free", "update"
 _FOLDER = "a run keeps its folder; move the folder instead"
 _SIZE = "the groups that wait in the journal have the old size"
 
-# The first pattern that fits decides: FREE, UPDATE, or the reason why not.
+# The first pattern that matches decides: FREE (applied at once), UPDATE (after the redo), or why it is refused.
 RULES = (
     ("run.dir", _FOLDER),
     ("run.name", _FOLDER),
@@ -27,7 +27,7 @@ RULES = (
     ("model.device", UPDATE),
     ("model.*", "the run's weights and their digests follow from it"),
     ("sampling.num_generations", _SIZE),
-    ("sampling.max_tokens", UPDATE),  # the overlong penalty counts in it
+    ("sampling.max_tokens", UPDATE),  # the overlong penalty reads it
     ("sampling.*", FREE),
     ("engine.*", FREE),
     ("produce.*", FREE),
@@ -56,19 +56,19 @@ RULES = (
 
 @dataclass(slots=True, frozen=True)
 class Change:
-    """One setting that differs."""
+    """One setting that differs between two configs."""
 
     key: str
     before: object
     after: object
-    in_update: bool  # journalled steps are redone without it, then it is applied
+    in_update: bool  # applied after the journalled steps were redone with the old value
 
     def __str__(self) -> str:
         return f"{self.key} {self.before!r} -> {self.after!r}"
 
 
 def allowed_changes(before: Config, after: Config) -> list[Change]:
-    """The settings that differ; raises for one that must not change between parts of a run."""
+    """Return the settings that differ; raise a UserError for one that must not change."""
     old, new = _flat(before.model_dump()), _flat(after.model_dump())
     changes = []
     for key in sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
@@ -85,12 +85,12 @@ def allowed_changes(before: Config, after: Config) -> list[Change]:
 
 
 def effect_of(key: str) -> str:
-    """FREE, UPDATE, or the reason why this key must not change; every key of a config has one."""
+    """Return FREE, UPDATE, or the reason why this key must not change."""
     return next(effect for pattern, effect in RULES if fnmatchcase(key, pattern))
 
 
 def _is_whole_task(key: str, old: dict[str, object], new: dict[str, object]) -> bool:
-    """Whether the key's task is in only one of the two."""
+    """Return whether only one of the two configs has the key's task."""
     if not key.startswith("tasks."):
         return False
     data = f"tasks.{key.split('.')[1]}.data"

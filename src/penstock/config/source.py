@@ -1,7 +1,7 @@
-"""Where the values of a config come from: a TOML file, then `key.sub=value` overrides.
+"""Read a config: a TOML file, then `key.sub=value` overrides; and write it back as TOML.
 
-Gives the validated tree and, for every leaf, its origin. Every mistake becomes a `UserError` of one
-line: the key, what was given, what is allowed (with the nearest valid key for a misspelt one).
+Returns the validated tree and the origin of every value. Each mistake is a `UserError` of one line: the
+key, what was given, what is allowed, and the nearest valid key for a misspelt one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LoadedConfig:
 def load_config(
     path: str | Path | None = None, overrides: Sequence[str] = (), *, bare: bool = False
 ) -> LoadedConfig:
-    """Read and check a config. Without a file: the built-in demo, or if `bare` the defaults alone."""
+    """Read and check a config; without a file, the demo's, or with `bare` the defaults alone."""
     source = DEMO_CONFIG if path is None else Path(path)
     tree = {} if bare else _read_toml(source)
     label = "built-in demo" if path is None else f"file {source}"
@@ -47,7 +47,7 @@ def load_config(
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """Build the tree, or raise a UserError that names the first mistake."""
+    """Build the config, or raise a UserError that names the first mistake."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -55,12 +55,12 @@ def validate(tree: dict[str, Any]) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved config as TOML, for the run folder."""
+    """Return the resolved config as TOML, for the run folder."""
     return "\n".join(_toml_lines(config.model_dump(mode="json"), prefix="")) + "\n"
 
 
 def describe(config: Config, origins: dict[str, str]) -> Iterator[tuple[str, Any, str, str]]:
-    """(key, value, origin, doc) of every leaf, in the order of the tree."""
+    """Yield (key, value, origin, doc) of every setting, in the order of the tree."""
     yield from _describe(config, "", origins)
 
 
@@ -104,7 +104,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def explain(error: ValidationError) -> str:
-    """The first mistake in one line: the key, what was given, what is allowed."""
+    """Return the first mistake in one line: the key, what was given, what is allowed."""
     return _explain(error.errors()[0])
 
 
@@ -122,7 +122,7 @@ def _explain(error: ErrorDetails) -> str:
 def _unknown_key(key: str) -> str:
     valid = list(valid_keys())
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    if not near:  # misspelt parent or right name in the wrong table
+    if not near:  # a misspelt table, or the right name in the wrong table
         last = key.rsplit(".", 1)[-1]
         near = [k for k in valid if k.rsplit(".", 1)[-1] == last][:1]
     hint = f"; did you mean {near[0]}?" if near else ""
@@ -130,7 +130,7 @@ def _unknown_key(key: str) -> str:
 
 
 def valid_keys() -> Iterator[str]:
-    """Every dotted key of the tree; tables by name show as `tasks.NAME.field`."""
+    """Yield every dotted key of the tree; a named table shows as `tasks.NAME.field`."""
     yield from _model_keys(Config, "")
 
 
