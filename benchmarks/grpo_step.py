@@ -1,13 +1,13 @@
-"""One GRPO step, Penstock and TRL on the same model in one process tree; prints both and the ratio.
+"""Time one GRPO step of Penstock and of TRL on the same model; print both and the ratio.
 
     python benchmarks/grpo_step.py [--model small|demo|smollm2|qwen0.5b|PATH] [--steps 6]
     python benchmarks/grpo_step.py --model qwen0.5b --prompts 64 --new-tokens 256     # on a GPU
 
-N prompts x 8 samples of exactly so many new tokens (the end of sequence is held back), then one update.
-TRL runs in a subprocess of the same interpreter (pip install trl), Penstock as a user runs it (`penstock
-train`): once on-policy (max_staleness 0: engine and trainer take turns, each on all cores, as TRL is) and once
-overlapped (1: a core each). The figures are medians over the steps after the warm-up: wall time, and CPU time of
-all processes, which says more where others use the machine.
+A step is N prompts x 8 samples of exactly --new-tokens tokens (the end of sequence is suppressed) and one
+update. TRL runs in a subprocess of the same interpreter (pip install trl). Penstock runs as `penstock train`:
+once on-policy (max_staleness 0: engine and trainer take turns, each on all cores, like TRL) and once overlapped
+(max_staleness 1: one core each). Prints medians over the steps after the warm-up: wall time, and the CPU time of
+all processes, which is the better figure on a busy machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Load:
     warm_up: int
 
     def write_data(self, path: Path) -> Path:
-        """Questions of about 64 characters, enough for every step."""
+        """Write questions of about 64 characters, enough for every step; return the path."""
         with path.open("w") as file:
             for number in range(self.prompts * (self.steps + 4)):
                 question = f"{number % 90 + 10}+{number % 71 + 10}" * 11
@@ -47,7 +47,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step, in seconds."""
+    """The cost of one step, in seconds."""
 
     wall: float
     cpu: float
@@ -61,29 +61,29 @@ class Cost:
 
 
 def cpu_seconds(root: int) -> float:
-    """User and system time of a process and of all that it started."""
+    """Return user and system time of a process and all its descendants."""
     parents, spent = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(") ")[2].split()
         except OSError:
-            continue  # it ended
+            continue  # the process ended
         pid = int(path.parent.name)
         parents[pid], spent[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
-    family, size = {root}, 0
-    while len(family) > size:
-        size = len(family)
-        family |= {pid for pid, parent in parents.items() if parent in family}
-    return sum(spent.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
+    tree, size = {root}, 0
+    while len(tree) > size:
+        size = len(tree)
+        tree |= {pid for pid, parent in parents.items() if parent in tree}
+    return sum(spent.get(pid, 0) for pid in tree) / os.sysconf("SC_CLK_TCK")
 
 
 def parity_reward(rollout: object, prompt: object) -> float:
-    """A reward with variance that costs nothing: is the sum of the ids even?"""
+    """Return 1 if the sum of the ids is even: a reward with variance that costs nothing."""
     return float(int(rollout.response_ids.sum()) % 2 == 0)  # type: ignore[attr-defined]
 
 
 def random_model(folder: Path, **shape: Any) -> Path:
-    """A random policy of that shape with the demo's tokenizer."""
+    """Save a random model of this shape with the demo's tokenizer; return its folder."""
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -124,7 +124,7 @@ SHAPES = {
 
 
 def penstock_step(model: str, load: Load, staleness: int, folder: Path) -> Cost:
-    """A step of a real run; its wall time is in its metrics."""
+    """Run `penstock train` and return the cost of a step; the wall times are in its metrics."""
     data = load.write_data(folder / "train.jsonl")
     name = f"staleness-{staleness}"
     threads = 1 if staleness else os.cpu_count()
@@ -175,7 +175,7 @@ trackers = []
 
 
 def trl_step(model: str, load: Load, folder: Path) -> Cost | None:
-    """A step of TRL's GRPOTrainer, or None where TRL is not installed."""
+    """Return the cost of a step of TRL's GRPOTrainer, or None if TRL is not installed."""
     sizes = [str(load.prompts), str(load.new_tokens), str(load.steps), str(load.warm_up)]
     command = [sys.executable, __file__, "--trl", model, str(folder), *sizes]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
@@ -249,8 +249,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count")
-    parser.add_argument("--no-trl", action="store_true", help="only ours")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps left out of the medians")
+    parser.add_argument("--no-trl", action="store_true", help="measure Penstock only")
     options = parser.parse_args()
     load = Load(options.prompts, options.new_tokens, options.steps, options.warm_up)
     print(f"one GRPO step, {load.prompts} x {SAMPLES} x {load.new_tokens}, model {options.model}")

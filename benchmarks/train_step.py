@@ -2,12 +2,11 @@
 
     python benchmarks/train_step.py [--shape small|qwen2.5-0.5b] [--lengths 64,256,1024] [--compile]
 
-Prints time, tokens/s and peak memory of forward + backward + AdamW at each length, on a GPU also MFU.
-Both sides train the same sequences of a model with random weights: `uniform` rows have lengths
-between a quarter and all of the given one, `equal` rows all have it (nothing to gain from packing).
-Tokens are those of the sequences, never padding. MFU counts 6 x parameters x tokens and causal
-attention over what a large bf16 matrix product reaches on the same GPU (measured first). The digest of the
-weights, which a step also takes, is timed apart.
+Prints time, tokens/s and peak memory of forward + backward + AdamW at each length, and MFU on a GPU.
+Both sides train the same sequences on a model with random weights: `uniform` rows have between a quarter
+and all of the given length, `equal` rows all have that length, so packing gains nothing. Padding does not
+count as tokens. MFU is (6 x parameters x tokens + causal attention) over the rate of a large bf16 matrix
+product on the same GPU. The digest of the weights, which a training step also computes, is timed apart.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 
 from penstock.config import Config
-from penstock.train import packed_attention as attention
+from penstock.train import packed_attention
 from penstock.train.consumer import Consumer
 from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
 
@@ -48,7 +47,7 @@ SHAPES = {
         "vocab_size": 151936,
     },
 }
-PROMPT = 1  # tokens: nearly every token is trained, as in the plain figure beside it
+PROMPT = 1  # tokens; nearly every token is trained, as on the padded side
 GROUP = 8
 
 
@@ -63,7 +62,7 @@ class Figure:
 def make_model(shape: str, dtype: torch.dtype, device: str) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    attention.register()
+    packed_attention.register()
     torch.manual_seed(0)
     config = Qwen2Config(**SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=65536)
     with torch.device(device):
@@ -121,7 +120,7 @@ def num_flops(model: Any, lengths: np.ndarray) -> float:
 
 
 def timed(step: Any, repeats: int, device: str) -> tuple[float, float]:
-    """(median seconds, peak GiB) of `step(number)` after two warm-ups."""
+    """Return (median seconds, peak GiB) of `step(number)` after two warm-ups."""
     seconds = []
     for number in range(repeats + 2):
         if device == "cuda":
@@ -164,7 +163,7 @@ def penstock_update(args: argparse.Namespace, lengths: np.ndarray, device: str) 
 
 
 def padded_update(args: argparse.Namespace, lengths: np.ndarray, device: str) -> Figure:
-    """Plain transformers: padded rows, a mask, full logits, log-softmax, AdamW on the same format."""
+    """Train with plain transformers: padded rows, a mask, full logits, AdamW in the model's dtype."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.set_num_threads(args.threads)
     model = make_model(args.shape, dtype, device)
@@ -200,7 +199,7 @@ def profile(step: Any) -> None:
 
 
 def product_rate() -> float:
-    """FLOP/s of a large bf16 matrix product on random data: what MFU is measured against."""
+    """Measure the FLOP/s of a large bf16 matrix product on random data, the base of MFU."""
     left, right = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     for _ in range(3):
         left @ right
@@ -213,7 +212,7 @@ def product_rate() -> float:
 
 
 def one_case(args: argparse.Namespace) -> None:
-    """One side at one length, in this process; prints one line for the table."""
+    """Measure one side at one length in this process; print one line for the table."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, length = args.case.split(":")
     lengths = make_lengths(kind, int(length), args.tokens)
@@ -256,7 +255,7 @@ def main() -> None:
     )
     sides = ["penstock", "padded"] if args.side == "both" else [args.side]
     for case in cases:
-        for side in sides:  # a process each, so that peaks are their own
+        for side in sides:  # one process each, so that peak memory is its own
             command = [sys.executable, __file__, *sys.argv[1:], "--case", case, "--side", side]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             rows = [line[4:] for line in done.stdout.splitlines() if line.startswith("ROW ")]

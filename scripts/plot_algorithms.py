@@ -1,10 +1,10 @@
-"""Trains the demo policy with every algorithm on a CPU and draws the curves of docs/algorithms.md.
+"""Train the demo policy with every algorithm on a CPU and draw the curves of docs/algorithms.md.
 
     python scripts/plot_algorithms.py [--steps 30] [--groups 32] [--names grpo,dapo] [--seed 0]
 
-Writes docs/images/algorithms.svg and docs/images/algorithms.json. One process, one thread: engine and
-consumer take turns, so staleness is exactly what is asked for: at lag k a batch is sampled with the
-weights of k updates before. Needs matplotlib for the figure (not for the figures in the JSON).
+Writes docs/images/algorithms.svg and docs/images/algorithms.json. Engine and consumer take turns in one
+process and one thread, so staleness is exact: at lag k a batch is sampled with the weights of k updates
+before. Only the SVG needs matplotlib.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from penstock.train.consumer import Consumer
 from penstock.types import Batch, Group, WeightHandle
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
-MAX_DRAWS = 4  # dynamic sampling gives up past so many times the batch
+MAX_DRAWS = 4  # dynamic sampling draws at most this many times for one batch
 LAG = 4
-STALE = {  # name: (algorithm, lag); a lower rate and more steps than the curves above
+STALE = {  # name: (algorithm, lag); at a lower learning rate and over more steps
     "on-policy": ({"name": "grpo"}, 0),
     "staleness 4, decoupled": ({"name": "grpo", "decoupled": True}, LAG),
     "staleness 4, as it is": ({"name": "grpo"}, LAG),
@@ -43,8 +43,8 @@ STALE_RATE, STALE_STEPS = 1e-4, 48
 FINAL_GROUPS = 128
 
 
-class WeightShelf:
-    """Published weights by version; old versions are kept as long as the lag needs them."""
+class WeightVersions:
+    """Published weights by version; keeps the last `keep` versions for the lag."""
 
     def __init__(self, consumer: Consumer, keep: int) -> None:
         self._consumer, self._keep = consumer, keep
@@ -57,14 +57,14 @@ class WeightShelf:
         self._held.pop(version - self._keep - 1, None)
 
     def handle(self, version: int) -> WeightHandle:
-        return WeightHandle(version=version, digest=self._held[version][0], kind="shelf")
+        return WeightHandle(version=version, digest=self._held[version][0], kind="versions")
 
     def fetch(self, handle: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._held[handle.version][1].items()
 
 
 def demo_config(algorithm: dict[str, Any], **fields: Any) -> Config:
-    """The demo's task under one algorithm."""
+    """Return a config of the demo's task with one algorithm."""
     settings: dict[str, Any] = {
         "tasks": {"train": {"data": "addition", "max_prompt_tokens": 16}},
         "sampling": {"num_generations": 8, "max_tokens": 24},
@@ -80,9 +80,9 @@ def demo_config(algorithm: dict[str, Any], **fields: Any) -> Config:
 
 
 async def train_curve(config: Config, steps: int, lag: int = 0) -> tuple[list[float], float]:
-    """(accuracy of what was sampled at each step, accuracy of the final weights on new prompts).
+    """Return (accuracy of each step's samples, accuracy of the final weights on new prompts).
 
-    At a lag the samples of a step come from weights of `lag` updates before. Filtered groups count.
+    The samples of a step come from the weights of `lag` updates before. Filtered groups count.
     """
     torch.set_num_threads(config.train.threads)
     task, sampling = config.tasks["train"], config.task_sampling("train")
@@ -94,22 +94,22 @@ async def train_curve(config: Config, steps: int, lag: int = 0) -> tuple[list[fl
         seed=config.seed,
     )
     consumer = Consumer.from_config(config, total_steps=steps)
-    shelf = WeightShelf(consumer, keep=lag)
-    engine = TransformersEngine.from_config(config, fetch=shelf.fetch)
+    versions = WeightVersions(consumer, keep=lag)
+    engine = TransformersEngine.from_config(config, fetch=versions.fetch)
     reward = build_reward(task.rewards, max_tokens=sampling.max_tokens)
     agent = SingleTurn(engine=engine, reward=reward, sampling=sampling, decode=chat.decode)
     accuracies = []
     await engine.start()
     try:
         for step in range(1, steps + 1):
-            shelf.publish()
+            versions.publish()
             version = max(step - 1 - lag, 0)
-            await engine.update_weights(version, shelf.handle(version))
+            await engine.update_weights(version, versions.handle(version))
             groups, accuracy = await _sample(config, sampler, agent)
             accuracies.append(accuracy)
             await asyncio.to_thread(consumer.train, Batch(step=step, groups=tuple(groups)))
-        shelf.publish()
-        await engine.update_weights(steps, shelf.handle(steps))
+        versions.publish()
+        await engine.update_weights(steps, versions.handle(steps))
         judged = [sampler.sample_now("train") for _ in range(FINAL_GROUPS)]
         await asyncio.gather(*(agent.generate_group(group.rollouts) for group in judged))
         final = _accuracy(judged)
@@ -129,7 +129,7 @@ def _accuracy(groups: list[Group]) -> float:
 
 
 async def _sample(config: Config, sampler: Sampler, agent: SingleTurn) -> tuple[list[Group], float]:
-    """One batch of groups that the algorithm's filter keeps, and the accuracy of all drawn."""
+    """Return a batch of groups that the algorithm's filter keeps, and the accuracy of all drawn."""
     settings, wanted = resolve_settings(config.algorithm), config.train.groups_per_step
     kept: list[Group] = []
     spare: list[Group] = []

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and training does not wait for the disk."""
+"""A checkpoint is complete or absent, and training does not wait for the disk."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint import MOST_FAILURES, CheckpointStore
+from penstock.checkpoint import MAX_FAILURES, CheckpointStore
 from penstock.config import CheckpointConfig
 from penstock.errors import RunError
 
 
 class FakeTrainer:
-    """Writes one file per snapshot, like a trainer would; `disk` decides when a write may end."""
+    """Writes one file per snapshot, as a trainer would; a write ends once `disk` is set."""
 
     def __init__(self, size: int = 100, disk: asyncio.Event | None = None) -> None:
         self.step = 0
@@ -63,7 +63,7 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
     assert newest is not None
     assert (newest.step, newest.digest) == (10, "digest-10")
     assert names(tmp_path) == ["step-10", "step-2"]
-    assert store.put_aside(beyond=9) == [tmp_path / "lost-step-10"]
+    assert store.set_aside(beyond=9) == [tmp_path / "lost-step-10"]
     older = store.newest()
     assert older is not None
     assert older.step == 2
@@ -163,7 +163,7 @@ def test_a_failure_is_told_and_the_third_in_a_row_stops(tmp_path: Path) -> None:
         store, trainer = store_in(tmp_path, notes=notes), FakeTrainer()
         await store.save(trainer)
         trainer.fault = OSError(28, "No space left on device")
-        for step in range(1, MOST_FAILURES + 1):
+        for step in range(1, MAX_FAILURES + 1):
             trainer.step = step
             await store.begin(trainer)
         await store.settle()
@@ -172,16 +172,16 @@ def test_a_failure_is_told_and_the_third_in_a_row_stops(tmp_path: Path) -> None:
             await store.begin(trainer)
 
     asyncio.run(scenario())
-    assert len(notes) == MOST_FAILURES
+    assert len(notes) == MAX_FAILURES
     assert all("No space left" in note and "step 0 stays valid" in note for note in notes)
 
 
 def test_one_success_forgets_the_failures(tmp_path: Path) -> None:
     async def scenario() -> None:
         store, trainer = store_in(tmp_path), FakeTrainer()
-        for step in range(1, 3 * MOST_FAILURES):
+        for step in range(1, 3 * MAX_FAILURES):
             trainer.step = step
-            trainer.fault = None if step % MOST_FAILURES == 0 else OSError(5, "I/O error")
+            trainer.fault = None if step % MAX_FAILURES == 0 else OSError(5, "I/O error")
             await store.begin(trainer)
             await store.settle()
 

@@ -1,10 +1,10 @@
-"""Checkpoints of the trainer: whole or not there at all, written beside training.
+"""Checkpoints of the trainer: complete or absent, written while training goes on.
 
     checkpoints/step-N/ model/ (HF safetensors)  trainer state  manifest.json (written last)
 
-The trainer copies its state (short), the copy is written in the background into a hidden folder,
-which is renamed into place after its manifest is on disk. One is under way at a time. What was
-produced but not yet trained is not here: the journal holds it.
+The trainer copies its state to memory, which is quick. The copy is written in the background into a
+hidden folder, and the folder is renamed into place after its manifest is on disk. At most one write
+is under way. Groups that were produced and not yet trained are in the journal, not here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from penstock.config import CheckpointConfig
 from penstock.errors import RunError, WorkerDied
 
 MANIFEST = "manifest.json"
-MOST_FAILURES = 3  # in a row, after which the run stops
+MAX_FAILURES = 3  # in a row; then the run stops
 
 
-class Snapshotting(Protocol):
-    """The side of a trainer that a checkpoint needs."""
+class SnapshotSource(Protocol):
+    """The methods of a trainer that a checkpoint needs."""
 
     async def identity(self) -> tuple[int, str]: ...
     async def snapshot(self, folder: str) -> tuple[int, str]: ...
@@ -45,15 +45,15 @@ class Checkpoint:
 
 
 @dataclass(slots=True, kw_only=True)
-class Found:
-    """What a search saw: the newest valid checkpoint and, in words, those that are damaged."""
+class SearchResult:
+    """The newest valid checkpoint, and a message for each damaged one that is newer."""
 
     checkpoint: Checkpoint | None = None
     damaged: list[str] = field(default_factory=list)
 
 
 class CheckpointStore:
-    """Consumes snapshots of a trainer, produces checkpoints; keeps the newest `keep`."""
+    """Consumes snapshots of a trainer, produces checkpoints, and keeps the newest `keep`."""
 
     def __init__(
         self,
@@ -66,25 +66,27 @@ class CheckpointStore:
         self._folder = folder
         self._settings = settings or CheckpointConfig()
         self._report = report
-        self._before_rename = before_rename  # makes durable what the checkpoint stands on
+        self._before_rename = before_rename  # makes the journal durable up to the checkpoint's step
         self._writing: asyncio.Task[Checkpoint | None] | None = None
         self._last: Checkpoint | None = None
-        self._fault = ""
+        self._last_error = ""
         self._failures = 0
         self._drafts = 0
         self._begun_at = time.monotonic()
 
     def due(self, step: int) -> bool:
-        """Whether the interval, in steps or in minutes, has passed."""
+        """Return whether a checkpoint is due, by steps or by minutes."""
         every, minutes = self._settings.every_steps, self._settings.every_minutes
         late = minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes
         return late or (every > 0 and step % every == 0)
 
-    async def begin(self, trainer: Snapshotting) -> None:
-        """Copy the trainer's state now, write it in the background. Waits for: the one before."""
+    async def begin(self, trainer: SnapshotSource) -> None:
+        """Copy the trainer's state, and start writing the copy. Waits for: the previous write."""
         await self.settle()
-        if self._failures >= MOST_FAILURES:
-            raise RunError(f"{self._failures} checkpoints in a row failed; the last: {self._fault}")
+        if self._failures >= MAX_FAILURES:
+            raise RunError(
+                f"{self._failures} checkpoints in a row failed; the last: {self._last_error}"
+            )
         self._begun_at = time.monotonic()
         try:
             draft = await asyncio.to_thread(self._make_draft)
@@ -96,13 +98,13 @@ class CheckpointStore:
         self._writing = asyncio.create_task(work, name=f"checkpoint of step {step}")
 
     async def settle(self) -> None:
-        """Wait for the write under way; a cancelled caller does not cancel it."""
+        """Wait for the write under way; cancelling the caller does not cancel the write."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
             self._writing = None
 
-    async def save(self, trainer: Snapshotting) -> Checkpoint:
-        """A checkpoint of the trainer as it is now, on disk when this returns; an error rises."""
+    async def save(self, trainer: SnapshotSource) -> Checkpoint:
+        """Write a checkpoint of the trainer's present state; return it once it is on disk."""
         await self.settle()
         step, digest = await trainer.identity()
         if self._last is None or (self._last.step, self._last.digest) != (step, digest):
@@ -110,12 +112,12 @@ class CheckpointStore:
             await self.begin(trainer)
             await self.settle()
             if self._failures or self._last is None:
-                raise RunError(self._fault)
+                raise RunError(self._last_error)
         return self._last
 
-    def search(self) -> Found:
-        """The newest checkpoint whose every file is as its manifest says, and what is damaged."""
-        found = Found()
+    def search(self) -> SearchResult:
+        """Find the newest checkpoint whose files all match its manifest."""
+        found = SearchResult()
         for path in self._paths():
             try:
                 found.checkpoint = self._last = read_checkpoint(path)
@@ -125,11 +127,11 @@ class CheckpointStore:
         return found
 
     def newest(self) -> Checkpoint | None:
-        """The newest valid checkpoint; broken ones are passed over."""
+        """Return the newest valid checkpoint, or None."""
         return self.search().checkpoint
 
-    def put_aside(self, *, beyond: int) -> list[Path]:
-        """Take checkpoints of later steps out of the way; the folders they are in now."""
+    def set_aside(self, *, beyond: int) -> list[Path]:
+        """Rename checkpoints of steps after `beyond` to `lost-*`; return their new paths."""
         moved = []
         for path in self._paths():
             if _step_of(path) > beyond:
@@ -142,7 +144,7 @@ class CheckpointStore:
         return sorted(self._folder.glob("step-*"), key=_step_of, reverse=True)
 
     async def _write(
-        self, trainer: Snapshotting, draft: Path, step: int, digest: str
+        self, trainer: SnapshotSource, draft: Path, step: int, digest: str
     ) -> Checkpoint | None:
         try:
             await trainer.write_snapshot()
@@ -166,7 +168,7 @@ class CheckpointStore:
         _write_manifest(draft, step, digest)
         self._before_rename()
         final = self._folder / f"step-{step}"
-        if final.exists():  # damaged, or of a future that the journal lost
+        if final.exists():  # damaged, or of a step that the journal has lost
             aside = self._folder / f".draft-old-{step}"
             shutil.rmtree(aside, ignore_errors=True)
             final.rename(aside)
@@ -180,9 +182,9 @@ class CheckpointStore:
         valid = f"step {self._last.step} stays valid" if self._last else "the journal has all steps"
         words = " ".join(str(error).split())
         free = shutil.disk_usage(_existing(self._folder)).free / 2**20
-        self._fault = f"checkpoint not written: {words} ({free:,.0f} MiB free there); {valid}"
-        if not isinstance(error, WorkerDied):  # that one is told by whoever waits for the worker
-            self._report(self._fault)
+        self._last_error = f"checkpoint not written: {words} ({free:,.0f} MiB free there); {valid}"
+        if not isinstance(error, WorkerDied):  # the worker's supervisor reports that one
+            self._report(self._last_error)
 
     def _prune(self) -> None:
         for path in self._paths()[self._settings.keep :]:
@@ -190,13 +192,13 @@ class CheckpointStore:
         self.sweep()
 
     def sweep(self) -> None:
-        """Remove what a process that died was writing; only for the one that writes the run."""
+        """Remove drafts of dead processes; only the process that writes the run may call this."""
         for path in self._folder.glob(".draft-*"):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`; raises where a file is missing or not what the manifest says."""
+    """Return the checkpoint at `path`; raise RunError if a file is missing or damaged."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest.pop("seal") != _seal_of(manifest):
@@ -238,7 +240,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """A file's content, or a folder's entries, on the disk."""
+    """Force a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -247,9 +249,11 @@ def _sync(path: Path) -> None:
 
 
 def _existing(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
     return path if path.exists() else _existing(path.parent)
 
 
 def _step_of(path: Path) -> int:
+    """Return N of a folder step-N; -1 for any other name."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isdigit() else -1

@@ -117,7 +117,7 @@ def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> C
     """The newest good checkpoint that the journal knows; what is wrong with newer ones is told."""
     committed = journal.last_committed_step()
     store.sweep()
-    for path in store.put_aside(beyond=committed):
+    for path in store.set_aside(beyond=committed):
         note(
             f"the journal ends at step {committed}: its end was lost, since a newer checkpoint is "
             f"there (kept as {path}); going on from step {committed}"

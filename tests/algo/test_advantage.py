@@ -71,7 +71,7 @@ def test_group_relative_advantages_are_finite_and_sum_to_zero(rewards) -> None:
             assert abs(values.sum()) < 1e-6 * (1 + np.abs(values).max())
 
 
-def test_overlong_punishment_grows_over_the_last_quarter_and_is_complete_when_cut() -> None:
+def test_overlong_penalty_grows_over_the_last_quarter_and_is_full_when_truncated() -> None:
     lengths = np.array([50, 75, 80, 99, 100, 100])
     truncated = np.array([False, False, False, False, False, True])
     got = advantage.overlong_penalties(lengths, truncated, np.full(6, 100), weight=10.0)

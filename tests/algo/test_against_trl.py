@@ -18,7 +18,7 @@ SEQUENCES, LENGTH, MAX_LENGTH = 6, 9, 12
 
 
 class OneProcess:
-    """What TRL's loss asks of accelerate when there is one process."""
+    """The part of accelerate that TRL's loss uses, for one process."""
 
     num_processes = 1
     sync_gradients = True
@@ -31,7 +31,7 @@ class OneProcess:
 
 
 def trl_loss(logprobs, case, *, loss_type, low, high, beta=0.0, level="token", correction=False):
-    """TRL's loss of these log-probs; everything around the formula is a stand-in."""
+    """Compute TRL's loss of these log-probs; everything around its formula is a stand-in."""
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (
             logprobs,
@@ -72,7 +72,7 @@ def trl_loss(logprobs, case, *, loss_type, low, high, beta=0.0, level="token", c
 
 
 def our_loss(logprobs, case, config: AlgorithmConfig):
-    """Ours, from the same numbers laid flat."""
+    """Compute Penstock's loss from the same numbers, laid flat."""
     settings = resolve_settings(config)
     mask = case["mask"].bool()
     sequence_N = torch.arange(SEQUENCES)[:, None].expand_as(mask)[mask]

@@ -14,7 +14,7 @@ from penstock.config import AlgorithmConfig
 
 
 def view(ratios, advantages, sequences=None) -> TokenView:
-    """Tokens whose ratio to the anchor is `ratios`."""
+    """Make tokens with these ratios to the anchor."""
     ratios_N = torch.tensor(ratios, dtype=torch.float64)
     sequence_N = torch.tensor(sequences or [0] * len(ratios))
     return TokenView(
@@ -35,7 +35,7 @@ def gradient(loss_N, logprobs_N):
     return torch.autograd.grad(loss_N.sum(), logprobs_N)[0].tolist()
 
 
-def test_clip_holds_the_ratio_on_the_side_that_pays() -> None:
+def test_clip_bounds_the_ratio_only_where_that_lowers_the_objective() -> None:
     tokens = view([1.5, 1.5, 0.5, 0.5, 1.1], [2.0, -2.0, 2.0, -2.0, 1.0])
     got = algorithm("grpo").surrogate(tokens)
     assert got.loss_N.tolist() == pytest.approx([-1.2 * 2, 1.5 * 2, -0.5 * 2, 0.8 * 2, -1.1])

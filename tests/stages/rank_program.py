@@ -58,9 +58,9 @@ def train(consumer: Consumer, step: int) -> dict[str, float]:
 
 
 def run(job: str, folder: Path, ranks: Ranks) -> None:
-    """Two steps, a checkpoint that is written after the third; the third again from the checkpoint.
+    """Train two steps, take a checkpoint, train a third step; train it again from the checkpoint.
 
-    One job has given its memory back when the checkpoint is taken.
+    One job is offloaded when the checkpoint is taken.
     """
     consumer = make(job, ranks)
     metrics = [train(consumer, 1), train(consumer, 2)]
@@ -72,7 +72,7 @@ def run(job: str, folder: Path, ranks: Ranks) -> None:
     write = consumer.snapshot(folder / name)
     metrics.append(train(consumer, 3))
     write()
-    ranks.barrier()  # the others' parts are read too
+    ranks.barrier()  # the shards of the other ranks are read too
     weights = dict(consumer.weights())
     resumed = make(job, ranks)
     resumed.load(folder / name)
@@ -85,7 +85,7 @@ def run(job: str, folder: Path, ranks: Ranks) -> None:
 
 
 def reload(job: str, folder: Path, ranks: Ranks, saved_world: int) -> None:
-    """The third step from a checkpoint that another number of ranks wrote."""
+    """Train the third step from a checkpoint that another number of ranks wrote."""
     consumer = make(job, ranks)
     consumer.load(folder / f"{job}-{saved_world}")
     train(consumer, 3)

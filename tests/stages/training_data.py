@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from penstock.config import Config
-from penstock.train import packed_attention as attention
+from penstock.train import packed_attention
 from penstock.train.consumer import Consumer
 from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
 
@@ -16,10 +16,10 @@ VOCABULARY = 23
 
 
 def tiny_model(kind: str = "Qwen3", *, seed: int = 0, dtype=torch.float64, **fields: Any) -> Any:
-    """A random two-layer model of some architecture."""
+    """Make a random two-layer model of an architecture."""
     import transformers
 
-    attention.register()
+    packed_attention.register()
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
@@ -80,7 +80,7 @@ def random_batch(step: int = 1, *, groups: int = 6, seed: int = 0, **fields: Any
 
 
 def tricky_batch(seed: int = 0) -> Batch:
-    """Different temperatures and group sizes, tool tokens, cut and empty responses, no variance."""
+    """Make a batch with mixed temperatures, group sizes, tool tokens, and truncated, empty or equal responses."""
     generator = np.random.default_rng(seed)
     batch = random_batch(groups=6, seed=seed)
     for number, group in enumerate(batch.groups):
@@ -110,7 +110,7 @@ def consumer_of(config: Config, *, model: Any = None, **parts: Any) -> Consumer:
 
 
 class Gradients:
-    """Takes the gradient of each update instead of applying it."""
+    """Records the gradient of each update instead of applying it."""
 
     def __init__(self, consumer: Consumer) -> None:
         self.updates: list[dict[str, torch.Tensor]] = []
@@ -129,7 +129,7 @@ class Gradients:
 
 
 def gradient_of(config: Config, batch: Batch, **parts: Any) -> dict[str, torch.Tensor]:
-    """The gradient of the first update on `batch`, before clipping."""
+    """Return the gradient of the first update on `batch`, before clipping."""
     consumer = consumer_of(config, **parts)
     taken = Gradients(consumer)
     consumer.train(batch)
@@ -137,7 +137,7 @@ def gradient_of(config: Config, batch: Batch, **parts: Any) -> dict[str, torch.T
 
 
 def relative_gap(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    """Distance of two gradients over their size."""
+    """Return the distance of two gradients over the size of the second."""
     assert left.keys() == right.keys()
     distance = sum(float((left[name] - right[name]).square().sum()) for name in left) ** 0.5
     size = sum(float(right[name].square().sum()) for name in right) ** 0.5

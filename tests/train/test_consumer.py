@@ -1,4 +1,4 @@
-"""The consumer's life: reports, identity, stop, skipped updates, checkpoints, adapters."""
+"""The consumer: reports, digests, stop, skipped updates, checkpoints, adapters."""
 
 import threading
 
@@ -173,7 +173,7 @@ def test_a_path_that_is_no_model_is_one_clear_line(tmp_path) -> None:
 
 
 class StopAfter:
-    """Asks for a stop at the n-th pack of a step."""
+    """Requests a stop at the n-th pack of a step."""
 
     def __init__(self, consumer: Consumer, packs: int) -> None:
         self._left = packs

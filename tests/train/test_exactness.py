@@ -25,7 +25,7 @@ AGGREGATIONS = ["token", "sequence", "constant"]
 
 
 def split_ways(config):
-    """The same run with other splits."""
+    """Yield the same config with other micro-batches."""
     for tokens in (1, 40):
         train = config.train.model_copy(update={"micro_batch_tokens": tokens})
         yield config.model_copy(update={"train": train})
@@ -67,7 +67,7 @@ def test_kl_and_corrections_keep_the_law(fields) -> None:
 
 
 def plain_loss(model, batch, settings, constant_length):
-    """The objective written out the slow way: one sequence at a time, full logits, no packing."""
+    """Compute the objective the slow way: one sequence at a time, full logits, no packing."""
     terms, num_tokens, num_sequences = [], 0, 0
     for group in batch.groups:
         rewards = np.array([r.reward for r in group.rollouts])
@@ -143,7 +143,7 @@ def test_mini_batches_are_the_gradients_of_their_own_groups() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
 def test_ratio_is_one_at_any_temperature_when_the_weights_are_the_same(temperature) -> None:
-    """What an engine with these weights would have sampled with, annealed or not."""
+    """The log-probs are those of an engine with these weights at that temperature."""
     from penstock.train.flat_batch import FlatBatch
     from penstock.train.objective import TokenInputs
 

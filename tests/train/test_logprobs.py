@@ -1,4 +1,4 @@
-"""Log-probs and entropies in chunks equal those from full logits, in values, gradients, memory."""
+"""Chunked log-probs and entropies equal those from full logits, and need far less memory."""
 
 import weakref
 

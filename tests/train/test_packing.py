@@ -30,7 +30,7 @@ def sequences(lengths, seed=0):
 
 
 def padded_logprobs(model, ids, predictors, temperature):
-    """The ordinary way: a padded batch with a mask through the unchanged model, full logits."""
+    """Score a padded batch with a mask through the unchanged model, with full logits."""
     longest = max(len(row) for row in ids)
     padded = torch.zeros(len(ids), longest, dtype=torch.int64)
     mask = torch.zeros(len(ids), longest, dtype=torch.int64)
@@ -48,9 +48,9 @@ def padded_logprobs(model, ids, predictors, temperature):
 
 
 def alone_and_packed(kind, fields, ids, predictors):
-    """Log-probs of each sequence on its own by the unchanged model, and how to pack the same."""
+    """Return (unchanged model, its log-probs of each sequence alone, an equal model to pack for)."""
     plain, packed = tiny_model(kind, **fields), tiny_model(kind, **fields)
-    plain.set_attn_implementation("eager")  # the only one of theirs that caps and knows sinks
+    plain.set_attn_implementation("eager")  # the only built-in one with caps and sinks
     for model in (plain, packed):
         if "num_local_experts" in fields:
             model.set_experts_implementation("eager")  # the others have no float64

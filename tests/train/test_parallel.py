@@ -19,7 +19,7 @@ JOBS = list(rank_program.ALGORITHMS)
 
 
 class OneOfTwo(Ranks):
-    """A rank whose partner's part is given to it."""
+    """A rank that is given its partner's values."""
 
     def __init__(self, rank: int, partner: "OneOfTwo | None" = None) -> None:
         super().__init__(rank, 2)
@@ -66,7 +66,7 @@ def start_rank(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
-    """One rank's results and two ranks' results in one folder."""
+    """Return a folder with the results of one rank and of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     for job in JOBS:
         rank_program.run(job, folder, Ranks())

@@ -1,4 +1,4 @@
-"""A trainer that has given its memory back: nothing it is asked for differs, and it goes on bit for bit."""
+"""An offloaded trainer: it publishes, saves and trains bit for bit as one that was not offloaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def on_cpu(consumer: Consumer) -> Consumer:
-    """Parking moves tensors of a CPU too."""
+    """Let the offload move CPU tensors too."""
     consumer.host_offload = Parking(consumer._training_tensors, devices=("cpu",))
     return consumer
 
@@ -44,38 +44,41 @@ def assert_same(one: Any, other: Any) -> None:
         assert torch.equal(other[name][1], rows), name
 
 
-def test_steps_between_which_it_parks_are_the_same_steps(saved_model) -> None:
-    plain, parked = from_disk(saved_model, **SETTINGS), on_cpu(from_disk(saved_model, **SETTINGS))
-    parked.offload()  # before the first step there are masters and a reference, and no moments
-    assert set(sizes(parked)) == {0}
+def test_an_offload_between_steps_changes_no_step(saved_model) -> None:
+    plain, offloaded = (
+        from_disk(saved_model, **SETTINGS),
+        on_cpu(from_disk(saved_model, **SETTINGS)),
+    )
+    offloaded.offload()  # before the first step there are masters and a reference, and no moments
+    assert set(sizes(offloaded)) == {0}
     for batch in batches(3):
         expected = plain.train(batch)
-        report = parked.train(batch)
-        assert 0 not in sizes(parked)
-        parked.offload()
-        assert set(sizes(parked)) == {0}
-        assert report.digest == expected.digest == parked.digest()  # parked as it is
-        assert dict(parked.weights()).keys() == dict(plain.weights()).keys()
+        report = offloaded.train(batch)
+        assert 0 not in sizes(offloaded)
+        offloaded.offload()
+        assert set(sizes(offloaded)) == {0}
+        assert report.digest == expected.digest == offloaded.digest()
+        assert dict(offloaded.weights()).keys() == dict(plain.weights()).keys()
 
 
-def test_a_checkpoint_taken_while_parked_is_the_same_and_moves_nothing(
+def test_a_checkpoint_taken_while_offloaded_is_the_same_and_moves_nothing(
     saved_model,
     tmp_path: Path,
 ) -> None:
     consumer = on_cpu(from_disk(saved_model, **SETTINGS))
     consumer.train(batches(1)[0])
-    consumer.snapshot(tmp_path / "there")()
+    consumer.snapshot(tmp_path / "loaded")()
     consumer.offload()
-    consumer.snapshot(tmp_path / "parked")()
+    consumer.snapshot(tmp_path / "offloaded")()
     assert set(sizes(consumer)) == {0}
-    assert_same(state(tmp_path / "there")["pieces"], state(tmp_path / "parked")["pieces"])
+    assert_same(state(tmp_path / "loaded")["pieces"], state(tmp_path / "offloaded")["pieces"])
     resumed = from_disk(saved_model, **SETTINGS)
-    resumed.load(tmp_path / "parked")
+    resumed.load(tmp_path / "offloaded")
     second = batches(2)[1]
     assert resumed.train(second).digest == consumer.train(second).digest
 
 
-def test_a_parked_trainer_loads_and_publishes(saved_model, tmp_path: Path) -> None:
+def test_an_offloaded_trainer_loads_and_publishes(saved_model, tmp_path: Path) -> None:
     config = from_disk(saved_model, **SETTINGS).config
     sync = InProcessSync()
     service = TrainerService(config, 10, sync)
