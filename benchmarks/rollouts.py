@@ -5,9 +5,9 @@
     python benchmarks/rollouts.py --vllm .venv-vllm/bin/python   # vLLM too (scripts/test_vllm.sh builds it)
     python benchmarks/rollouts.py --model qwen0.5b --device cuda
 
-Two loads: equal lengths, and log-normal ones. All sides make exactly the asked number of tokens with
-temperature 1; ours and vLLM also return log-probs. `generate` gets batches of as many rows as ours has
-slots; `generate_batch` is transformers' own continuous batching; vLLM gets as many sequences as slots.
+Two loads: equal lengths and log-normal lengths. Every engine samples exactly the requested number of tokens
+at temperature 1; ours and vLLM also return log-probs. `generate` gets batches of as many rows as our engine
+has slots, and vLLM as many sequences; `generate_batch` is transformers' own continuous batching.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.options import TransformersOptions
 
-CACHE_BLOCKS, CACHE_BATCH_TOKENS = (
-    4096,
-    512,
-)  # of transformers' paged cache: room for every load here
+CACHE_BLOCKS, CACHE_BATCH_TOKENS = 4096, 512  # transformers' paged cache: fits every load here
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ def build(model: str, device: str, implementation: str) -> torch.nn.Module:
 
 
 def lognormal_lengths(count: int, mean: int, largest: int) -> list[int]:
-    """Lengths with this mean after the cut at `largest`; the same on every machine."""
+    """Return lengths with this mean after clipping at `largest`; the same on every machine."""
     normal = np.random.default_rng(0).standard_normal(count)
     scale, lengths = float(mean), np.ones(count)
     for _ in range(20):
@@ -146,7 +143,7 @@ def run_generate(
 
 
 def run_generate_batch(model: torch.nn.Module, prompts: np.ndarray, lengths: list[int]) -> None:
-    """transformers' own continuous batching, each request with its own number of tokens."""
+    """Run transformers' own continuous batching; each request has its own number of tokens."""
     how = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=max(lengths), eos_token_id=-1, pad_token_id=0
     )
@@ -159,7 +156,7 @@ def run_generate_batch(model: torch.nn.Module, prompts: np.ndarray, lengths: lis
         made = 0
         while made < sum(lengths):
             result = manager.get_result(timeout=60)
-            assert result is not None, "transformers gave no result for a minute"
+            assert result is not None, "transformers returned no result for a minute"
             assert result.error is None, result.error
             if result.is_finished():
                 made += len(result.generated_tokens)
@@ -185,7 +182,7 @@ def run_engine(
 
 
 def timed(work: Callable[[], None], repeats: int, device: str) -> float:
-    """Median seconds; on a CPU the process's own, which a busy machine does not stretch."""
+    """Return the median seconds; on a CPU, CPU seconds, which a busy machine does not stretch."""
     clock = time.perf_counter if device.startswith("cuda") else time.process_time
     times = []
     for _ in range(repeats):
@@ -244,7 +241,7 @@ def measure_transformers(
 def measure_vllm(
     args: argparse.Namespace, case: Case, prompts: np.ndarray, loads: dict[str, list[int]]
 ) -> dict[str, float]:
-    """The same model and requests in vLLM's own environment, by rollouts_vllm.py."""
+    """Run the same model and requests in vLLM's own environment, by rollouts_vllm.py."""
     clock = "wall" if args.device.startswith("cuda") else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         build(args.model, args.device, "sdpa").save_pretrained(folder)
@@ -284,14 +281,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--slots", type=int, default=0, help="rows that run together")
-    parser.add_argument("--requests", type=int, default=0, help="how many; 0: the model's case")
+    parser.add_argument(
+        "--slots", type=int, default=0, help="requests that run together; 0: the model's case"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=0, help="number of requests; 0: the model's case"
+    )
     parser.add_argument("--loads", nargs="*", default=["equal", "lognormal"])
     parser.add_argument(
-        "--peers", nargs="*", default=["generate", "generate_batch"], help="transformers' own ways"
+        "--peers",
+        nargs="*",
+        default=["generate", "generate_batch"],
+        help="transformers' calls to compare",
     )
-    parser.add_argument("--no-ours", action="store_true", help="peers only")
-    parser.add_argument("--vllm", default="", help="the Python of an environment with vLLM")
+    parser.add_argument("--no-ours", action="store_true", help="measure only the peers")
+    parser.add_argument("--vllm", default="", help="Python of an environment with vLLM")
     return parser.parse_args()
 
 

@@ -1,9 +1,9 @@
-"""vLLM's side of rollouts.py, run by it in vLLM's own environment: reads a task, prints one JSON line.
+"""The vLLM part of rollouts.py, which runs it in vLLM's environment: read a task, print one JSON line.
 
     python benchmarks/rollouts_vllm.py TASK.json
 
-The task names a saved model, the requests and the loads. Seconds are CPU seconds of this process and of
-those that vLLM starts, and by the clock; the start is not counted.
+The task names a saved model, the requests and the loads. Reports tokens per CPU second (this process and
+those that vLLM starts) and per second of wall time; the start is not counted.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import numpy as np
 import psutil
 
 from penstock.engine.protocol import GenerationRequest, SamplingParams
-from penstock.engine.vllm.engine import VllmEngine, VllmOptions
+from penstock.engine.vllm.engine import VllmEngine
+from penstock.engine.vllm.options import VllmOptions
 
 
 def cpu_seconds() -> float:
-    """Of this process and all that it started."""
+    """Return the CPU seconds of this process and of all that it started."""
     own = psutil.Process()
     times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
     return sum(t.user + t.system for t in times)

@@ -1,4 +1,4 @@
-"""Decoders of many families: engine, trainer and the unchanged model agree on every log-prob."""
+"""Many model families: engine, trainer and the unchanged model agree on every log-prob."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PROMPTS = [[5, 6, 7], list(range(3, 40)), [9] * 17]
 
 
 def make_model(family: str, implementation: str) -> Any:
-    """A random model of a family, in float32, away from the near-uniform start."""
+    """Return a random float32 model of a family, scaled so that its output is not near uniform."""
     settings = {
         "vocab_size": tiny.VOCABULARY,
         "hidden_size": 32,

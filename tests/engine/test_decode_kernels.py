@@ -52,7 +52,7 @@ def test_attention_equals_the_reference(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Contexts are split among programs until there are enough of them; 1: not at all."""
+    """`programs` sets into how many parts contexts are split; 1: not at all."""
     monkeypatch.setattr(kernels, "_PROGRAMS", programs)
     generator = torch.Generator().manual_seed(1)
 
@@ -60,7 +60,7 @@ def test_attention_equals_the_reference(
         return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
     keys, values = draw(900, kv_heads, key_size), draw(900, kv_heads, value_size)
-    # as a layer gives them: heads are a view of [rows, heads * size]
+    # as a layer passes them: heads are a view of [rows, heads * size]
     query = draw(5, heads * key_size + 16)[:, : heads * key_size].view(5, heads, key_size)
     start = torch.tensor([0, 300, 10, 640, 64], device=DEVICE)
     length = torch.tensor([1, 200, 63, 129, 64], device=DEVICE)
@@ -114,7 +114,7 @@ def test_rows_are_stored_where_they_belong() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_compute_the_same_with_kernels(dtype: torch.dtype) -> None:
-    """The kernels go into every layer of a real model, and its layers' outputs stay."""
+    """The kernels are installed in every layer of a real model and leave its outputs unchanged."""
     from penstock.engine.transformers.cuda.layer_kernels import fuse_layers
     from penstock.engine.transformers.fuse import fuse_norms, fuse_projections
     from penstock.engine.transformers.kv_attention import probe_shape

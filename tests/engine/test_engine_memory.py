@@ -1,4 +1,4 @@
-"""Where keys and values lie: regions never overlap, buckets keep every sequence's rows."""
+"""KV caches: regions never overlap, and buckets keep every sequence's rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_regions_never_overlap_and_nothing_is_lost(sizes: list[int], random: obj
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 200)), max_size=40))
 def test_buckets_keep_every_row_through_moves(events: list[tuple[int, int]]) -> None:
-    """An event adds a sequence, or removes it if it is there; all others grow by a token."""
+    """Each event adds a sequence, or removes it if it is stored; all others grow by a token."""
     kv, length, content = BucketedKV(SHAPE), np.zeros(6, np.int64), {}
     for slot, size in events:
         if slot in content:
@@ -109,7 +109,7 @@ def test_a_sleeping_engine_holds_no_keys_and_wakes_to_the_newest_weights() -> No
         await engine.sleep()
         gc.collect()
         assert [one() for one in held] == [None] * len(held)
-        assert (await engine.stats()).paused  # it answers, asleep as it is
+        assert (await engine.stats()).paused  # it answers during sleep
         await engine.wake()
         digest = await engine.update_weights(3, tiny.handle(3))
         await engine.resume()

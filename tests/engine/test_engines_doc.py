@@ -1,4 +1,4 @@
-"""docs/engines.md says what the contract tests hold."""
+"""docs/engines.md agrees with the contract tests and the options."""
 
 from __future__ import annotations
 

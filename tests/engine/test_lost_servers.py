@@ -1,4 +1,4 @@
-"""The openai engine and servers that are killed and come back: never a token from unknown weights."""
+"""Servers of the openai engine are killed and started again: no token comes from unknown weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRAM = small_server.__file__
 
 
 class ServerProcess:
-    """One server on a port of its own, which it gets again when it is started again."""
+    """One server process; it keeps its port when it is started again."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -38,7 +38,7 @@ class ServerProcess:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self, kind: str, *more: str) -> None:
-        """Returns when it listens; the first time on some port below those that connections get."""
+        """Start it and wait until it listens; the first start picks a port below the ephemeral ones."""
         ports = [self._port] if self._port else random.sample(range(20000, 32000), 20)
         for port in ports:
             command = [sys.executable, str(PROGRAM), str(port), kind, *more]
@@ -80,14 +80,14 @@ def assert_all_of(made: Generation, version: int, tokens: int = 8) -> None:
 
 
 async def until_lost(server: Server) -> None:
-    """Its process has ended: the system tells us so."""
+    """Wait until the idle connection shows that the process has ended."""
     if server.watching is not None:
         await asyncio.wait([server.watching])
     assert not server.ready
 
 
-async def until_seen_to(engine: OpenAIEngine, server: Server) -> None:
-    """Tried until it serves again or never will; woken by the end of each try."""
+async def until_ready_or_given_up(engine: OpenAIEngine, server: Server) -> None:
+    """Wait until the server is ready or given up; woken by the end of each restore."""
     while not (server.ready or server.given_up):
         await engine._servers.wait_ready()
         if server.restoring is not None:
@@ -96,7 +96,7 @@ async def until_seen_to(engine: OpenAIEngine, server: Server) -> None:
 
 @pytest.fixture
 def both(kind: str, servers: list[ServerProcess]) -> list[ServerProcess]:
-    """Two that run."""
+    """Two running servers."""
     for server in servers:
         server.start(kind)
     return servers
@@ -106,7 +106,7 @@ def both(kind: str, servers: list[ServerProcess]) -> list[ServerProcess]:
 def test_one_that_was_killed_gets_the_newest_weights_before_it_serves(
     kind: str, servers: list[ServerProcess], tmp_path: Path
 ) -> None:
-    """Nothing ran there and nobody asked while it was gone: it was there all the time, to all looks."""
+    """No request ran there while it restarted, so only the idle connection shows the loss."""
     server = servers[0]
     server.start(kind)
 
@@ -133,7 +133,7 @@ def test_one_that_was_killed_gets_the_newest_weights_before_it_serves(
 def test_one_that_is_killed_within_a_response(
     kind: str, servers: list[ServerProcess], tmp_path: Path
 ) -> None:
-    """What came before stays, what follows is made with the same weights."""
+    """Tokens from before the kill stay, and the rest is sampled with the same weights."""
     server = servers[0]
     server.start(kind, "5")
 
@@ -163,10 +163,10 @@ def test_one_of_two_misses_an_update_and_catches_up(
         await engine.update_weights(1, tiny.handle(1))
         first.kill()
         await until_lost(engine._servers.all[0])
-        await engine.update_weights(2, tiny.handle(2))  # the other one takes it
+        await engine.update_weights(2, tiny.handle(2))  # the other server loads it
         assert_all_of(await engine.generate(tiny.request("a", max_tokens=8)), 2)
         first.start(kind)
-        await until_seen_to(engine, engine._servers.all[0])
+        await until_ready_or_given_up(engine, engine._servers.all[0])
         second.kill()
         assert_all_of(await engine.generate(tiny.request("b", max_tokens=8)), 2)
         first.kill()
@@ -184,7 +184,7 @@ def test_one_that_comes_back_and_takes_no_weights_is_left_out(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whoever started it again forgot how: one line names it, the other one serves on."""
+    """It was restarted without our backend: one line names it, and the other server goes on."""
     first, second = both
 
     async def main() -> None:
@@ -195,7 +195,7 @@ def test_one_that_comes_back_and_takes_no_weights_is_left_out(
         first.start("frozen")
         lost = engine._servers.all[0]
         await until_lost(lost)
-        await until_seen_to(engine, lost)
+        await until_ready_or_given_up(engine, lost)
         assert lost.given_up
         lines = [line for line in caplog.messages if "not used again" in line]
         assert len(lines) == 1
@@ -218,7 +218,7 @@ def test_one_that_comes_back_and_takes_no_weights_is_left_out(
 def test_without_any_update_a_server_that_is_back_serves(
     servers: list[ServerProcess], tmp_path: Path
 ) -> None:
-    """An evaluation: it serves what it was started with, as it did at the engine's own start."""
+    """In an evaluation, it serves the weights it was started with."""
     server = servers[0]
     server.start("frozen")
 
@@ -285,7 +285,7 @@ def test_one_that_comes_back_is_paused_as_the_others_are(
         if held:
             await engine.pause("keep")
         first.start("rl")
-        await until_seen_to(engine, server)
+        await until_ready_or_given_up(engine, server)
         assert await server.is_paused() == held
         await engine.resume()
         assert not await server.is_paused()

@@ -1,4 +1,4 @@
-"""Packed products: the same numbers, and new ones after the weights changed."""
+"""Products in MKL's layout: the same numbers as plain ones, and new ones after an update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no
 
 @pytest.fixture
 def small_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models as small as ours are packed."""
+    """Pack even models as small as the test's."""
     monkeypatch.setattr(mkl, "LEAST_BYTES", 0)
 
 
@@ -56,7 +56,7 @@ def test_linear_layers_are_taken_once_and_follow_their_weights() -> None:
 def test_what_is_packed() -> None:
     assert choose_linear(tiny.tiny_model(0)) is MklLinear
     assert choose_linear(tiny.tiny_model(0).to(torch.bfloat16)) is PlainLinear
-    mkl.LEAST_BYTES = 16 * 2**20  # the fixture puts it back
+    mkl.LEAST_BYTES = 16 * 2**20  # the fixture restores it
     assert choose_linear(tiny.tiny_model(0)) is PlainLinear
 
 
@@ -70,7 +70,7 @@ def test_the_engine_serves_packed(check: str, options: dict[str, bool]) -> None:
 
 @needs_mkl
 @pytest.mark.usefixtures("small_too")
-def test_a_packed_rollout_has_the_same_bits_in_any_company() -> None:
+def test_a_packed_rollout_has_the_same_bits_in_any_batch() -> None:
     async def main() -> None:
         engine = make_engine(max_slots=5)
         await engine.start()

@@ -1,4 +1,4 @@
-"""The openai engine: the contract over a fake server, and each fault a server can show."""
+"""The openai engine: the contract over a fake server, and each fault of a server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_fault_of_a_whole_answer_is_retried(fault: str, tmp_path: Path) -> Non
     ["500", "half", "error", "counts", "no ids", "too many", "no reason", "usage", "cut"],
 )
 def test_a_fault_of_a_stream_is_retried(fault: str, tmp_path: Path) -> None:
-    """Every token that comes back has the log-prob of its place, whatever was lost or refused."""
+    """Every returned token has the log-prob of its position, whatever was lost or refused."""
 
     async def main() -> None:
         engine = ServedEngine(tmp_path, fault, fault)
@@ -89,7 +89,7 @@ def test_a_stream_whose_tokens_all_came_is_good(fault: str, tmp_path: Path) -> N
 
 
 def test_a_cut_stream_goes_on_from_its_tokens(tmp_path: Path) -> None:
-    """The tokens that came before the cut are the first of the answer: nothing is made twice."""
+    """The tokens from before the cut begin the answer; none is sampled twice."""
 
     async def main() -> None:
         engine = ServedEngine(tmp_path, "cut")
@@ -98,7 +98,9 @@ def test_a_cut_stream_goes_on_from_its_tokens(tmp_path: Path) -> None:
         whole = await engine.generate(tiny.request("b", seed=3, max_tokens=14, min_tokens=14))
         assert cut.token_ids[:PIECE].tolist() == whole.token_ids[:PIECE].tolist()
         assert cut.logprobs[:PIECE].tolist() == whole.logprobs[:PIECE].tolist()
-        assert engine.fakes[0]._number == 4  # the probe, the cut one, the rest of it, the whole one
+        assert (
+            engine.fakes[0]._number == 4
+        )  # the probe, the cut request, its rest, the whole request
         await engine.close()
 
     run(main)
@@ -154,7 +156,7 @@ def test_a_slow_server_times_out(tmp_path: Path) -> None:
 
 
 def test_a_held_stream_does_not_time_out(tmp_path: Path) -> None:
-    """A pause may last longer than a server may be silent."""
+    """A pause may last longer than `timeout_s`."""
 
     async def main() -> None:
         engine = ServedEngine(tmp_path, rl=True, retries=0)
@@ -236,7 +238,7 @@ def test_only_the_newest_written_weights_stay(tmp_path: Path) -> None:
 
 
 def test_a_server_that_refuses_weights_is_not_used_on(tmp_path: Path) -> None:
-    """Nobody knows what it holds: its requests end, and it says why until it is started again."""
+    """Its weights are unknown: requests end, and the engine reports why until it is started again."""
 
     async def main() -> None:
         engine = ServedEngine(tmp_path)

@@ -68,7 +68,7 @@ def _until_it_listens(process: subprocess.Popen[str], port: int) -> None:
 
 
 def _watch(process: subprocess.Popen[str]) -> tuple[list[str], threading.Event]:
-    """Reads the server's log; the event is set when it serves, or when it ended."""
+    """Read the server's log; set the event when the server is ready or has ended."""
     lines: list[str] = []
     ready = threading.Event()
 
@@ -86,7 +86,7 @@ def _watch(process: subprocess.Popen[str]) -> tuple[list[str], threading.Event]:
 
 @pytest.fixture(scope="module")
 def case(url: str) -> Iterator[EngineCase]:
-    """One engine for all checks, as the server keeps the weights it was given."""
+    """One engine for all checks, because the server keeps the weights it was given."""
     options = OpenAIOptions(urls=(url,), timeout_s=120.0, retries=1)
     with asyncio.Runner() as loop:
         engine = OpenAIEngine(options, fetch=tiny.fetch)
@@ -108,7 +108,7 @@ def test_contract(check: str, case: EngineCase) -> None:
 
 
 def test_a_server_that_was_lost_is_asked_what_it_holds(case: EngineCase) -> None:
-    """By a real server's own calls; with another name for its weights it gets the newest again."""
+    """A real server reports the label of its weights; with another label it gets the newest again."""
     engine, loop = case.shared, case.loop
     assert isinstance(engine, OpenAIEngine)
     assert loop is not None
@@ -119,7 +119,7 @@ def test_a_server_that_was_lost_is_asked_what_it_holds(case: EngineCase) -> None
         await engine.update_weights(1, source)
         assert await loader.holds(server, 1, source.digest)
         assert not await loader.holds(server, 1, tiny.handle(2).digest)
-        for name in ("", "default"):  # as it is, and as after a restart
+        for name in ("", "default"):  # unchanged, then as after a restart
             if name:
                 await server.client.post("/update_weight_version", {"new_version": name})
             engine._servers.lose(server, "for a test")
@@ -135,7 +135,7 @@ def test_a_server_that_was_lost_is_asked_what_it_holds(case: EngineCase) -> None
 def test_the_server_refuses_weights_that_are_not_those_announced(
     case: EngineCase,
 ) -> None:
-    """The digest is checked by the server's workers, on what they read. Last: it ends the server."""
+    """The server's workers check the digest of what they read. Runs last: it ends the server."""
     engine, loop = case.shared, case.loop
     assert isinstance(engine, OpenAIEngine)
     assert loop is not None

@@ -37,7 +37,7 @@ def test_inverse_cdf_by_hand(uniform: float, token: int) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [50, 512, 513, 5000])
-def test_a_token_without_probability_never_comes(vocabulary: int) -> None:
+def test_a_token_without_probability_is_never_sampled(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(0)
     probs = torch.rand(64, vocabulary, generator=generator)
     probs[:, ::2] = 0
@@ -75,7 +75,7 @@ def test_filters_by_hand() -> None:
     top_k = torch.tensor([0, 2, 0, 3])
     top_p = torch.tensor([1.0, 1.0, 0.6, 0.5])
     kept = filter_top_k_top_p(logits, top_k, top_p) > -torch.inf
-    # the last row: of the top three, 4/9 is below one half, so the second stays
+    # last row: the top token holds 4/9 of the top three, below one half, so the second stays too
     assert kept.tolist() == [
         [True, True, True, True],
         [True, True, False, False],
@@ -84,7 +84,7 @@ def test_filters_by_hand() -> None:
     ]
 
 
-def test_banned_tokens_never_come_and_the_rest_is_renormalised() -> None:
+def test_banned_tokens_are_never_sampled_and_the_rest_is_renormalised() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
     banned = (torch.tensor([0]), torch.tensor([0]))
     token, logprob = sample(logits, how(1, [0.1], banned=banned))

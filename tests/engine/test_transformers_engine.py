@@ -1,4 +1,4 @@
-"""The transformers engine: the contract on each device, and what is particular to it."""
+"""The transformers engine: the contract on each device, and what only this engine promises."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ async def alone(engine: TransformersEngine, request: GenerationRequest) -> Gener
 
 @settings(max_examples=10, deadline=None)
 @given(specs=REQUESTS)
-def test_a_rollout_has_the_same_bits_in_any_company(
+def test_a_rollout_has_the_same_bits_in_any_batch(
     specs: list[tuple[int, int, int, float, int]],
 ) -> None:
-    """Random mixes, orders and arrival times against each request on its own."""
+    """Compare random mixes, orders and arrival times with each request run alone."""
 
     async def main() -> None:
         engine = make_engine(max_slots=5)
@@ -79,7 +79,7 @@ def test_a_rollout_has_the_same_bits_in_any_company(
         tasks = []
         for place, spec in enumerate(specs):
             for _ in range(spec[4]):
-                await engine.stats()  # at most one step passes per question
+                await engine.stats()  # at most one step per call
             tasks.append(asyncio.create_task(engine.generate(asked(place, spec))))
             await asyncio.sleep(0)
         together = await asyncio.gather(*tasks)
@@ -107,7 +107,7 @@ def test_going_on_from_a_partial_keeps_the_bits() -> None:
 
 
 def test_prompts_of_a_group_are_prefilled_once() -> None:
-    """Seven of one prompt through two slots: the prompt's rows are computed a single time."""
+    """Seven requests with one prompt share two slots: the prompt is prefilled once."""
 
     async def main() -> None:
         engine = make_engine(max_slots=2)

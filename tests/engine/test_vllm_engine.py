@@ -21,7 +21,8 @@ from stages.engine_contract import CHECKS
 if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)
 
-from penstock.engine.vllm.engine import VllmEngine, VllmOptions
+from penstock.engine.vllm.engine import VllmEngine
+from penstock.engine.vllm.options import VllmOptions
 
 OWN_ENGINE = ("close_returns_partials", "death_fails_requests_and_it_starts_again")
 SHARDED = ("temperatures_side_by_side", "pause_keep_and_update")
@@ -53,7 +54,7 @@ def kill_core(engine: VllmEngine) -> None:
 
 
 def served(policy: Path, shards: int = 1, **settings: float) -> Iterator[EngineCase]:
-    """One engine for all checks: it takes half a minute to start."""
+    """One engine for all checks, because it takes half a minute to start."""
     with asyncio.Runner() as loop:
         engine = make_engine(policy, shards)
         loop.run(engine.start())
@@ -75,12 +76,12 @@ def case(policy: Path) -> Iterator[EngineCase]:
 
 @pytest.fixture(scope="module")
 def sharded(policy: Path) -> Iterator[EngineCase]:
-    """Two workers wait for each other busily: with other work on two cores a token takes long."""
+    """Two workers that busy-wait for each other: a token takes long on two busy cores."""
     yield from served(policy, shards=2, held_tokens=200, timeout_s=240.0)
 
 
 def mapped(source: WeightHandle, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights as views of a file that others may map, as those in shared memory are."""
+    """Yield the weights as views of a file that others can map, like those in shared memory."""
     file = folder / f"side-{source.version}"
     places = place_weights(dict(tiny.fetch(source)), file, copy=True)
     with open(file, "r+b") as opened:
@@ -92,7 +93,7 @@ def mapped(source: WeightHandle, folder: Path) -> Iterator[tuple[str, torch.Tens
 
 
 def check_transfer(case: EngineCase, transfer: str, folder: Path) -> None:
-    """Two versions by this way: digest confirmed, tied head new, log-probs of a fresh model."""
+    """Send two versions: the digest is confirmed, the tied head is new, log-probs are the model's."""
     engine = case.shared
     assert isinstance(engine, VllmEngine)
     handles = {version: tiny.handle(version) for version in (0, 1, 2)}

@@ -1,4 +1,4 @@
-"""In which order vLLM is called, on a recording stand-in: what a CPU takes and ignores matters on a GPU."""
+"""The order of calls to vLLM, on a recording stand-in: a CPU ignores what matters on a GPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from stages.engine_case import run
 if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)
 
-from penstock.engine.vllm.engine import VllmEngine, VllmOptions
+from penstock.engine.vllm.engine import VllmEngine
+from penstock.engine.vllm.options import VllmOptions
 
 UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "update_weight_version"]
 
 
 class RecordingLLM:
-    """Every call by name, with the argument that matters."""
+    """Records every call by its name and its main argument."""
 
     errored = False
 
@@ -99,7 +100,7 @@ def test_level_1_wakes_weights_first_and_sends_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_level_2_loads_the_newest_before_anything_runs(version: int, tmp_path: Path) -> None:
-    """vLLM goes on by itself when its last memory is back: by then the weights must be there."""
+    """vLLM resumes by itself when its last memory is back: the weights must be loaded by then."""
 
     async def main(bench: Bench) -> None:
         if version:
@@ -144,7 +145,7 @@ def test_lost_weights_that_are_gone_wait_for_newer_ones(tmp_path: Path) -> None:
 
 
 def test_a_pause_outlives_a_sleep(tmp_path: Path) -> None:
-    """vLLM forgets a pause when it wakes; nothing goes in before our own `resume`."""
+    """vLLM forgets a pause when it wakes; no request may pass before our own `resume`."""
 
     async def main(bench: Bench) -> None:
         await bench.engine.pause("abort")
