@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from penstock.agent import AGENTS
 from penstock.algo.method import resolve_settings
@@ -36,6 +37,7 @@ from penstock.produce import (
     IsValidSample,
     ProduceProgress,
     Producer,
+    ProducerSnapshot,
     ProduceTask,
     ReplayBuffer,
     strategy_config,
@@ -52,6 +54,25 @@ from penstock.watch.waits import WaitKind, Waits
 from penstock.watch.watchdog import Watchdog
 
 
+class BatchSource(Protocol):
+    """Where the batches of a run come from: its producer, or the journal of another run."""
+
+    async def restore(self, journal: Journal) -> None:
+        """Continue from what the run's own journal holds."""
+
+    async def run(self) -> None:
+        """Prepare batches until cancelled."""
+
+    async def take_batch(self, step: int) -> Batch:
+        """Wait for the batch of a step; it is journalled when this returns."""
+
+    def weights_updated(self, version: int) -> None:
+        """The engines confirmed these weights."""
+
+    def snapshot(self) -> ProducerSnapshot:
+        """Where every group is, and who waits for what."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Job:
     """What the loop drives."""
@@ -59,17 +80,23 @@ class Job:
     config: Config
     folder: RunFolder
     total_steps: int
-    engine: InferenceEngine
-    trainer: TrainerPart
-    producer: Producer
+    workers: Workers
+    source: BatchSource
     journal: Journal
     checkpoints: CheckpointStore
     evaluations: Evaluations
     rollout_log: RolloutLog
     tracker: Fanout
-    workers: Workers
-    placement: str  # who sits where
-    activity: str = "starting"  # what the trainer's side is doing now, for the display
+    activity: str = "starting"  # what the loop is doing now, for the display
+
+    @property
+    def trainer(self) -> TrainerPart:
+        return self.workers.trainer
+
+    @property
+    def engine(self) -> InferenceEngine | None:
+        """The engines as one; None where nothing is generated."""
+        return self.workers.engine
 
     @property
     def waits(self) -> Waits:
@@ -79,18 +106,18 @@ class Job:
         """Who waits for what on the producing side, since when."""
         return [
             f"{wait.who} waits for {wait.what} ({wait.seconds:.1f} s)"
-            for wait in self.producer.snapshot().waits
+            for wait in self.source.snapshot().waits
             if wait.seconds >= 0.1
         ]
 
     def live(self) -> str:
-        """What the trainer does and who waits for what, then where the groups of each task are."""
+        """What the loop does and who waits for what, then where the groups of each task are."""
         first = "; ".join([self.activity, *self.producer_waits()])
-        return "\n".join([first, *map(str, self.producer.snapshot().tasks)])
+        return "\n".join([first, *map(str, self.source.snapshot().tasks)])
 
     async def take_batch(self, step: int) -> Batch:
         with self.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
-            return await self.producer.take_batch(step)
+            return await self.source.take_batch(step)
 
     def watchdog(self) -> Watchdog:
         return Watchdog(
@@ -107,51 +134,64 @@ class Job:
 
 @asynccontextmanager
 async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
-    """Build the parts, and close every one of them at the end, whatever happened."""
+    """Build the parts of a run, and close every one of them at the end, whatever happened."""
     async with AsyncExitStack() as closing:
         journal = Journal.open(folder.journal)
         closing.callback(journal.close)
         data, total_steps, workers = await _load_and_launch(config, folder, closing)
         journal.waits = workers.callbacks.waits
-        producer = _producer(config, data, workers, journal, total_steps, closing)
-        job = Job(
-            config=config,
-            folder=folder,
-            total_steps=total_steps,
-            engine=workers.engine,
-            trainer=workers.trainer,
-            producer=producer,
-            journal=journal,
-            checkpoints=CheckpointStore(
-                folder.checkpoints,
-                config.checkpoint,
-                report=lambda text: job.tracker.note(text),
-                before_rename=journal.sync,
-            ),
-            evaluations=Evaluations(
-                tasks=_eval_tasks(config, data, workers.callbacks.waits, closing),
-                folder=folder.evaluations,
-                engine=workers.engine,
-                waits=workers.callbacks.waits,
-                log=lambda step, metrics: job.tracker.log_eval(step, metrics),
-                set_aside=workers.set_aside,
-            ),
-            rollout_log=RolloutLog(
-                folder.path / "rollouts.jsonl",
-                every_steps=config.track.rollouts_every_steps,
-                num_groups=config.track.rollouts_per_log,
-            ),
-            tracker=Fanout({}),
-            workers=workers,
-            placement=workers.description,
-        )
-        job.tracker = _tracker(job)
-        workers.callbacks.note = job.tracker.note
+        source = _producer(config, data, workers, journal, total_steps, closing)
+        eval_tasks = _eval_tasks(config, data, journal.waits, closing)
+        job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
         await _serve_control(folder, workers, closing)
-        closing.callback(TimelineLog(folder.path / "timeline", workers.callbacks.waits).flush)
-        closing.callback(job.tracker.close)
-        closing.push_async_callback(job.checkpoints.settle)
         yield job
+
+
+def join_parts(
+    config: Config,
+    folder: RunFolder,
+    journal: Journal,
+    workers: Workers,
+    source: BatchSource,
+    total_steps: int,
+    closing: AsyncExitStack,
+    eval_tasks: Sequence[EvalTask] = (),
+) -> Job:
+    """Add what every run has: checkpoints, evaluations, logs and trackers."""
+    job = Job(
+        config=config,
+        folder=folder,
+        total_steps=total_steps,
+        workers=workers,
+        source=source,
+        journal=journal,
+        checkpoints=CheckpointStore(
+            folder.checkpoints,
+            config.checkpoint,
+            report=lambda text: job.tracker.note(text),
+            before_rename=journal.sync,
+        ),
+        evaluations=Evaluations(
+            tasks=eval_tasks,
+            folder=folder.evaluations,
+            engine=workers.engine,
+            waits=workers.callbacks.waits,
+            log=lambda step, metrics: job.tracker.log_eval(step, metrics),
+            set_aside=workers.set_aside,
+        ),
+        rollout_log=RolloutLog(
+            folder.path / "rollouts.jsonl",
+            every_steps=config.track.rollouts_every_steps,
+            num_groups=config.track.rollouts_per_log,
+        ),
+        tracker=Fanout({}),
+    )
+    job.tracker = _tracker(job)
+    workers.callbacks.note = job.tracker.note
+    closing.callback(TimelineLog(folder.path / "timeline", job.waits).flush)
+    closing.callback(job.tracker.close)
+    closing.push_async_callback(job.checkpoints.settle)
+    return job
 
 
 async def _serve_control(folder: RunFolder, workers: Workers, closing: AsyncExitStack) -> None:
@@ -179,13 +219,13 @@ async def _load_and_launch(
 
 
 @asynccontextmanager
-async def open_trainer(config: Config, log_folder: Path) -> AsyncIterator[TrainerPart]:
-    """The trainer of a run with nothing around it, to train on what is journalled."""
+async def open_trainer(config: Config, log_folder: Path) -> AsyncIterator[Workers]:
+    """Start the trainer of a run and no engine, to train on what is journalled."""
     steps = config.train.steps
     if steps is None:
         steps = count_steps(config, (await asyncio.to_thread(_Data.load, config)).train)
-    async with offline_trainer(config, steps, log_folder) as trainer:
-        yield trainer
+    async with offline_trainer(config, steps, log_folder) as workers:
+        yield workers
 
 
 @asynccontextmanager

@@ -69,10 +69,10 @@ async def begin(job: Job) -> int:
 
 
 async def recover(job: Job) -> int:
-    """Restore the trainer, then the producer."""
+    """Restore the trainer, then the batch source; return the last finished step."""
     last = await restore_trainer(job, job.trainer)
     await _agree_on_weights(job)
-    await job.producer.restore(job.journal)
+    await job.source.restore(job.journal)
     return last
 
 
@@ -212,7 +212,8 @@ async def recompute(
             end = last if era.last_step is None else min(era.last_step, last)
             if end <= done:
                 continue
-            async with open_trainer(era.config, folder.recompute_logs) as trainer:
+            async with open_trainer(era.config, folder.recompute_logs) as workers:
+                trainer = workers.trainer
                 if state is not None:
                     await trainer.load(str(state))
                 else:
@@ -252,7 +253,9 @@ def _digests(journal: Journal) -> dict[int, str]:
 
 
 async def _agree_on_weights(job: Job) -> None:
-    """Give the engine the trainer's weights unless it holds exactly those."""
+    """Give the engine, if there is one, the trainer's weights unless it holds exactly those."""
+    if job.engine is None:
+        return
     version, digest = await job.trainer.identity()
     job.journal.record_published(version, digest)
     stats = await job.engine.stats()
@@ -260,4 +263,4 @@ async def _agree_on_weights(job: Job) -> None:
         handle = await job.trainer.publish()
         digest = await job.engine.update_weights(version, handle)
     job.journal.record_confirmed("engine", version, digest)
-    job.producer.weights_updated(version)
+    job.source.weights_updated(version)

@@ -4,10 +4,10 @@
        ^                 (journalled first)          |
        +------- engine <----- weights (version, digest)
 
-One loop for sync and async: with `max_staleness = 0` the producer waits for each update, with more
-it runs ahead. A batch is journalled before the trainer sees it, a step before its weights are
-published; so a run that is killed anywhere goes on from its journal (`recover.py`). No process, no
-tensor and no log format is known here.
+One loop for sync, async and forks: with `max_staleness = 0` the producer waits for each update, with
+more it runs ahead; a fork takes its batches from another run's journal and has no engine. A batch is
+journalled before the trainer sees it, a step before its weights are published; so a run that is killed
+anywhere continues from its journal (`recover.py`). Knows no process, no tensor and no log format.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import asyncio
 import time
 from dataclasses import replace
 
+from penstock.engine.protocol import InferenceEngine
 from penstock.job import Job
 from penstock.types import StepReport, WeightHandle
 
 
 class Loop:
-    """Consumes batches until `total_steps` are done; everything it needs is in the Job."""
+    """Consumes batches until `total_steps` are done; all parts are in the Job."""
 
     def __init__(self, job: Job, *, first_step: int = 0) -> None:
         self._job = job
@@ -35,9 +36,9 @@ class Loop:
         job = self._job
         job.workers.callbacks.first_loaded = self._confirmed
         async with asyncio.TaskGroup() as self._tasks:
-            producing = self._tasks.create_task(job.producer.run(), name="produce")
+            producing = self._tasks.create_task(job.source.run(), name="produce")
             watching = self._tasks.create_task(job.watchdog().run(), name="watchdog")
-            if self._evaluation_due():  # of a resumed run: where it was not done yet
+            if self._evaluation_due():  # a resumed run evaluates what it had not yet
                 await self._start_evaluation()
             while self.step < job.total_steps:
                 await self._one_step(self.step + 1)
@@ -53,14 +54,14 @@ class Loop:
         batch = await job.take_batch(step)
         waited = time.monotonic() - started
         if job.config.launch.colocate:
-            await self._settle()  # an evaluation gets nowhere while the engines sleep
+            await self._settle()  # an evaluation cannot run while the engines sleep
         job.activity = f"training step {step}"
         report = await job.trainer.train(batch)
         report = await self._with_times(report, started, waited)
         await job.journal.commit_step(report)
         self.step = step
-        if job.config.publishes_after(step, job.total_steps):
-            await self._publish()
+        if job.engine is not None and job.config.publishes_after(step, job.total_steps):
+            await self._publish(job.engine)
         job.tracker.log_step(step, report.metrics)
         job.rollout_log.write(batch)
         if self._evaluation_due():
@@ -69,21 +70,22 @@ class Loop:
             job.activity = f"copying the state of step {step} for its checkpoint"
             await job.checkpoints.begin(job.trainer)
 
-    async def _publish(self) -> None:
-        """Hand the weights over; the engines load them while the next step trains."""
+    async def _publish(self, engine: InferenceEngine) -> None:
+        """Publish the weights; the engines load them while the next step trains."""
         await self._settle()
         handle = await self._job.trainer.publish()
         self._job.journal.record_published(handle.version, handle.digest)
-        self._updating = self._tasks.create_task(self._update_engine(handle), name="update weights")
+        updating = self._update_engine(engine, handle)
+        self._updating = self._tasks.create_task(updating, name="update weights")
 
-    async def _update_engine(self, handle: WeightHandle) -> None:
-        digest = await self._job.engine.update_weights(handle.version, handle)
+    async def _update_engine(self, engine: InferenceEngine, handle: WeightHandle) -> None:
+        digest = await engine.update_weights(handle.version, handle)
         self._confirmed(handle.version, digest)
 
     def _confirmed(self, version: int, digest: str) -> None:
-        """By the first engine that has them, which serves from then on, and when all have."""
+        """Called when the first engine has loaded a version, and again when all have."""
         self._job.journal.record_confirmed("engine", version, digest)
-        self._job.producer.weights_updated(version)
+        self._job.source.weights_updated(version)
 
     async def _start_evaluation(self) -> None:
         waits = self._job.config.eval.blocking
@@ -98,18 +100,22 @@ class Loop:
             await evaluating
 
     async def _settle(self) -> None:
-        """Until weights may be replaced: the last ones are loaded, and no evaluation needs them."""
+        """Wait until weights may be replaced: the last are loaded, and no evaluation needs them."""
         if self._updating is not None:
             await self._updating
         await self._job.evaluations.pinned()
 
     async def _with_times(self, report: StepReport, started: float, waited: float) -> StepReport:
-        stats = await self._job.engine.stats()
-        tokens, moved = stats.tokens_generated, stats.moved
-        producer_waited = self._job.producer.snapshot().producer_wait_s
+        engine, tokens, moved = self._job.engine, 0, 0
+        if engine is not None:
+            stats = await engine.stats()
+            tokens, moved = stats.tokens_generated, stats.moved
+        producer_waited = self._job.source.snapshot().producer_wait_s
         times = {
             "policy_version": float(report.policy_version),
-            "tokens/generated": float(max(0, tokens - self._tokens_before)),  # 0: it restarted
+            "tokens/generated": float(
+                max(0, tokens - self._tokens_before)
+            ),  # 0: an engine restarted
             "responses/moved": float(moved - self._moved_before),
             "time/step_s": time.monotonic() - started,
             "time/consumer_wait_s": waited,

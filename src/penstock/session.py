@@ -21,7 +21,7 @@ from penstock.config.changes import Change, allowed_changes
 from penstock.config.source import load_config
 from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError
 from penstock.evaluation.evaluate import EvalResult, evaluate, restore_summaries
-from penstock.inspection.replay import check_run, make_fork, train_fork
+from penstock.inspection.replay import check_run, make_fork, open_fork
 from penstock.inspection.report import write_report
 from penstock.inspection.summary import ReplayProgress, print_evaluations, print_summary
 from penstock.job import open_evaluation, open_job
@@ -67,7 +67,7 @@ def _resume_locked(folder: RunFolder, overrides: Sequence[str]) -> None:
             raise UserError(
                 f"resume of a fork: got {overrides[0]}, allowed: no changes; fork again"
             )
-        asyncio.run(_train_fork(folder))
+        asyncio.run(_train(folder.config(), folder, resumed=True))
         return
     config = load_config(folder.path / run_folder.CONFIG, overrides).config
     changes = allowed_changes(folder.config(), config)
@@ -86,21 +86,11 @@ def replay_run(
     if algorithm is not None or overrides:
         fork = make_fork(folder, algorithm, overrides, to_step)
         with fork.lock():
-            asyncio.run(_train_fork(fork))
+            asyncio.run(_train(fork.config(), fork, resumed=True))
         return
     with ReplayProgress(folder.name) as progress:
         steps = asyncio.run(check_run(folder, to_step, progress.step))
     print(f"{steps} steps recomputed: every digest is the journalled one")
-
-
-async def _train_fork(folder: RunFolder) -> None:
-    started = time.monotonic()
-    _tell(f"run folder: {folder.path}")
-    stopped = await _until_stopped(train_fork(folder, _tell))
-    write_report([folder])
-    if stopped:
-        raise StopRequested(f"stopped; go on with: penstock resume {folder.path}")
-    print_summary(Console(), folder, seconds=time.monotonic() - started)
 
 
 async def _resume(config: Config, folder: RunFolder, changes: list[Change]) -> None:
@@ -128,9 +118,10 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
     for warning in config.warnings():
         console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
     console.print(f"run folder: [bold]{folder.path}[/bold]", highlight=False, soft_wrap=True)
-    async with open_job(config, folder) as job:
+    is_fork = folder.origin() is not None
+    async with open_fork(folder) if is_fork else open_job(config, folder) as job:
         if config.launch.kind == "ray":
-            job.tracker.note(job.placement)
+            job.tracker.note(job.workers.description)
         first_step = await recover(job) if resumed else await begin(job)
         keep_trainer_alive(job)
         if resumed:

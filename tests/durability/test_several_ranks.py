@@ -112,7 +112,8 @@ async def write_with_two_ranks(
     config: Config, batches: list[Batch], broken: BrokenStore, notes: list[str], logs: Path
 ) -> str:
     """The digest of the checkpoint of step 1; those of steps 2 and 3 fail, and training goes on."""
-    async with open_trainer(config, logs) as trainer:
+    async with open_trainer(config, logs) as workers:
+        trainer = workers.trainer
         await trainer.train(batches[0])
         whole = CheckpointStore(broken._folder)
         written = await whole.save(trainer)
@@ -135,5 +136,6 @@ async def write_with_two_ranks(
 
 
 async def digest_after_load(config: Config, checkpoint: Path, logs: Path) -> str:
-    async with open_trainer(config, logs) as trainer:
+    async with open_trainer(config, logs) as workers:
+        trainer = workers.trainer
         return (await trainer.load(str(checkpoint)))[1]

@@ -34,7 +34,7 @@ class Evaluations:
 
     tasks: Sequence[EvalTask]
     folder: Path
-    engine: InferenceEngine
+    engine: InferenceEngine | None  # None only without tasks
     waits: Waits
     log: Callable[[int, dict[str, float]], None]
     set_aside: SetAside | None = None  # lends an engine that keeps its weights, or None

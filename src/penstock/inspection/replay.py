@@ -10,27 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from penstock import run_folder
 from penstock.algo.method import check_algorithm, resolve_settings
 from penstock.algo.settings import keep_group
-from penstock.checkpoint import CheckpointStore
 from penstock.config import Config
 from penstock.config.source import load_config
 from penstock.errors import UserError
-from penstock.job import open_trainer
+from penstock.job import Job, join_parts, open_trainer
 from penstock.journal import Journal
-from penstock.launch.part_factories import TrainerPart
-from penstock.recover import newest_checkpoint, recompute, redo, save_at_stop
+from penstock.produce import ProducerSnapshot
+from penstock.recover import recompute
 from penstock.run_folder import CONFIG, ORIGIN, Origin, RunFolder
-from penstock.track.fanout import Fanout
-from penstock.track.jsonl import restore_metrics
-from penstock.track.protocol import RunInfo
 from penstock.types import Batch, Group, StepReport
 
 CORRECTION = "algorithm.correction.kind=token_truncate"
@@ -115,8 +110,9 @@ def recorded_groups(journal: Journal, config: Config, last: int) -> Iterator[tup
             yield group, keep_group(group.rollouts, settings)
 
 
-async def train_fork(folder: RunFolder, note: Callable[[str], None]) -> int:
-    """Train a fork, new or resumed, to its end; the number of steps. Cancelled: a checkpoint."""
+@asynccontextmanager
+async def open_fork(folder: RunFolder) -> AsyncIterator[Job]:
+    """Build the parts of a fork, new or resumed: a trainer, and batches of its parent's journal."""
     origin = folder.origin()
     assert origin is not None, "only a fork is trained from another journal"
     config = folder.config()
@@ -124,111 +120,80 @@ async def train_fork(folder: RunFolder, note: Callable[[str], None]) -> int:
     parent = RunFolder(Path(origin.run))
     if not parent.journal.is_file():
         raise UserError(f"fork of {origin.run}: got no journal there, allowed: the run it is of")
-    note(f"fork of {parent.path}, steps 1 to {origin.steps}; nothing is generated")
     async with AsyncExitStack() as closing:
-        source = Journal.open(parent.journal, readonly=True)
-        closing.callback(source.close)
-        own = Journal.open(folder.journal)
-        closing.callback(own.close)
-        trainer = await closing.enter_async_context(open_trainer(config, folder.logs))
-        tracker = _tracker(folder, config, own)
-        closing.callback(tracker.close)
-        store = CheckpointStore(
-            folder.checkpoints, config.checkpoint, report=tracker.note, before_rename=own.sync
-        )
-        closing.push_async_callback(store.settle)
-        done = await _restore(trainer, store, own, source, tracker)
-        batches = _batches(source, own, config, origin.steps, done)
-        try:
-            async for batch in batches:
-                await _one_step(trainer, own, tracker, batch)
-                if store.due(batch.step):
-                    await store.begin(trainer)
-        except asyncio.CancelledError:
-            await trainer.request_stop()
-            await save_at_stop(store, trainer, own)
-            raise
-        await store.save(trainer)
-    return config.train.steps
+        recorded = Journal.open(parent.journal, readonly=True)
+        closing.callback(recorded.close)
+        journal = Journal.open(folder.journal)
+        closing.callback(journal.close)
+        workers = await closing.enter_async_context(open_trainer(config, folder.logs))
+        journal.waits = workers.callbacks.waits
+        source = RecordedBatches(recorded, journal, config, origin.steps)
+        steps = config.train.steps
+        job = join_parts(config, folder, journal, workers, source, steps, closing)
+        job.tracker.note(f"fork of {parent.path}, steps 1 to {origin.steps}; nothing is generated")
+        yield job
 
 
-async def _restore(
-    trainer: TrainerPart, store: CheckpointStore, own: Journal, source: Journal, tracker: Fanout
-) -> int:
-    """Bring the trainer to the fork's last finished step; a new fork copies who published what."""
-    if not own.query("SELECT 1 FROM weights LIMIT 1"):
-        for kind, engine, version, digest in source.query(
-            "SELECT kind, engine, version, digest FROM weights ORDER BY at"
-        ):
-            if kind == "published":
-                own.record_published(version, digest)
-            else:
-                own.record_confirmed(engine, version, digest)
-    checkpoint = newest_checkpoint(store, own, tracker.note)
-    if checkpoint is not None:
-        await trainer.load(str(checkpoint.path))
-    done = own.last_committed_step()
-    first = 1 if checkpoint is None else checkpoint.step + 1
-    async for _ in redo(trainer, own, first, done, tracker.note):
-        pass
-    return done
+class RecordedBatches:
+    """See `BatchSource`: recorded groups of another run, in the order they were trained."""
 
+    def __init__(self, recorded: Journal, journal: Journal, config: Config, last: int) -> None:
+        """`last`: the parent's last step that is used."""
+        self._recorded, self._journal = recorded, journal
+        self._size = config.train.groups_per_step
+        self._groups = recorded_groups(recorded, config, last)
+        self._known: dict[str, str] = {}  # groups of an earlier part of the fork, and their state
+        self._resumed: Batch | None = None
 
-async def _batches(
-    source: Journal, own: Journal, config: Config, last: int, done: int
-) -> AsyncIterator[Batch]:
-    """The batches of the fork's steps after `done`, each journalled before it is given."""
-    step, waiting = done + 1, list[Group]()
-    pending = own.pending_step()
-    if pending is not None:
-        yield own.batch(pending)
-        step = pending + 1
-    known = dict(own.query("SELECT group_id, state FROM groups"))
-    for group, keep in recorded_groups(source, config, last):
-        if step > (config.train.steps or 0):
-            return
-        state = known.get(group.group_id)
+    async def restore(self, journal: Journal) -> None:
+        """Continue after the fork's last step; a new fork copies who published which weights."""
+        if not journal.query("SELECT 1 FROM weights LIMIT 1"):
+            for kind, engine, version, digest in self._recorded.query(
+                "SELECT kind, engine, version, digest FROM weights ORDER BY at"
+            ):
+                if kind == "published":
+                    journal.record_published(version, digest)
+                else:
+                    journal.record_confirmed(engine, version, digest)
+        pending = journal.pending_step()
+        self._resumed = None if pending is None else journal.batch(pending)
+        self._known = dict(journal.query("SELECT group_id, state FROM groups"))
+
+    async def run(self) -> None:
+        """Nothing is generated: wait for the end of the run."""
+        await asyncio.get_running_loop().create_future()
+
+    async def take_batch(self, step: int) -> Batch:
+        """Take the next groups that the fork's algorithm keeps, and journal their whole life."""
+        if self._resumed is not None:
+            batch, self._resumed = self._resumed, None
+            return batch
+        groups: list[Group] = []
+        while len(groups) < self._size:
+            found = next(self._groups, None)
+            assert found is not None, "a fork has no more steps than its groups fill"
+            if await self._journal_group(*found):
+                groups.append(found[0])
+        await self._journal.begin_step(step, groups)
+        return Batch(step=step, groups=tuple(groups))
+
+    async def _journal_group(self, group: Group, keep: bool) -> bool:
+        """Bring a group into the fork's journal; return whether it is trained now."""
+        state = self._known.get(group.group_id)
         if state in ("taken", "trained", "dropped"):
-            continue
+            return False
         if state is None:
-            own.drawn(group)
+            self._journal.drawn(group)
         if not keep:
-            await own.filtered(group)
-            continue
-        if state != "buffered":
-            await own.landed(group)
-        waiting.append(group)
-        if len(waiting) == config.train.groups_per_step:
-            await own.begin_step(step, waiting)
-            yield Batch(step=step, groups=tuple(waiting))
-            step, waiting = step + 1, []
+            await self._journal.filtered(group)
+        elif state != "buffered":
+            await self._journal.landed(group)
+        return keep
 
+    def weights_updated(self, version: int) -> None:
+        """Nothing depends on the version."""
 
-async def _one_step(trainer: TrainerPart, own: Journal, tracker: Fanout, batch: Batch) -> None:
-    started = time.monotonic()
-    report = await trainer.train(batch)
-    times = {
-        "policy_version": float(report.policy_version),
-        "tokens/generated": 0.0,
-        "time/step_s": time.monotonic() - started,
-        "time/consumer_wait_s": 0.0,
-        "time/producer_wait_s": 0.0,
-    }
-    report = replace(report, metrics={**report.metrics, **times})
-    await own.commit_step(report)
-    tracker.log_step(batch.step, report.metrics)
-
-
-def _tracker(folder: RunFolder, config: Config, own: Journal) -> Fanout:
-    reports = own.steps()
-    if reports:
-        restore_metrics(folder.metrics, reports)
-    info = RunInfo(
-        config=config,
-        folder=folder.path,
-        name=folder.name,
-        total_steps=config.train.steps or 0,
-        first_step=reports[-1].step if reports else 0,
-        live=lambda: "training on recorded rollouts",
-    )
-    return Fanout.from_info(info)
+    def snapshot(self) -> ProducerSnapshot:
+        return ProducerSnapshot(
+            tasks=(), waits=(), producer_wait_s=0.0, next_step=0, model_version=0, paused=False
+        )

@@ -2,7 +2,7 @@
 
 Runs as many ranks as the run had, because the order of sums is part of the digest: one rank on a thread
 of this process, several in worker processes of this machine, wherever the run had them. The end of a
-rank is final: nothing is restarted here.
+rank is final unless somebody says how to restore it (`Workers.restore_trainer_with`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.launch.inline import ThreadWorker
-from penstock.launch.part_factories import TrainerPart, TrainerService
+from penstock.launch.part_factories import TrainerService, Workers
 from penstock.launch.processes.local import spawn_trainer
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RestartingTrainer
@@ -25,8 +25,8 @@ _NOTHING_IS_PUBLISHED = ("shared_memory", "")
 @asynccontextmanager
 async def offline_trainer(
     config: Config, total_steps: int, log_folder: Path
-) -> AsyncIterator[TrainerPart]:
-    """Yield the trainer of `config`; the logs of its ranks go to `log_folder`."""
+) -> AsyncIterator[Workers]:
+    """Yield the trainer of `config` without an engine; the logs of its ranks go to `log_folder`."""
 
     async def spawn_thread() -> ThreadWorker:
         from penstock.weights.in_process import InProcessSync
@@ -40,9 +40,16 @@ async def offline_trainer(
     callbacks = SupervisionCallbacks(waits=Waits())
     supervised = Supervised("trainer", spawn, config.launch, callbacks)
     await supervised.start()
-    trainer = RestartingTrainer(supervised)
+    workers = Workers(
+        engine=None,
+        trainer=RestartingTrainer(supervised),
+        close=supervised.close,
+        description="offline: the trainer alone",
+        callbacks=callbacks,
+        supervised={"trainer": supervised},
+    )
     try:
-        yield trainer
+        yield workers
     finally:
-        await trainer.request_stop()
-        await supervised.close()
+        await workers.trainer.request_stop()
+        await workers.close()

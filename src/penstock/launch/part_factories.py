@@ -63,7 +63,7 @@ class TrainerPart(Protocol):
 class Workers:
     """What a launcher hands to the loop."""
 
-    engine: InferenceEngine
+    engine: InferenceEngine | None  # None: nothing is generated
     trainer: TrainerPart
     close: Callable[[], Awaitable[None]]
     description: str  # who sits where, in one line
