@@ -32,7 +32,7 @@ from penstock.journal import records, writer
 from penstock.launch.part_factories import TrainerService
 from penstock.pool.engines import Engines
 from penstock.produce.producer import Producer
-from penstock.supervise.trainer import RestartingTrainer
+from penstock.supervise.trainer import RestartingTrainer, TrainerClient
 from penstock.track.jsonl import JsonlTracker
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.shared_memory import _PREFIX as SHARED_MEMORY
@@ -47,7 +47,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
         (records.WeightsSeen, "write"),
     ],
     "journal commit": [(writer.Writer, "_commit")],
-    "step": [(TrainerService, "train"), (RestartingTrainer, "train")],
+    "step": [(TrainerClient, "train")],
     "take": [(Producer, "take_batch")],
     "publish": [(InProcessSync, "publish"), (RestartingTrainer, "publish")],
     "engine update": [
