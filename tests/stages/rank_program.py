@@ -72,7 +72,7 @@ def run(job: str, folder: Path, ranks: Ranks) -> None:
     write = consumer.snapshot(folder / name)
     metrics.append(train(consumer, 3))
     write()
-    ranks.barrier()  # the shards of the other ranks are read too
+    ranks.sum_of(0)  # wait for the other ranks: their shards are read too
     weights = dict(consumer.weights())
     resumed = make(job, ranks)
     resumed.load(folder / name)

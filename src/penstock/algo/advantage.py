@@ -12,9 +12,7 @@ from penstock.algo.settings import AlgorithmSettings
 
 GROUP_EPSILON = 1e-4
 BATCH_EPSILON = 1e-8
-OVERLONG_WINDOW = (
-    1024  # tokens before max_tokens that are penalised, at most a quarter of max_tokens
-)
+OVERLONG_WINDOW = 1024  # penalised tokens before max_tokens, at most a quarter of it
 
 
 def group_advantages(rewards_G: np.ndarray, settings: AlgorithmSettings) -> np.ndarray:

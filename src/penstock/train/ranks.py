@@ -61,10 +61,6 @@ class Ranks:
         """Return the largest of the ranks' numbers."""
         return float(self.max(np.array([float(number)]))[0])
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.sum(np.zeros(1))
-
     def _reduce(self, values: np.ndarray, operation: str) -> np.ndarray:
         if self.world == 1:
             return values
