@@ -350,6 +350,9 @@ def check_inline(text: str) -> None:
         check_key(key[1])
     elif re.fullmatch(r"penstock\.[\w.:]+", text):
         pkgutil.resolve_name(text)
+    elif re.fullmatch(r"[\w/.]+/", text):
+        places = (ROOT, ROOT / "src/penstock")
+        assert text.startswith("RUN/") or any((place / text).is_dir() for place in places), text
     elif not FILE.fullmatch(text):
         check_identifiers(text)
 
