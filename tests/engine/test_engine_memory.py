@@ -24,18 +24,18 @@ SHAPE = KVShape(layers=2, heads=1, key_size=2, value_size=2, dtype=torch.float32
 def test_regions_never_overlap_and_nothing_is_lost(sizes: list[int], random: object) -> None:
     regions, held = Regions(100), {}
     for size in sizes:
-        start = regions.take(size)
+        start = regions.reserve(size)
         if start is None:
             assert 100 - sum(held.values()) < size or len(held) > 0
             gone = random.choice(sorted(held))  # type: ignore[attr-defined]
-            regions.give_back(gone, held.pop(gone))
+            regions.free(gone, held.pop(gone))
             continue
         assert all(start + size <= s or s + n <= start for s, n in held.items())
         assert start + size <= 100
         held[start] = size
     for start, size in held.items():
-        regions.give_back(start, size)
-    assert regions.take(100) == 0
+        regions.free(start, size)
+    assert regions.reserve(100) == 0
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,4 +1,4 @@
-"""An engine under test: how to make it, what it may lack, and the event loop that its checks run on."""
+"""An engine under test: how to build it, what it lacks, and the event loop of its checks."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ LACKS: dict[str, frozenset[str]] = {
 
 @dataclass
 class EngineCase:
-    """How to make the engine under test, and what it is allowed to differ in."""
+    """How to build the engine under test, and how it may differ from others."""
 
     name: str
     make: Callable[[], InferenceEngine]
     lacks: frozenset[str] = field(default_factory=frozenset)
     logprob_tolerance: float = 1e-4
-    held_tokens: int = 400  # of a response that must still run when it is held
+    held_tokens: int = 400  # length of a response that must still run when it is held
     timeout_s: float = TIMEOUT_S  # of one check
-    kill: Callable[[InferenceEngine], Awaitable[None] | None] | None = None  # what makes it run
-    shared: InferenceEngine | None = None  # one that is slow to start: used by all checks in turn
-    loop: asyncio.Runner | None = None  # where the shared one lives
+    kill: Callable[[InferenceEngine], Awaitable[None] | None] | None = None  # kills what runs it
+    shared: InferenceEngine | None = (
+        None  # for an engine that starts slowly: all checks use it in turn
+    )
+    loop: asyncio.Runner | None = None  # the event loop of the shared engine
 
     @property
     def live(self) -> bool:

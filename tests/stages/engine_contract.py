@@ -1,7 +1,7 @@
-"""What every engine must do, as checks over any `EngineCase`. Collected by the test files of each engine.
+"""The contract of every engine, as checks over an `EngineCase`. Each engine's test file collects them.
 
-A check takes a case and runs its own event loop. What an engine cannot do is named in `lacks`, which
-is also what docs/engines.md tells users (a test compares them).
+A check takes a case and runs its own event loop. `lacks` names what an engine cannot do; docs/engines.md
+tells users the same (a test compares them).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from stages.engine_case import EngineCase, started
 def assert_true_logprobs(
     case: EngineCase, made: Generation, prompt: list[int], temperature: float = 1.0
 ) -> None:
-    """Each token's log-prob is that of the version that the segments name; one version only."""
+    """Assert that each log-prob is the one of the version in the only segment."""
     (version,) = {segment.version for segment in made.segments}
     wanted = tiny.expected_logprobs(version, np.array(prompt), made.token_ids, temperature)
     assert np.abs(wanted - made.logprobs).max() < case.logprob_tolerance
 
 
 async def until_running(engine: InferenceEngine, tokens: int = 1, *, live: bool = True) -> None:
-    """Yield to the engine until it has made some tokens, or has requests where it counts late."""
+    """Wait until the engine has sampled `tokens` tokens, or, if it counts late, has requests."""
     before = (await engine.stats()).tokens_generated
     while True:
         stats = await engine.stats()
@@ -52,7 +52,7 @@ def check_logprobs_and_length(case: EngineCase) -> None:
                 assert made.finish_reason == "length"
                 assert tiny.EOS not in made.token_ids[:23]
                 wanted = tiny.expected_logprobs(0, np.array([5, 6, 7]), made.token_ids, temperature)
-                # the ban on the end token renormalises: never less likely than without it
+                # banning the end token renormalises: no token becomes less likely
                 assert (made.logprobs >= wanted - case.logprob_tolerance).all()
             free = await engine.generate(tiny.request("b", [9, 9, 3, 30], seed=4))
             assert_true_logprobs(case, free, [9, 9, 3, 30])
@@ -61,7 +61,7 @@ def check_logprobs_and_length(case: EngineCase) -> None:
 
 
 def check_temperatures_side_by_side(case: EngineCase) -> None:
-    """Each request has its own, as annealing needs; log-probs are those of that distribution."""
+    """Each request has its own temperature, and log-probs are those of its distribution."""
 
     async def main() -> None:
         async with started(case) as engine:
@@ -155,7 +155,7 @@ def check_seed_decides(case: EngineCase) -> None:
 
 
 def check_group_and_many(case: EngineCase) -> None:
-    """More requests than slots, in groups of equal prompts; each is right and in its order."""
+    """Run more requests than slots, in groups of equal prompts; each result is right and in order."""
 
     async def main() -> None:
         async with started(case) as engine:
@@ -263,7 +263,7 @@ def check_pause_wait(case: EngineCase) -> None:
 
 
 def check_pause_keep_and_update(case: EngineCase) -> None:
-    """Held requests go on under the new weights, and their segments say so."""
+    """Held requests continue under the new weights, and their segments say so."""
     case.needs("weight updates")
     case.needs("hold")
     most = case.held_tokens
@@ -288,7 +288,7 @@ def check_pause_keep_and_update(case: EngineCase) -> None:
 
 
 def assert_switch_is_where_it_says(case: EngineCase, made: Generation, first: int) -> None:
-    """Tokens before `first` are those of version 0; from there on they are not."""
+    """Assert that tokens before `first` are those of version 0, and later ones are not."""
     prompt = np.array([5, 6, 7, 8])
     wanted = tiny.expected_logprobs(0, prompt, made.token_ids, banned=tiny.EOS)
     off = np.abs(wanted - made.logprobs)
@@ -297,7 +297,7 @@ def assert_switch_is_where_it_says(case: EngineCase, made: Generation, first: in
 
 
 def check_update_changes_every_weight(case: EngineCase) -> None:
-    """Log-probs after the update are those of a fresh model, tied embeddings included."""
+    """Log-probs after the update equal those of a fresh model, tied embeddings included."""
     case.needs("weight updates")
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""A small /v1/completions server over a real tiny engine, whole answers or streams, with faults on demand."""
+"""A small /v1/completions server over a real tiny engine, with whole or streamed answers and faults."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from penstock.types import WeightHandle
 from penstock.weights.mapped_files import read_folder, read_places
 from stages import tiny_policy as tiny
 
-PIECE = 4  # tokens of one chunk
+PIECE = 4  # tokens per chunk
 
 
 class FakeServer:
-    """`faults` are played one per completion call after the probe, then the server behaves.
+    """Shows one of `faults` per completion call after the probe, then behaves.
 
-    `streams`: it can stream, as most can; `rl`: it has vLLM's calls for RL.
+    `streams`: it can stream, as most servers can; `rl`: it has vLLM's calls for RL.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FakeServer:
         self.faults, self.streams, self.rl = list(faults), streams, rl
         self.raw_logprobs = raw_logprobs
         self.completions = 0  # after the client's probe
-        self.calls: list[str] = []  # other paths, in their order
+        self.calls: list[str] = []  # other paths, in order
         self._engine = TransformersEngine(
             lambda: tiny.tiny_model(0, "penstock"),
             fetch=self._read_weights,
@@ -76,7 +76,7 @@ class FakeServer:
         self._server.close()
 
     def die(self) -> None:
-        """Drop those that are there, too."""
+        """Close open connections, too."""
         self.go_away()
         for writer in self._writers:
             writer.transport.abort()
@@ -102,7 +102,7 @@ class FakeServer:
             body = json.loads(await reader.readexactly(sizes[0] if sizes else 0) or b"{}")
             path = head.split()[1]
             work = asyncio.create_task(self._answer(path, body, writer))
-            gone = asyncio.create_task(reader.read())  # ends when the client hangs up
+            gone = asyncio.create_task(reader.read())  # ends when the client disconnects
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             work.cancel()
             gone.cancel()
@@ -150,7 +150,7 @@ class FakeServer:
         elif path == "/resume":
             self._unpaused.set()
         elif path == "/update_weights":
-            assert not self._unpaused.is_set()  # a real one dies of this
+            assert not self._unpaused.is_set()  # a real server dies of this
             self._version += 1
             info = body["update_info"]
             await self._load(self._version, info["digest"], info)
@@ -204,7 +204,7 @@ class FakeServer:
         return _send(writer, 200, {"choices": [_spoiled(choice, fault)]})
 
     async def _stream(self, body: dict[str, Any], writer: asyncio.StreamWriter, fault: str) -> None:
-        """Pieces of a few tokens; a fault shows in the second event, or at the end."""
+        """Send pieces of a few tokens; a fault shows in the second event, or at the end."""
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
@@ -215,7 +215,7 @@ class FakeServer:
             choice = self._choice(piece) | {"finish_reason": piece.finish_reason if ended else None}
             tokens += len(piece.token_ids)
             if number and fault == "cut":
-                return None  # the connection closes within the stream
+                return None  # close the connection within the stream
             if number and fault == "slow":
                 await self._release.wait()
             if number and fault == "half":
@@ -239,7 +239,7 @@ class FakeServer:
     async def _piece(
         self, request: GenerationRequest
     ) -> tuple[Generation, GenerationRequest, bool]:
-        """The next few tokens, the request as it goes on after them, and whether that was all."""
+        """Return the next few tokens, the request that continues after them, and whether they are all."""
         sampling, made = request.sampling, len(request.response_ids)
         most = sampling.max_tokens if sampling.stop else min(sampling.max_tokens, made + PIECE)
         part = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
@@ -284,7 +284,7 @@ def _send_raw(writer: asyncio.StreamWriter, status: int, data: bytes) -> None:
 
 
 class ServedEngine(OpenAIEngine):
-    """Starts its own fake server with it."""
+    """An openai engine that starts its own fake servers."""
 
     def __init__(
         self,

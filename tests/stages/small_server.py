@@ -1,9 +1,9 @@
-"""A completions server in a process of its own, to be killed: its tokens tell which weights it holds.
+"""A completions server process that tests can kill; its tokens show which weights it holds.
 
     python tests/stages/small_server.py PORT reload|rl|frozen [TOKENS]
 
-Every token is 10 + the version that it was given last, 10 for what it started with. With TOKENS a stream
-gives so many and then nothing more. Imports nothing but the standard library, so that it starts at once.
+Every token is 10 + the version loaded last; 10 means the weights of the start. With TOKENS, a stream sends
+that many tokens and then stays silent. Imports only the standard library, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SmallServer:
             writer.close()
 
     def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        """None: there is no such page."""
+        """Return the answer, or None if there is no such call."""
         if path in ("/health", "/v1/models"):
             return {"data": [{"id": "small", "max_model_len": 512}]}
         if path == "/reload" and self._kind == "reload":

@@ -1,4 +1,4 @@
-"""A transformers engine that serves the tiny policy."""
+"""A transformers engine over the tiny policy."""
 
 from __future__ import annotations
 

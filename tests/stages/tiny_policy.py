@@ -1,4 +1,4 @@
-"""A tiny policy in several versions, its tokenizer and its weights: what engine tests run on."""
+"""A tiny policy in several versions, with its tokenizer and weights, for engine tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY = 64
 
 
 def tiny_model(version: int = 0, implementation: str = "sdpa") -> Qwen3ForCausalLM:
-    """The policy of a version: same shape, other weights, far enough apart to tell."""
+    """Return the policy of a version: same shape, clearly different weights."""
     torch.manual_seed(1000 + version)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -61,7 +61,7 @@ def expected_logprobs(
     temperature: float = 1.0,
     banned: int | None = None,
 ) -> np.ndarray:
-    """What a trainer that holds `version` computes for the response; `banned` is never sampled."""
+    """Return a response's log-probs under `version`; the token `banned` is never sampled."""
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
     with torch.no_grad():
         logits = reference(version)(ids).logits[0].float() / (temperature or 1.0)
@@ -89,7 +89,7 @@ def request(
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One character, one token."""
+    """Return a tokenizer with one token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     names = ["<pad>", "<eos>", "<unk>", *ALPHABET]

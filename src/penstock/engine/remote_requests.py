@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.engine.protocol import FinishReason, Generation, GenerationRequest
+from penstock.engine.protocol import EngineStats, FinishReason, Generation, GenerationRequest
 from penstock.types import VersionSegment, extend_segments
 
 
@@ -51,20 +51,25 @@ Follow = Callable[[RemoteRequest], Awaitable[Generation]]
 
 
 class RemoteRequests:
-    """All requests of one engine; `tokens` counts every token that has arrived for them."""
+    """All requests of one engine."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()  # set: new requests may pass
-        self.tokens = 0
+        self._tokens = 0  # that have arrived, for all requests
         self._by_id: dict[str, RemoteRequest] = {}
 
-    @property
-    def running(self) -> int:
-        return sum(remote.admitted for remote in self._by_id.values())
-
-    @property
-    def waiting(self) -> int:
-        return len(self._by_id) - self.running
+    def stats(self, version: int, digest: str, *, paused: bool, live: bool = True) -> EngineStats:
+        running = sum(remote.admitted for remote in self._by_id.values())
+        return EngineStats(
+            policy_version=version,
+            digest=digest,
+            running=running,
+            waiting=len(self._by_id) - running,
+            tokens_generated=self._tokens,
+            busy_s=0.0,
+            paused=paused,
+            live=live,
+        )
 
     async def run(self, request: GenerationRequest, follow: Follow) -> Generation:
         """Wait for the gate, then follow the request; an abort returns the tokens so far."""
@@ -97,7 +102,7 @@ class RemoteRequests:
         remote.ids.extend(ids)
         remote.logprobs.extend(logprobs)
         remote.segments = extend_segments(remote.segments, version, len(ids))
-        self.tokens += len(ids)
+        self._tokens += len(ids)
 
     async def abort(self, request_id: str) -> None:
         remote = self._by_id.get(request_id)

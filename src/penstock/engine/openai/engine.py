@@ -45,7 +45,7 @@ from penstock.types import WeightHandle
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.engine.openai.server_weights import Prepared, WeightLoader
+    from penstock.engine.openai.server_weights import PreparedWeights, WeightLoader
 
 _PATH = "/v1/completions"
 
@@ -404,7 +404,7 @@ class OpenAIEngine:
         except HttpError as error:
             raise EngineError(f"engine openai: {error}") from error
 
-    async def _load(self, loader: WeightLoader, prepared: Prepared) -> None:
+    async def _load(self, loader: WeightLoader, prepared: PreparedWeights) -> None:
         """Load into every ready server; end the engine if one refuses, as its weights are unknown."""
         try:
             await self._servers.call_all(lambda server: loader.load(server, prepared))
@@ -470,16 +470,8 @@ class OpenAIEngine:
             await self._servers.wait_ready()
         except HttpError as error:
             raise EngineError(f"engine openai: {error}") from error
-        return EngineStats(
-            policy_version=self._version,
-            digest=self._digest,
-            running=self._requests.running,
-            waiting=self._requests.waiting,
-            tokens_generated=self._requests.tokens,
-            busy_s=0.0,
-            paused=self._paused is not None,
-            live=self._streaming,
-        )
+        paused, live = self._paused is not None, self._streaming
+        return self._requests.stats(self._version, self._digest, paused=paused, live=live)
 
     async def close(self) -> None:
         self._end_reason = "it was closed"

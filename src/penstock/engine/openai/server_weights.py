@@ -33,10 +33,12 @@ class WeightLoader(Protocol):
 
     native_pause: bool  # the server's own pause holds running requests during a load
 
-    async def prepare(self, version: int, source: WeightHandle, weights: Weights) -> Prepared:
+    async def prepare(
+        self, version: int, source: WeightHandle, weights: Weights
+    ) -> PreparedWeights:
         """Do, once for all servers, what can be done while requests run."""
 
-    async def load(self, server: Server, prepared: Prepared) -> None:
+    async def load(self, server: Server, prepared: PreparedWeights) -> None:
         """Load the weights into a server that is generating nothing."""
 
     async def holds(self, server: Server, version: int, digest: str) -> bool:
@@ -44,7 +46,7 @@ class WeightLoader(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Prepared:
+class PreparedWeights:
     """Weights ready to be loaded; `weights` stay alive until every server has loaded them."""
 
     version: int
@@ -88,12 +90,14 @@ class ReloadCall:
     def __init__(self, folder: str, path: str) -> None:
         self._folder, self._path = WeightsFolder(folder), path
 
-    async def prepare(self, version: int, source: WeightHandle, weights: Weights) -> Prepared:
+    async def prepare(
+        self, version: int, source: WeightHandle, weights: Weights
+    ) -> PreparedWeights:
         written = await self._folder.write(version, source, weights)
         info: dict[str, object] = {"model_path": str(written)}
-        return Prepared(version=version, digest=source.digest, weights=weights, info=info)
+        return PreparedWeights(version=version, digest=source.digest, weights=weights, info=info)
 
-    async def load(self, server: Server, prepared: Prepared) -> None:
+    async def load(self, server: Server, prepared: PreparedWeights) -> None:
         named = {"version": prepared.version, "digest": prepared.digest}
         await server.client.post(self._path, {**prepared.info, **named})
 
@@ -109,9 +113,11 @@ class VllmCalls:
     def __init__(self, folder: str) -> None:
         self._folder = WeightsFolder(folder) if folder else None
 
-    async def prepare(self, version: int, source: WeightHandle, weights: Weights) -> Prepared:
+    async def prepare(
+        self, version: int, source: WeightHandle, weights: Weights
+    ) -> PreparedWeights:
         info: dict[str, object] = {"digest": source.digest}
-        made = Prepared(version=version, digest=source.digest, weights=weights, info=info)
+        made = PreparedWeights(version=version, digest=source.digest, weights=weights, info=info)
         if self._folder is not None:
             info["folder"] = str(await self._folder.write(version, source, weights))
         elif source.kind == FOLDER:
@@ -123,7 +129,7 @@ class VllmCalls:
             info["places"] = [list(place) for place in found]
         return made
 
-    async def load(self, server: Server, prepared: Prepared) -> None:
+    async def load(self, server: Server, prepared: PreparedWeights) -> None:
         label = _label(prepared.version, prepared.digest)
         await server.client.post("/start_weight_update", {})
         await server.client.post("/update_weights", {"update_info": prepared.info})

@@ -58,7 +58,6 @@ class TransformersEngine:
         self._fetching = asyncio.Lock()
         self._options = options or TransformersOptions()
         self._text_of: TextOf = text_of or _no_tokenizer
-        self._inbox = Inbox()
         self._thread: threading.Thread | None = None
         self._end_reason = "it was not started"
         self._reset()
@@ -216,21 +215,17 @@ class TransformersEngine:
     def _end(self, reason: str, error: Exception | None) -> None:
         self._end_reason = reason
         left = self._inbox.close()
-        for sequence in self._by_id.values():
-            sequence.deliver(self._partial(sequence, "error" if error else "abort", reason))
         failure = EngineError(f"{self._name}: {reason}")
+        for sequence in list(self._by_id.values()):
+            if error is None:
+                self._finish(sequence, "abort")
+            else:  # the fault may have spoilt the tokens so far
+                sequence.deliver(sequence.empty("error", str(failure)))
         for reply in self._pausing:
             reply.fail(failure)
         for order in left:
             order.fail(failure)
         self._runner = None
-
-    def _partial(self, sequence: Sequence, why: FinishReason, reason: str) -> Generation:
-        """Return the tokens so far; none after a fault, which may have spoilt them."""
-        error = f"{self._name}: {reason}" if why == "error" else ""
-        if sequence.slot < 0 or why == "error":
-            return sequence.empty(why, error)
-        return sequence.generation(*self._live_runner.table.output(sequence.slot), why)
 
     @property
     def _live_runner(self) -> Runner:
@@ -246,10 +241,9 @@ class TransformersEngine:
     def _step(self) -> None:
         runner, started = self._live_runner, time.perf_counter()
         new = self._admit() if self._paused is None else []
-        keep = {key for key, count in self._waiting_prompts.items() if count > 0}
-        made_before = len(self._by_id) - len(self._waiting)
-        finished = runner.step(new, keep)
-        self._tokens_generated += made_before
+        running = len(self._by_id) - len(self._waiting)
+        finished = runner.step(new, set(self._waiting_prompts))
+        self._tokens_generated += running
         self._busy_s += time.perf_counter() - started
         self._finish_slots(finished)
 
@@ -292,19 +286,19 @@ class TransformersEngine:
             if not self._waiting_prompts[sequence.prompt_key]:
                 del self._waiting_prompts[sequence.prompt_key]
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Answer a waiting or running request and forget it."""
         del self._by_id[sequence.request.request_id]
         if sequence.slot < 0:
             if sequence in self._waiting:
                 self._waiting.remove(sequence)
                 self._forget_waiting(sequence)
-            sequence.deliver(sequence.empty(reason, error))
+            sequence.deliver(sequence.empty(reason))
             return
         ids, logprobs = self._live_runner.table.output(sequence.slot)
         self._live_runner.release(sequence.slot)
         self._tokens_held -= sequence.request.num_tokens
-        sequence.deliver(sequence.generation(ids, logprobs, reason, error))
+        sequence.deliver(sequence.generation(ids, logprobs, reason))
 
     def _submit(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:

@@ -16,7 +16,7 @@ from penstock.engine.protocol import FinishReason, Generation, GenerationRequest
 from penstock.engine.transformers.sampling import RowSampling, stream_key, uniforms
 from penstock.types import VersionSegment, extend_segments
 
-TextOf = Callable[[list[int]], str]
+TextOf = Callable[[list[int]], str]  # decodes token ids
 
 
 @dataclass(slots=True, eq=False)

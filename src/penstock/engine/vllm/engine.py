@@ -476,15 +476,8 @@ class VllmEngine:
 
     async def stats(self) -> EngineStats:
         assert self._alive is not None
-        return EngineStats(
-            policy_version=self._version,
-            digest=self._digest,
-            running=self._requests.running,
-            waiting=self._requests.waiting,
-            tokens_generated=self._requests.tokens,
-            busy_s=0.0,
-            paused=self._paused is not None,
-        )
+        paused = self._paused is not None
+        return self._requests.stats(self._version, self._digest, paused=paused)
 
     async def close(self) -> None:
         llm, self._llm, self._end_reason = self._llm, None, "it was closed"

@@ -126,7 +126,7 @@ class CudaRunner:
         if not self.table.free_slots:
             return False
         size = sequence.request.num_tokens + 1  # the host reads one step late
-        start = self._regions.take(size)
+        start = self._regions.reserve(size)
         if start is None:
             return False
         slot = self.table.occupy(sequence)
@@ -146,7 +146,7 @@ class CudaRunner:
         return self._read(0)
 
     def release(self, slot: int) -> None:
-        self._regions.give_back(*self._region.pop(slot))
+        self._regions.free(*self._region.pop(slot))
         self._serial[slot] += 1
         self.table.vacate(slot)
         self._active.remove(slot)

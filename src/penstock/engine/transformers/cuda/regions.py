@@ -38,7 +38,7 @@ class Regions:
     def __init__(self, size: int) -> None:
         self._holes: list[tuple[int, int]] = [(0, size)]  # (start, size), sorted, never adjacent
 
-    def take(self, size: int) -> int | None:
+    def reserve(self, size: int) -> int | None:
         """Reserve a region of `size` tokens; return its start, or None if none is free now."""
         for i, (start, room) in enumerate(self._holes):
             if room >= size:
@@ -49,7 +49,7 @@ class Regions:
                 return start
         return None
 
-    def give_back(self, start: int, size: int) -> None:
+    def free(self, start: int, size: int) -> None:
         i = bisect.bisect(self._holes, (start, 0))
         if i < len(self._holes) and start + size == self._holes[i][0]:
             size += self._holes.pop(i)[1]
