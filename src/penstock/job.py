@@ -1,7 +1,7 @@
-"""Every part of one run, built from its config and joined.
+"""Builds every part of a run from its config and joins them.
 
-`open_job` is where a config becomes objects: data, rewards, agent loops and strategies here, engine
-and trainer wherever the launcher puts them. It starts nothing that trains; the loop does that.
+`open_job` turns a config into objects: data, rewards, agent loops and strategies in this process,
+engine and trainer where the launcher puts them. The loop (`run.py`) does the training.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ async def _serve_control(folder: RunFolder, workers: Workers, closing: AsyncExit
 async def _load_and_launch(
     config: Config, folder: RunFolder, closing: AsyncExitStack
 ) -> tuple[_Data, int, Workers]:
-    """Data here and models in their workers, at the same time where the number of steps is known."""
+    """Load data here and models in their workers; at the same time if the number of steps is known."""
     launch = load("launch.kind", config.launch.kind, LAUNCHERS)
     steps = config.train.steps
     loading = asyncio.create_task(asyncio.to_thread(_Data.load, config))
@@ -232,7 +232,7 @@ async def open_trainer(config: Config, log_folder: Path) -> AsyncIterator[Worker
 async def open_evaluation(
     config: Config,
 ) -> AsyncIterator[tuple[InferenceEngine, list[EvalTask]]]:
-    """An engine and the evaluation tasks, with nothing that trains."""
+    """Start an engine and load the evaluation tasks, without a trainer."""
     async with AsyncExitStack() as closing:
         data = await asyncio.to_thread(_Data.load, config, with_training=False)
         engine_class = load("engine.name", config.engine.name, ENGINES)
@@ -273,7 +273,7 @@ class _Data:
 
 
 def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:
-    """Updates to do, from train.steps or from the passes over the training prompts."""
+    """Return the number of updates: train.steps, or what train.episodes passes over the prompts need."""
     if config.train.steps is not None:
         return config.train.steps
     if config.train.episodes is None:
@@ -347,7 +347,7 @@ def _task(
 
 
 def _validity(config: Config, own_rule: str) -> IsValidSample:
-    """A finished group is trained if the algorithm and the user's own rule both keep it."""
+    """Return the rule for training on a finished group: the algorithm and the user's rule keep it."""
     settings = resolve_settings(config.algorithm)
     own = load("produce.is_valid_sample", own_rule, {}) if own_rule else None
 

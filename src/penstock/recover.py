@@ -1,8 +1,8 @@
-"""Before the first step: weights that everybody agrees on, from the start or from a journal.
+"""Before the first step: bring trainer and engine to the same weights, new or from a journal.
 
-Recovery = newest valid checkpoint + redo of the journalled steps, with no generation. On a CPU each
-redone step must give the digest that was journalled, bit for bit; a difference stops the run. The
-journal is the truth: a checkpoint that is newer than its last step is put aside.
+Recovery = newest valid checkpoint + redo of the journalled steps, without generation. On a CPU each
+redone step must give the journalled digest, bit for bit; a difference stops the run. The journal is
+the truth: a checkpoint newer than its last step is put aside.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Note = Callable[[str], None]
 
 
 def check_journal(folder: RunFolder) -> list[str]:
-    """What a person should know before a run goes on; raises where its journal cannot be used."""
+    """Return notes for the user before a run continues; raise if its journal cannot be used."""
     told = last_step_told(folder.metrics)
     if not folder.journal.exists() or is_empty(folder.journal):
         if told or any(folder.checkpoints.glob("step-*")):
@@ -51,10 +51,10 @@ def check_journal(folder: RunFolder) -> list[str]:
 
 
 def with_way_out(fault: str, folder: RunFolder) -> str:
-    """The fault, and the newest good state that a new run can start from."""
+    """Return the fault and the command that starts a new run from the newest good state."""
     checkpoint = CheckpointStore(folder.checkpoints).newest()
     if checkpoint is None:
-        return f"{fault}; no good checkpoint is there"
+        return f"{fault}; there is no good checkpoint"
     return (
         f"{fault}; newest good state: step {checkpoint.step}; start a new run from it with: "
         f"penstock train {folder.path / CONFIG} model.path={checkpoint.path / 'model'} "
@@ -63,7 +63,7 @@ def with_way_out(fault: str, folder: RunFolder) -> str:
 
 
 async def begin(job: Job) -> int:
-    """A new run: engine and trainer must start from the same weights."""
+    """Start a new run: give the engine the trainer's weights; return 0, the steps done."""
     await _agree_on_weights(job)
     return 0
 
@@ -77,7 +77,7 @@ async def recover(job: Job) -> int:
 
 
 async def restore_trainer(job: Job, trainer: TrainerPart) -> int:
-    """Bring a fresh trainer to the last journalled step: newest checkpoint, then redo."""
+    """Bring a fresh trainer to the last journalled step: newest checkpoint, then redo; return it."""
     await job.checkpoints.settle()
     checkpoint = newest_checkpoint(job.checkpoints, job.journal, job.tracker.note)
     first = 1 if checkpoint is None else checkpoint.step + 1
@@ -90,7 +90,7 @@ async def restore_trainer(job: Job, trainer: TrainerPart) -> int:
 
 
 def keep_trainer_alive(job: Job) -> None:
-    """From now on a trainer that dies is started again, restored, and asked again."""
+    """From now on restart a trainer that dies, restore it, and repeat the call it failed."""
 
     async def restore(trainer: TrainerPart) -> None:
         activity = job.activity
@@ -101,9 +101,9 @@ def keep_trainer_alive(job: Job) -> None:
 
 
 async def save_at_stop(store: CheckpointStore, trainer: TrainerPart, journal: Journal) -> bool:
-    """A checkpoint of the last journalled step. False: the trainer is a step ahead of the journal.
+    """Save a checkpoint of the last journalled step; return False if the trainer is a step ahead.
 
-    A stop that came after the update but before its commit leaves it so; that step is done again.
+    A stop between an update and its commit leaves the trainer ahead; that step is repeated later.
     """
     await journal.flush()
     version, _ = await trainer.identity()
@@ -114,7 +114,7 @@ async def save_at_stop(store: CheckpointStore, trainer: TrainerPart, journal: Jo
 
 
 def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> Checkpoint | None:
-    """The newest good checkpoint that the journal knows; what is wrong with newer ones is told."""
+    """Return the newest good checkpoint that the journal knows; note what is wrong with newer ones."""
     committed = journal.last_committed_step()
     store.sweep()
     for path in store.set_aside(beyond=committed):
@@ -148,10 +148,10 @@ async def redo(
     *,
     repair: bool = True,
 ) -> AsyncIterator[StepReport]:
-    """Train the journalled steps again, each compared with its digest.
+    """Train the journalled steps again and compare every digest with the journalled one.
 
-    A difference raises; with `repair`, on a device that does not repeat bits (a GPU), it is told
-    and the redone digest takes the lost one's place.
+    Raise at a difference. With `repair`, on a device that does not repeat bits (a GPU), note the
+    difference and replace the journalled digest.
     """
     journalled = {report.step: report for report in journal.steps()} if first <= last else {}
     strict = not repair or await trainer.is_exact()
@@ -178,7 +178,7 @@ def _difference(report: StepReport, before: StepReport) -> str:
 
 
 async def catch_up(folder: RunFolder, journal: Journal, last: int, note: Note) -> None:
-    """Bring a checkpoint up to `last`, every step under the config that it was first done with."""
+    """Write a checkpoint of step `last`; redo every step under the config it was first done with."""
     store = CheckpointStore(folder.checkpoints, folder.config().checkpoint)
     checkpoint = newest_checkpoint(store, journal, note)
 
@@ -190,7 +190,7 @@ async def catch_up(folder: RunFolder, journal: Journal, last: int, note: Note) -
 
 
 def last_step_of_old_configs(folder: RunFolder) -> int:
-    """The last step that was done under another config than the present one; 0: none."""
+    """Return the last step done under an earlier config; 0 if there is none."""
     return max((era.last_step or 0 for era in folder.eras()), default=0)
 
 
@@ -204,7 +204,7 @@ async def recompute(
     repair: bool = True,
     at_end: Callable[[TrainerPart], Awaitable[None]] | None = None,
 ) -> AsyncIterator[StepReport]:
-    """Redo the steps up to `last` from a checkpoint or the start, config by config."""
+    """Redo the steps up to `last`, from a checkpoint or from the start, config by config."""
     done = 0 if checkpoint is None else checkpoint.step
     state = None if checkpoint is None else checkpoint.path
     with tempfile.TemporaryDirectory() as scratch:
@@ -229,7 +229,7 @@ async def recompute(
 
 
 async def _check_start(trainer: TrainerPart, journal: Journal) -> None:
-    """The weights that a run starts from must be those that it started from."""
+    """Raise unless the model at model.path has the weights that the run began with."""
     _, digest = await trainer.identity()
     journalled = _digests(journal).get(0, digest)
     if digest != journalled:

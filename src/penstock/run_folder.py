@@ -1,4 +1,4 @@
-"""The folder of one run: how it is named, made, found and refused.
+"""The folder of one run: its paths, and how it is made, found and locked.
 
 runs/NAME/  config.toml  configs/until-step-N.toml (earlier ones)  journal.db  metrics.jsonl  rollouts.jsonl  eval/  checkpoints/  logs/
 """
@@ -55,14 +55,14 @@ class RunFolder:
 
     @property
     def recompute_logs(self) -> Path:
-        """Apart from those of the run itself, which may be going on."""
+        """Logs of a recomputation, apart from those of the run itself, which may be under way."""
         return self.logs / "recompute"
 
     def config(self) -> Config:
         return load_config(self.path / CONFIG).config
 
     def eras(self) -> list[Era]:
-        """The configs that were in force, in order; the last one has no end."""
+        """Return the configs that were in force, in order; the last one has no end."""
         old = [
             Era(load_config(path).config, int(path.stem.removeprefix(_UNTIL)))
             for path in self.path.glob(f"configs/{_UNTIL}*.toml")
@@ -70,16 +70,16 @@ class RunFolder:
         return [*sorted(old, key=lambda era: era.last_step or 0), Era(self.config(), None)]
 
     def change_config(self, config: Config, after_step: int) -> None:
-        """From the step after this one on, `config` is in force; the old one is kept beside it."""
+        """Put `config` in force after a step; keep the old config beside it."""
         kept = self.path / "configs" / f"{_UNTIL}{after_step}.toml"
         kept.parent.mkdir(exist_ok=True)
-        if after_step and not kept.exists():  # else: no step was done under the config that goes
+        if after_step and not kept.exists():  # else no step was done under the old config
             _write_whole(kept, (self.path / CONFIG).read_text(encoding="utf-8"))
         _write_whole(self.path / CONFIG, to_toml(config))
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """One process writes a run; a dead one, however it died, holds no lock."""
+        """Let one process write the run; the lock of a dead process is gone with it."""
         with (self.path / "lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +95,7 @@ class RunFolder:
             yield
 
     def origin(self) -> Origin | None:
-        """Where a fork's rollouts came from; None: the run generated its own."""
+        """Return where a fork's rollouts came from; None if the run generated its own."""
         path = self.path / ORIGIN
         return Origin(**json.loads(path.read_text())) if path.is_file() else None
 
@@ -111,14 +111,14 @@ class Origin:
 
 @dataclass(slots=True, frozen=True)
 class Era:
-    """A config and the last step that was done under it; None: it is in force."""
+    """A config and the last step done under it; None while it is in force."""
 
     config: Config
     last_step: int | None
 
 
 def create(config: Config) -> RunFolder:
-    """Make the folder of a new run. One that never trained a step is taken over, others refused."""
+    """Make the folder of a new run. Replace a folder without progress, refuse any other."""
     parent = Path(config.run.dir)
     if parent.exists() and not parent.is_dir():
         raise UserError(f"run.dir: got {str(parent)!r}, allowed: a folder")
@@ -136,7 +136,7 @@ def create(config: Config) -> RunFolder:
 
 
 def find(path: str | Path) -> RunFolder:
-    """An existing run by its folder, or by its name below `runs/`."""
+    """Find an existing run by its folder, or by its name below `runs/`."""
     for candidate in (Path(path), Path("runs") / path):
         if (candidate / CONFIG).is_file():
             return RunFolder(candidate)
@@ -144,7 +144,7 @@ def find(path: str | Path) -> RunFolder:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Replace a file so that a crash leaves the old or the new one."""
+    """Replace a file so that a crash leaves either the old or the new one."""
     draft = path.with_suffix(".draft")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -154,14 +154,14 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def remove(folder: RunFolder) -> None:
-    """Take away a folder that a failed start left behind."""
+    """Remove the folder of a failed start."""
     shutil.rmtree(folder.path, ignore_errors=True)
     with contextlib.suppress(OSError):
-        folder.path.parent.rmdir()  # only where it is empty
+        folder.path.parent.rmdir()  # only if it is empty
 
 
 def has_progress(path: Path) -> bool:
-    """Whether a run in this folder did anything that would be lost."""
+    """Whether the folder holds metrics or checkpoints, which a new run would destroy."""
     metrics = path / METRICS
     checkpoints = path / "checkpoints"
     return (metrics.exists() and metrics.stat().st_size > 0) or any(checkpoints.glob("step-*"))

@@ -56,7 +56,7 @@ def train_new(config: Config) -> RunFolder:
 
 
 def resume_run(folder: RunFolder, overrides: Sequence[str]) -> None:
-    """Go on with a run, with the changes that are allowed between its parts."""
+    """Continue a run, with the setting changes that are allowed."""
     with folder.lock():
         _resume_locked(folder, overrides)
 
@@ -94,7 +94,7 @@ def replay_run(
 
 
 async def _resume(config: Config, folder: RunFolder, changes: list[Change]) -> None:
-    """Redo what was done under other settings, with those; then go on."""
+    """Redo steps that were done under other settings with those settings; then continue."""
     journal = Journal.open(folder.journal)
     try:
         committed = journal.last_committed_step()
@@ -144,7 +144,7 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
 
 
 async def _until_stopped(work: Coroutine[Any, Any, object]) -> bool:
-    """Run to the end or to the first Ctrl-C; True where it was stopped."""
+    """Run to the end or to the first Ctrl-C; return whether it was stopped."""
     task = asyncio.create_task(work, name="train")
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
@@ -162,7 +162,7 @@ async def _until_stopped(work: Coroutine[Any, Any, object]) -> bool:
 
 
 def _first_cause(group: BaseExceptionGroup) -> BaseException:
-    """The error a person should see: ours before others, the first before the rest."""
+    """Return the error to show: the first of ours, else the first."""
     leaves = list(_leaves(group))
     ours = [leaf for leaf in leaves if isinstance(leaf, PenstockError)]
     return (ours or leaves)[0]
@@ -176,7 +176,7 @@ def _leaves(group: BaseExceptionGroup) -> list[BaseException]:
 
 
 def evaluate_once(path: str | None, overrides: Sequence[str], out: Path | None) -> None:
-    """Evaluate a config's model, or the newest checkpoint of a run."""
+    """Evaluate the model of a config, or the newest checkpoint of a run."""
     config = _evaluation_config(path, overrides)
     if not config.eval.tasks:
         raise UserError("eval.tasks: got none, allowed: at least one [eval.tasks.NAME]")
@@ -200,7 +200,7 @@ async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
 
 
 def _evaluation_config(path: str | None, overrides: Sequence[str]) -> Config:
-    """From a config file, a bare model folder, or a run with its newest weights."""
+    """Load the config of a config file, of a bare model folder, or of a run with its newest weights."""
     if path is None or Path(path).is_file():
         return load_config(path, overrides).config
     if (Path(path) / "config.json").is_file():

@@ -1,8 +1,9 @@
-"""The evaluations of a run: beside training, each of one version of the weights.
+"""Evaluations in the background of training, each of one version of the weights.
 
-With several engines one is set aside for an evaluation: it keeps the version and takes nothing else,
-while the others get new weights and feed the trainer. With one engine the next weights wait for the
-evaluation, and training with them as far as its staleness bound makes it. One runs at a time.
+With several engines, one is set aside for an evaluation: it keeps its version and takes no other
+requests, while the others load new weights and feed the trainer. With a single engine, the next
+weights wait for the evaluation, and training waits when the staleness bound is reached. One evaluation
+runs at a time.
 """
 
 from __future__ import annotations
@@ -25,21 +26,23 @@ from penstock.evaluation.evaluate import (
 )
 from penstock.watch.waits import WaitKind, Waits
 
-_TIMES_BEGUN = 3  # an engine that dies takes its evaluation with it, which begins again
+_ATTEMPTS = 3  # an evaluation whose engine dies is repeated
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluations:
-    """Consumes steps that are to be evaluated, produces files of samples and lines of figures."""
+    """Consumes steps to evaluate, produces sample files and result lines."""
 
     tasks: Sequence[EvalTask]
     folder: Path
     engine: InferenceEngine | None  # None only without tasks
     waits: Waits
     log: Callable[[int, dict[str, float]], None]
-    set_aside: SetAside | None = None  # lends an engine that keeps its weights, or None
+    set_aside: SetAside | None = None  # reserves an engine that keeps its weights
     _running: asyncio.Task[None] | None = None
-    _pinned: asyncio.Event | None = None  # of the newest one
+    _pinned: asyncio.Event | None = (
+        None  # set when newer weights cannot disturb the newest evaluation
+    )
 
     def begin(
         self,
@@ -49,7 +52,7 @@ class Evaluations:
         after: asyncio.Task[None] | None,
         beside: bool,
     ) -> asyncio.Task[None]:
-        """Evaluate the weights of `step` once `after` has loaded them. `beside`: training goes on."""
+        """Evaluate the weights of `step` once `after` has loaded them. `beside`: training continues."""
         waits_for = [task for task in (self._running, after) if task is not None]
         self._pinned = asyncio.Event()
         work = self._evaluate(step, waits_for, self.set_aside if beside else None, self._pinned)
@@ -57,12 +60,12 @@ class Evaluations:
         return self._running
 
     async def pinned(self) -> None:
-        """Until newer weights can do no harm: the newest evaluation has its own engine, or is done."""
+        """Wait until the newest evaluation has its own engine, or is done."""
         if self._pinned is not None:
             await self._pinned.wait()
 
     async def finished(self) -> None:
-        """Until none is under way."""
+        """Wait until no evaluation is under way."""
         if self._running is not None:
             await self._running
 
@@ -75,21 +78,21 @@ class Evaluations:
     ) -> None:
         for task in waits_for:
             await task
-        for left in reversed(range(_TIMES_BEGUN)):
+        for left in reversed(range(_ATTEMPTS)):
             pinned.clear()
             try:
                 if waiting := not_evaluated(self.tasks, self.folder, step):
-                    async with self._engine_for_it(set_aside, pinned) as engine:
+                    async with self._reserved_engine(set_aside, pinned) as engine:
                         for one in waiting:
                             await self._one(engine, one, step)
                 break
-            except (EngineError, OtherWeights):  # its engine died, and may have newer weights now
+            except (EngineError, OtherWeights):  # the engine died, and may have newer weights now
                 if not left:
                     raise
         pinned.set()
 
     @asynccontextmanager
-    async def _engine_for_it(
+    async def _reserved_engine(
         self, set_aside: SetAside | None, pinned: asyncio.Event
     ) -> AsyncIterator[Any]:
         if set_aside is None:

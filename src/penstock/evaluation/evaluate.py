@@ -1,7 +1,7 @@
-"""Evaluation: one exact pass over the same problems, every time.
+"""Evaluation: one exact pass over a fixed list of problems.
 
 No padding, no duplicates, no drift: each problem is asked `num_generations` times with seeds that
-depend on the problem alone. A failed request counts as a wrong answer and is counted as a failure.
+depend on the problem alone. A failed request counts as a wrong answer and as a failure.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class EvalResult:
 
 
 class OtherWeights(RunError):
-    """Samples of an evaluation are not all of the version that it is of."""
+    """An evaluation got samples of other weights than those it evaluates."""
 
 
 async def evaluate(
     engine: InferenceEngine, task: EvalTask, *, step: int, version: int, folder: Path
 ) -> EvalResult:
-    """Ask every problem, score every answer, write the samples to `folder` and return the figures."""
+    """Ask every problem, score every answer, write the samples to `folder`, return the result."""
     requests = [
         _request(task, problem, index)
         for problem in task.problems
@@ -102,7 +102,7 @@ async def evaluate(
 
 
 def _check_pinned(task: EvalTask, rollouts: Sequence[Rollout], version: int) -> None:
-    """One evaluation is of one policy: a sample of other weights would make its figures mean nothing."""
+    """Raise unless every sample was made by the weights of `version`."""
     others = {s.version for rollout in rollouts for s in rollout.segments} - {version}
     if others:
         raise OtherWeights(
@@ -175,7 +175,7 @@ def _no_score(rollout: Rollout) -> Score:
 
 
 def is_right(score: Score) -> bool:
-    """Right where the reward judges answers, else where it gives anything above zero."""
+    """Whether an answer is right: as the reward judges it, else whether its value is above zero."""
     return score.answer_ok if score.answer_ok is not None else score.value > 0
 
 
@@ -215,7 +215,7 @@ def mean_pass_at(right_GK: np.ndarray, k: int) -> float:
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:
-    """95 % interval of a share of n independent yes/no trials."""
+    """Return the 95 % Wilson interval of a share of n independent yes/no trials."""
     spread = _Z95**2 / n
     centre = (share + spread / 2) / (1 + spread)
     half = _Z95 / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
@@ -223,7 +223,7 @@ def wilson(share: float, n: int) -> tuple[float, float]:
 
 
 def interval(means: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the mean of per-problem means (normal approximation)."""
+    """Return the 95 % interval of the mean of per-problem means (normal approximation)."""
     error = float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else 1.0
     centre = float(means.mean())
     return max(0.0, centre - _Z95 * error), min(1.0, centre + _Z95 * error)
@@ -253,14 +253,14 @@ def _write_samples(
 
 
 def append_summary(folder: Path, result: EvalResult) -> None:
-    """One line per evaluation in eval/summary.jsonl."""
+    """Append one evaluation to eval/summary.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / SUMMARY).open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(result)) + "\n")
 
 
 def restore_summaries(folder: Path, last_step: int) -> None:
-    """Before a run goes on: cut a torn line, and lines of steps that were lost."""
+    """Before a run continues: remove a torn line, and lines of steps that were lost."""
     path = folder / SUMMARY
     if path.is_file():
         lines = [json.dumps(line) for line in _summaries(folder) if line["step"] <= last_step]
@@ -268,7 +268,7 @@ def restore_summaries(folder: Path, last_step: int) -> None:
 
 
 def not_evaluated(tasks: Sequence[EvalTask], folder: Path, step: int) -> list[EvalTask]:
-    """The tasks that have no result of that step yet; a resumed run asks."""
+    """Return the tasks without a result for that step, for a resumed run."""
     done = {line["task"] for line in _summaries(folder) if line["step"] == step}
     return [task for task in tasks if task.name not in done]
 

@@ -1,6 +1,6 @@
-"""`penstock generate`: a few samples of a policy with their log-probs, for a look.
+"""`penstock generate`: sample a policy and show each token with its log-prob.
 
-Loads the config's engine, samples, and hands the samples back; nothing is scored or kept.
+Loads the config's engine and returns the samples; scores and keeps nothing.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _sample(prompt: str, made: Generation, tokenizer: Any) -> Sample:
 
 
 def describe(samples: Iterable[Sample], *, per_token: bool = True) -> Iterable[str]:
-    """Lines for a terminal: the text, then each token with its log-prob."""
+    """Yield lines for a terminal: the text, then each token with its log-prob."""
     for sample in samples:
         yield f"prompt: {sample.prompt}"
         yield (

@@ -1,8 +1,8 @@
 """`penstock score`: runs a reward over recorded responses, one JSON line each.
 
-Reads a JSONL file (or a run's rollouts.jsonl) twice: first every line is checked, then scored with a
-bounded number at a time, and written in the order of the input. A line whose reward fails gets an `error`
-instead of a reward and is counted; it never becomes a zero.
+Reads a JSONL file (or a run's rollouts.jsonl) twice: first checks every line, then scores a bounded
+number at a time and writes the results in the order of the input. A line whose reward fails gets an
+`error` instead of a reward and is counted; it never becomes a zero.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHOWN_MALFORMED = 10
 
 @dataclass(slots=True)
 class ScoreSummary:
-    """What a scoring did, for the last lines of its output."""
+    """Totals of a scoring, for the last lines of its output."""
 
     count: int = 0
     failed: int = 0
@@ -86,7 +86,7 @@ class Record:
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """`key=value` (or `table.key=value`) words of the command line as an options table."""
+    """Parse `key=value` (or `table.key=value`) words of the command line into an options table."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, equals, raw = pair.partition("=")
@@ -114,7 +114,7 @@ def score_file(
     concurrency: int = CONCURRENCY,
     console: Console | None = None,
 ) -> ScoreSummary:
-    """Score every line of `data`; lines go to `out` or to stdout, progress and summary to stderr."""
+    """Score every line of `data`; write results to `out` or stdout, progress and summary to stderr."""
     console = console or Console(stderr=True)
     path = data / "rollouts.jsonl" if data.is_dir() else data
     if not path.is_file():
@@ -131,7 +131,7 @@ def score_file(
 
 
 def _check_lines(path: Path) -> int:
-    """The number of records; a UserError with the numbers of all malformed lines."""
+    """Return the number of records; raise a UserError that lists all malformed lines."""
     count, wrong = 0, list[str]()
     for number, line in _lines(path):
         try:
@@ -157,7 +157,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read_record(number: int, line: str) -> Record:
-    """Raises ValueError with the reason when the line is malformed."""
+    """Parse one line; raise ValueError with the reason if it is malformed."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -208,7 +208,7 @@ def _make_record(
 
 @contextlib.contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing where the output is read by a program."""
+    """Show a progress bar on a terminal, nothing elsewhere."""
     if not console.is_terminal:
         yield lambda count: None
         return
@@ -244,7 +244,7 @@ Scored = tuple[Score | None, str, float]  # score or None, why not, seconds
 
 
 def _groups(path: Path, whole: bool) -> Iterator[list[Record]]:
-    """Records one by one, or neighbours of the same group together."""
+    """Yield records one by one or, with `whole`, neighbours of one group together."""
     group: list[Record] = []
     for number, line in _lines(path):
         record = _read_record(number, line)
@@ -259,7 +259,7 @@ def _groups(path: Path, whole: bool) -> Iterator[list[Record]]:
 async def _in_order(
     groups: Iterator[list[Record]], reward: VerifiableReward, concurrency: int
 ) -> AsyncIterator[tuple[list[Record], list[Scored]]]:
-    """Score ahead by `concurrency` groups, give them out in their order."""
+    """Score up to `concurrency` groups at once; yield them in order."""
     running: deque[tuple[list[Record], asyncio.Task[list[Scored]]]] = deque()
     async with asyncio.TaskGroup() as tasks:
         for records in groups:

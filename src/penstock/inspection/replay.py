@@ -1,9 +1,9 @@
-"""`penstock replay`: a run computed again from its journal, or a fork trained on its rollouts.
+"""`penstock replay`: recompute a run from its journal, or train a fork on its rollouts.
 
 The check recomputes every step and compares its digest with the journalled one. A fork is a run
-folder of its own: it takes the recorded groups in the order they were trained, generates nothing,
-and corrects for the policy that sampled them. Its journal has the groups, the steps, and who
-published the versions that its rollouts name; `origin.json` says where they came from.
+folder of its own: it trains on the recorded groups in their order, generates nothing, and corrects for
+the policy that sampled them. Its journal holds the groups, the steps, and who published the versions
+that its rollouts name; `origin.json` says where the groups came from.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CORRECTION = "algorithm.correction.kind=token_truncate"
 async def check_run(
     folder: RunFolder, to_step: int | None, on_step: Callable[[StepReport, int], None]
 ) -> int:
-    """Recompute the steps and compare; raises at the first difference. The number of steps."""
+    """Recompute the steps and compare digests; raise at the first difference, else return their number."""
     journal = Journal.open(folder.journal, readonly=True)
     try:
         last = _last_step(journal, to_step)
@@ -60,7 +60,7 @@ def _last_step(journal: Journal, to_step: int | None) -> int:
 def make_fork(
     parent: RunFolder, algorithm: str | None, overrides: Sequence[str], to_step: int | None
 ) -> RunFolder:
-    """A new run folder beside its parent, ready to be trained."""
+    """Make a run folder beside its parent, ready to be trained."""
     named = [f"algorithm.name={algorithm}"] if algorithm else []
     corrected = [] if resolve_settings(parent.config().algorithm).decoupled else [CORRECTION]
     place = [f"run.dir={parent.path.parent}", f"run.name={_unused_name(parent, algorithm)}"]
@@ -103,7 +103,7 @@ def _unused_name(parent: RunFolder, algorithm: str | None) -> str:
 
 
 def recorded_groups(journal: Journal, config: Config, last: int) -> Iterator[tuple[Group, bool]]:
-    """Every trained group in the order of training, and whether this config's algorithm keeps it."""
+    """Yield every trained group in training order, and whether this config's algorithm keeps it."""
     settings = resolve_settings(config.algorithm)
     for step in range(1, last + 1):
         for group in journal.batch(step).groups:

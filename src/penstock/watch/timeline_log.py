@@ -1,6 +1,7 @@
-"""Closed waits as lines of RUN/timeline/events.jsonl: who was busy with what, from when to when.
+"""Writes closed waits to RUN/timeline/events.jsonl: who was busy with what, from when to when.
 
-Kept in memory and written in batches; times are seconds since the epoch, on the driver's clock alone.
+Lines are collected in memory and written in batches. Times are seconds since the epoch, by the
+driver's clock.
 """
 
 from __future__ import annotations

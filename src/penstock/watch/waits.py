@@ -1,8 +1,8 @@
-"""Every wait of the driver, by name: who is asked, for what, since when.
+"""Every wait of the driver, by name: who must answer, what was asked, since when.
 
-A wait is open from the moment something is asked until it is answered. The watchdog looks at the
-open ones, the timeline keeps the closed ones; this file only counts time and knows neither. Every
-kind of wait has a test that makes it hang (`tests/watch/test_hangs.py`).
+A wait is open from the request until its answer. The watchdog reads the open waits, the timeline
+log the closed ones; this file only counts time. Every kind of wait has a test that makes it hang
+(`tests/watch/test_hangs.py`).
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from typing import Any
 
 
 class WaitKind(StrEnum):
-    """What can be waited for."""
+    """What the driver can wait for."""
 
     GENERATE = "generate"  # responses, from an engine
     REWARD = "reward"  # a score
-    SEND = "send"  # a finished group on its way into journal and buffer
-    WAIT = "wait"  # groups for a step, or room for the next ones
-    JOURNAL = "journal"  # a step that is being written down
+    SEND = "send"  # a finished group being written to the journal
+    WAIT = "wait"  # groups for a step, or permission to launch more
+    JOURNAL = "journal"  # a step being written to the journal
     TRAIN = "train"  # one update
-    PUBLISH = "publish"  # weights on their way out of the trainer
-    OBJECT_STORE = "object store"  # those weights on their way into Ray's object store
+    PUBLISH = "publish"  # weights leaving the trainer
+    OBJECT_STORE = "object store"  # published weights entering Ray's object store
     COLLECTIVE = "collective"  # the group that weights are broadcast to
-    SYNC = "sync"  # weights on their way into an engine
+    SYNC = "sync"  # an engine loading weights
     EVAL = "eval"  # one evaluation
     CHECKPOINT = "checkpoint"  # a copy of the training state
-    WRITE_CHECKPOINT = "write checkpoint"  # that copy on its way to disk
-    LOAD = "load"  # a checkpoint on its way back
-    PAUSE = "pause"  # an engine that is told to stop, or to go on
-    SLEEP = "sleep"  # an engine that gives its memory to the trainer, or the other way round
-    WAKE = "wake"  # who takes it back
+    WRITE_CHECKPOINT = "write checkpoint"  # that copy being written to disk
+    LOAD = "load"  # a trainer loading a checkpoint
+    PAUSE = "pause"  # an engine being paused or resumed
+    SLEEP = "sleep"  # an engine or trainer releasing its device memory
+    WAKE = "wake"  # an engine or trainer reserving its device memory again
     ASK = "ask"  # a short question
-    RESTART = "restart"  # a worker that is being started again
+    RESTART = "restart"  # a worker being restarted
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenWait:
-    """One wait. `responder` must answer it; empty: it waits for other waits of the driver."""
+    """One wait. `responder` must answer; empty if the wait depends on other waits of the driver."""
 
-    lane: str  # whose time it is: trainer, engine-0, rewards of train, loop
+    lane: str  # the row of the timeline: trainer, engine-0, rewards of train, loop
     what: WaitKind
     detail: str = ""
     responder: str = ""
@@ -58,7 +58,7 @@ class OpenWait:
 
 
 class Waits:
-    """The open waits, when each responder last answered, and who wants to hear of closed ones."""
+    """The open waits, when each responder last answered, and a callback for closed waits."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -73,7 +73,7 @@ class Waits:
     def wait(
         self, lane: str, what: WaitKind, detail: str = "", *, responder: str = ""
     ) -> Iterator[OpenWait]:
-        """The wait is open inside. An error is an answer too; a wait that was cancelled had none."""
+        """Keep a wait open inside the block. An error counts as an answer, a cancellation does not."""
         number = next(self._numbers)
         wait = OpenWait(
             lane=lane,
@@ -98,7 +98,7 @@ class Waits:
             self.on_close(wait)
 
     def leaves(self) -> list[OpenWait]:
-        """Open waits that somebody must answer; of one task's, that which it opened last."""
+        """Return the open waits that have a responder; for each task, the one it opened last."""
         deepest = {wait.task or number: wait for number, wait in self.open.items()}
         return [wait for wait in deepest.values() if wait.responder]
 

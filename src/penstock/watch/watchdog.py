@@ -1,11 +1,11 @@
 """The watchdog: names the wait that is stuck, shows what its responder does, and acts.
 
-Looks at the open waits of the driver (`waits.py`). A wait is late when its responder answered nothing
+Reads the open waits of the driver (`waits.py`). A wait is late when its responder answered nothing
 for `stall_s` (or five times the longest answer of its kind so far, if that is more). Half-way and at
-the end of that time the responder is asked how far it is: what has moved is alive. What is still, and
-idle, is acted upon at once; what cannot be told or is busy with something uncounted (compiling, one
-huge micro-batch) is told of, and acted upon after six times as long. Waits for: the time of its next
-look. Never kills by itself: `restart` is given by the job.
+the end of that time the watchdog asks the responder for its progress: a responder that progressed is
+alive. It acts at once on a responder that neither progressed nor used the processor. A responder that
+cannot tell, or is busy with something uncounted (compiling, one huge micro-batch), is only reported,
+and acted upon after six times as long. Waits for: the time of its next look.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.errors import RunError
 from penstock.watch.waits import OpenWait, WaitKind, Waits
 
 PATIENCE = 5.0  # times the longest answer so far
-LONG_PATIENCE = 6.0  # times the limit, where nothing proves that it hangs
+LONG_PATIENCE = 6.0  # times the limit, if nothing proves a hang
 BUSY_SHARE = 0.05  # of one core; an idle worker's own threads use less
 _PROBE_TIMEOUT_S = 10.0
 _NO_ANSWER = object()
@@ -30,7 +30,7 @@ _NO_ANSWER = object()
 
 @dataclass(slots=True, frozen=True)
 class _Look:
-    """What was seen of a responder. None: it cannot be told."""
+    """What one look at a responder showed; None where it cannot tell."""
 
     at: float
     progress: object
@@ -47,10 +47,10 @@ class _Look:
 
 
 class Watchdog:
-    """Consumes time, produces reports. `run` raises where the policy is to stop.
+    """Reports stuck waits; `run` raises if the policy says to stop.
 
-    `progress_of` tells something that changes with every piece of work; `activity_of` how many seconds
-    of work a process has spent.
+    `progress_of` returns something that changes with every piece of work, `activity_of` the seconds
+    of work that a process has spent, `restart` whether a worker is being replaced.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Watchdog:
         self._told: dict[str, float] = {}  # responder -> when it was last told of
 
     async def run(self) -> None:
-        """Until cancelled. Woken by a timer that is set to the next look."""
+        """Look at waits until cancelled. Woken by: a timer set to the next look."""
         while True:
             await asyncio.sleep(self._wait_s())
             now = self._waits.clock()
@@ -90,7 +90,7 @@ class Watchdog:
         looks = [self._next_look(wait) for wait in self._waits.leaves()]
         if not looks:
             looks = [max(self._waits.moved_at, self._told.get("", 0.0)) + stall_s]
-        latest_s = stall_s / 4  # a wait that opens meanwhile does not wake it
+        latest_s = stall_s / 4  # a wait that opens meanwhile does not wake the watchdog
         left_s = min(looks) - now
         return min(left_s, latest_s) if left_s > 0 else (0.0 if self._waits.open else latest_s)
 
@@ -106,7 +106,7 @@ class Watchdog:
         return max(self._silent_since(wait), self._told.get(wait.responder, 0.0))
 
     def _glance_at(self, wait: OpenWait) -> _Look | None:
-        """The look half-way through the present silence, if it has been taken."""
+        """Return the look taken half-way through the present silence, if any."""
         look = self._looks.get((wait.responder, wait.what))
         return look if look is not None and look.at >= self._counted_from(wait) else None
 
@@ -115,11 +115,11 @@ class Watchdog:
         return begin + whole / 2 if glance is None else max(begin + whole, glance.at + whole / 2)
 
     async def _look_at(self, wait: OpenWait) -> None:
-        """The first look is to compare with; at the second it has moved, or is acted upon."""
+        """Take the first look, to compare with; at the second, act unless the responder progressed."""
         before, responder = self._glance_at(wait), wait.responder
         look = await self._look(responder)
         if wait.until is not None:
-            return  # it was answered meanwhile
+            return  # answered meanwhile
         if before is None:
             self._looks[responder, wait.what] = look
         elif look.moved_on(before):
@@ -142,11 +142,11 @@ class Watchdog:
         try:
             async with asyncio.timeout(min(_PROBE_TIMEOUT_S, self._settings.stall_s / 4)):
                 return await question(responder)
-        except Exception:  # whatever a question meets, it must not end the run
+        except Exception:  # no failure of a question may end the run
             return _NO_ANSWER
 
     def _is_deadlock(self) -> bool:
-        """Parts of the driver wait for each other and nobody outside is asked anything."""
+        """Whether parts of the driver wait for each other while no worker is asked anything."""
         waits = list(self._waits.open.values())
         moved = max(self._waits.moved_at, self._told.get("", 0.0))
         return (
@@ -156,7 +156,7 @@ class Watchdog:
         )
 
     async def _act(self, wait: OpenWait | None, *, busy: bool, proven: bool) -> None:
-        """Tell; then, by policy, do something about what is proven or has lasted for long."""
+        """Report; then, by policy, act on a hang that is proven or has lasted long."""
         now, responder = self._waits.clock(), wait.responder if wait is not None else ""
         limit = self._settings.stall_s if wait is None else self._limit(wait)
         silent_s = now - (self._waits.moved_at if wait is None else self._silent_since(wait))
@@ -173,7 +173,7 @@ class Watchdog:
         raise RunError(line)
 
     def _waits_for_a_restart(self, wait: OpenWait | None) -> bool:
-        """Starting a worker has a time-out of its own, and a limit."""
+        """Whether the driver waits for a restart, which has its own time-out and limit."""
         others = self._waits.open.values()
         return wait is None and any(one.what is WaitKind.RESTART for one in others)
 
@@ -201,13 +201,13 @@ class Watchdog:
         if self._stack_of is not None:
             try:
                 text = await self._stack_of(wait.responder)
-            except Exception as error:  # nor must a stack that cannot be had
+            except Exception as error:  # nor may a stack that cannot be read
                 text = f"(no stack: {type(error).__name__}: {error})"
         return text or (coroutine_stack(wait.task) if wait.task is not None else "")
 
 
 def coroutine_stack(task: asyncio.Task[Any]) -> str:
-    """Where a waiting task is, from its first coroutine to the one that awaits."""
+    """Return where a waiting task is, from its first coroutine to the one that awaits."""
     lines: list[str] = []
     awaited: Any = task.get_coro()
     while isinstance(awaited, CoroutineType) and awaited.cr_frame is not None:
