@@ -127,7 +127,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> None:
-    """Train; with --snapshot, copy a parked trainer's state at the end."""
+    """Train; with --snapshot, copy a offloaded trainer's state at the end."""
     from penstock.job import open_job
     from penstock.recover import begin
     from penstock.run import Loop
@@ -257,13 +257,13 @@ class Turns:
 
     def trainers(self) -> list[tuple[float, float]]:
         """From the engine asleep to the trainer asleep."""
-        asleep, parked = self.of("engine-0", "sleep"), self.of("trainer", "sleep")
-        return [(one.end, other.start) for one, other in zip(asleep, parked, strict=False)]
+        asleep, offloaded = self.of("engine-0", "sleep"), self.of("trainer", "sleep")
+        return [(one.end, other.start) for one, other in zip(asleep, offloaded, strict=False)]
 
     def between(self) -> list[tuple[float, float]]:
         """Both asleep: the trainer has given its memory back, the engine has not taken it."""
-        parked, awake = self.of("trainer", "sleep"), self.of("engine-0", "wake")
-        return [(one.end, other.start) for one, other in zip(parked, awake, strict=False)]
+        offloaded, awake = self.of("trainer", "sleep"), self.of("engine-0", "wake")
+        return [(one.end, other.start) for one, other in zip(offloaded, awake, strict=False)]
 
     def engines(self) -> list[tuple[float, float]]:
         """From the engine awake to its pause; the first from its start."""
@@ -289,9 +289,9 @@ def table(turns: Turns, watch: Watch) -> None:
     for lane, what, words in (
         ("engine-0", "pause", "engine: pause and resume"),
         ("engine-0", "sleep", "engine: sleep (weights out, cache and graphs dropped)"),
-        ("trainer", "wake", "trainer: wake (unpark)"),
+        ("trainer", "wake", "trainer: wake (reload)"),
         ("trainer", "train", "trainer: the step itself"),
-        ("trainer", "sleep", "trainer: sleep (park)"),
+        ("trainer", "sleep", "trainer: sleep (offload)"),
         ("trainer", "publish", "trainer: publish"),
         ("engine-0", "sync", "engine: load the new weights, asleep"),
         ("engine-0", "wake", "engine: wake (weights in, cache and graphs made)"),
@@ -309,7 +309,7 @@ def verdict(arguments: argparse.Namespace, turns: Turns, watch: Watch, found: di
     if "snapshot" in found:
         since, until = span = tuple(found["snapshot"])
         print(
-            f"state of the parked trainer copied in {until - since:.2f} s; device memory meanwhile "
+            f"state of the offloaded trainer copied in {until - since:.2f} s; device memory meanwhile "
             f"{watch.least(span):.2f} to {watch.most(span):.2f} GiB"
         )
     if not watch.used:
@@ -343,7 +343,7 @@ def main() -> int:
         "--fill", action="store_true", help="a cache that leaves no room for the trainer"
     )
     parser.add_argument("--beside", action="store_true", help="launch.colocate=false, to compare")
-    parser.add_argument("--snapshot", action="store_true", help="copy a parked trainer's state")
+    parser.add_argument("--snapshot", action="store_true", help="copy a offloaded trainer's state")
     parser.add_argument(
         "--timeout", type=float, default=170.0, help="seconds after which it is ended"
     )

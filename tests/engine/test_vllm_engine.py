@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.types import WeightHandle
-from penstock.weights.mapped_files import place_weights
+from penstock.weights.mapped_files import share_weights
 from stages import tiny_policy as tiny
 from stages.engine_case import LACKS, EngineCase
 from stages.engine_contract import CHECKS
@@ -83,7 +83,7 @@ def sharded(policy: Path) -> Iterator[EngineCase]:
 def mapped(source: WeightHandle, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights as views of a file that others can map, like those in shared memory."""
     file = folder / f"side-{source.version}"
-    places = place_weights(dict(tiny.fetch(source)), file, copy=True)
+    places = share_weights(dict(tiny.fetch(source)), file, copy=True)
     with open(file, "r+b") as opened:
         shared = mmap.mmap(opened.fileno(), 0)
     for name, dtype, shape, _, offset in places:

@@ -22,7 +22,8 @@ from penstock.pool.distribution import Distribution
 from penstock.supervise.supervised import SupervisionCallbacks
 from penstock.types import WeightHandle
 from penstock.watch.waits import Waits
-from penstock.weights.collective import BUCKET_BYTES, Distributor
+from penstock.weights.broadcast import BUCKET_BYTES
+from penstock.weights.collective import Distributor
 from penstock.weights.shared_memory import SharedMemorySync, sweep_stale
 
 COUNT = 2

@@ -15,7 +15,7 @@ from penstock.engine.protocol import Generation, GenerationRequest, SamplingPara
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.types import WeightHandle
-from penstock.weights.mapped_files import read_folder, read_places
+from penstock.weights.mapped_files import read_folder, read_shared
 from stages import tiny_policy as tiny
 
 PIECE = 4  # tokens per chunk
@@ -85,7 +85,7 @@ class FakeServer:
     def _read_weights(source: WeightHandle) -> Any:
         where = source.location
         if "places" in where:
-            return read_places(where["places"])
+            return read_shared(where["places"])
         return read_folder(where["folder"]).items()
 
     # ---- HTTP

@@ -42,8 +42,8 @@ class Publications(RuleBasedStateMachine):
         handle = self.trainer.publish(self.version, "d", weights(self.version))
         assert early in (None, handle)
         self.handles.append(handle)
-        sides = list(Path(self._folder.name).glob("side-*"))
-        assert len(sides) <= len({held for held, _ in self.held}) + 2  # no more than are needed
+        buffers = list(Path(self._folder.name).glob("buffer-*"))
+        assert len(buffers) <= len({held for held, _ in self.held}) + 2  # no more than are needed
 
     @precondition(lambda self: self.handles)
     @rule(engine=st.integers(0, 2), back=st.integers(0, 3))

@@ -15,7 +15,7 @@ import torch
 from penstock.train.consumer import Consumer
 from penstock.train.ptx import Text, TextStream
 from penstock.train.ranks import Ranks, rank_share
-from penstock.weights.offload import Parking
+from penstock.weights.offload import HostOffload
 from stages.training_data import config_of, random_batch, tiny_model, tricky_batch
 
 ALGORITHMS = {
@@ -66,9 +66,9 @@ def run(job: str, folder: Path, ranks: Ranks) -> None:
     metrics = [train(consumer, 1), train(consumer, 2)]
     name = f"{job}-{ranks.world}"
     if job == "reinforce_pp":
-        consumer.host_offload = Parking(consumer._training_tensors, devices=("cpu",))
+        consumer.host_offload = HostOffload(consumer._training_tensors, devices=("cpu",))
         consumer.offload()
-        assert consumer.host_offload.parked
+        assert consumer.host_offload.is_offloaded
     write = consumer.snapshot(folder / name)
     metrics.append(train(consumer, 3))
     write()

@@ -13,7 +13,7 @@ from penstock.launch.part_factories import TrainerService
 from penstock.train.consumer import Consumer
 from penstock.types import Batch
 from penstock.weights.in_process import InProcessSync
-from penstock.weights.offload import Parking
+from penstock.weights.offload import HostOffload
 from stages.training_data import batches, from_disk
 
 SETTINGS: dict[str, Any] = {
@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
 
 def on_cpu(consumer: Consumer) -> Consumer:
     """Let the offload move CPU tensors too."""
-    consumer.host_offload = Parking(consumer._training_tensors, devices=("cpu",))
+    consumer.host_offload = HostOffload(consumer._training_tensors, devices=("cpu",))
     return consumer
 
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.weights import device_digest, digest
-from penstock.weights.device_digest import DeviceDigests
+from penstock.weights import digest
 from penstock.weights.model_weights import digest_of, digests_of, weight_bits
 
 pytest.importorskip("triton")
 
-from penstock.weights.digest_kernels import hash_leaves  # needs triton
+from penstock.weights import device_digest
+from penstock.weights.device_digest import DeviceDigests, hash_leaves
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # else Triton's interpreter
 

@@ -20,9 +20,8 @@ import torch
 from hypothesis import settings
 
 from penstock.errors import WeightsGone
-from penstock.weights import buffer as side
-from penstock.weights import device_memory
-from penstock.weights.device_memory import DeviceMemory, DevicePlace, OpenedMemory
+from penstock.weights import buffer, device_memory
+from penstock.weights.device_memory import DeviceHandle, DeviceMemory, OpenedMemory
 from penstock.weights.shared_memory import SharedMemorySync
 from stages.publications import Publications, holds, weights
 
@@ -40,20 +39,21 @@ class StandInMemory:
         self._handle = b"%064d" % next(self.numbers)
         self.existing[self._handle] = bytearray(size)
 
-    def tensor(self) -> torch.Tensor:
-        return torch.frombuffer(self.existing[self._handle], dtype=torch.uint8)
+    def tensor(self, size: int) -> tuple[torch.Tensor, object]:
+        tensor = torch.frombuffer(self.existing[self._handle], dtype=torch.uint8)
+        return tensor, tensor
 
-    def place(self) -> DevicePlace:
-        return DevicePlace("stand-in", self._handle)
+    def export(self) -> DeviceHandle:
+        return DeviceHandle("stand-in", self._handle)
 
 
 class StandInOpened:
-    def __init__(self, place: DevicePlace) -> None:
-        if place.handle not in StandInMemory.existing:
+    def __init__(self, handle: DeviceHandle) -> None:
+        if handle.octets not in StandInMemory.existing:
             raise WeightsGone("memory that held weights is gone")
-        self._octets = StandInMemory.existing[place.handle]
+        self._octets = StandInMemory.existing[handle.octets]
 
-    def octets(self, size: int) -> tuple[torch.Tensor, object]:
+    def tensor(self, size: int) -> tuple[torch.Tensor, object]:
         view = memoryview(self._octets)
         return torch.frombuffer(view, dtype=torch.uint8), view
 
@@ -62,7 +62,7 @@ class StandInOpened:
 def memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type != "cuda":
-            patch.setattr(side, "DeviceMemory", StandInMemory)
+            patch.setattr(buffer, "DeviceMemory", StandInMemory)
             patch.setattr(device_memory, "OpenedMemory", StandInOpened)
         yield
 
@@ -95,7 +95,7 @@ def test_only_the_header_is_in_the_file(tmp_path: Path) -> None:
     trainer, engine = new_trainer(tmp_path), SharedMemorySync()
     handle = trainer.publish(1, "d", weights(1))
     assert handle.location["device"] is not None
-    assert Path(handle.location["path"]).stat().st_size == side.HEADER_BYTES
+    assert Path(handle.location["path"]).stat().st_size == buffer.HEADER_BYTES
     fetched = list(engine.fetch(handle))
     assert holds(fetched, 1)
     assert all(tensor.device.type == DEVICE.type for _, tensor in fetched)
@@ -109,11 +109,11 @@ def test_a_side_stays_locked_as_long_as_a_view_of_it_lives(tmp_path: Path) -> No
     for version in range(2, 6):
         trainer.publish(version, "d", weights(version))
         assert bool((view == 1).all()), name
-    assert len(list(tmp_path.glob("side-*"))) == 3
+    assert len(list(tmp_path.glob("buffer-*"))) == 3
     del view
     gc.collect()
     trainer.publish(6, "d", weights(6))
-    assert len(list(tmp_path.glob("side-*"))) == 2
+    assert len(list(tmp_path.glob("buffer-*"))) == 2
 
 
 @pytest.mark.skipif(
@@ -184,7 +184,7 @@ def test_memory_goes_back_to_the_device() -> None:
     torch.zeros(1, device="cuda")
     before = free()
     memory = DeviceMemory(size, DEVICE)
-    tensor = memory.tensor()
+    tensor = memory.tensor(size)[0]
     tensor.fill_(1)
     assert before - free() >= size
     del memory

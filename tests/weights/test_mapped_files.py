@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.weights.broadcast import WeightGroup, open_store
-from penstock.weights.mapped_files import place_weights, read_folder, read_places
+from penstock.weights.mapped_files import read_folder, read_shared, share_weights
 
 WEIGHTS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -29,12 +29,12 @@ def same(found: dict[str, torch.Tensor]) -> bool:
 
 
 def test_tensors_of_this_process_are_written_once_and_read_back(tmp_path: Path) -> None:
-    places = place_weights(WEIGHTS, tmp_path / "weights", copy=False)
+    places = share_weights(WEIGHTS, tmp_path / "weights", copy=False)
     assert {place[3] for place in places} == {str(tmp_path / "weights")}
-    found = dict(read_places(places))
+    found = dict(read_shared(places))
     assert same(found)
     found["a"].zero_()  # a reader changes its own view only
-    assert same(dict(read_places(places)))
+    assert same(dict(read_shared(places)))
 
 
 def test_tensors_of_a_mapped_file_are_not_written(tmp_path: Path) -> None:
@@ -50,19 +50,19 @@ def test_tensors_of_a_mapped_file_are_not_written(tmp_path: Path) -> None:
     }
     views["first"].copy_(torch.arange(8.0))
     views["later"].copy_(torch.arange(6).view(2, 3))
-    places = place_weights(views, tmp_path / "weights", copy=False)
+    places = share_weights(views, tmp_path / "weights", copy=False)
     assert [(name, path, offset) for name, _, _, path, offset in places] == [
         ("first", str(file), 0),
         ("later", str(file), 4096),
     ]
     assert not (tmp_path / "weights").exists()
-    found = dict(read_places(places))
+    found = dict(read_shared(places))
     assert all(torch.equal(found[name], view) for name, view in views.items())
     file.rename(tmp_path / "moved")
     file.write_bytes(bytes(8192))  # another file has its name now: no reader may be sent there
-    places = place_weights(views, tmp_path / "weights", copy=False)
+    places = share_weights(views, tmp_path / "weights", copy=False)
     assert str(file) not in {place[3] for place in places}
-    assert torch.equal(dict(read_places(places))["first"], torch.arange(8.0))
+    assert torch.equal(dict(read_shared(places))["first"], torch.arange(8.0))
 
 
 def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.engine.transformers.cuda.cuda_runner import CudaRunner
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import RunError
-from penstock.weights.offload import Parking, short_of_memory
+from penstock.weights.offload import HostOffload, explain_out_of_memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.bool)
 
@@ -41,63 +41,63 @@ def shared_tensors(draw: st.DrawFn) -> list[torch.Tensor]:
 @given(shared_tensors(), st.integers(1, 3))
 def test_parked_tensors_come_back_bit_for_bit(tensors: list[torch.Tensor], times: int) -> None:
     before = [bits(tensor) for tensor in tensors]
-    parking = Parking(lambda: tensors, devices=("cpu",), chunk_bytes=128)
+    host_offload = HostOffload(lambda: tensors, devices=("cpu",), chunk_bytes=128)
     rooms = set()
     for _ in range(times):
-        parking.park()
+        host_offload.offload()
         assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
-        assert [bits(parking.held(tensor)) for tensor in tensors] == before
-        parking.park()  # there is nothing left to move
-        rooms.add(parking.host_bytes)
-        parking.unpark()
-        assert not parking.parked
+        assert [bits(host_offload.current(tensor)) for tensor in tensors] == before
+        host_offload.offload()  # there is nothing left to move
+        rooms.add(host_offload.host_bytes)
+        host_offload.reload()
+        assert not host_offload.is_offloaded
         assert [bits(tensor) for tensor in tensors] == before
-        assert all(parking.held(tensor) is tensor for tensor in tensors)
+        assert all(host_offload.current(tensor) is tensor for tensor in tensors)
     assert len(rooms) == 1  # host memory is made once
 
 
 @settings(max_examples=50, deadline=None)
 @given(shared_tensors())
 def test_what_is_written_while_parked_comes_back(tensors: list[torch.Tensor]) -> None:
-    parking = Parking(lambda: tensors, devices=("cpu",), chunk_bytes=128)
-    parking.park()
+    host_offload = HostOffload(lambda: tensors, devices=("cpu",), chunk_bytes=128)
+    host_offload.offload()
     for tensor in tensors:
-        parking.held(tensor).fill_(1)
-    parking.unpark()
+        host_offload.current(tensor).fill_(1)
+    host_offload.reload()
     assert all(bool((tensor == 1).all()) for tensor in tensors)
 
 
 def test_tensors_that_come_later_join_and_the_room_of_the_first_stays() -> None:
     tensors = [torch.arange(100.0)]
-    parking = Parking(lambda: tensors, devices=("cpu",), chunk_bytes=512)
-    parking.park()
-    parking.unpark()
-    chunk = parking._chunks[0].data_ptr()
+    host_offload = HostOffload(lambda: tensors, devices=("cpu",), chunk_bytes=512)
+    host_offload.offload()
+    host_offload.reload()
+    chunk = host_offload._chunks[0].data_ptr()
     tensors += [torch.arange(7), torch.ones(1000, dtype=torch.bfloat16)]
     before = [bits(tensor) for tensor in tensors]
-    parking.park()
-    assert parking._chunks[0].data_ptr() == chunk
-    assert parking.host_bytes == 512 + 2000
-    parking.unpark()
+    host_offload.offload()
+    assert host_offload._chunks[0].data_ptr() == chunk
+    assert host_offload.host_bytes == 512 + 2000
+    host_offload.reload()
     assert [bits(tensor) for tensor in tensors] == before
 
 
 def test_memory_that_others_look_at_stays() -> None:
     seen, own = torch.arange(4.0), torch.arange(3.0)
     seen.numpy()
-    parking = Parking(lambda: [seen, own], devices=("cpu",))
-    parking.park()
+    host_offload = HostOffload(lambda: [seen, own], devices=("cpu",))
+    host_offload.offload()
     assert (seen.untyped_storage().nbytes(), own.untyped_storage().nbytes()) == (16, 0)
-    parking.unpark()
+    host_offload.reload()
     assert own.tolist() == [0, 1, 2]
 
 
 def test_on_a_cpu_nothing_moves_unless_told_to() -> None:
     tensor = torch.arange(10.0)
-    parking = Parking(lambda: [tensor])
-    parking.park()
-    assert not parking.parked
-    assert parking.host_bytes == 0
+    host_offload = HostOffload(lambda: [tensor])
+    host_offload.offload()
+    assert not host_offload.is_offloaded
+    assert host_offload.host_bytes == 0
     assert tensor.untyped_storage().nbytes() == 40
 
 
@@ -106,22 +106,22 @@ def test_on_a_gpu_the_memory_is_free_for_others_meanwhile() -> None:
     whole = torch.randn(64, 2**20, device="cuda")
     tensors = [whole, whole[1:], torch.arange(10, device="cuda"), torch.arange(3)]
     before = [bits(tensor.cpu()) for tensor in tensors]
-    parking = Parking(lambda: tensors)
+    host_offload = HostOffload(lambda: tensors)
     for _ in range(2):
         free, _ = torch.cuda.mem_get_info()
-        parking.park()
+        host_offload.offload()
         assert torch.cuda.mem_get_info()[0] - free >= 2**28
-        assert [bits(parking.held(tensor)) for tensor in tensors] == before
-        assert parking.held(whole).is_pinned()
-        parking.unpark()
+        assert [bits(host_offload.current(tensor)) for tensor in tensors] == before
+        assert host_offload.current(whole).is_pinned()
+        host_offload.reload()
         assert [bits(tensor.cpu()) for tensor in tensors] == before
 
 
 def test_memory_that_runs_out_on_the_way_back_leaves_all_of_it_parked() -> None:
     tensors = [torch.arange(10.0), torch.arange(20.0)]
-    parking = Parking(lambda: tensors, devices=("cpu",))
-    parking.park()
-    second = list(parking._places.values())[1]
+    host_offload = HostOffload(lambda: tensors, devices=("cpu",))
+    host_offload.offload()
+    second = list(host_offload._offloaded.values())[1]
 
     class Full:
         device, _cdata = second.storage.device, second.storage._cdata
@@ -130,18 +130,18 @@ def test_memory_that_runs_out_on_the_way_back_leaves_all_of_it_parked() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 bytes.")
 
     key = second.storage._cdata
-    parking._places[key] = type(second)(Full(), second.host)  # type: ignore[arg-type]
+    host_offload._offloaded[key] = type(second)(Full(), second.host)  # type: ignore[arg-type]
     with pytest.raises(torch.OutOfMemoryError):
-        parking.unpark()
+        host_offload.reload()
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
-    parking._places[key] = second
-    parking.unpark()
+    host_offload._offloaded[key] = second
+    host_offload.reload()
     assert [float(tensor.sum()) for tensor in tensors] == [45.0, 190.0]
 
 
 def test_out_of_memory_is_one_line_with_what_to_change() -> None:
     long = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free. Process 7 has 6.00 GiB\nmore"
-    with pytest.raises(RunError) as caught, short_of_memory("trainer", "lower x"):
+    with pytest.raises(RunError) as caught, explain_out_of_memory("trainer", "lower x"):
         raise torch.OutOfMemoryError(long)
     assert str(caught.value) == (
         "trainer: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
@@ -154,7 +154,7 @@ class RunnerOnCpu(CudaRunner):
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.prompts, self._options = model, {}, TransformersOptions()
-        self._parking = Parking(self._tensors, devices=("cpu",))
+        self._host_offload = HostOffload(self._tensors, devices=("cpu",))
         self.full = False
         self._open()
 

@@ -140,11 +140,11 @@ def test_a_reader_that_is_killed_gives_its_side_back(tmp_path: Path) -> None:
     assert process.stdout.readline() == b"held\n"
     for version in (2, 3, 4):
         trainer.publish(version, "d", weights(version))
-    assert len(list(tmp_path.glob("side-*"))) == 3  # one is the reader's
+    assert len(list(tmp_path.glob("buffer-*"))) == 3  # one is the reader's
     process.kill()
     process.wait()
     trainer.publish(5, "d", weights(5))
-    assert len(list(tmp_path.glob("side-*"))) == 2
+    assert len(list(tmp_path.glob("buffer-*"))) == 2
 
 
 def test_the_lock_lives_as_long_as_the_last_tensor(tmp_path: Path) -> None:

@@ -113,9 +113,9 @@ class TrainerService:
         self, config: Config, total_steps: int, sync: WeightSync, folder: Folder | None = None
     ) -> None:
         from penstock.train.consumer import Consumer
-        from penstock.weights.offload import short_of_memory
+        from penstock.weights.offload import explain_out_of_memory
 
-        self._memory = partial(short_of_memory, "trainer", _memory_advice(config))
+        self._memory = partial(explain_out_of_memory, "trainer", _memory_advice(config))
         with self._memory():
             self._consumer = Consumer.from_config(config, total_steps=total_steps)
         self._sync, self._folder = sync, folder

@@ -45,7 +45,7 @@ from penstock.train.ptx import TextStream
 from penstock.train.ranks import Ranks, digest_over
 from penstock.train.snapshot import load_snapshot, take_snapshot
 from penstock.types import Batch, StepReport
-from penstock.weights.offload import Parking
+from penstock.weights.offload import HostOffload
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Consumer:
             self.policy.shard(self.ranks, self.engine_dtype)
         self.masters = Masters(model, separate=model.dtype == torch.bfloat16)
         self.optimizer = make_optimizer(self.masters.parameters, config.train)
-        self.host_offload = Parking(self._training_tensors)
+        self.host_offload = HostOffload(self._training_tensors)
         self._stop = threading.Event()
 
     @classmethod
@@ -188,11 +188,11 @@ class Consumer:
     def offload(self) -> None:
         """Move what only `train` needs from the GPU to host memory; published weights stay."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.host_offload.park()
+        self.host_offload.offload()
 
     def reload(self) -> None:
         """Undo `offload`, bit for bit; `train` and `load` call it themselves."""
-        self.host_offload.unpark()
+        self.host_offload.reload()
 
     def _training_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that only `train` needs: masters, reference, optimizer moments."""

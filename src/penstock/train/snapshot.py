@@ -29,7 +29,7 @@ from penstock.train.optimizer import Masters
 from penstock.train.policy import Policy
 from penstock.train.ptx import TextStream
 from penstock.train.ranks import Ranks
-from penstock.weights.offload import Parking
+from penstock.weights.offload import HostOffload
 
 FORMAT = 2
 Tensors = dict[str, Tensor]
@@ -45,7 +45,7 @@ class TrainerState(Protocol):
     policy: Policy
     masters: Masters
     optimizer: torch.optim.Optimizer
-    host_offload: Parking
+    host_offload: HostOffload
     texts: TextStream | None
     step: int
     policy_version: int
@@ -180,9 +180,9 @@ def _make_moments(consumer: TrainerState) -> None:
 
 def _own_pieces(consumer: TrainerState) -> Pieces:
     """Copy the rows that this rank holds; the first rank also copies what all ranks hold alike."""
-    ranks, held = consumer.ranks, consumer.host_offload.held
+    ranks, current = consumer.ranks, consumer.host_offload.current
     return {
-        name: (first, _host_copy(held(rows)))
+        name: (first, _host_copy(current(rows)))
         for name, tensor in _tensors(consumer).items()
         for first, rows in [_local(tensor, ranks)]
         if ranks.is_first or rows is not tensor

@@ -1,8 +1,9 @@
-"""Weights sent from an engine to its workers over a gloo group: no shared memory is needed.
+"""Broadcast of weights within a process group: rank 0 sends, all other ranks receive.
 
-Rank 0 is the engine, the workers follow. The group is a process group of its own, beside whatever the
-workers use among themselves; both sides walk the same list of names, dtypes and shapes. A member that
-is gone ends a transfer after a bounded time.
+The one broadcaster: between the distributors of a run (`collective.py`), from a vLLM engine to its
+workers, and between the processes of a user (`compat/weight_broadcast.py`). The group is its own, beside
+whatever else its members use torch.distributed for. gloo sends from host memory, NCCL from a GPU;
+tensors that lie elsewhere pass through a bucket there. A dead member ends a transfer after `timeout_s`.
 """
 
 from __future__ import annotations
@@ -14,52 +15,109 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 32 * 2**20
 Shape = tuple[str, str, list[int]]  # name, dtype, shape
 
 
 class WeightGroup:
-    """One member; made on all sides at once, as each waits for the others."""
+    """One member of the group. Constructing it waits for all other members."""
 
-    def __init__(self, rank: int, world: int, store: Any, timeout_s: float) -> None:
-        self._store = store
-        self._group = dist.ProcessGroupGloo(
-            dist.PrefixStore("penstock-weights", store), rank, world, timedelta(seconds=timeout_s)
-        )
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        store: Any,
+        timeout_s: float,
+        *,
+        name: str = "penstock-weights",
+        backend: str = "gloo",
+        address: str = "",
+    ) -> None:
+        """`address`: the interface that gloo uses; empty: that of the host's name."""
+        self._rank = rank
+        self._store = store  # the members meet there, so it lives as long as the group
+        self._device, self._staging = torch.device("cpu"), torch.empty(0, dtype=torch.uint8)
+        if backend == "nccl":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        make = _nccl_group if backend == "nccl" else _gloo_group
+        own = dist.PrefixStore(name, store)
+        self._group = make(own, rank, world, timedelta(seconds=timeout_s), address)
 
     @classmethod
     def join(cls, rank: int, world: int, address: str, port: int, timeout_s: float) -> WeightGroup:
-        """A worker's side; the engine's store (`open_store`) says where they meet."""
-        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-        return cls(rank, world, store, timeout_s)
+        """Join as one of the receivers, at the store that rank 0 has opened (`open_store`)."""
+        return cls(rank, world, connect_store(address, port, timeout_s), timeout_s)
 
     def send(self, weights: Iterable[torch.Tensor]) -> None:
+        """Send from rank 0; the others must call `receive` with the shapes of these tensors."""
         for tensor in weights:
-            self._broadcast(tensor.detach().cpu().contiguous())
+            self._broadcast(tensor.detach().contiguous())
 
-    def receive(self, shapes: Iterable[Shape]) -> dict[str, torch.Tensor]:
+    def receive(self, shapes: Iterable[Shape], device: str = "cpu") -> dict[str, torch.Tensor]:
+        """Return the tensors that rank 0 sends next, on `device`."""
         received = {}
         for name, dtype, shape in shapes:
-            received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            received[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             self._broadcast(received[name])
         return received
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        if not tensor.numel():
-            return
-        octets = tensor.view(-1).view(torch.uint8)
+        if tensor.numel():
+            octets = tensor.view(-1).view(torch.uint8)
+            for start in range(0, len(octets), BUCKET_BYTES):
+                self.broadcast_bucket(octets[start : start + BUCKET_BYTES])
+
+    def broadcast_bucket(self, octets: torch.Tensor) -> None:
+        """Send up to BUCKET_BYTES from rank 0, or fill them elsewhere; RuntimeError if a member is gone.
+
+        One bucket at a time: others under way would keep the group of a dead member open until they
+        time out.
+        """
+        bucket = octets if octets.device == self._device else self._staged(len(octets))
+        if bucket is not octets and self._rank == 0:
+            bucket.copy_(octets)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        pending = [
-            self._group.broadcast([octets[start : start + BUCKET_BYTES]], options)
-            for start in range(0, len(octets), BUCKET_BYTES)
-        ]
-        for work in pending:
-            work.wait()
+        self._group.broadcast([bucket], options).wait()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        if bucket is not octets and self._rank != 0:
+            octets.copy_(bucket)
+
+    def _staged(self, size: int) -> torch.Tensor:
+        if not len(self._staging):
+            self._staging = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=self._device)
+        return self._staging[:size]
+
+    def leave(self) -> None:
+        """Leave a broken group, so that members that still wait in it fail too."""
+        if self._device.type == "cuda":
+            self._group.abort()
+        self._group = None  # gloo closes its connections with the last reference
 
 
 def open_store(address: str, timeout_s: float) -> Any:
-    """Where the members meet; `store.port` is what the workers are told."""
+    """Open the store at which the members of a group meet; the others connect to `store.port`."""
     return dist.TCPStore(
         address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
+
+
+def connect_store(address: str, port: int, timeout_s: float) -> Any:
+    """Connect to a store that another member has opened."""
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _gloo_group(store: Any, rank: int, world: int, timeout: timedelta, address: str) -> Any:
+    if not address:
+        return dist.ProcessGroupGloo(store, rank, world, timeout)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, world, options)
+
+
+def _nccl_group(store: Any, rank: int, world: int, timeout: timedelta, address: str) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, world, options)

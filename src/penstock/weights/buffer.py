@@ -1,10 +1,10 @@
-"""One memory-mapped file that holds one publication of weights, and its locks.
+"""A weight buffer: one memory-mapped file that holds one publication of weights, and its locks.
 
-Written only while nobody reads it: tensors that were read from a side hold a shared lock for as long
-as any of them lives, and the kernel gives it back when their process dies. Bytes that are still to
-be written are locked too, so a reader may begin early: it sleeps in the kernel until they are there,
-and wakes with an error when the writer dies. Nothing polls, nothing is read torn. The bytes may lie
-in a GPU's memory instead (`device_memory.py`); the file then has only the header and the locks.
+A buffer is written only while nobody reads it: tensors read from a buffer hold a shared lock as long as
+any of them lives, and the kernel releases the lock when their process dies. Bytes not yet written are
+locked too, so a reader may begin early: it sleeps in the kernel until they are written and wakes with an
+error if the writer dies. Nothing polls and no reader sees a half-written tensor. The bytes may lie in
+GPU memory instead (`device_memory.py`); the file then has only the header and the locks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from penstock.errors import RunError, WeightsGone
-from penstock.weights.device_memory import DeviceMemory, DevicePlace, OpenedMemories
+from penstock.weights.device_memory import DeviceHandle, DeviceMemory, OpenedMemories
 
 HEADER_BYTES = 4096  # a page, so that tensors keep their alignment
 _HEADER = struct.Struct("=QQQ")  # publication, bytes of weights, bytes written so far
@@ -30,8 +30,8 @@ CAN_WAIT_FOR_BYTES = hasattr(fcntl, "F_OFD_SETLKW")  # Linux
 _HOST = torch.device("cpu")
 
 
-class WrittenSide:
-    """A side as its only writer sees it. `begin`, fill `bytes` and `note` how far, `end`."""
+class BufferWriter:
+    """The only writer of a buffer: `begin`, fill `bytes`, `mark_written` as far as they are final."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,33 +40,37 @@ class WrittenSide:
         self.number, size, written = (
             _HEADER.unpack(header) if len(header) == _HEADER.size else (0, 0, 0)
         )
-        here = os.fstat(self._file).st_size == HEADER_BYTES + size  # not on a dead writer's GPU
-        self.is_whole = self.number > 0 and size == written and here
+        in_file = (
+            os.fstat(self._file).st_size == HEADER_BYTES + size
+        )  # else on the GPU of a dead writer
+        self.is_complete = self.number > 0 and size == written and in_file
         self._size, self._device = 0, _HOST
         self._map: mmap.mmap | None = None
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        self.place: DevicePlace | None = None  # of the bytes, where they are on a GPU
+        self.device_handle: DeviceHandle | None = None  # of the bytes, if they are on a GPU
 
     def begin(self, number: int, size: int, device: torch.device = _HOST) -> bool:
-        """Take it for publication `number`; False: somebody still reads what it holds."""
+        """Take the buffer for publication `number`; return False if somebody still reads it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         if self._map is None or (self._size, self._device) != (size, device):
             self.bytes, self._map = torch.empty(0, dtype=torch.uint8), None
-            self._make_room(size, device)
+            self._allocate(size, device)
         assert self._map is not None
         self._lock_bytes(fcntl.F_WRLCK, 0, size)
-        self.number, self.is_whole = number, False
+        self.number, self.is_complete = number, False
         _HEADER.pack_into(self._map, 0, number, size, 0)
-        fcntl.flock(self._file, fcntl.LOCK_UN)  # from here on it is this publication's
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # readers of this publication may come
         return True
 
-    def _make_room(self, size: int, device: torch.device) -> None:
+    def _allocate(self, size: int, device: torch.device) -> None:
         self._size = self.number = 0
-        self._device, self.place = device, None
-        os.pwrite(self._file, bytes(_HEADER.size), 0)  # a death from here on leaves nothing
+        self._device, self.device_handle = device, None
+        os.pwrite(
+            self._file, bytes(_HEADER.size), 0
+        )  # a writer that dies here leaves no publication
         in_file = HEADER_BYTES + (size if device == _HOST else 0)
         try:
             self._reserve(in_file)
@@ -75,7 +79,7 @@ class WrittenSide:
                 self.bytes = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
             else:
                 memory = DeviceMemory(size, device)
-                self.bytes, self.place = memory.tensor(), memory.place()
+                self.bytes, self.device_handle = memory.tensor(size)[0], memory.export()
         except RunError:
             self._map = None
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -83,7 +87,7 @@ class WrittenSide:
         self._size = size
 
     def _reserve(self, size: int) -> None:
-        """Memory that is not there is found out here; at a write it would be the writer's death."""
+        """Allocate the file's memory now: a later write without memory would kill the writer."""
         try:
             os.ftruncate(self._file, size)
             if hasattr(os, "posix_fallocate"):
@@ -94,22 +98,22 @@ class WrittenSide:
                 f"weights: no room for {size / 1e9:.2f} GB in {self.path.parent}: {error.strerror}"
             ) from error
 
-    def note(self, written: int) -> None:
-        """Bytes up to here are final: wake who waits for them."""
+    def mark_written(self, written: int) -> None:
+        """Declare the first `written` bytes final and wake the readers that wait for them."""
         assert self._map is not None
         if self.bytes.is_cuda:
             torch.cuda.current_stream(self.bytes.device).synchronize()
         _WRITTEN.pack_into(self._map, _WRITTEN_AT, written)
-        self.is_whole = written == self._size
+        self.is_complete = written == self._size
         self._lock_bytes(fcntl.F_UNLCK, 0, written)
 
-    def give_up(self) -> None:
-        """It will not become whole: who waits is told."""
-        if not self.is_whole:
+    def abandon(self) -> None:
+        """Wake the readers of an incomplete publication with an error."""
+        if not self.is_complete:
             self._lock_bytes(fcntl.F_UNLCK, 0, max(self._size, 1))
 
     def remove(self) -> bool:
-        """Give its memory back; False: somebody still reads it."""
+        """Free the memory; return False if somebody still reads it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -119,9 +123,9 @@ class WrittenSide:
         return True
 
     def close(self) -> None:
-        """What was written stays for its readers."""
+        """Let go of the file; readers keep what was written."""
         self.bytes, self._map = torch.empty(0, dtype=torch.uint8), None
-        self.place = None
+        self.device_handle = None
         os.close(self._file)
 
     def _lock_bytes(self, kind: int, start: int, length: int) -> None:
@@ -129,8 +133,8 @@ class WrittenSide:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _range(kind, start, length))
 
 
-class Standing:
-    """What a reader keeps from one publication to the next: pages are touched once."""
+class ReaderCache:
+    """Mappings that a reader keeps from one publication to the next, so that pages fault once."""
 
     def __init__(self) -> None:
         self.maps: dict[str, mmap.mmap] = {}
@@ -141,18 +145,18 @@ class Standing:
         self.memories.clear()
 
 
-class ReadSide:
-    """One publication as a reader sees it; locked for as long as this or a tensor of it lives."""
+class BufferReader:
+    """A reader of one publication; holds its lock as long as this or one of its tensors lives."""
 
     def __init__(
         self,
         path: Path,
         number: int,
         size: int,
-        standing: Standing,
-        place: DevicePlace | None = None,
+        cache: ReaderCache,
+        device_handle: DeviceHandle | None = None,
     ) -> None:
-        """`place`: of the bytes, where they are on a GPU."""
+        """Open the buffer; `device_handle` is that of the bytes if they are on a GPU."""
         self._name = f"weights of publication {number}"
         self._file = _open(path, self._name)
         release = weakref.finalize(self, os.close, self._file)
@@ -160,19 +164,19 @@ class ReadSide:
         header = os.pread(self._file, _HEADER.size, 0)
         if len(header) < _HEADER.size or _HEADER.unpack(header)[:2] != (number, size):
             raise WeightsGone(f"{self._name} are gone: their file was written again")
-        in_file = HEADER_BYTES + (0 if place else size)
-        self._map = _standing_map(standing.maps, path, self._name, in_file)
+        in_file = HEADER_BYTES + (0 if device_handle else size)
+        self._map = _cached_map(cache.maps, path, self._name, in_file)
         self._on_device: torch.Tensor | None = None
-        if place is None:
-            self._view = memoryview(self._map)  # what tensors hold; the lock lives as long
+        if device_handle is None:
+            self._view = memoryview(self._map)  # tensors hold this view, and with it the lock
             holder: object = self._view
         else:
-            self._on_device, holder = standing.memories.of(str(path), place).octets(size)
+            self._on_device, holder = cache.memories.open(str(path), device_handle).tensor(size)
         release.detach()
         weakref.finalize(holder, os.close, self._file).atexit = False
 
-    def wait_for(self, end: int) -> None:
-        """Sleeps until the bytes up to `end` are written. Woken by the writer, or by its death."""
+    def wait_until_written(self, end: int) -> None:
+        """Wait for the bytes up to `end`; woken by the writer or by its death."""
         if self._written() >= end:
             return
         if CAN_WAIT_FOR_BYTES:
@@ -183,7 +187,7 @@ class ReadSide:
             raise WeightsGone(f"{self._name} are not whole: their writer ended while it wrote them")
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A view of these bytes, read-only."""
+        """Return a read-only view of the bytes at `offset`."""
         count = 1
         for extent in shape:
             count *= extent
@@ -193,7 +197,7 @@ class ReadSide:
             end = offset + count * dtype.itemsize
             return self._on_device[offset:end].view(dtype).view(shape)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # read-only memory, and only read
+            warnings.simplefilter("ignore", UserWarning)  # the memory is read-only
             flat = torch.frombuffer(
                 self._view, dtype=dtype, count=count, offset=HEADER_BYTES + offset
             )
@@ -210,24 +214,24 @@ def _open(path: Path, name: str) -> int:
         raise WeightsGone(f"{name} are gone: there is no file {path}") from None
 
 
-def _standing_map(standing: dict[str, mmap.mmap], path: Path, name: str, size: int) -> mmap.mmap:
-    """The mapping of this very file, made anew where file or size changed.
+def _cached_map(maps: dict[str, mmap.mmap], path: Path, name: str, size: int) -> mmap.mmap:
+    """Return the mapping of this file; map it again if the file or its size has changed.
 
-    Opened by itself: a mapping keeps its file open, and with it a lock that came by the same opening.
+    The mapping opens the file by itself, because it would keep a lock taken on the same descriptor.
     """
     file = _open(path, name)
     try:
         inode = os.fstat(file)
         key = f"{inode.st_dev}-{inode.st_ino}-{size}"
-        if key not in standing:
-            while len(standing) > 3:
-                del standing[next(iter(standing))]
-            standing[key] = mmap.mmap(file, size, access=mmap.ACCESS_READ)
-        return standing[key]
+        if key not in maps:
+            while len(maps) > 3:
+                del maps[next(iter(maps))]
+            maps[key] = mmap.mmap(file, size, access=mmap.ACCESS_READ)
+        return maps[key]
     finally:
         os.close(file)
 
 
 def _range(kind: int, start: int, length: int) -> bytes:
-    """struct flock of Linux: type, whence, start, length, pid."""
+    """Pack Linux's struct flock: type, whence, start, length, pid."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0)

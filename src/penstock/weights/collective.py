@@ -1,10 +1,10 @@
-"""Weights passed from machine to machine: one copy over the network for each, in buckets.
+"""A distributor: sends published weights from machine to machine, one copy over the network for each.
 
-Each node has one distributor, a process of its own. That of a node which holds a publication sends it,
-those of nodes which lack it receive it into shared memory of their own (`buffer.py`), from which the
-engines of that node read as they do on the trainer's. Engines decode meanwhile, and are no part of
-the group: only a distributor that joins or leaves makes a new one. torch.distributed with gloo, or
-with NCCL, which sends from GPU to GPU: then each bucket passes through a distributor's GPU.
+Each node has one distributor, a process of its own. The distributor of a node that holds a publication
+broadcasts it (`broadcast.py`); the others receive it into weight buffers of their own node
+(`buffer.py`), which its engines read as they would on the trainer's node. Engines decode meanwhile and
+are not in the group: only a distributor that joins or leaves makes a new one. With NCCL each bucket
+passes through a GPU of the distributor's node.
 """
 
 from __future__ import annotations
@@ -12,91 +12,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from penstock.errors import RunError, UserError
 from penstock.types import WeightHandle
+from penstock.weights.broadcast import BUCKET_BYTES, WeightGroup, connect_store, open_store
 from penstock.weights.shared_memory import Folder, SharedMemorySync, location_of
 
-BUCKET_BYTES = 32 * 2**20
-Meeting = tuple[str, int]  # address and port at which the members of a group find each other
-
-
-class Carrier(Protocol):
-    """What takes a bucket from the first member of a group to all others."""
-
-    def group(self, store: Any, rank: int, world: int, timeout: timedelta) -> Any:
-        """A member of a new group; waits for the others."""
-
-    def broadcast(self, group: Any, bucket: torch.Tensor, *, sends: bool) -> None:
-        """Returns when the bucket is sent, or is there; raises RuntimeError where one is gone."""
-
-    def leave(self, group: Any) -> None:
-        """Others that wait in it are not waited for."""
-
-
-class Gloo:
-    """From memory to memory, over TCP."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def group(self, store: Any, rank: int, world: int, timeout: timedelta) -> Any:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
-        options._timeout = timeout
-        return dist.ProcessGroupGloo(store, rank, world, options)
-
-    def broadcast(self, group: Any, bucket: torch.Tensor, *, sends: bool) -> None:
-        group.broadcast([bucket], _from_the_first()).wait()
-
-    def leave(self, group: Any) -> None:
-        """Its connections close with it."""
-
-
-class Nccl:
-    """From GPU to GPU, by whatever links them; a bucket is on this node's GPU for a moment."""
-
-    def __init__(self, node: str) -> None:
-        if not torch.cuda.is_available():
-            raise UserError("sync.backend: got nccl on a node without a visible GPU, allowed: gloo")
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait ends with its time-out
-        os.environ.setdefault("NCCL_HOSTID", node)  # one member a node, whatever it is called
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # and the process lives on
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._passing = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=self._device)
-
-    def group(self, store: Any, rank: int, world: int, timeout: timedelta) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world, options)
-
-    def broadcast(self, group: Any, bucket: torch.Tensor, *, sends: bool) -> None:
-        passing = self._passing[: len(bucket)]
-        if sends:
-            passing.copy_(bucket)
-        group.broadcast([passing], _from_the_first()).wait()
-        torch.cuda.current_stream(self._device).synchronize()
-        if not sends:
-            bucket.copy_(passing)
-
-    def leave(self, group: Any) -> None:
-        group.abort()
-
-
-def _from_the_first() -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    return options
+Meeting = tuple[str, int]  # address and port at which the members of a group meet
 
 
 class Distributor:
-    """Consumes a publication of another node, produces one of this node."""
+    """Consumes a publication of another node, produces the same publication on this node."""
 
     def __init__(
         self,
@@ -107,73 +37,73 @@ class Distributor:
         backend: str = "gloo",
         timeout_s: float = 10,
     ) -> None:
-        """`folder`: of the one before it, whose weights are kept. `timeout_s`: for one bucket."""
-        self._carrier: Carrier = Nccl(node) if backend == "nccl" else Gloo(address)
+        """`folder`: that of a dead predecessor, whose weights are kept. `timeout_s`: of one bucket."""
+        if backend == "nccl":
+            _prepare_nccl(node)
+        self._backend, self._node = backend, node
         self._folder = Folder(Path(folder)) if folder else Folder.new()
         self._sync = SharedMemorySync(self._folder.path, node=node)
-        self._node, self._address, self._timeout_s = node, address, timeout_s
+        self._address, self._timeout_s = address, timeout_s
         self._store: Any = None
         self._key = ""
-        self._group: Any = None  # the standing group; another one replaces it
+        self._group: WeightGroup | None = None  # kept while its members stay the same
 
     async def folder(self) -> str:
         return str(self._folder.path)
 
     async def meeting(self) -> Meeting:
-        """Where a group that this one sends to meets."""
+        """Return where the group of this sender meets."""
         if self._store is None:
-            self._store = dist.TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            self._store = open_store(self._address, self._timeout_s)
         return self._address, self._store.port
 
     def send(self, handle: WeightHandle, key: str, meeting: Meeting, world: int) -> None:
-        """Send what is in this node's memory, each bucket as soon as it is written there."""
-        side = self._sync.read_side(handle)
-        buffer = side.tensor(0, (handle.location["size"],), torch.uint8)
-        self._broadcast(buffer, key, meeting, 0, world, side.wait_for)
+        """Send this node's copy, each bucket as soon as it is written."""
+        reader = self._sync.open_buffer(handle)
+        octets = reader.tensor(0, (handle.location["size"],), torch.uint8)
+        self._broadcast(octets, key, meeting, 0, world, reader.wait_until_written)
 
     def receive(
         self, handle: WeightHandle, key: str, meeting: Meeting, rank: int, world: int
     ) -> WeightHandle:
-        """The same weights in memory of this node, under a handle of their own."""
+        """Receive the weights of `handle`; return the handle of this node's copy."""
         size = handle.location["size"]
-        side = self._sync.take_side(size)
+        writer = self._sync.begin_buffer(size)
         try:
-            self._broadcast(side.bytes, key, meeting, rank, world, lambda end: None)
-            side.note(size)
+            self._broadcast(writer.bytes, key, meeting, rank, world, lambda end: None)
+            writer.mark_written(size)
         finally:
-            side.give_up()
-        location = location_of(side, handle.location["tensors"], size, self._node)
+            writer.abandon()
+        location = location_of(writer, handle.location["tensors"], size, self._node)
         return replace(handle, location=location)
 
     async def remove(self) -> None:
-        """At the end of the run: give the memory back."""
+        """Free this node's weights at the end of the run."""
         self._sync.close()
         self._folder.remove()
 
     def _broadcast(
         self,
-        buffer: torch.Tensor,
+        octets: torch.Tensor,
         key: str,
         meeting: Meeting,
         rank: int,
         world: int,
-        wait_for: Callable[[int], None],
+        wait_until_written: Callable[[int], None],
     ) -> None:
-        """A member that dies closes its connections; who sees it leaves the group, and so on.
-
-        One bucket at a time: others that are under way would keep the group open until they time out.
-        """
+        """Broadcast all buckets. A member that sees another one die leaves the group, and so on."""
         fault = ""
         try:
-            self._meet(key, meeting, rank, world)
-            for start in range(0, len(buffer), BUCKET_BYTES):
-                bucket = buffer[start : start + BUCKET_BYTES]
-                wait_for(start + len(bucket))
-                self._carrier.broadcast(self._group, bucket, sends=rank == 0)
+            self._join(key, meeting, rank, world)
+            assert self._group is not None
+            for start in range(0, len(octets), BUCKET_BYTES):
+                bucket = octets[start : start + BUCKET_BYTES]
+                wait_until_written(start + len(bucket))
+                self._group.broadcast_bucket(bucket)
         except RunError:
             self._leave()
             raise
-        except RuntimeError as error:  # what torch raises
+        except RuntimeError as error:  # from torch
             fault = str(error).splitlines()[0]
         if fault:
             self._leave()
@@ -181,18 +111,24 @@ class Distributor:
 
     def _leave(self) -> None:
         if self._group is not None:
-            self._carrier.leave(self._group)
+            self._group.leave()
         self._key, self._group = "", None
 
-    def _meet(self, key: str, meeting: Meeting, rank: int, world: int) -> None:
-        """The standing group where it has the same members still, else a new one."""
+    def _join(self, key: str, meeting: Meeting, rank: int, world: int) -> None:
+        """Join the group `key`, in place of a group of other members."""
         if self._key == key:
             return
         self._leave()
-        store = self._store
-        if rank:
-            timeout = timedelta(seconds=self._timeout_s)
-            store = dist.TCPStore(*meeting, is_master=False, timeout=timeout)
-        timeout = timedelta(seconds=self._timeout_s)
-        self._group = self._carrier.group(dist.PrefixStore(key, store), rank, world, timeout)
+        store = connect_store(*meeting, self._timeout_s) if rank else self._store
+        how = {"name": key, "backend": self._backend, "address": self._address}
+        self._group = WeightGroup(rank, world, store, self._timeout_s, **how)
         self._key = key
+
+
+def _prepare_nccl(node: str) -> None:
+    """Set what NCCL reads from the environment; for a process that does nothing else with NCCL."""
+    if not torch.cuda.is_available():
+        raise UserError("sync.backend: got nccl on a node without a visible GPU, allowed: gloo")
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait ends with its timeout
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # and the process survives it
+    os.environ.setdefault("NCCL_HOSTID", node)  # distributors of one machine count as two nodes

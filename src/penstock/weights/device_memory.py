@@ -1,8 +1,8 @@
-"""Memory of a GPU that several processes of one machine share (CUDA IPC).
+"""GPU memory that several processes of one machine share (CUDA IPC).
 
-Allocated beside torch's own pools, through the driver, so that giving it up returns it to the device.
-Who exports it gives others a handle of 64 bytes; who opens that sees the same bytes, on the same GPU,
-with no copy. Who may read and write when is `buffer.py`'s business.
+Allocated through the driver, beside torch's own pools, so that freeing it returns it to the device. The
+exporting process gives others a handle of 64 bytes; a process that opens the handle sees the same bytes on
+the same GPU with no copy. Who may read and write when is decided in `buffer.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _OUT_OF_MEMORY = 2
 
 
 @dataclass(slots=True, frozen=True)
-class DevicePlace:
-    """Where exported memory is: which GPU, and the driver's handle of it."""
+class DeviceHandle:
+    """Names exported memory: the GPU and the driver's IPC handle."""
 
     uuid: str
-    handle: bytes
+    octets: bytes
 
 
 class _Handle(ctypes.Structure):
@@ -37,7 +37,7 @@ class _Handle(ctypes.Structure):
 
 
 class DeviceBytes:
-    """A stretch of device memory as torch takes it over; lives as long as a tensor of it."""
+    """Device memory in the form that torch wraps; lives as long as a tensor over it."""
 
     def __init__(self, pointer: int, size: int, owner: object) -> None:
         self._owner = owner
@@ -49,14 +49,14 @@ class DeviceBytes:
         }
 
 
-_OWN: weakref.WeakValueDictionary[DevicePlace, DeviceMemory] = weakref.WeakValueDictionary()
+_EXPORTED: weakref.WeakValueDictionary[DeviceHandle, DeviceMemory] = weakref.WeakValueDictionary()
 
 
 class DeviceMemory:
-    """An allocation of this process; freed with the last tensor of it."""
+    """An allocation of this process; freed with the last tensor over it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = size, device
+        self._device = device
         pointer = ctypes.c_uint64()
         with _context(device):
             code = _driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size))
@@ -65,53 +65,53 @@ class DeviceMemory:
                 code = _driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size))
             if code:
                 raise RunError(
-                    f"weights: no room for {size / 1e9:.2f} GB on {device} ({_words(code)}); "
+                    f"weights: no room for {size / 1e9:.2f} GB on {device} ({_driver_error(code)}); "
                     "sync.kind=shared_memory keeps them in the host's memory"
                 )
         self._pointer = pointer.value
         weakref.finalize(self, _free, device, self._pointer).atexit = False
 
-    def tensor(self) -> torch.Tensor:
-        return self.octets(self._size)[0]
+    def tensor(self, size: int) -> tuple[torch.Tensor, object]:
+        """Return the first `size` bytes, and an object that lives as long as this tensor and its views."""
+        return _tensor(self._pointer, size, self._device, self)
 
-    def octets(self, size: int) -> tuple[torch.Tensor, object]:
-        """Its bytes, and what lives exactly as long as this tensor and its views."""
-        return _octets(self._pointer, size, self._device, self)
-
-    def place(self) -> DevicePlace:
+    def export(self) -> DeviceHandle:
+        """Return the handle by which other processes of this machine open the memory."""
         handle = _Handle()
         with _context(self._device):
             code = _driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(self._pointer))
         if code:
             raise RunError(
                 f"weights: the driver cannot share memory of {self._device} between processes "
-                f"({_words(code)}); sync.kind=shared_memory does without"
+                f"({_driver_error(code)}); sync.kind=shared_memory does without"
             )
-        place = DevicePlace(_uuid(self._device), bytes(memoryview(handle)))
-        _OWN[place] = self
-        return place
+        exported = DeviceHandle(_uuid(self._device), bytes(memoryview(handle)))
+        _EXPORTED[exported] = self
+        return exported
 
 
 class OpenedMemory:
-    """Another process's allocation, as long as this lives."""
+    """Memory of another process, open as long as this object lives."""
 
-    def __init__(self, place: DevicePlace) -> None:
-        self._device = _device_of(place.uuid)
+    def __init__(self, handle: DeviceHandle) -> None:
+        self._device = _device_of(handle.uuid)
         pointer = ctypes.c_uint64()
         with _context(self._device):
             code = _driver().cuIpcOpenMemHandle_v2(
-                ctypes.byref(pointer), _Handle.from_buffer_copy(place.handle), _ENABLE_PEER_ACCESS
+                ctypes.byref(pointer), _Handle.from_buffer_copy(handle.octets), _ENABLE_PEER_ACCESS
             )
         if code:
-            raise WeightsGone(f"memory of {self._device} that held weights is gone: {_words(code)}")
+            raise WeightsGone(
+                f"memory of {self._device} that held weights is gone: {_driver_error(code)}"
+            )
         self._pointer = pointer.value
         weakref.finalize(self, _close, self._device, self._pointer).atexit = False
 
-    def octets(self, size: int) -> tuple[torch.Tensor, object]:
-        return _octets(self._pointer, size, self._device, self)
+    def tensor(self, size: int) -> tuple[torch.Tensor, object]:
+        return _tensor(self._pointer, size, self._device, self)
 
 
-def _octets(
+def _tensor(
     pointer: int, size: int, device: torch.device, owner: object
 ) -> tuple[torch.Tensor, object]:
     octets = DeviceBytes(pointer, size, owner)
@@ -119,22 +119,22 @@ def _octets(
 
 
 class OpenedMemories:
-    """Opening takes a while and the same few places come again and again: they stay open."""
+    """Memories that stay open, because opening is slow and the same few are read again and again."""
 
     def __init__(self) -> None:
-        self._by_path: dict[str, tuple[DevicePlace, OpenedMemory]] = {}
+        self._by_path: dict[str, tuple[DeviceHandle, OpenedMemory]] = {}
 
-    def of(self, path: str, place: DevicePlace) -> OpenedMemory | DeviceMemory:
-        """One for each file that describes a place; a new place there closes the one before.
+    def open(self, path: str, handle: DeviceHandle) -> OpenedMemory | DeviceMemory:
+        """Return the memory of the buffer at `path`; a new handle there closes the previous memory.
 
-        The driver opens no memory in the process that it belongs to.
+        The driver does not open memory in the process that owns it, so that case returns the owner's.
         """
-        if (own := _OWN.get(place)) is not None:
+        if (own := _EXPORTED.get(handle)) is not None:
             return own
         known = self._by_path.get(path)
-        if known is None or known[0] != place:
-            self._by_path.pop(path, None)  # given back first, if nobody reads it any more
-            known = self._by_path[path] = (place, OpenedMemory(place))
+        if known is None or known[0] != handle:
+            self._by_path.pop(path, None)  # freed first, unless a tensor still reads it
+            known = self._by_path[path] = (handle, OpenedMemory(handle))
         return known[1]
 
     def clear(self) -> None:
@@ -146,7 +146,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def _device_of(uuid: str) -> torch.device:
-    """The GPU with this identity, by its number in this process."""
+    """Return the GPU with this UUID under its number in this process."""
     devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     for device in devices:
         if _uuid(device) == uuid:
@@ -159,9 +159,9 @@ def _device_of(uuid: str) -> torch.device:
 
 @contextlib.contextmanager
 def _context(device: torch.device) -> Iterator[None]:
-    """The driver's calls act on the device whose context is the thread's current one."""
+    """Make `device` the current one: the driver's calls act on the thread's current context."""
     with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # makes the context, where there is none yet
+        torch.cuda.current_stream().query()  # creates the context if there is none yet
         yield
 
 
@@ -175,7 +175,7 @@ def _driver() -> Any:
     return driver
 
 
-def _words(code: int) -> str:
+def _driver_error(code: int) -> str:
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(code, ctypes.byref(text))
     return (text.value or b"unknown").decode()

@@ -1,6 +1,8 @@
-"""One digest for a set of named tensors: the identity of a policy's weights. Takes raw bytes (numpy views), so that trainer, engine, journal and auditor agree without
-sharing a framework. Names are sorted; dtype and shape are part of the identity. A tensor is hashed in
-leaves of a fixed size, so that a GPU can hash thousands of them at once (`weights/digest_kernels.py`).
+"""One digest for a set of named tensors: the identity of a policy's weights.
+
+Takes raw bytes (numpy views) and imports no torch, so that trainer, engine, journal and auditor agree
+without sharing a framework. Names are sorted; dtype and shape are part of the identity. A tensor is hashed
+in leaves of a fixed size, so that a GPU can hash thousands of them at once (`device_digest.py`).
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-FORM = "leaves-"  # a digest says how it was made: those of other forms cannot be compared with it
+FORM = "leaves-"  # the prefix names the form: digests of other forms cannot be compared with it
 DIGEST_BYTES = 16  # of a tensor
 LEAF_BYTES = 32 << 10
 LEAF_DIGEST_BYTES = 32
-BIG_BYTES = 1 << 20  # from here on a tensor is worth a thread's while
+BIG_BYTES = 1 << 20  # a tensor of this size is hashed on a thread
 THREADS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
 
 def tensor_digest(name: str, dtype: str, array: np.ndarray) -> bytes:
-    """Digest of one tensor: its name, dtype, shape and bytes."""
+    """Return the digest of one tensor: of its name, dtype, shape and bytes."""
     octets = np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
     leaves = [
         hashlib.sha256(octets[start : start + LEAF_BYTES]).digest()
@@ -32,15 +34,15 @@ def tensor_digest(name: str, dtype: str, array: np.ndarray) -> bytes:
 
 
 def combine_leaves(name: str, dtype: str, shape: tuple[int, ...], leaves: bytes) -> bytes:
-    """Digest of one tensor from the SHA-256 of each of its leaves, the last one maybe shorter."""
-    # SHA-256: processors of this decade compute it in hardware, twice as fast as BLAKE2b
+    """Return the digest of one tensor from the SHA-256 of its leaves; the last may be shorter."""
+    # SHA-256, because current processors compute it in hardware, twice as fast as BLAKE2b
     hasher = hashlib.sha256(f"{name}|{dtype}|{shape}|".encode())
     hasher.update(leaves)
     return hasher.digest()[:DIGEST_BYTES]
 
 
 def combine_digests(tensor_digests: dict[str, bytes]) -> str:
-    """Digest of a whole model from those of its tensors, whatever order they came in."""
+    """Return the digest of a model from those of its tensors, in any order."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name in sorted(tensor_digests):
         hasher.update(name.encode())
@@ -49,15 +51,15 @@ def combine_digests(tensor_digests: dict[str, bytes]) -> str:
 
 
 def weights_digest(tensors: Iterable[tuple[str, str, np.ndarray]]) -> str:
-    """Digest of (name, dtype, array) triples. A dtype numpy lacks travels as its bits (uint16)."""
+    """Return the digest of (name, dtype, array) triples; a dtype that numpy lacks comes as its bits."""
     return combine_digests(tensor_digests(tensors))
 
 
 def tensor_digests(tensors: Iterable[tuple[str, str, np.ndarray]]) -> dict[str, bytes]:
-    """The digest of each tensor by its name.
+    """Return the digest of each tensor by name.
 
-    Big tensors are hashed on several threads (hashing lets the interpreter go); at most two for
-    each thread are held at a time, so that an iterable that makes copies stays cheap.
+    Big tensors are hashed on several threads, as hashlib releases the interpreter lock. At most two
+    tensors per thread are held at a time, so that an iterable that makes copies stays cheap.
     """
     digests: dict[str, bytes] = {}
     running: deque[tuple[str, Future[bytes]]] = deque()

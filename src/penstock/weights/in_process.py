@@ -1,7 +1,7 @@
 """Weights handed over inside one process.
 
-One object is shared by consumer and engine. Publishing copies into one of two standing buffers, so
-that an engine still reading the last version never sees the next one.
+Consumer and engine share one object. Publishing copies into one of two buffers in turn, so that an
+engine that still reads the last version never sees the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.types import WeightHandle
 
 
 class InProcessSync:
-    """Consumes weights on the trainer's thread, yields them on the engine's."""
+    """Consumes weights on the trainer's thread, yields them on the engine's thread."""
 
     def __init__(self) -> None:
         self._buffers: list[dict[str, torch.Tensor]] = [{}, {}]
@@ -24,16 +24,16 @@ class InProcessSync:
     def publish(
         self, version: int, digest: str, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> WeightHandle:
-        side = self._versions.index(min(self._versions))
-        buffer = self._buffers[side]
+        index = self._versions.index(min(self._versions))
+        buffer = self._buffers[index]
         for name, tensor in weights:
-            standing = buffer.get(name)
-            if standing is None or standing.dtype != tensor.dtype:
+            kept = buffer.get(name)
+            if kept is None or kept.dtype != tensor.dtype:
                 buffer[name] = tensor.detach().clone()
             else:
-                standing.copy_(tensor.detach())
-        self._versions[side] = version
-        return WeightHandle(version=version, digest=digest, kind="in_process", location=side)
+                kept.copy_(tensor.detach())
+        self._versions[index] = version
+        return WeightHandle(version=version, digest=digest, kind="in_process", location=index)
 
     def fetch(self, handle: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
         if self._versions[handle.location] != handle.version:

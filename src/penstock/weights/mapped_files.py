@@ -1,8 +1,8 @@
-"""Weights by the place where their bytes lie: what other processes of this machine map.
+"""Weights as files that other processes of this machine can map.
 
-A tensor that is a view of a file which many may map (as weights in shared memory are) is passed on by
-that file's name, with no copy; any other tensor is written once into a file of this module. A folder of
-safetensors is read as it is. Knows nothing of engines; removing files is the caller's business.
+A tensor that is a view of a shared mapping (as weights in shared memory are) is passed on by the name of
+its file, with no copy; any other tensor is written to a file first. A folder of safetensors is read as it
+is. Knows nothing of engines; the caller removes the files.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from pathlib import Path
 import torch
 
 FOLDER = "folder"  # the kind of a WeightHandle whose location is a folder of safetensors files
-Place = tuple[str, str, list[int], str, int]  # name, dtype, shape, file, offset
+FileEntry = tuple[str, str, list[int], str, int]  # name, dtype, shape, file, offset
 _ALIGN = 64
 
 
 def memory_folder() -> str:
-    """Where files are kept in memory, if this system has such a place."""
+    """Return the folder whose files are kept in memory, or the temporary folder if there is none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
-def place_weights(weights: dict[str, torch.Tensor], file: Path, *, copy: bool) -> list[Place]:
-    """Where each weight lies; what no other process could map is written to `file` first.
+def share_weights(weights: dict[str, torch.Tensor], file: Path, *, copy: bool) -> list[FileEntry]:
+    """Return where other processes can map each weight; write what they cannot map to `file`.
 
-    `copy` writes all of them, for readers that see no other folder than that of `file`.
+    `copy` writes all weights, for readers that see only the folder of `file`.
     """
     regions = [] if copy else shared_regions()
-    places: list[Place] = []
-    parked: list[tuple[torch.Tensor, int]] = []
+    entries: list[FileEntry] = []
+    unmapped: list[tuple[torch.Tensor, int]] = []
     size = 0
     for name, tensor in weights.items():
         dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
         found = _find(regions, tensor)
         if found is None:
-            parked.append((tensor, size))
+            unmapped.append((tensor, size))
             found = (str(file), size)
             size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-        places.append((name, dtype, shape, *found))
-    if parked:
-        _write(file, max(size, _ALIGN), parked)
-    return places
+        entries.append((name, dtype, shape, *found))
+    if unmapped:
+        _write(file, max(size, _ALIGN), unmapped)
+    return entries
 
 
-def read_places(places: Iterable[Place]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights as views of private maps: read without a copy, and nobody's file is changed."""
+def read_shared(entries: Iterable[FileEntry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights as views of private mappings: no copy, and a write does not reach the file."""
     maps: dict[str, mmap.mmap] = {}
-    for name, dtype, shape, file, offset in places:
+    for name, dtype, shape, file, offset in entries:
         if file not in maps:
             with open(file, "rb") as opened:
                 maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -60,7 +60,7 @@ def read_places(places: Iterable[Place]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
-    """All weights of a safetensors folder, mapped."""
+    """Return all weights of a safetensors folder, mapped."""
     from safetensors.torch import load_file
 
     files = sorted(Path(folder).glob("*.safetensors"))
@@ -71,7 +71,7 @@ def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
 
 @dataclass(slots=True, frozen=True, order=True)
 class SharedRegion:
-    """A stretch of this process's memory that is a file, shared with whoever else maps it."""
+    """An address range of this process that is mapped from a file and shared."""
 
     start: int
     end: int
@@ -80,7 +80,7 @@ class SharedRegion:
 
 
 def shared_regions() -> list[SharedRegion]:
-    """Files that this process has mapped as shared, by address; none where the system cannot say."""
+    """Return the files that this process has mapped as shared, by address; none without /proc."""
     try:
         lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
     except OSError:
@@ -114,14 +114,14 @@ def _find(regions: list[SharedRegion], tensor: torch.Tensor) -> tuple[str, int] 
     return regions[at].file, first - regions[at].start + regions[at].offset
 
 
-def _write(file: Path, size: int, parked: list[tuple[torch.Tensor, int]]) -> None:
+def _write(file: Path, size: int, unmapped: list[tuple[torch.Tensor, int]]) -> None:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.ftruncate(descriptor, size)
         mapping = mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
-    for tensor, offset in parked:
+    for tensor, offset in unmapped:
         _view(mapping, offset, list(tensor.shape), tensor.dtype).copy_(tensor)
 
 

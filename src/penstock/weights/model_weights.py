@@ -1,32 +1,37 @@
-"""The weights of a model by name, their digest, and a load that is whole or not at all.
+"""The weights of a model by name, their digest, and a load that is complete or does not happen.
 
-A tied weight counts once, under the first of its names; buffers do not count. Trainer and engine use
-the same order and the same bits, so that their digests agree (law 5).
+A tied weight counts once, under its first name; buffers do not count. Trainer and engine use the same
+order and the same bits, so that their digests agree.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from penstock.errors import DigestMismatch, EngineError, WeightsGone
 from penstock.types import WeightHandle
-from penstock.weights.device_digest import DeviceDigests, can_hash_on
 from penstock.weights.digest import combine_digests, tensor_digests
 from penstock.weights.mapped_files import FOLDER, read_folder
 
+if TYPE_CHECKING:
+    from penstock.weights.device_digest import DeviceDigests
+
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight once, in the model's order."""
+    """Yield every weight once, in the model's order."""
     for name, parameter in model.named_parameters(remove_duplicate=True):
         yield name, parameter.detach()
 
 
 def weight_bits(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
-    """The dtype's name and the values as numpy; bfloat16, which numpy lacks, as its bits."""
+    """Return the dtype's name and the values as numpy; bfloat16, which numpy lacks, as its bits."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     host = tensor.detach().cpu().contiguous()
     if host.dtype is torch.bfloat16:
@@ -35,17 +40,19 @@ def weight_bits(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
 
 
 def digest_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The identity of named weights, wherever they are."""
+    """Return the digest of named weights, on whatever device they are."""
     return combine_digests(digests_of(weights))
 
 
 def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
-    """The digest of each tensor by its name; those on a GPU are hashed there."""
+    """Return the digest of each tensor by name; tensors on a GPU are hashed there."""
     on_devices: dict[torch.device, DeviceDigests] = {}
 
     def on_host() -> Iterator[tuple[str, str, np.ndarray]]:
         for name, tensor in weights:
             if can_hash_on(tensor.device):
+                from penstock.weights.device_digest import DeviceDigests
+
                 if tensor.device not in on_devices:
                     on_devices[tensor.device] = DeviceDigests(tensor.device)
                 on_devices[tensor.device].add(name, tensor)
@@ -58,13 +65,23 @@ def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
     return digests
 
 
+def can_hash_on(device: torch.device) -> bool:
+    """Return whether the hash kernel runs on this device."""
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def model_digest(model: torch.nn.Module) -> str:
-    """The digest of what the model holds now."""
+    """Return the digest of the model's current weights."""
     return digest_of(named_weights(model))
 
 
 def folder_digest(folder: str) -> str:
-    """Of a safetensors folder; empty where there is none, as for a model's name on a hub."""
+    """Return the digest of a safetensors folder; empty if it has none, as a model name on a hub."""
     if not any(Path(folder).glob("*.safetensors")):
         return ""
     return digest_of(read_folder(folder).items())
@@ -75,26 +92,27 @@ def checked_weights(
     source: WeightHandle,
     model: torch.nn.Module | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What `source` names, if it is what was announced and fits `model`; hashed as it arrives.
+    """Return the weights of `source`; raise unless they have its digest and fit `model`.
 
-    A folder is read as it is, without `fetch`. Where the model is on a GPU, that does the hashing.
+    Tensors are hashed as they arrive, on the model's GPU if it is on one. A folder is read as it is,
+    without `fetch`.
     """
     weights: dict[str, torch.Tensor] = {}
     device = torch.device("cpu") if model is None else next(model.parameters()).device
-    moves = can_hash_on(device)
+    hashes_there = can_hash_on(device)
 
     def arriving() -> Iterator[tuple[str, torch.Tensor]]:
         named = read_folder(source.location).items() if source.kind == FOLDER else fetch(source)
         for name, tensor in named:
             weights[name] = tensor.detach()
-            there = moves and not tensor.is_cuda
-            yield name, weights[name].to(device) if there else weights[name]
+            moves = hashes_there and not tensor.is_cuda
+            yield name, weights[name].to(device) if moves else weights[name]
 
     try:
         digest = digest_of(arriving())
     except WeightsGone:
-        raise  # they are to be published again
-    except Exception as error:  # foreign code at a seam: the engine serves on with what it has
+        raise  # the caller has them published again
+    except Exception as error:  # foreign code at a seam: the engine keeps its old weights
         raise EngineError(f"weights {source.version} could not be fetched: {error}") from error
     if model is not None:
         _refuse_others(model, weights)
@@ -106,12 +124,12 @@ def checked_weights(
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Copy checked weights into the model; after this nobody reads `weights` any more."""
+    """Copy checked weights into the model; when this returns, `weights` may change."""
     devices = set()
     for name, tensor in named_weights(model):
         tensor.copy_(weights[name])
         devices |= {one.device for one in (tensor, weights[name]) if one.is_cuda}
-    for device in devices:  # a GPU copies later than it is told to
+    for device in devices:  # a GPU copies asynchronously
         torch.cuda.current_stream(device).synchronize()
 
 

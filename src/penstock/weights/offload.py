@@ -1,8 +1,8 @@
-"""Device memory that is lent out: tensors wait in standing host memory and come back bit for bit.
+"""Host offload: tensors move from device memory to host memory and come back bit for bit.
 
-Works on storages, so names, optimizers and views notice nothing; tensors that share one move once, a
-shard (DTensor) by what this rank holds. Host memory is pinned, made once and used again. Who takes
-turns with whom is the launcher's business.
+Works on storages, so names, optimizers and views are not affected; tensors that share a storage move once,
+and of a DTensor the shard of this rank moves. The host memory is pinned, allocated once and reused. Who
+uses the device when is decided by the launcher.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 
 from penstock.errors import RunError
 
-CHUNK_BYTES = 256 * 2**20  # a power of two: pinned memory is handed out in such sizes
+CHUNK_BYTES = 256 * 2**20  # a power of two, as pinned memory is allocated in such sizes
 _ALIGN = 64
 
 
 @dataclass(slots=True, frozen=True)
-class _Place:
+class _Offloaded:
     storage: torch.UntypedStorage
-    host: torch.Tensor  # bytes
+    host: torch.Tensor  # its bytes
 
 
-class Parking:
-    """The tensors that `tensors` names at the time, as far as they are on one of `devices`."""
+class HostOffload:
+    """Offloads the tensors that `tensors` yields at that time, as far as they are on `devices`."""
 
     def __init__(
         self,
@@ -37,87 +37,89 @@ class Parking:
         devices: tuple[str, ...] = ("cuda",),
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """On a CPU nothing is gained by moving, so by default nothing does."""
+        """The default skips CPU tensors, since moving them gains nothing."""
         self._tensors, self._devices, self._chunk_bytes = tensors, devices, chunk_bytes
         self._chunks: list[torch.Tensor] = []
-        self._places: dict[int, _Place] = {}  # by storage; empty: nothing is parked
+        self._offloaded: dict[int, _Offloaded] = {}  # by storage; empty: nothing is offloaded
 
     @property
-    def parked(self) -> bool:
-        return bool(self._places)
+    def is_offloaded(self) -> bool:
+        return bool(self._offloaded)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that stands ready."""
+        """Return the size of the host memory that is kept for reuse."""
         return sum(len(chunk) for chunk in self._chunks)
 
-    def park(self) -> None:
-        """Move what is not parked yet, and give back what the allocator keeps for later."""
+    def offload(self) -> None:
+        """Move the tensors to the host, and return the allocator's cached memory to the device."""
         storages = self._storages()
-        rooms = self._rooms([storage.nbytes() for storage in storages]) if storages else []
-        for storage, room in zip(storages, rooms, strict=True):
-            room.copy_(_bytes_of(storage), non_blocking=True)
+        targets = self._host_views([storage.nbytes() for storage in storages]) if storages else []
+        for storage, host in zip(storages, targets, strict=True):
+            host.copy_(_bytes_of(storage), non_blocking=True)
         _finish_copies(storages)
-        for storage, room in zip(storages, rooms, strict=True):
-            self._places[storage._cdata] = _Place(storage, room)
+        for storage, host in zip(storages, targets, strict=True):
+            self._offloaded[storage._cdata] = _Offloaded(storage, host)
             storage.resize_(0)
         if torch.cuda.is_initialized():
             gc.collect()
             torch.cuda.empty_cache()
 
-    def unpark(self) -> None:
-        """Bring everything back, or nothing where memory runs out on the way."""
+    def reload(self) -> None:
+        """Move everything back to the device, or nothing if its memory does not suffice."""
         back: list[torch.UntypedStorage] = []
         try:
-            for place in self._places.values():
-                place.storage.resize_(len(place.host))
-                back.append(place.storage)
-                _bytes_of(place.storage).copy_(place.host, non_blocking=True)
+            for one in self._offloaded.values():
+                one.storage.resize_(len(one.host))
+                back.append(one.storage)
+                _bytes_of(one.storage).copy_(one.host, non_blocking=True)
             _finish_copies(back)
         except torch.OutOfMemoryError:
             _finish_copies(back)
             for storage in back:
                 storage.resize_(0)
             raise
-        self._places.clear()
+        self._offloaded.clear()
 
-    def held(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor to read or write: its copy on the host while it is parked, else itself."""
-        place = self._places.get(_storage_of(tensor)._cdata)
-        if place is None:
+    def current(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to read or write: the copy on the host while it is offloaded, else itself."""
+        offloaded = self._offloaded.get(_storage_of(tensor)._cdata)
+        if offloaded is None:
             return tensor
         local = _local(tensor)
-        first = place.host.storage_offset() // local.element_size() + local.storage_offset()
+        first = offloaded.host.storage_offset() // local.element_size() + local.storage_offset()
         view = torch.empty(0, dtype=local.dtype)
-        return view.set_(place.host.untyped_storage(), first, local.size(), local.stride())
+        return view.set_(offloaded.host.untyped_storage(), first, local.size(), local.stride())
 
     def _storages(self) -> list[torch.UntypedStorage]:
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors():
             storage = _storage_of(tensor)
-            ours = storage.resizable()  # not where another process or numpy looks on
+            ours = storage.resizable()  # not if another process or numpy uses the memory
             if ours and storage.device.type in self._devices and storage.nbytes():
                 found.setdefault(storage._cdata, storage)
         return list(found.values())
 
-    def _rooms(self, sizes: list[int]) -> list[torch.Tensor]:
-        """So many bytes each, none across two chunks; what is parked already keeps its own."""
-        if self._places:
-            raise AssertionError("park: got new tensors while others are parked, unpark first")
-        rooms, number, offset = [], 0, 0
+    def _host_views(self, sizes: list[int]) -> list[torch.Tensor]:
+        """Return host memory of these sizes; no view spans two chunks."""
+        if self._offloaded:
+            raise AssertionError(
+                "offload: got new tensors while others are offloaded, reload them first"
+            )
+        views, number, offset = [], 0, 0
         for size in sizes:
             while number < len(self._chunks) and offset + size > len(self._chunks[number]):
                 number, offset = number + 1, 0
             if number == len(self._chunks):
                 self._chunks.append(_host_memory(max(size, self._chunk_bytes)))
-            rooms.append(self._chunks[number][offset : offset + size])
+            views.append(self._chunks[number][offset : offset + size])
             offset += -(-size // _ALIGN) * _ALIGN
-        return rooms
+        return views
 
 
 @contextlib.contextmanager
-def short_of_memory(who: str, advice: str) -> Iterator[None]:
-    """Device memory that runs out inside is one line to the user, with what to change."""
+def explain_out_of_memory(who: str, advice: str) -> Iterator[None]:
+    """Turn an out-of-memory error of the block into one line that says what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -125,7 +127,7 @@ def short_of_memory(who: str, advice: str) -> Iterator[None]:
 
 
 def first_sentences(error: torch.OutOfMemoryError) -> str:
-    """How much was asked for and how much was free, without the allocator's own advice."""
+    """Return how much was asked for and how much was free, without the allocator's own advice."""
     return ". ".join(str(error).strip().splitlines()[0].split(". ")[:3]).rstrip(".")
 
 
@@ -136,7 +138,7 @@ def _host_memory(size: int) -> torch.Tensor:
     except RuntimeError as error:
         line = str(error).strip().splitlines()[0]
         raise RunError(
-            f"launch.colocate: got no {size / 2**20:.0f} MiB of pinned host memory to park in ({line}), "
+            f"launch.colocate: got no {size / 2**20:.0f} MiB of pinned host memory to offload to ({line}), "
             "allowed: more memory on the host, or launch.colocate=false"
         ) from error
 

@@ -1,7 +1,7 @@
 """What every weight sync does.
 
-The consumer's side publishes, an engine's side fetches; only the small WeightHandle travels between
-them as a message. A sync moves bytes: it does not decide when to publish, and engines check digests.
+The consumer's end publishes, an engine's end fetches; only the small WeightHandle travels between them
+as a message. A sync moves bytes: it does not decide when to publish, and engines check digests.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from penstock.types import WeightHandle
 
 
 class WeightSync(Protocol):
-    """Both sides of one path. The previous version stays readable while the next is written."""
+    """Both ends of one path. The previous version stays readable while the next is written."""
 
     def publish(
         self, version: int, digest: str, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> WeightHandle:
-        """Copy the weights out; when this returns the trainer may change its own."""
+        """Copy the weights out and return their handle; the trainer may change its own afterwards."""
 
     def fetch(self, handle: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
-        """The published tensors, read-only; WeightsGone where two further versions came first."""
+        """Yield the published tensors, read-only; raise WeightsGone if two newer versions exist."""
 
     def close(self) -> None:
-        """Give memory back."""
+        """Free the memory."""
 
 
 class Announcing(WeightSync, Protocol):
-    """A path whose handle can be given out before the bytes are there; `fetch` waits for each."""
+    """A path whose handle can be given out before the bytes are written; `fetch` waits for each."""
 
     def announce(self, version: int, digest: str) -> WeightHandle | None:
-        """The handle of what the next `publish` writes; None: it must publish once first."""
+        """Return the handle of the next publication; None before the first `publish`."""

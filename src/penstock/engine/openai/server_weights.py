@@ -22,7 +22,7 @@ from penstock.engine.openai.servers import Server
 from penstock.engine.protocol import Fetch
 from penstock.errors import RunError
 from penstock.types import WeightHandle
-from penstock.weights.mapped_files import FOLDER, memory_folder, place_weights
+from penstock.weights.mapped_files import FOLDER, memory_folder, share_weights
 from penstock.weights.model_weights import checked_weights
 
 Weights = dict[str, torch.Tensor]
@@ -125,7 +125,7 @@ class VllmCalls:
         else:
             made.temporary = tempfile.TemporaryDirectory(prefix="penstock-", dir=memory_folder())
             file = Path(made.temporary.name) / "weights"
-            found = await asyncio.to_thread(place_weights, weights, file, copy=False)
+            found = await asyncio.to_thread(share_weights, weights, file, copy=False)
             info["places"] = [list(place) for place in found]
         return made
 

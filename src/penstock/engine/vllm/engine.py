@@ -31,7 +31,7 @@ from penstock.engine.remote_requests import RemoteRequest, RemoteRequests
 from penstock.engine.vllm.options import Transfer, VllmOptions, sampling_fields
 from penstock.errors import EngineError
 from penstock.types import WeightHandle
-from penstock.weights import mapped_files as places
+from penstock.weights import mapped_files
 from penstock.weights.broadcast import WeightGroup, open_store
 from penstock.weights.model_weights import checked_weights, digest_of, folder_digest
 
@@ -111,9 +111,9 @@ class PenstockTransfer(WeightTransferEngine):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if update_info.folder:
-            weights = places.read_folder(update_info.folder)
+            weights = mapped_files.read_folder(update_info.folder)
         elif update_info.places:
-            weights = dict(places.read_places(update_info.places))
+            weights = dict(mapped_files.read_shared(update_info.places))
         elif self._group is not None:
             weights = self._group.receive(update_info.shapes)
         else:
@@ -278,7 +278,9 @@ class VllmEngine:
         if vllm_backend:
             self._sender = VllmSender(options.transfer, options.transfer_address, self._world)
         digest = await asyncio.to_thread(folder_digest, options.path)
-        first = WeightHandle(version=0, digest=digest, kind=places.FOLDER, location=options.path)
+        first = WeightHandle(
+            version=0, digest=digest, kind=mapped_files.FOLDER, location=options.path
+        )
         self._version, self._digest, self._latest = 0, digest, first if digest else None
         self._paused, self._asleep, self._weights = None, False, "there"
         self._requests.gate.set()
@@ -361,7 +363,7 @@ class VllmEngine:
 
     async def _transfer(self, llm: AsyncLLM, version: int, source: WeightHandle) -> None:
         """Fetch and check weights, then load them in every worker during a pause."""
-        folder = self._options.transfer_folder or places.memory_folder()
+        folder = self._options.transfer_folder or mapped_files.memory_folder()
         weights = await asyncio.to_thread(checked_weights, self._fetch, source)
         with tempfile.TemporaryDirectory(prefix="penstock-", dir=folder) as place:
             info = await self._prepare(weights, source, Path(place) / "weights")
@@ -401,10 +403,10 @@ class VllmEngine:
             await self._join_group()
             shapes = [[n, str(t.dtype)[6:], list(t.shape)] for n, t in weights.items()]
             return {"digest": source.digest, "shapes": shapes}
-        if source.kind == places.FOLDER and not self._options.transfer_folder:
+        if source.kind == mapped_files.FOLDER and not self._options.transfer_folder:
             return {"digest": source.digest, "folder": str(source.location)}
         copy = bool(self._options.transfer_folder)
-        found = await asyncio.to_thread(places.place_weights, weights, file, copy=copy)
+        found = await asyncio.to_thread(mapped_files.share_weights, weights, file, copy=copy)
         return {"digest": source.digest, "places": [list(place) for place in found]}
 
     async def _load(

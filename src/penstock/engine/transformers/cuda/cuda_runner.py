@@ -25,7 +25,7 @@ from penstock.engine.transformers.sampling import sample
 from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, lay_out
 from penstock.errors import UserError
 from penstock.weights.model_weights import load_weights, named_weights
-from penstock.weights.offload import Parking, short_of_memory
+from penstock.weights.offload import HostOffload, explain_out_of_memory
 
 _LAG = 1  # launches that may run ahead of what the host has read
 
@@ -89,10 +89,10 @@ class CudaRunner:
         self._pending: deque[Launch] = deque()
         self._active: list[int] = []
         self._rows_changed = True
-        self._parking = Parking(self._tensors)
+        self._host_offload = HostOffload(self._tensors)
         self._tokens = self._pool_tokens()
         self.longest = min(longest_request(model, options), self._tokens - 2)
-        with short_of_memory("engine", self._advice):
+        with explain_out_of_memory("engine", self._advice):
             self._open()
 
     def _pool_tokens(self) -> int:
@@ -153,9 +153,9 @@ class CudaRunner:
         self._rows_changed = True
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        if self._parking.parked:
+        if self._host_offload.is_offloaded:
             for name, tensor in named_weights(self.model):
-                self._parking.held(tensor).copy_(weights[name])
+                self._host_offload.current(tensor).copy_(weights[name])
         else:
             load_weights(self.model, weights)
         self.prompts.clear()
@@ -165,12 +165,12 @@ class CudaRunner:
         self.prompts.clear()
         for released in ("_pool", "_graphs", "_state"):
             self.__dict__.pop(released, None)
-        self._parking.park()
+        self._host_offload.offload()
 
     def wake(self) -> None:
         """Undo `sleep`, with its weights or those loaded since; sleep again if memory is short."""
-        with short_of_memory("engine", self._advice):
-            self._parking.unpark()
+        with explain_out_of_memory("engine", self._advice):
+            self._host_offload.reload()
             try:
                 self._open()
             except torch.OutOfMemoryError:
