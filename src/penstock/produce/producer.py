@@ -198,24 +198,32 @@ class Producer:
         """
         while not self._stopping:
             seen = self._changed.count
-            if self._paused:
-                await self._idle(task, seen, "resume")
-                continue
-            if self._last_step is not None and self.progress.next_consumer_step > self._last_step:
-                await self._idle(task, seen, "nothing: the last step is taken")
-                continue
-            task.ctx.update_event.clear()
-            self._aim(task)
-            try:
-                status = await task.strategy.produce_batch(task.ctx)
-            except PromptsExhausted as ended:
-                task.ctx.exhausted = ended
-                await self._idle(task, seen, "nothing: its prompts have ended")
-                continue
-            if status is ProduceBatchStatus.EXPIRED_BATCH:
-                await self._idle(task, seen, f"weights newer than version {self.model_version}")
-            elif status is ProduceBatchStatus.NORMAL:
-                await self._idle(task, seen, f"step {task.ctx.train_step} to be consumed")
+            waits_for = await self._produce(task)
+            if waits_for:
+                await self._idle(task, seen, waits_for)
+
+    async def _produce(self, task: ProduceTask) -> str:
+        """Call the strategy once; return what the task waits for next, "" for nothing."""
+        ctx = task.ctx
+        if self._paused:
+            return "resume"
+        if self._last_step is not None and self.progress.next_consumer_step > self._last_step:
+            return "nothing: the last step is taken"
+        ctx.update_event.clear()
+        self._aim(task)
+        try:
+            status = await task.strategy.produce_batch(ctx)
+        except PromptsExhausted as ended:
+            ctx.exhausted = ended
+            return "nothing: its prompts have ended"
+        if status is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT:
+            return ""
+        if (
+            status is ProduceBatchStatus.NORMAL
+            and ctx.train_step >= self.progress.next_consumer_step
+        ):
+            return f"step {ctx.train_step} to be consumed"
+        return f"weights newer than version {self.model_version}"
 
     def _aim(self, task: ProduceTask) -> None:
         """Set the task's step, version and target to what the staleness bound allows now."""
@@ -339,7 +347,10 @@ class Producer:
                 continue  # the task has not looked at the newest change yet
             if ctx.exhausted is not None:
                 raise RunError(line + str(ctx.exhausted))
-            if not self._paused and not task.strategy.is_model_expired(step, self.model_version):
+            needs_weights = ctx.train_step < step or task.strategy.is_model_expired(
+                step, self.model_version
+            )
+            if not self._paused and not needs_weights:
                 raise RunError(line + "should_continue_fn stopped before the batch was full")
 
     def _raise_fault(self) -> None:
