@@ -1,11 +1,11 @@
-"""What the control plane costs per group, from 1,000 to 1,000,000 groups; it must be flat.
+"""Measure what the control plane costs per group, from 1,000 to 1,000,000 groups; it must be flat.
 
     python benchmarks/control_plane.py [--most 1000000] [--journal-most 100000]
 
-Prints nanoseconds of a count, microseconds of a put and of a take in a buffer of that size; microseconds
-per group of the whole way (schedule, land, journal, take) over that many groups; and groups per second of
-the journal alone (drawn, landed, begun), for groups of 2 and of 4 rollouts of 16 tokens. Times are CPU times of this process, all
-threads, so that a neighbour's load counts less.
+Prints nanoseconds per count and microseconds per put and per take in a buffer of that size; microseconds per
+group for the whole way (schedule, land, journal, take); and groups per second of the journal alone (drawn,
+landed, begun), for groups of 2 and of 4 rollouts of 16 tokens. Times are CPU times of this process, all
+threads, so that load from other processes counts less.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import numpy as np
 
-from penstock.data.sampler import Sampler
 from penstock.journal import Journal
-from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.produce.replay_buffer import ReplayBuffer
+from penstock.produce import (
+    AsyncProduceStrategyConfig,
+    ProduceProgress,
+    Producer,
+    ProduceTask,
+    ReplayBuffer,
+    Sampler,
+)
 from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
 from stages.rollouts import finish_rollout, make_prompt, make_prompts
 
@@ -35,7 +40,7 @@ SCORE = Score(1.0)
 
 
 def make_groups(count: int) -> list[Group]:
-    """Groups that share one rollout's arrays: the buffer never looks at them."""
+    """Return groups that share one rollout's arrays; the buffer never looks at them."""
     prompt = make_prompt(0)
     rollout = Rollout(rollout_id="t:0.0", prompt_ids=prompt.token_ids, seed=0)
     finish_rollout(rollout, num_tokens=16)
@@ -46,7 +51,7 @@ def make_groups(count: int) -> list[Group]:
 
 
 def seconds(function: object, times: int) -> float:
-    """Per call; the best of three, so that a neighbour's load counts less."""
+    """Return the seconds per call, the best of three."""
     best = float("inf")
     for _ in range(3):
         started = time.process_time()
@@ -120,7 +125,7 @@ class InstantLoop:
 
 
 async def whole_way(size: int, folder: str) -> float:
-    """Seconds per group through sampler, strategy, journal, buffer and take_batch."""
+    """Return seconds per group through sampler, strategy, journal, buffer and take_batch."""
     journal, buffer, batch = Journal.open(Path(folder) / "journal.db"), ReplayBuffer(), 250
     sampler = Sampler(
         make_prompts(64), task_name="t", prompt_repeat_k=4, seed=0, replay_buffer=buffer

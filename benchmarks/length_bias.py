@@ -1,7 +1,7 @@
-"""What oversampling does to the lengths that are trained: the experiment of docs/async.md.
+"""Measure what oversampling does to the response lengths that are trained, for docs/async.md.
 
-40 steps of 16 groups, log-normal lengths that belong to the prompt, on virtual time; weights change with a
-pause, as on a machine where trainer and engine take turns. Prints one Markdown table.
+Runs 40 steps of 16 groups on virtual time. Lengths are log-normal and belong to the prompt. Generation pauses
+for every update, as on a machine where trainer and engine take turns. Prints one Markdown table.
 
     python benchmarks/length_bias.py
 """
@@ -18,11 +18,16 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from penstock.agent.single_turn import SingleTurn
 from penstock.config import SamplingConfig
-from penstock.data.sampler import Sampler
 from penstock.engine.protocol import GenerationRequest
 from penstock.journal import Journal
-from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.produce.replay_buffer import ReplayBuffer
+from penstock.produce import (
+    AsyncProduceStrategyConfig,
+    ProduceProgress,
+    Producer,
+    ProduceTask,
+    ReplayBuffer,
+    Sampler,
+)
 from penstock.produce.virtual_time import VirtualClock
 from penstock.types import StepReport
 from stages.fake_engine import FakeEngine

@@ -1,14 +1,14 @@
-"""Idle time of both sides and speed over the sync run, for several bounds of staleness.
+"""Measure the idle time of trainer and engine, and the speed-up over sync, per staleness bound.
 
     python benchmarks/pipeline.py [--steps 100] [--sigma 0 0.5 1] [--slots 64] [--staleness 0 1 2 4]
     python benchmarks/pipeline.py --real [--steps 30]      # the demo model, engine and trainer in processes
     python benchmarks/pipeline.py --real --matched [--minutes 5.5] [--sigma 0.5 1] [--staleness 1 2 4]
 
-The real producer, strategies, buffer and journal on a virtual clock; only the engine and the trainer
-take set times: a response takes its length (log-normal, so that a few are long) times the time per
-token, a step takes as long as the engine needs on average to make its batch. Both sides have the same
-hardware throughout: the engine decodes `slots` responses at once, the trainer trains one batch at a time.
-"Steady" leaves out the first tenth of the steps and the last ones, for which nothing is left to generate.
+Runs the real producer, strategies, buffer and journal on a virtual clock; only engine and trainer are
+modelled. A response takes its length (log-normal, so that a few are long) times the time per token; a step
+takes as long as the engine needs on average to make its batch. The engine decodes `slots` responses at
+once, the trainer trains one batch at a time. "Steady" leaves out the first tenth of the steps and the
+last ones, for which nothing is left to generate.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.data.sampler import Sampler
 from penstock.journal import Journal
 from penstock.produce import (
     AsyncProduceStrategyConfig,
     ProduceProgress,
     Producer,
     ProduceTask,
+    ReplayBuffer,
+    Sampler,
     SyncProduceStrategyConfig,
 )
-from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.produce.virtual_time import VirtualClock
 from penstock.types import Prompt, Rollout, Score, Status, StepReport, VersionSegment
 
@@ -41,7 +41,7 @@ TOKEN_S, MEAN_TOKENS, MOST_TOKENS = 0.02, 200, 2000
 
 @dataclass
 class Mark:
-    """When a step's batch was taken, and the slot seconds that had been used by then."""
+    """The time at which a step's batch was taken, and the slot seconds used until then."""
 
     at: float
     used: float
@@ -62,7 +62,7 @@ class Figures:
         return len(self.marks)
 
     def idle(self) -> tuple[float, float]:
-        """Of the trainer and of the engine, over the whole run."""
+        """Return the idle shares of trainer and engine over the whole run."""
         engine = self.engine_busy / (self.seconds * self.slots)
         return 1 - self.steps * self.train_s / self.seconds, 1 - engine
 
@@ -75,7 +75,7 @@ class Figures:
 
 
 class TimedAgent:
-    """Takes a slot for each response, holds it for as long as its tokens take, and scores it."""
+    """Holds a slot for each response for as long as its tokens take, then scores the response."""
 
     def __init__(self, sigma: float, slots: int) -> None:
         self._sigma = sigma
@@ -89,7 +89,7 @@ class TimedAgent:
         return int(np.clip(drawn, 1, MOST_TOKENS))
 
     def used(self, change: int = 0) -> float:
-        """Slot seconds until now; from now on so many more slots are in use."""
+        """Return the slot seconds used until now; from now on `change` more slots are in use."""
         now = asyncio.get_running_loop().time()
         self._used += self._running * (now - self._since)
         self._since, self._running = now, self._running + change
@@ -125,7 +125,7 @@ def prompts(count: int) -> list[Prompt]:
 async def run(
     steps: int, staleness: int | None, sigma: float, slots: int, train_s: float, path: Path
 ) -> Figures:
-    """`staleness` None: the sync strategy."""
+    """Run all steps; `staleness` None uses the sync strategy."""
     clock = asyncio.get_running_loop().time
     started = time.perf_counter()
     journal = Journal.open(path, threaded=False)

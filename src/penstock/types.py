@@ -2,8 +2,8 @@
 
     Prompt -> Rollout -> Group -> Batch -> StepReport
 
-Standard library and numpy only. Records hold data and check themselves; they do
-no input or output and know nothing of engines, trainers or the journal.
+Standard library and numpy only. Records hold data and check themselves. They do no input or output
+and know no engine, trainer or journal.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 
 
 class Status(StrEnum):
-    """Where a rollout (or a whole group) stands."""
+    """The state of a rollout, or of a whole group."""
 
-    INIT = "init"  # drawn, waiting or being generated
-    COMPLETED = "completed"  # finished and scored; may be trained
-    ABORTED = "aborted"  # stopped half-way; may go on from its partial tokens or start again
-    EXPIRED = "expired"  # older than the staleness bound; must be generated again
-    FAILED = "failed"  # an engine, reward or tool raised; the reason is in `error`
-    FILTERED = "filtered"  # complete but refused by a validity rule
-    ARCHIVED = "archived"  # trained or dropped: the end of its life
+    INIT = "init"  # drawn: it waits or is being generated
+    COMPLETED = "completed"  # finished and scored: it may be trained
+    ABORTED = "aborted"  # stopped half-way: it may continue from its tokens or start again
+    EXPIRED = "expired"  # older than the staleness bound: it must be generated again
+    FAILED = "failed"  # an engine, reward or tool raised: the reason is in `error`
+    FILTERED = "filtered"  # completed, but refused by a validity rule
+    ARCHIVED = "archived"  # trained or dropped: final
 
 
 LEGAL_MOVES: dict[Status, frozenset[Status]] = {
@@ -46,7 +46,7 @@ LEGAL_MOVES: dict[Status, frozenset[Status]] = {
 
 
 def move(current: Status, target: Status) -> Status:
-    """Return `target` if the table allows the step from `current`; staying put is always allowed."""
+    """Return `target` if the table allows the move from `current`; no move is always allowed."""
     if current is not target and target not in LEGAL_MOVES[current]:
         allowed = ", ".join(sorted(LEGAL_MOVES[current])) or "none, it is final"
         raise ValueError(f"illegal status move: got {current} -> {target}, allowed: {allowed}")
@@ -55,7 +55,7 @@ def move(current: Status, target: Status) -> Status:
 
 @dataclass(slots=True, frozen=True)
 class VersionSegment:
-    """`length` consecutive response tokens that were sampled under one policy version."""
+    """A run of `length` response tokens that were sampled under one policy version."""
 
     version: int
     length: int
@@ -71,7 +71,7 @@ class VersionSegment:
 def extend_segments(
     segments: Sequence[VersionSegment], version: int, length: int
 ) -> tuple[VersionSegment, ...]:
-    """Append `length` tokens of `version`, merging with a last run of the same version."""
+    """Append `length` tokens of `version`; merge them with a last segment of the same version."""
     if length == 0:
         return tuple(segments)
     if segments and segments[-1].version == version:
@@ -81,24 +81,24 @@ def extend_segments(
 
 
 def expand_segments(segments: Iterable[VersionSegment]) -> list[int]:
-    """The per-token view of version segments, for logs and tests."""
+    """Return the version of every token."""
     return [segment.version for segment in segments for _ in range(segment.length)]
 
 
 @dataclass(slots=True, frozen=True)
 class Score:
-    """What a reward says of one rollout."""
+    """A reward's verdict on one rollout."""
 
     value: float  # the reward that is trained on
     parts: dict[str, float] = field(default_factory=dict)  # named terms, before weighting
-    format_ok: bool | None = None  # the response has the asked form; None: not judged
-    answer_ok: bool | None = None  # the answer is right; None: not judged
-    note: str = ""  # why, in words, for a person who looks at samples
+    format_ok: bool | None = None  # whether the form is right; None: not judged
+    answer_ok: bool | None = None  # whether the answer is right; None: not judged
+    note: str = ""  # the reason in words, for people
 
 
 @dataclass(slots=True, frozen=True)
 class Prompt:
-    """One dataset item. `messages` is its chat form; `token_ids` is what the engine gets."""
+    """One dataset item: `messages` is its chat form, `token_ids` goes to the engine."""
 
     prompt_id: str  # unique in its dataset: "name:line"
     messages: tuple[dict[str, Any], ...]
@@ -130,48 +130,50 @@ def _no_mask() -> np.ndarray:
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """One sampled response. Per-token arrays all have the length of `response_ids`."""
+    """One sampled response. All per-token arrays have the length of `response_ids`."""
 
     rollout_id: str  # "group_id.index", unique for the life of the run
     prompt_ids: np.ndarray  # int32 [prompt length]
-    seed: int  # of this rollout's own random stream, whoever shares its batch
+    seed: int  # of this rollout's own random stream
     response_ids: np.ndarray = field(default_factory=_no_ids)  # int32
     logprobs: np.ndarray = field(default_factory=_no_logprobs)  # float32, sampling distribution
     loss_mask: np.ndarray = field(default_factory=_no_mask)  # True: sampled by the policy, trained
-    segments: tuple[VersionSegment, ...] = ()  # versions of the response tokens, run-length
+    segments: tuple[VersionSegment, ...] = ()  # versions of the response tokens, run-length encoded
     temperature: float = 1.0
     status: Status = Status.INIT
     finish_reason: str = ""  # stop | length | tool_calls | abort | error
-    text: str = ""  # the response decoded, for rewards and people
+    text: str = ""  # the decoded response, for rewards and people
     score: Score | None = None
     error: str = ""  # why it failed
     extra: dict[str, Any] = field(default_factory=dict)
-    issued_version: int = 0  # policy version when it was last handed to an agent loop
-    prompt: Prompt | None = field(default=None, repr=False)  # the group's own, shared by reference
+    issued_version: int = 0  # policy version when an agent loop last got it
+    prompt: Prompt | None = field(
+        default=None, repr=False
+    )  # that of the group, shared by reference
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Raise unless every per-token field speaks of the same tokens."""
-        length, spoken_of = len(self.response_ids), sum(one.length for one in self.segments)
-        if len(self.logprobs) == len(self.loss_mask) == spoken_of == length:
+        """Raise a ValueError unless all per-token fields have the same length."""
+        length, in_segments = len(self.response_ids), sum(one.length for one in self.segments)
+        if len(self.logprobs) == len(self.loss_mask) == in_segments == length:
             return
         lengths = {
             "logprobs": len(self.logprobs),
             "loss_mask": len(self.loss_mask),
-            "segments": spoken_of,
+            "segments": in_segments,
         }
         wrong = {name: got for name, got in lengths.items() if got != length}
         raise ValueError(
             f"rollout {self.rollout_id}: got lengths {wrong}, allowed: {length} "
-            "(that of response_ids)"
+            "(the length of response_ids)"
         )
 
     def append(
         self, token_ids: np.ndarray, logprobs: np.ndarray, segments: Sequence[VersionSegment]
     ) -> None:
-        """Add tokens the policy sampled. `segments` speak of the new tokens only."""
+        """Add tokens that the policy sampled; `segments` cover only the new tokens."""
         ids = np.concatenate([self.response_ids, token_ids])
         self.response_ids = ids.astype(np.int32, copy=False)
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32, copy=False)
@@ -201,13 +203,16 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int | None:
-        """The version of the oldest token; None while nothing was sampled."""
+        """The version of the oldest token; None without tokens."""
         return min((segment.version for segment in self.segments), default=None)
 
     @property
     def reward(self) -> float:
         if self.score is None:
-            raise ValueError(f"rollout {self.rollout_id} has no score; its status is {self.status}")
+            raise ValueError(
+                f"rollout {self.rollout_id}: got no score in status {self.status}, "
+                "allowed: a rollout that was scored"
+            )
         return self.score.value
 
 
@@ -223,14 +228,14 @@ _GROUP_STATUS_ORDER = (
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """The rollouts of one prompt: what is scheduled, buffered, expired, journalled and trained."""
+    """The rollouts of one prompt: the unit that is scheduled, buffered, journalled and trained."""
 
     group_id: str  # "task:cursor", unique for the life of the run
     task: str
-    cursor: int  # how many prompts this task had drawn before this one
+    cursor: int  # prompts that the task had drawn before this one
     prompt: Prompt
     rollouts: list[Rollout]
-    tries: int = 0  # times it was handed to an agent loop
+    tries: int = 0  # times that an agent loop got it
     error: str = ""
 
     def __post_init__(self) -> None:
@@ -241,7 +246,8 @@ class Group:
 
     @property
     def status(self) -> Status:
-        """COMPLETED if all are, else the first present of failed, aborted, expired, filtered."""
+        """COMPLETED if all rollouts are; otherwise the first status that one of them has, in order:
+        failed, aborted, expired, filtered, archived, init."""
         present = {rollout.status for rollout in self.rollouts}
         if present == {Status.COMPLETED}:
             return Status.COMPLETED
@@ -265,7 +271,7 @@ class Group:
         return min((version for version in versions if version is not None), default=None)
 
     def staleness(self, train_step: int) -> int:
-        """Updates between the oldest token and the step that would train it; 0 is on-policy."""
+        """Return the updates between the oldest token and the step that trains it; 0 is on-policy."""
         oldest = self.oldest_version
         return 0 if oldest is None else staleness(train_step, oldest)
 
@@ -275,7 +281,7 @@ class Group:
 
 
 def staleness(train_step: int, policy_version: int) -> int:
-    """Step s trains on-policy data when it was sampled under version s - 1."""
+    """Return the updates that a version is behind; version s - 1 is on-policy in step s."""
     return train_step - policy_version - 1
 
 
@@ -293,19 +299,19 @@ class Batch:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StepReport:
-    """What one update did."""
+    """The result of one update."""
 
     step: int
-    policy_version: int  # updates done, this one included
+    policy_version: int  # updates done, including this one
     digest: str  # of the weights after the update
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WeightHandle:
-    """The identity of published weights, and where an engine on the other side fetches them."""
+    """The identity of published weights, and where an engine fetches them."""
 
     version: int
     digest: str
-    kind: str  # the weight sync that published it: in_process | shared_memory | ...
-    location: Any = None  # what that sync needs to fetch; small enough to send as a message
+    kind: str  # the weight sync that published them: in_process | shared_memory | ...
+    location: Any = None  # what that sync needs to fetch them; small enough for a message

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskConfig
+from penstock import preflight
+from penstock.config import EvalTaskConfig, RewardConfig, TaskConfig
 from penstock.config.source import validate
-from penstock.data import Dataset, check_data, load_dataset, validate_source
+from penstock.data import Dataset, load_dataset, validate_source
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.dataset import Example, read_examples
 from penstock.errors import UserError
@@ -88,7 +89,7 @@ def test_test_cases_stand_in_for_an_answer(tmp_path: Path) -> None:
         ({"prompt": "  ", "gt_answer": "2"}, "prompt: got no text"),
         (
             {"messages": [USER, {"role": "assistant", "content": "2"}], "gt_answer": "2"},
-            "the last message is the assistant's",
+            "got an assistant message last",
         ),
         ({"messages": USER}, "got neither an answer nor test_cases"),
         ({"messages": USER, "gt_answer": ["2"]}, "gt_answer: got a list, allowed: a string or"),
@@ -219,11 +220,13 @@ def test_a_dataset_can_be_sent_to_another_process(chat: ChatTemplate) -> None:
         copy[3]
 
 
-def test_check_data_looks_at_training_and_evaluation(tmp_path: Path) -> None:
-    check_data(Config())
-    config = validate({"eval": {"tasks": {"math": {"data": str(tmp_path / "gone.jsonl")}}}})
+def test_the_check_before_a_run_looks_at_training_and_evaluation(tmp_path: Path) -> None:
+    train = {"steps": 1}
+    preflight.check(validate({"train": train}))
+    gone = {"math": {"data": str(tmp_path / "gone.jsonl")}}
+    config = validate({"train": train, "eval": {"tasks": gone}})
     with pytest.raises(UserError, match=r"eval.tasks.math: .*gone.jsonl"):
-        check_data(config)
+        preflight.check(config)
 
 
 json_values = st.recursive(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import preflight
 from penstock.config.source import load_config
-from penstock.data import builtin, check_data
+from penstock.data import builtin
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.demo import policy_path, resolve_model_path
 from penstock.errors import UserError
@@ -101,7 +102,7 @@ def test_the_tokenizer_is_the_one_the_script_builds(script: ModuleType, chat: Ch
 
 def test_the_demo_config_fits_the_policy(script: ModuleType, chat: ChatTemplate) -> None:
     config = load_config().config
-    check_data(config)
+    preflight.check(config)
     assert config.produce.max_staleness == 1
     task, evaluation = config.tasks["train"], config.eval.tasks["heldout"]
     assert (task.data, evaluation.data) == ("addition", "addition:heldout")

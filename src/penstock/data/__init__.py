@@ -1,10 +1,11 @@
-"""Datasets, built-in tasks, the sampler and chat templates: from a data source to token ids.
+"""From a data source to token ids: datasets, built-in tasks, the sampler and chat templates.
 
-Text becomes tokens only in `chat.py`. May import config, types and the demo.
+Only `chat.py` turns text into tokens. May import config, types and the demo. Rewards, which judge
+responses, do not belong here.
 """
 
 from __future__ import annotations
 
-from penstock.data.dataset import Dataset, check_data, load_dataset, validate_source
+from penstock.data.dataset import Dataset, load_dataset, validate_source
 
-__all__ = ["Dataset", "check_data", "load_dataset", "validate_source"]
+__all__ = ["Dataset", "load_dataset", "validate_source"]

@@ -1,8 +1,8 @@
-"""Built-in generated tasks: problems with known answers, made here, no download.
+"""Built-in tasks: generated problems with known answers, without a download.
 
-A task gives plain dataset records (the same shape as a JSONL line) in a fixed order that looks random,
-so that the first N problems of a task are a fair sample of it. `NAME` is the training part and
-`NAME:heldout` the part that is never trained on. Nothing here tokenises or shuffles by seed.
+A task returns dataset records, shaped like JSONL lines, in a fixed order that looks random: the first N
+problems are a fair sample. `NAME` is the training part, `NAME:heldout` the part that is never trained on.
+Nothing here tokenises or shuffles by seed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SPLITS = ("train", "heldout")
 
 
 def is_heldout(a: int, b: int) -> bool:
-    """Whether a sum is kept for evaluation. a+b and b+a always fall on the same side."""
+    """Return whether a sum is kept for evaluation; a+b and b+a always fall on the same side."""
     return _pair_hash(min(a, b), max(a, b)) < HELDOUT_SHARE
 
 
 def addition(split: str, *, low: int = 10, high: int = 99, size: int = 0) -> list[Record]:
-    """Every sum a+b with low <= a, b <= high on one side of the split; `size` 0: all of them."""
+    """Return the sums a+b with low <= a, b <= high of one split; `size` 0 returns all of them."""
     if not 0 <= low <= high <= 9999:
         raise UserError(f"addition: got low={low} high={high}, allowed: 0 <= low <= high <= 9999")
     if (high - low + 1) ** 2 > 1_000_000:
@@ -45,8 +45,12 @@ def _addition_record(a: int, b: int) -> Record:
 
 
 def _pair_hash(a: int, b: int, salt: str = "split") -> float:
-    """A number in [0, 1) that depends on the pair alone, the same on every machine."""
-    digest = hashlib.blake2b(f"{salt}:{a}+{b}".encode(), digest_size=8).digest()
+    return hash_fraction(f"{salt}:{a}+{b}")
+
+
+def hash_fraction(text: str) -> float:
+    """Return a number in [0, 1) that depends on the text alone, the same on every machine."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
@@ -54,12 +58,12 @@ TASKS: dict[str, Callable[..., list[Record]]] = {"addition": addition}
 
 
 def is_builtin(name: str) -> bool:
-    """Whether `name` (without its split) is a built-in task."""
+    """Return whether `name`, with or without a split, names a built-in task."""
     return name.partition(":")[0] in TASKS
 
 
 def load(name: str, options: dict[str, Any]) -> list[Record]:
-    """The records of `NAME` or `NAME:SPLIT` with the task's own options."""
+    """Return the records of `NAME` or `NAME:SPLIT`, made with the task's own options."""
     task, _, split = name.partition(":")
     split = split or "train"
     if split not in SPLITS:

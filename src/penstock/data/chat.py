@@ -1,9 +1,8 @@
-"""Chat templates and tokenizers: the one place where text becomes token ids and back.
+"""Chat templates and tokenizers: the only place where text becomes token ids and back.
 
-Prompts are encoded once, with the generation prompt; what the engine samples is never tokenised
-again. A tokenizer without a chat template gets the contents of the messages joined by line breaks and
-nothing else, so a single message is its own prompt. Prompts are not cut here, and datasets are not
-known here. transformers is imported when first needed.
+Prompts are encoded once, with the generation prompt; sampled tokens are never tokenised again. Without
+a chat template the contents of the messages are joined by line breaks, so a single message is its own
+prompt. Prompts are not cut here, and datasets are not known here. transformers is imported when first needed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Message = Mapping[str, Any]
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder or hub name; `demo` is that of the policy that ships."""
+    """Load the tokenizer of a folder or hub name; `demo` is the policy that ships with Penstock."""
     if str(path) == "demo":
         from penstock.demo import policy_path
 
@@ -41,7 +40,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _check_folder(path: str | Path) -> None:
-    """Refuse early what cannot be a tokenizer, before transformers is imported."""
+    """Raise a UserError for a path that cannot be a tokenizer, before transformers is imported."""
     folder = Path(path).expanduser()
     looks_like_path = isinstance(path, Path) or str(path).startswith((".", "/", "~"))
     if folder.is_dir():
@@ -58,7 +57,7 @@ def _check_folder(path: str | Path) -> None:
 
 
 def _model_end_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The ends of sequence that the model beside a tokenizer names: a chat model may have several."""
+    """Return the end-of-sequence ids of the model beside a tokenizer; a chat model may have several."""
     source = str(getattr(tokenizer, "name_or_path", "") or "")
     if not source:
         return ()
@@ -77,15 +76,15 @@ def _hub_end_ids(name: str) -> Any:
 
     try:
         return GenerationConfig.from_pretrained(name).eos_token_id
-    except OSError:  # a model without a generation config: the tokenizer's own end is all there is
+    except OSError:  # the model has no generation config: only the tokenizer names an end
         return None
 
 
 class ChatTemplate:
-    """Messages to prompt ids and response ids to text, for one tokenizer."""
+    """Turns messages into prompt ids and response ids into text, for one tokenizer."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
-        """`end_ids` are ids that end a response besides those the tokenizer and its model name."""
+        """Add `end_ids` to the ids that the tokenizer and its model name as the end of a response."""
         self.tokenizer = tokenizer
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
@@ -97,23 +96,23 @@ class ChatTemplate:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a response, the tokenizer's own first; empty if nobody names one."""
+        """The ids that end a response, the tokenizer's own first; empty if nothing names one."""
         return self._eos_ids
 
     @property
     def pad_id(self) -> int:
-        """The padding id; that of end of sequence, or 0, where the tokenizer has none."""
+        """The padding id; without one, the end-of-sequence id, or 0."""
         pad = self.tokenizer.pad_token_id
         return int(pad) if pad is not None else (self.eos_ids or (0,))[0]
 
     def encode(self, messages: Sequence[Message], system_prompt: str = "") -> np.ndarray:
-        """Prompt ids, int32, ending where the assistant is to answer."""
+        """Return prompt ids, int32, that end where the assistant's answer begins."""
         return self.encode_many([messages], system_prompt)[0]
 
     def encode_many(
         self, conversations: Iterable[Sequence[Message]], system_prompt: str = ""
     ) -> list[np.ndarray]:
-        """`encode` of many conversations with one call of the tokenizer: several times faster."""
+        """Encode many conversations with one call of the tokenizer, which is several times faster."""
         texts = [self.render(messages, system_prompt) for messages in conversations]
         if not texts:
             return []
@@ -121,7 +120,7 @@ class ChatTemplate:
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
     def render(self, messages: Sequence[Message], system_prompt: str = "") -> str:
-        """The prompt as text, with the system prompt put first where the messages have none."""
+        """Return the prompt as text; add the system prompt if the messages have none."""
         conversation = [dict(message) for message in messages]
         if system_prompt and not any(m.get("role") == "system" for m in conversation):
             conversation.insert(0, {"role": "system", "content": system_prompt})
@@ -144,13 +143,15 @@ class ChatTemplate:
         return str(text)
 
     def encode_text(self, text: str) -> np.ndarray:
-        """Plain text as ids, int32, with nothing added (tool results, text streams)."""
+        """Return the ids of plain text, int32, with nothing added (tool results, text streams)."""
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Response text as rewards see it: begin, end and padding tokens are dropped, every other
-        special token (think and answer tags among them) stays visible."""
+        """Return the response text as rewards see it.
+
+        Begin, end and padding tokens are dropped; other special tokens, such as think tags, stay.
+        """
         kept = [int(token) for token in ids if int(token) not in self._dropped]
         text = self.tokenizer.decode(
             kept, skip_special_tokens=False, clean_up_tokenization_spaces=False

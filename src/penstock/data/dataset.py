@@ -1,8 +1,8 @@
-"""Datasets: a JSONL file, a built-in task or a reasoning-gym generator becomes Prompts.
+"""Datasets: turns a JSONL file, a built-in task or a reasoning-gym generator into Prompts.
 
-Every line is checked before anything is trained, and a mistake names its file and line. Prompts over
-the limit are skipped and counted, or refused; none is ever cut. The order of a dataset is that of its
-source: drawing and shuffling are the sampler's business.
+Every line is checked before training starts, and an error names the file and line. Prompts over the
+limit are skipped and counted, or refused; none is cut. A dataset keeps the order of its source; the
+sampler draws and shuffles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config import Config, EvalTaskConfig, TaskDataConfig
+from penstock.config import EvalTaskConfig, TaskDataConfig
 from penstock.data import builtin, reasoning_gym
 from penstock.data.chat import ChatTemplate
 from penstock.errors import UserError
@@ -31,7 +31,7 @@ REWARDS_THAT_NEED_AN_ANSWER = frozenset({"think_answer_tags", "boxed", "code"})
 
 @dataclass(slots=True, frozen=True)
 class Example:
-    """One checked record of a source, not yet tokenised."""
+    """One checked record of a source, before tokenisation."""
 
     line: int  # in the file, or the index of a generated problem; counts from 1
     messages: tuple[dict[str, Any], ...]
@@ -41,11 +41,11 @@ class Example:
 
 
 class BadRecord(ValueError):
-    """One record is wrong; the caller adds where it stands."""
+    """One record is wrong; the caller adds its file and line."""
 
 
 class Dataset:
-    """Prompts by index. Holds ids and plain data only, so it can be sent to another process."""
+    """Prompts by index. Holds only ids and plain data, so it can be sent to another process."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Dataset:
     ) -> None:
         assert len(examples) == len(token_ids)
         self.name = name
-        self.source = source  # what was read, for people
+        self.source = source  # the `data` of the task
         self.num_skipped_long = num_skipped_long  # prompts over max_prompt_tokens
         self._examples = list(examples)
         self._token_ids = list(token_ids)
@@ -90,8 +90,8 @@ def load_dataset(
 ) -> Dataset:
     """Read, check and tokenise the data of task `name`.
 
-    `seed` is that of generated problems where data_options has none. `needs_answer=False` allows
-    records without gt_answer and test_cases; None: as the task's rewards need.
+    `seed` generates problems unless data_options has a seed. `needs_answer=False` allows records
+    without gt_answer and test_cases; None asks the task's rewards.
     """
     if needs_answer is None:
         needs_answer = task_needs_answer(task)
@@ -111,7 +111,7 @@ def load_dataset(
 
 @contextmanager
 def _naming_key(name: str, task: TaskDataConfig) -> Iterator[None]:
-    """Put the task's key of the config before what is wrong with its data."""
+    """Put the task's config key in front of any UserError about its data."""
     table = "eval.tasks" if isinstance(task, EvalTaskConfig) else "tasks"
     try:
         yield
@@ -132,7 +132,7 @@ def _tokenize(
 def _check_lengths(
     task: TaskDataConfig, examples: Sequence[Example], token_ids: Sequence[np.ndarray]
 ) -> list[bool]:
-    """Which prompts fit; a UserError where none does, or where long ones are to be refused."""
+    """Return which prompts fit; raise a UserError if none does or if long prompts are refused."""
     fits = [len(ids) <= task.max_prompt_tokens for ids in token_ids]
     num_long = fits.count(False)
     if num_long and (task.long_prompts == "refuse" or num_long == len(fits)):
@@ -146,12 +146,12 @@ def _check_lengths(
 
 
 def task_needs_answer(task: TaskDataConfig) -> bool:
-    """Whether a built-in reward of the task compares with a known answer or runs test cases."""
+    """Return whether a built-in reward of the task needs a known answer or test cases."""
     return any(reward.type in REWARDS_THAT_NEED_AN_ANSWER for reward in task.rewards)
 
 
 def validate_source(name: str, task: TaskDataConfig, *, needs_answer: bool | None = None) -> None:
-    """Find every mistake that shows without a tokenizer: missing file, bad lines, unknown names."""
+    """Raise a UserError for mistakes found without a tokenizer: missing file, bad line, unknown name."""
     if needs_answer is None:
         needs_answer = task_needs_answer(task)
     with _naming_key(name, task):
@@ -161,16 +161,10 @@ def validate_source(name: str, task: TaskDataConfig, *, needs_answer: bool | Non
             read_examples(task.data, task.data_options, seed=0, needs_answer=needs_answer)
 
 
-def check_data(config: Config) -> None:
-    """`validate_source` of every training and evaluation task of a config."""
-    for name, task in (*config.tasks.items(), *config.eval.tasks.items()):
-        validate_source(name, task)
-
-
 def read_examples(
     data: str, options: dict[str, Any], seed: int, *, needs_answer: bool = True
 ) -> list[Example]:
-    """The checked records of a source; a UserError tells the first mistake and how many follow."""
+    """Return the checked records of a source; a UserError names the first mistake and counts the rest."""
     records: Iterator[tuple[int, object]]
     if data.startswith(reasoning_gym.PREFIX):
         records = enumerate(reasoning_gym.load(data, options, seed), start=1)
@@ -199,7 +193,7 @@ def _where(data: str, line: int) -> str:
 
 
 def _read_jsonl(data: str, options: dict[str, Any]) -> Iterator[tuple[int, object]]:
-    """(line number, parsed line or BadRecord) of a file; blank lines are passed over."""
+    """Yield (line number, parsed line or BadRecord) for each line of a file that is not blank."""
     path = Path(data).expanduser()
     if not path.is_file():
         names = ", ".join(builtin.TASKS)
@@ -269,14 +263,16 @@ def _parse_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
                 f"{name}: content got {_kind(message.get('content'))}, allowed: a string"
             )
     if messages[-1]["role"] == "assistant":
-        raise BadRecord(f"{name}: the last message is the assistant's, allowed: one to be answered")
+        raise BadRecord(
+            f"{name}: got an assistant message last, allowed: a last message of another role"
+        )
     if not any(message["content"].strip() for message in messages):
         raise BadRecord(f"{name}: got no text, allowed: at least one message with content")
     return tuple(messages)
 
 
 def _parse_answer(name: str | None, record: dict[str, Any]) -> tuple[str | None, bool]:
-    """The answer, and whether it was taken out of a longer field (which then stays in `extra`)."""
+    """Return the answer, and whether it is part of a longer field, which then stays in `extra`."""
     if name is None:
         return None, False
     value = record[name]
@@ -302,13 +298,13 @@ def _parse_test_cases(value: object) -> dict[str, Any] | None:
     if not inputs or len(inputs) != len(outputs):
         raise BadRecord(
             f"test_cases: got {len(inputs)} inputs and {len(outputs)} outputs, "
-            "allowed: as many of each, at least one"
+            "allowed: the same number of each, at least one"
         )
     return value
 
 
 def _kind(value: object) -> str:
-    """The JSON name of a value's kind, for messages."""
+    """Return the JSON type of a value, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     if value is None:
         return "null"

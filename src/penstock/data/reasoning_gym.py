@@ -1,58 +1,56 @@
 """Problems from the optional reasoning-gym package: `reasoning_gym:NAME`.
 
-Problems are generated from a seed, without a download. `reasoning_gym:NAME:heldout` gives problems whose
-question falls on the held-out side of a fixed split, whatever the seed, so that a training set
-and an evaluation set of one generator never share a question. The package is imported when first needed.
+Problems are generated from a seed, without a download. A hash of the question puts each problem into the
+training or the held-out split (`reasoning_gym:NAME:heldout`), so the two never share a question, whatever
+the seeds. The package is imported when first needed.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib.util
 import json
 from typing import Any
 
+from penstock.data.builtin import HELDOUT_SHARE, SPLITS, Record, hash_fraction
 from penstock.errors import UserError
 from penstock.types import Prompt
 
-Record = dict[str, Any]
-
 PREFIX = "reasoning_gym:"
 DEFAULT_SIZE = 1000
-HELDOUT_SHARE = 0.1
 MAX_TRIES_PER_PROBLEM = 40
 
 
 def load(name: str, options: dict[str, Any], seed: int) -> list[Record]:
-    """`size` records of one generator; options: size, seed, and the generator's own settings."""
+    """Return `size` records of one generator; options: size, seed, the generator's own settings."""
     generator, split = _parse(name)
     size = _size(name, options)
     problems = _create(name, generator, {"seed": seed, **options}, size * MAX_TRIES_PER_PROBLEM)
     records: list[Record] = []
     for index in range(size * MAX_TRIES_PER_PROBLEM):
         item = problems[index]
-        if _is_heldout(item["question"]) is (split == "heldout"):
+        is_heldout = hash_fraction(item["question"]) < HELDOUT_SHARE
+        if is_heldout is (split == "heldout"):
             records.append(_record(generator, item))
             if len(records) == size:
                 return records
     raise UserError(
-        f"data_options.size of {name}: got {size}, allowed: at most {len(records)}, "
-        f"since so few of {size * MAX_TRIES_PER_PROBLEM} problems are {split} ones"
+        f"data_options.size of {name}: got {size}, allowed: at most {len(records)}, because only "
+        f"{len(records)} of {size * MAX_TRIES_PER_PROBLEM} problems are in the {split} split"
     )
 
 
 def validate(name: str, options: dict[str, Any]) -> None:
-    """Raise a UserError unless the package, the generator and its options are there."""
+    """Raise a UserError if the package is missing, or the generator or its options are unknown."""
     generator, _ = _parse(name)
     _size(name, options)
     _create(name, generator, {"seed": 0, **options}, 1)
 
 
 def score(response: str, prompt: Prompt) -> float:
-    """A reward: the generator's own verdict, in [0, 1], of what stands in the answer tags.
+    """Return the generator's own score, in [0, 1], of the text in the answer tags. A reward.
 
-    For problems with more than one right answer. Without answer tags the whole response is judged.
+    Meant for problems with more than one right answer. Without answer tags it judges the whole response.
     """
     generator = prompt.extra["reasoning_gym"]
     _, opened, tail = response.rpartition("<answer>")
@@ -68,7 +66,7 @@ def score(response: str, prompt: Prompt) -> float:
 
 def _parse(name: str) -> tuple[str, str]:
     generator, _, split = name.removeprefix(PREFIX).partition(":")
-    if split not in ("", "train", "heldout"):
+    if split not in ("", *SPLITS):
         raise UserError(f"data: got {name!r}, allowed: {PREFIX}{generator} with :train or :heldout")
     return generator, split or "train"
 
@@ -100,20 +98,15 @@ def _import_package(name: str) -> Any:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UserError(
             f"data: got {name!r}, but the package reasoning-gym is not installed; "
-            "allowed: after `pip install penstock[reasoning-gym]`"
+            "install it with: pip install 'penstock[reasoning-gym]'"
         )
     import reasoning_gym
 
     return reasoning_gym
 
 
-def _is_heldout(question: str) -> bool:
-    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64 < HELDOUT_SHARE
-
-
 def _record(generator: str, item: dict[str, Any]) -> Record:
-    """A dataset line; the metadata is made plain JSON, so that it can be journalled."""
+    """Return a dataset line; its metadata is plain JSON, so that it can be journalled."""
     metadata = json.loads(json.dumps(item["metadata"], default=str))
     return {
         "messages": [{"role": "user", "content": item["question"]}],

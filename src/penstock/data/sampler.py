@@ -1,8 +1,8 @@
-"""Draws groups to generate: first what must be tried again, then fresh prompts.
+"""Draws groups to generate: first the groups to retry, then fresh prompts.
 
-The position in the data is one absolute cursor. Epoch e is a permutation that depends only on the
-seed, the task and e, so any cursor can be drawn again at any time (`group_at`), ids never repeat in
-the life of a run, and there is no iterator to save. Generates nothing and keeps no groups.
+The position in the data is one absolute cursor. Epoch e is a permutation that depends only on the seed,
+the task and e. So any cursor can be drawn again at any time (`group_at`), ids never repeat within a run,
+and no iterator has to be saved. The sampler generates nothing and keeps no groups.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.types import Group, Prompt, Rollout, Status
 
 
 class PromptSource(Protocol):
-    """Any dataset: a length and items."""
+    """Anything with a length and prompts by index."""
 
     def __len__(self) -> int: ...
 
@@ -26,24 +26,24 @@ class PromptSource(Protocol):
 
 
 class GroupSource(Protocol):
-    """The part of a replay buffer that a sampler needs."""
+    """The part of a replay buffer that a sampler uses."""
 
     def take_now(self, task_name: str, group_status: Status) -> Group | None: ...
 
 
 class PromptsExhausted(RunError):
-    """The task may draw no further fresh prompt."""
+    """The task has drawn all prompts that it may draw."""
 
 
 def stable_hash(*parts: object) -> int:
-    """63 bits that depend on nothing but the parts: equal on every machine and in every process."""
+    """Return 63 bits that depend only on the parts, the same on every machine."""
     text = "\x1f".join(str(part) for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def rollout_seed(run_seed: int, group_id: str, index: int, tries: int) -> int:
-    """The seed of one rollout's random stream: a function of its identity alone."""
+    """Return the seed of one rollout's random stream, which depends only on its identity."""
     return stable_hash(run_seed, group_id, index, tries)
 
 
@@ -69,7 +69,7 @@ class Sampler:
         self.task_name = task_name
         self.prompt_repeat_k = prompt_repeat_k
         self.seed = seed
-        self.cursor = shard  # of the next fresh prompt, absolute over all epochs and shards
+        self.cursor = shard  # next fresh prompt, counted over all epochs and shards
         self._dataset = dataset
         self._replay_buffer = replay_buffer
         self._num_shards = num_shards
@@ -80,13 +80,13 @@ class Sampler:
     async def sample(
         self, task_name: str, group_status: Status | Sequence[Status] | None = None
     ) -> Group:
-        """A group of the first status that the buffer has, else a fresh one."""
+        """Take a buffered group of the first status that has one; otherwise draw a fresh group."""
         return self.sample_now(task_name, group_status)
 
     def sample_now(
         self, task_name: str, group_status: Status | Sequence[Status] | None = None
     ) -> Group:
-        """`sample` without a turn of the event loop."""
+        """Do what `sample` does, without a turn of the event loop."""
         if task_name != self.task_name:
             raise UserError(f"sampler: got task {task_name!r}, allowed: {self.task_name!r}")
         statuses = (group_status,) if isinstance(group_status, Status) else (group_status or ())
@@ -100,14 +100,14 @@ class Sampler:
     def _draw(self) -> Group:
         if self._max_prompts is not None and self.cursor >= self._max_prompts:
             raise PromptsExhausted(
-                f"task {self.task_name}: all {self._max_prompts} prompts that it may draw are drawn"
+                f"task {self.task_name}: it has drawn all {self._max_prompts} prompts that it may draw"
             )
         group = self.group_at(self.cursor)
         self.cursor += self._num_shards
         return group
 
     def group_at(self, cursor: int) -> Group:
-        """The group of that cursor as it was first drawn; moves nothing."""
+        """Return the group of that cursor as it was first drawn; the sampler does not move."""
         size = len(self._dataset)
         if not size:
             raise UserError(
@@ -138,7 +138,7 @@ class Sampler:
         return self._permutations[epoch]
 
     def start_from(self, cursor: int) -> None:
-        """Draw next the first cursor of this shard that is not below `cursor`."""
+        """Continue from the first cursor of this shard that is not below `cursor`."""
         self.cursor = cursor + (self._shard - cursor) % self._num_shards
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""An event loop whose time is virtual: it jumps to the next timer instead of waiting.
+"""An event loop with virtual time: it jumps to the next timer instead of waiting.
 
-All waits of the producing side are asyncio waits, so the real strategies run under it unchanged: in
-tests, in experiments, in the digital twin. When nothing is left that could ever happen, it raises
-instead of hanging. Threads and sockets are not for it.
+All waits of the producing side are asyncio waits, so the real strategies run under this loop unchanged.
+Tests and benchmarks use it today; it ships because a simulator of whole runs will be built on it. When
+nothing can happen any more it raises Deadlock instead of hanging. It supports no threads and no sockets.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Somebody waits, and no timer and no task is left to wake them."""
+    """Some task waits, and no timer and no other task is left to wake it."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Where a loop would sleep, time moves on instead."""
+    """Moves time forward where a loop would sleep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,13 +32,15 @@ class _JumpingSelector(selectors.SelectSelector):
         if ready:
             return ready
         if timeout is None:
-            raise Deadlock("virtual time: everybody waits and nothing is due")
-        # never quite still: a timer that fires a rounding error early must find time to have passed
+            raise Deadlock("virtual time: all tasks wait and no timer is set")
+        # time always moves: a timer that fires a rounding error early must see that time has passed
         self.now = max(self.now + timeout, math.nextafter(self.now, math.inf))
         return ready
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop on the jumping selector's clock."""
+
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
@@ -49,7 +51,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualClock:
-    """Owns a virtual loop; `run` works like asyncio.run, again and again on the same loop."""
+    """Owns a virtual loop; `run` works like asyncio.run, but always on the same loop."""
 
     def __init__(self) -> None:
         self.loop = VirtualTimeLoop()
@@ -62,13 +64,13 @@ class VirtualClock:
         return self.loop.run_until_complete(main)
 
     def settle(self) -> None:
-        """Run everything that can run at this instant, without moving time."""
+        """Run everything that can run now, without moving time."""
         while self.loop._ready:  # type: ignore[attr-defined]
             self.loop.call_soon(self.loop.stop)
             self.loop.run_forever()
 
     def close(self) -> None:
-        """Cancel what is left and close the loop."""
+        """Cancel the remaining tasks and close the loop."""
         while left := asyncio.all_tasks(self.loop):
             for task in left:
                 task.cancel()
