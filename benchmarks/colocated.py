@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 
     async def train() -> dict[str, object]:
         async with open_job(config, run_folder) as job:
-            print(f"started: {job.placement}", flush=True)
+            print(f"started: {job.workers.description}", flush=True)
             await begin(job)
             await Loop(job).run()
             stats, identity = await job.engine.stats(), await job.trainer.identity()

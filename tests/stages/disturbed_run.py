@@ -50,17 +50,17 @@ def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list
     async def train() -> None:
         async with open_job(config, folder) as job:
             job.workers.callbacks.note = notes.append
-            notes.append(job.placement)
+            notes.append(job.workers.description)
             await begin(job)
             keep_trainer_alive(job)
             if disturb is not None:
-                take = job.producer.take_batch
+                take = job.source.take_batch
 
                 async def disturbed(step: int):
                     await disturb(job, step)
                     return await take(step)
 
-                job.producer.take_batch = disturbed  # type: ignore[method-assign]
+                job.source.take_batch = disturbed  # type: ignore[method-assign]
             await Loop(job).run()
             await job.checkpoints.save(job.trainer)
 
