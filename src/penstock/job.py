@@ -31,7 +31,7 @@ from penstock.journal import Journal
 from penstock.launch import LAUNCHERS
 from penstock.launch.control import Control
 from penstock.launch.offline_trainer import offline_trainer
-from penstock.launch.part_factories import TrainerPart, Workers
+from penstock.launch.workers import Workers
 from penstock.plugins import load
 from penstock.produce import (
     IsValidSample,
@@ -44,6 +44,7 @@ from penstock.produce import (
 )
 from penstock.reward import build_reward
 from penstock.run_folder import RunFolder
+from penstock.supervise.trainer import TrainerPart
 from penstock.track.fanout import Fanout
 from penstock.track.jsonl import restore_metrics
 from penstock.track.protocol import RunInfo

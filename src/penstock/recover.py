@@ -16,8 +16,8 @@ from penstock.checkpoint import Checkpoint, CheckpointStore
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
 from penstock.job import Job, open_trainer
 from penstock.journal import Journal, is_empty
-from penstock.launch.part_factories import TrainerPart
 from penstock.run_folder import CONFIG, RunFolder
+from penstock.supervise.trainer import TrainerPart
 from penstock.track.jsonl import last_step_told
 from penstock.types import StepReport
 from penstock.weights.digest import FORM

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.launch.part_factories import Workers
+from penstock.launch.workers import Workers
 from penstock.supervise.supervised import Supervised
 from stages.fake_engine import FakeEngine
 from stages.shared_device import Shift, Sleeper

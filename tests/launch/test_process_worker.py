@@ -35,7 +35,7 @@ def with_echo(tmp_path: Path, act: Any, greeting: str = "hello") -> Any:
 
 def test_calls_are_answered_in_any_order(tmp_path: Path) -> None:
     async def act(remote: ProcessWorker) -> list[str]:
-        return await asyncio.gather(remote.greet("a"), remote.greet_async(name="b"))
+        return await asyncio.gather(remote.call("greet", "a"), remote.call("greet_async", "b"))
 
     assert with_echo(tmp_path, act) == ["hello a", "hello b"]
 
@@ -43,10 +43,10 @@ def test_calls_are_answered_in_any_order(tmp_path: Path) -> None:
 def test_an_error_there_is_an_error_here_and_the_worker_lives_on(tmp_path: Path) -> None:
     async def act(remote: ProcessWorker) -> str:
         with pytest.raises(PartFailed, match=r"^echo: KeyError: 'missing' \(traceback: .*echo.log"):
-            await remote.fail()
+            await remote.call("fail")
         with pytest.raises(PartFailed, match=r"^echo: Local: cannot be pickled"):
-            await remote.fail_strangely()
-        return await remote.greet("still")
+            await remote.call("fail_strangely")
+        return await remote.call("greet", "still")
 
     assert with_echo(tmp_path, act) == "hello still"
     assert "in fail_strangely" in (tmp_path / "echo.log").read_text()
@@ -54,8 +54,8 @@ def test_an_error_there_is_an_error_here_and_the_worker_lives_on(tmp_path: Path)
 
 def test_a_stop_reaches_a_busy_worker(tmp_path: Path) -> None:
     async def act(remote: ProcessWorker) -> str:
-        waiting = asyncio.create_task(remote.wait_for_stop())
-        await remote.request_stop()
+        waiting = asyncio.create_task(remote.call("wait_for_stop"))
+        await remote.call("request_stop")
         return await waiting
 
     assert with_echo(tmp_path, act) == "stopped"
@@ -63,13 +63,13 @@ def test_a_stop_reaches_a_busy_worker(tmp_path: Path) -> None:
 
 def test_death_fails_every_waiting_and_every_later_call(tmp_path: Path) -> None:
     async def act(remote: ProcessWorker) -> None:
-        waiting = asyncio.create_task(remote.wait_for_stop())
-        await remote.greet_async("is up")
+        waiting = asyncio.create_task(remote.call("wait_for_stop"))
+        await remote.call("greet_async", "is up")
         os.kill(remote.pid, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="echo"):
             await waiting
         with pytest.raises(WorkerDied, match="has ended"):
-            await remote.greet("anyone")
+            await remote.call("greet", "anyone")
 
     with_echo(tmp_path, act)
 
@@ -110,10 +110,10 @@ def test_a_blocked_worker_still_shows_its_stack(tmp_path: Path, method: str) -> 
 
 def test_progress_is_told_while_a_call_runs(tmp_path: Path) -> None:
     async def act(remote: ProcessWorker) -> int:
-        waiting = asyncio.create_task(remote.wait_for_stop())
-        await remote.until_waiting()
-        told = await remote.progress()
-        await remote.request_stop()
+        waiting = asyncio.create_task(remote.call("wait_for_stop"))
+        await remote.call("until_waiting")
+        told = await remote.call("progress")
+        await remote.call("request_stop")
         await waiting
         return told
 

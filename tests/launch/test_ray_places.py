@@ -18,7 +18,7 @@ from stages.disturbed_run import STEPS, assert_balanced, config_of, digests, run
 from stages.ray_nodes import Nodes, node_of
 
 ray = pytest.importorskip("ray")
-from penstock.launch.ray.placement import Places, Seat  # noqa: E402
+from penstock.launch.ray.placement import Placement, PlacementSlot  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 LONGEST_S = 300.0  # no test waits for so long
@@ -31,9 +31,9 @@ def cluster() -> Iterator[Nodes]:
     nodes.close()
 
 
-def places_of(notes: list[str], **fields: Any) -> Places:
+def placement_of(notes: list[str], **fields: Any) -> Placement:
     settings = LaunchConfig.model_validate({"kind": "ray", **fields})
-    return Places(settings, False, notes.append)
+    return Placement(settings, False, notes.append)
 
 
 @pytest.mark.slow
@@ -92,20 +92,20 @@ def test_of_two_that_lost_their_nodes_each_takes_the_first_place_there_is(cluste
                 both_wait.set()
 
         settings = {"kind": "ray", "num_producers": 2, "gpus_per_producer": 1}
-        places = Places(LaunchConfig.model_validate(settings), False, note)
-        await places.reserve()
-        seats = list(places.producers)
-        assert sorted([await seat.node() for seat in seats]) == sorted(before)
-        for seat in seats:
-            seat.is_used = True
+        placement = Placement(LaunchConfig.model_validate(settings), False, note)
+        await placement.reserve()
+        slots = list(placement.producers)
+        assert sorted([await slot.node() for slot in slots]) == sorted(before)
+        for slot in slots:
+            slot.has_served = True
         for node in before:
             cluster.leave(node)
 
-        async def sit(number: int) -> None:
-            await places.sit(f"engine-{number}", seats[number], sat)
-            taken.append(await seats[number].node())
+        async def start_actor(number: int) -> None:
+            await placement.start_actor(f"engine-{number}", slots[number], sat)
+            taken.append(await slots[number].node())
 
-        waiting = {asyncio.create_task(sit(number)) for number in range(2)}
+        waiting = {asyncio.create_task(start_actor(number)) for number in range(2)}
         async with asyncio.timeout(LONGEST_S):
             await both_wait.wait()
             while waiting:
@@ -113,7 +113,7 @@ def test_of_two_that_lost_their_nodes_each_takes_the_first_place_there_is(cluste
                 done, waiting = await asyncio.wait(waiting, return_when="FIRST_COMPLETED")
                 assert len(done) == 1
                 assert taken[-1] == joined
-        places.release()
+        placement.release()
         for node in set(taken):
             cluster.leave(node)
 
@@ -131,21 +131,24 @@ def test_ranks_that_sit_together_move_together_when_one_loses_its_node(cluster: 
 
     async def play() -> None:
         kept, lost = [cluster.join(1, num_gpus=1) for _ in range(2)]
-        places = places_of(notes, num_consumers=2, gpus_per_consumer=1)
-        await places.reserve()
-        seats, names = places.consumers, ["trainer-0", "trainer-1"]
-        assert {await seat.node() for seat in seats} == {kept, lost}
-        for seat in seats:
-            seat.is_used = True
+        placement = placement_of(notes, num_consumers=2, gpus_per_consumer=1)
+        await placement.reserve()
+        slots, names = placement.consumers, ["trainer-0", "trainer-1"]
+        assert {await slot.node() for slot in slots} == {kept, lost}
+        for slot in slots:
+            slot.has_served = True
         cluster.leave(lost)
-        settling = asyncio.create_task(places.settle(names, seats))
+        finding = asyncio.create_task(placement.find_nodes(names, slots))
         joined = cluster.join(1, num_gpus=1)
         async with asyncio.timeout(LONGEST_S):
-            await settling
-            both = zip(names, seats, strict=True)
-            assert [await places.sit(name, seat, sat) for name, seat in both] == ["sits", "sits"]
-        assert {await seat.node() for seat in seats} == {kept, joined}
-        places.release()
+            await finding
+            both = zip(names, slots, strict=True)
+            assert [await placement.start_actor(name, slot, sat) for name, slot in both] == [
+                "started",
+                "started",
+            ]
+        assert {await slot.node() for slot in slots} == {kept, joined}
+        placement.release()
         for node in (kept, joined):
             cluster.leave(node)
 
@@ -154,7 +157,7 @@ def test_ranks_that_sit_together_move_together_when_one_loses_its_node(cluster: 
 
 async def sat(options: dict[str, Any]) -> str:
     assert "scheduling_strategy" in options
-    return "sits"
+    return "started"
 
 
 class Moving:
@@ -177,8 +180,8 @@ class Moving:
         return {}
 
 
-def seat_on(*nodes: str) -> Seat:
-    return Seat(Moving(*nodes), 0, 1.0, 0.0, is_used=True)  # type: ignore[arg-type]
+def slot_on(*nodes: str) -> PlacementSlot:
+    return PlacementSlot(Moving(*nodes), 0, 1.0, 0.0, has_served=True)  # type: ignore[arg-type]
 
 
 def test_an_actor_whose_node_leaves_before_it_is_there_is_asked_for_again(cluster: Nodes) -> None:
@@ -187,31 +190,31 @@ def test_an_actor_whose_node_leaves_before_it_is_there_is_asked_for_again(cluste
     asked: list[str] = []
 
     async def play() -> str:
-        seat = seat_on("first", "", "", "third")
+        slot = slot_on("first", "", "", "third")
 
         async def create(options: dict[str, Any]) -> str:
             asked.append("asked")
             if len(asked) == 1:
                 raise WorkerDied("engine-0: its node has died")
-            return "sits"
+            return "started"
 
-        return await places_of(notes).sit("engine-0", seat, create)
+        return await placement_of(notes).start_actor("engine-0", slot, create)
 
     async def play_a_hang() -> str:
-        seat = seat_on("first", "second")
+        slot = slot_on("first", "second")
 
         async def create(options: dict[str, Any]) -> str:
             asked.append("asked")
             if len(asked) == 3:
                 await asyncio.Event().wait()
-            return "sits"
+            return "started"
 
-        return await places_of(notes).sit("engine-0", seat, create)
+        return await placement_of(notes).start_actor("engine-0", slot, create)
 
-    assert asyncio.run(play()) == "sits"
+    assert asyncio.run(play()) == "started"
     assert len(asked) == 2
     assert len(notes) == 1
-    assert asyncio.run(play_a_hang()) == "sits"
+    assert asyncio.run(play_a_hang()) == "started"
     assert len(asked) == 4
 
 
@@ -220,8 +223,8 @@ def test_what_fails_on_a_node_that_is_there_is_a_failure(cluster: Nodes) -> None
         async def create(options: dict[str, Any]) -> str:
             raise WorkerDied("engine-0: ModuleNotFoundError: No module named 'penstock'")
 
-        seat = seat_on("first")
-        await places_of([]).sit("engine-0", seat, create)
+        slot = slot_on("first")
+        await placement_of([]).start_actor("engine-0", slot, create)
 
     with pytest.raises(WorkerDied, match="No module named"):
         asyncio.run(play())
@@ -229,9 +232,9 @@ def test_what_fails_on_a_node_that_is_there_is_a_failure(cluster: Nodes) -> None
 
 def test_one_more_engine_than_any_node_could_hold_is_refused_at_once(cluster: Nodes) -> None:
     notes: list[str] = []
-    places = places_of(notes, gpus_per_producer=1)
+    placement = placement_of(notes, gpus_per_producer=1)
     with pytest.raises(UserError, match="engine-9: got 1 CPU, 1 GPU, allowed: what the nodes have"):
-        places.take("engine-9")
+        placement.take("engine-9")
     assert notes == []
 
 
@@ -242,33 +245,33 @@ def test_one_more_engine_than_fits_now_is_waited_for_a_bounded_time_and_leaves_n
 
     async def play() -> None:
         all_of_it = int(ray.cluster_resources()["CPU"]) - 1
-        places = places_of(notes, num_producers=all_of_it, start_timeout_s=LONGEST_S)
-        await places.reserve()
-        for seat in places.producers:
-            seat.holder = holder()
-        places._settings = places._settings.model_copy(update={"start_timeout_s": 0.1})
-        seat = places.take("engine-9")
+        placement = placement_of(notes, num_producers=all_of_it, start_timeout_s=LONGEST_S)
+        await placement.reserve()
+        for slot in placement.producers:
+            slot.worker = engine_worker()
+        placement._settings = placement._settings.model_copy(update={"start_timeout_s": 0.1})
+        slot = placement.take("engine-9")
         try:
             with pytest.raises(RunError, match=r"engine-9: Ray gave it no place within 0.1 s"):
-                await places.sit("engine-9", seat, sat)
-            places.leave(seat, None)
-            assert seat not in places.producers
-            places.producers[0].holder.given_up = WorkerDied("it was drained")  # type: ignore[union-attr]
-            assert places.take("engine-9") is places.producers[0]
+                await placement.start_actor("engine-9", slot, sat)
+            placement.free(slot, None)
+            assert slot not in placement.producers
+            placement.producers[0].worker.given_up = WorkerDied("it was drained")  # type: ignore[union-attr]
+            assert placement.take("engine-9") is placement.producers[0]
         finally:
-            places.release()
+            placement.release()
 
     asyncio.run(play())
     (note,) = notes
     assert note.startswith("engine-9: waits up to 0.1 s for 1 CPU, 0 GPU; free: ")
 
 
-def holder() -> Supervised:
+def engine_worker() -> Supervised:
     return Supervised("engine", None, LaunchConfig(), None)  # type: ignore[arg-type]
 
 
 def test_cpus_of_a_cluster_that_is_ours_are_only_counted(cluster: Nodes) -> None:
-    places = Places(LaunchConfig(kind="ray"), True, print)
-    seat = places.take("engine-1")
-    assert (seat.reserved, seat.cpus) == (None, 0)
-    assert seat.options()["num_cpus"] == 0
+    placement = Placement(LaunchConfig(kind="ray"), True, print)
+    slot = placement.take("engine-1")
+    assert (slot.reservation, slot.cpus) == (None, 0)
+    assert slot.options()["num_cpus"] == 0

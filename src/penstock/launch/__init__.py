@@ -1,7 +1,7 @@
 """Where the parts of a run live: worker processes, this process, or a Ray cluster.
 
 A launcher is `async start(config, total_steps, log_folder) -> Workers`, one line in `LAUNCHERS`. Only
-this folder knows processes (`processes/`) and Ray (`ray/`); the loop cannot tell which one it got.
+this folder knows processes (`processes/`) and Ray (`ray/`); the loop does not know which one it got.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from penstock.config import Config, EngineConfig
 from penstock.launch.colocated import ColocatedTrainer
-from penstock.launch.part_factories import Workers
+from penstock.launch.workers import Workers
 from penstock.pool.distribution import Distribution
 from penstock.pool.engines import Engines
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks

@@ -1,7 +1,7 @@
 """The control channel of a run that is under way: one line asks, one line answers.
 
-The driver listens on a Unix socket that only its user can reach; RUN/control holds its path (a
-socket's own path may not be as long as that of a run folder). Nothing polls.
+The driver listens on a Unix socket that only its user can reach. RUN/control holds the socket's path,
+because a socket's own path may not be as long as that of a run folder. Nothing polls.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 from penstock.errors import PenstockError, RunError, UserError
 
-_ANSWER_TIMEOUT_S = 900.0  # an engine may load its model for long
+_ANSWER_TIMEOUT_S = 900.0  # an engine may take long to load its model
 
 
 class Control:
-    """Consumes commands with one number, produces the lines that their handlers return."""
+    """Consumes commands of one name and one number, produces the line that the handler returns."""
 
     def __init__(self, pointer: Path, handlers: Mapping[str, Callable[[int], Awaitable[str]]]):
         self._pointer, self._handlers = pointer, handlers
@@ -52,7 +52,7 @@ class Control:
 
 
 def scale_run(folder: Path, setting: str) -> str:
-    """Ask the driver of a run for another number of engines: `producers=N`."""
+    """Ask the driver of a run to change the number of engines: `producers=N`."""
     name, _, value = setting.partition("=")
     if name != "producers" or not value.isdigit() or int(value) < 1:
         raise UserError(f"scale: got {setting!r}, allowed: producers=N with N of 1 or more")
@@ -60,7 +60,7 @@ def scale_run(folder: Path, setting: str) -> str:
 
 
 def ask(pointer: Path, command: str, number: int) -> str:
-    """One command to a driver; blocks until it is done."""
+    """Send one command to a driver; return its answer when the command is done."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         try:

@@ -1,7 +1,7 @@
-"""Everything in this process: the trainer on a thread, the engine on its own.
+"""Everything in this process: the trainer on one thread, the engine on another.
 
-For debuggers, notebooks and tests. Python threads share one interpreter lock, so generation and
-training overlap less than with `local`. A part of this process cannot be killed, so none is restarted.
+For debuggers, notebooks and tests. Python threads share one interpreter lock, so generation and training
+overlap less than with `local`. A thread cannot be killed, so no part is restarted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 from penstock.config import Config
 from penstock.engine import ENGINES
 from penstock.launch.assemble import join
-from penstock.launch.part_factories import TrainerService, Workers
+from penstock.launch.part_factories import TrainerService
 from penstock.launch.rpc_server import RpcServer
+from penstock.launch.workers import Workers
 from penstock.plugins import load
 from penstock.supervise.activity import activity_of
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
@@ -36,13 +37,13 @@ class ThreadWorker:
 
     @classmethod
     async def start(cls, name: str, make: Callable[[], Any]) -> ThreadWorker:
-        """Build the part that `make` returns."""
+        """Start a worker that serves the part that `make` returns."""
         worker = cls(name)
         await worker._server.build(make)
         return worker
 
     async def call(self, method: str, *args: Any) -> Any:
-        return await self._server.call(method, args, {})
+        return await self._server.call(method, args)
 
     async def ended(self) -> str:
         await self._closed.wait()
@@ -63,7 +64,7 @@ class ThreadWorker:
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
-    """Build trainer and engine here. `log_folder` is not needed: errors rise in this process."""
+    """Build trainer and engine in this process; `log_folder` stays unused, as errors rise here."""
     from penstock.weights.in_process import InProcessSync
 
     sync = InProcessSync()

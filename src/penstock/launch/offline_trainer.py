@@ -13,8 +13,9 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.launch.inline import ThreadWorker
-from penstock.launch.part_factories import TrainerService, Workers
+from penstock.launch.part_factories import TrainerService
 from penstock.launch.processes.local import spawn_trainer
+from penstock.launch.workers import Workers
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RestartingTrainer
 from penstock.watch.waits import Waits

@@ -1,6 +1,7 @@
-"""What runs inside a worker: a plain part joined to its weight sync.
+"""The parts that run inside workers, and the functions that build them there.
 
-The same classes serve a worker process, this process and a Ray actor.
+A part is a trainer rank, an engine or a distributor, joined to its weight sync. Worker processes and Ray
+actors build it by the name of its factory here; `inline.py` uses the classes directly.
 """
 
 from __future__ import annotations
@@ -8,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.config import Config
 from penstock.engine import ENGINES
-from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
+from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError
 from penstock.plugins import load
-from penstock.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.supervise.trainer import TrainerClient
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.weights import SHARED
 from penstock.weights.protocol import Announcing, WeightSync
@@ -31,83 +28,8 @@ if TYPE_CHECKING:
     from penstock.weights.shared_memory import Folder
 
 
-class TrainerPart(Protocol):
-    """The consumer as the loop sees it: every method awaited, wherever it runs."""
-
-    async def train(self, batch: Batch) -> StepReport:
-        """One update."""
-
-    async def publish(self) -> WeightHandle:
-        """Copy the current weights out for the engines."""
-
-    async def snapshot(self, folder: str) -> tuple[int, str]:
-        """Copy the whole training state, to be written to `folder`; the step and its digest."""
-
-    async def write_snapshot(self) -> None:
-        """Write that copy; training goes on meanwhile."""
-
-    async def load(self, folder: str) -> tuple[int, str]:
-        """Restore it."""
-
-    async def identity(self) -> tuple[int, str]:
-        """The policy version and the digest of its weights."""
-
-    async def is_exact(self) -> bool:
-        """Whether the same step done again gives the same bits here."""
-
-    async def request_stop(self) -> None:
-        """Make a running `train` give up before it changes the weights."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Workers:
-    """What a launcher hands to the loop."""
-
-    engine: InferenceEngine | None  # None: nothing is generated
-    trainer: TrainerPart
-    close: Callable[[], Awaitable[None]]
-    description: str  # who sits where, in one line
-    callbacks: SupervisionCallbacks  # the open waits, and where notes to the user go
-    supervised: dict[str, Supervised] = field(default_factory=dict)  # workers that may come back
-
-    scale: Callable[[int], Awaitable[str]] | None = None  # to so many engines; what was done
-    set_aside: SetAside | None = None  # lends an engine that keeps its weights meanwhile
-
-    def restore_trainer_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
-        """From now on a trainer that dies is started again and given to `restore` first."""
-        self.supervised["trainer"].prepare = lambda call: restore(TrainerClient(call))
-
-    async def stack_of(self, name: str) -> str:
-        """Return what a worker is doing; empty if `name` is no worker."""
-        return await self.supervised[name].stack() if name in self.supervised else ""
-
-    async def progress_of(self, name: str) -> object:
-        """Return something that changes with every token or micro-batch; None if unknown."""
-        worker = self.supervised.get(name)
-        if worker is None:
-            return None
-        if name == "trainer":
-            return await worker.progress("progress")
-        stats: EngineStats | None = await worker.progress("stats")
-        if stats is not None and stats.paused:
-            return time.monotonic()  # a paused engine that answers is alive
-        return stats.tokens_generated if stats is not None and stats.live else None
-
-    async def activity_of(self, name: str) -> float | None:
-        """Return the seconds of work that a worker's process has spent; None if unknown."""
-        return await self.supervised[name].activity() if name in self.supervised else None
-
-    async def restart(self, name: str, reason: str) -> bool:
-        """Kill a worker that does not answer, so that it is restarted; False if it cannot be."""
-        worker = self.supervised.get(name)
-        if worker is None or not worker.can_restart:
-            return False
-        await worker.replace(reason)
-        return True
-
-
 class TrainerService:
-    """A Consumer and the publishing side of a weight sync."""
+    """A Consumer and the publishing end of a weight sync: the part of a trainer worker."""
 
     def __init__(
         self, config: Config, total_steps: int, sync: WeightSync, folder: Folder | None = None
@@ -121,7 +43,7 @@ class TrainerService:
         self._sync, self._folder = sync, folder
         self._digest = self._consumer.digest()
         self._write: Callable[[], None] | None = None
-        self._draft: Path | None = None  # of the checkpoint that is being written
+        self._draft: Path | None = None  # the folder of the newest snapshot
 
     def train(self, batch: Batch) -> StepReport:
         with self._memory():
@@ -130,7 +52,7 @@ class TrainerService:
         return report
 
     def sleep(self) -> None:
-        """Give device memory to the engines; publishing and checkpoints work on."""
+        """Free device memory for the engines; publishing and checkpoints still work."""
         self._consumer.offload()
 
     def wake(self) -> None:
@@ -139,7 +61,7 @@ class TrainerService:
             self._consumer.reload()
 
     def publish(self) -> WeightHandle:
-        """Every rank takes part, since shards are gathered; the first one hands them over."""
+        """Publish the weights; every rank takes part in gathering them and the first rank writes them."""
         consumer = self._consumer
         if not consumer.ranks.is_first:
             for _ in consumer.weights():
@@ -148,11 +70,11 @@ class TrainerService:
         return self._sync.publish(consumer.policy_version, self._digest, consumer.weights())
 
     def weight_chunk(self, number: int) -> Any:
-        """One part of what was published last, for the object store."""
+        """Return one chunk of the last publication, for the object store."""
         return cast(Any, self._sync).chunk(number)
 
     def announce(self) -> WeightHandle | None:
-        """The handle of what `publish` writes next, for engines that begin early; None: not yet."""
+        """Return the handle of the next publication, so that engines can begin to read early; or None."""
         if not self._consumer.ranks.is_first:
             return None
         sync = cast(Announcing, self._sync)
@@ -162,7 +84,7 @@ class TrainerService:
         return str(self._folder.path) if self._folder is not None else ""
 
     async def remove_weights(self) -> None:
-        """At the end of the run: give the memory of this node back."""
+        """Free the weights in this node's memory at the end of the run."""
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
@@ -193,19 +115,19 @@ class TrainerService:
         self._consumer.request_stop()
 
     def progress(self) -> tuple[int, int]:
-        """Pieces of work that are done, and bytes of the newest checkpoint; from any thread."""
+        """Return how many pieces of work are done and the bytes of the newest snapshot; thread-safe."""
         return self._consumer.work_done, _size_of(self._draft)
 
 
 def _memory_advice(config: Config) -> str:
     smaller = "lower train.micro_batch_tokens or set train.gradient_checkpointing=true"
     if config.launch.colocate:
-        return f"{smaller}; with launch.colocate the engines have given all of theirs back"
-    return f"{smaller}; an engine on the same device gives way with launch.colocate=true"
+        return f"{smaller}; with launch.colocate the engines have freed all of their memory"
+    return f"{smaller}; with launch.colocate=true an engine on the same device frees its memory"
 
 
 def _size_of(folder: Path | None) -> int:
-    """Bytes of all its files; it may be renamed or removed meanwhile."""
+    """Return the bytes of all files in a folder, which may be renamed or removed meanwhile."""
     if folder is None:
         return 0
     total = 0
@@ -215,7 +137,7 @@ def _size_of(folder: Path | None) -> int:
     return total
 
 
-Meeting = tuple[str, int]  # address and port at which trainer ranks find each other
+Meeting = tuple[str, int]  # address and port at which trainer ranks meet
 
 
 def trainer_part(
@@ -227,8 +149,8 @@ def trainer_part(
     meeting: Meeting,
     node: str = "",
 ) -> TrainerService:
-    """A trainer rank in a worker. `node`: one of several, in whose memory it has its own folder."""
-    _describe_ranks(config, rank, meeting)
+    """Build a trainer rank. `node`: the name of its node in a cluster, where it has its own folder."""
+    _set_rank_variables(config, rank, meeting)
     own: Folder | None = None
     if kind == "collective" and node and rank == 0:
         from penstock.weights.shared_memory import Folder
@@ -240,7 +162,7 @@ def trainer_part(
 
 
 def _shares_device(config: Config, kind: str) -> bool:
-    """Whether weights stay on the GPU; colocated, its memory is worth more than the time."""
+    """Return whether weights are published on the GPU; with colocation `auto` saves its memory."""
     if kind not in ("cuda_ipc", SHARED):
         return False
     from penstock.train.policy import trainer_device
@@ -254,7 +176,7 @@ def _shares_device(config: Config, kind: str) -> bool:
 
 
 def engine_part(config: Config, kind: str, folder: str, index: int) -> InferenceEngine:
-    """An engine in a worker."""
+    """Build an engine."""
     sync = _make_sync(kind, folder)
     engine_class = load("engine.name", config.engine.name, ENGINES)
     engine: InferenceEngine = engine_class.from_config(config, fetch=sync.fetch, index=index)
@@ -262,7 +184,7 @@ def engine_part(config: Config, kind: str, folder: str, index: int) -> Inference
 
 
 def distributor_part(folder: str, node: str, address: str, backend: str = "gloo") -> Distributor:
-    """What passes weights between nodes, in a worker."""
+    """Build a distributor, which sends weights from node to node."""
     from penstock.weights.collective import Distributor
 
     return Distributor(folder, node=node, address=address, backend=backend)
@@ -278,8 +200,8 @@ def _make_sync(kind: str, folder: str, node: str = "", *, on_device: bool = Fals
     return ObjectStoreSync()
 
 
-def _describe_ranks(config: Config, rank: int, meeting: Meeting) -> None:
-    """What torch.distributed reads; a trainer that is alone needs none of it."""
+def _set_rank_variables(config: Config, rank: int, meeting: Meeting) -> None:
+    """Set the variables that torch.distributed reads, if the trainer has several ranks."""
     if config.launch.num_consumers > 1:
         os.environ.update(
             RANK=str(rank),

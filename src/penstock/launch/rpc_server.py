@@ -1,4 +1,4 @@
-"""Serves one part inside a worker, whatever the worker is: a process, a Ray actor, or a thread.
+"""Serves one part inside a worker: a process, a Ray actor or a thread.
 
 Async methods run on the worker's event loop; blocking ones run one after another on a single thread,
 so that a long `train` does not keep the loop from answering `request_stop` or `progress`.
@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import PartFailed, PenstockError
@@ -32,12 +33,10 @@ class RpcServer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._part: Any = None
 
-    async def build_named(
-        self, search_path: list[str], factory: str, args: tuple, kwargs: dict
-    ) -> None:
+    async def build_named(self, search_path: list[str], factory: str, args: tuple) -> None:
         """Build the part with `factory`, a "module:callable" found on the driver's search path."""
         sys.path[:] = [*search_path, *(p for p in sys.path if p not in search_path)]
-        await self.build(lambda: load(self._name, factory, {})(*args, **kwargs))
+        await self.build(lambda: load(self._name, factory, {})(*args))
 
     async def build(self, make: Callable[[], Any]) -> None:
         """Build the part on the server's thread, then start it."""
@@ -57,17 +56,17 @@ class RpcServer:
             await close()
         await asyncio.to_thread(self._thread.shutdown)
 
-    async def call(self, method: str, args: tuple, kwargs: dict) -> Any:
+    async def call(self, method: str, args: tuple) -> Any:
         function = getattr(self._part, method)
         if inspect.iscoroutinefunction(function):
-            return await function(*args, **kwargs)
+            return await function(*args)
         if method in IMMEDIATE:
-            return function(*args, **kwargs)
+            return function(*args)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        return await loop.run_in_executor(self._thread, function, *args)
 
 
-def portable(name: str, error: Exception) -> Exception:
+def portable_error(name: str, error: Exception) -> Exception:
     """Return an error that the driver can unpickle: ours as it is, any other as one PartFailed line.
 
     The traceback of other errors goes to the log. The driver needs no package of the worker for this.
@@ -76,13 +75,20 @@ def portable(name: str, error: Exception) -> Exception:
         try:
             pickle.loads(pickle.dumps(error))
             return error
-        except Exception:  # whatever its constructor wants, the text is told
+        except Exception:  # an error of ours whose constructor pickle cannot call
             return PartFailed(f"{name}: {one_line(error)}")
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, end="", flush=True)
     failed = PartFailed(f"{name}: {one_line(error)}")
     failed.add_note(text)
     return failed
+
+
+def with_log_path(error: Exception, log_path: Path) -> Exception:
+    """Add to a PartFailed the log that holds its traceback; return any other error as it is."""
+    if isinstance(error, PartFailed):
+        error.args = (f"{error} (traceback: {log_path})",)
+    return error
 
 
 def one_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.errors import EngineError, WorkerDied
 from penstock.supervise.supervised import Call, Supervised
@@ -22,6 +22,34 @@ Collect = Callable[[Worker, WeightHandle], Awaitable[WeightHandle]]
 _OTHERS_TIMEOUT_S = 30.0
 # Methods without a collective inside: no rank waits for one that failed.
 _EACH_BY_ITSELF = ("write_snapshot", "progress")
+
+
+class TrainerPart(Protocol):
+    """The trainer as the loop sees it: every method is awaited, wherever the trainer runs."""
+
+    async def train(self, batch: Batch) -> StepReport:
+        """Do one update."""
+
+    async def publish(self) -> WeightHandle:
+        """Copy the current weights out for the engines."""
+
+    async def snapshot(self, folder: str) -> tuple[int, str]:
+        """Copy the whole training state, to be written to `folder`; return its step and digest."""
+
+    async def write_snapshot(self) -> None:
+        """Write that copy while training goes on."""
+
+    async def load(self, folder: str) -> tuple[int, str]:
+        """Restore a snapshot; return its step and digest."""
+
+    async def identity(self) -> tuple[int, str]:
+        """Return the policy version and the digest of its weights."""
+
+    async def is_exact(self) -> bool:
+        """Return whether the same step repeated here gives the same bits."""
+
+    async def request_stop(self) -> None:
+        """Make a running `train` give up before it changes the weights."""
 
 
 class RankGroup:

@@ -1,7 +1,7 @@
-"""This machine: one process for each trainer rank, one for each engine.
+"""The launcher of this machine: one process for each trainer rank, one for each engine.
 
-Processes, not threads: small models are bound by Python itself, and one interpreter lock would let
-only one side run at a time. Weights go through shared memory.
+Processes, not threads: small models are bound by Python itself, and with one interpreter lock only one of
+them would run at a time. Weights go through shared memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.launch.assemble import all_or_first_error, join, start_all, turns
-from penstock.launch.part_factories import Workers
 from penstock.launch.processes.process_worker import ProcessWorker
+from penstock.launch.workers import Workers
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RankGroup
 from penstock.supervise.worker import Worker
@@ -24,7 +24,7 @@ from penstock.weights.shared_memory import Folder
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
-    """Start the workers together; if one cannot start, the others are stopped and its error rises."""
+    """Start all workers at once; if one cannot start, stop the others and raise its error."""
     settings, kind = config.launch, sync_kind(config)
     callbacks = SupervisionCallbacks(waits=Waits())
     folder = Folder.new()
@@ -82,7 +82,7 @@ def _spawn_engine(
 def spawn_trainer(
     config: Config, total_steps: int, log_folder: Path, link: tuple[str, str]
 ) -> Callable[[], Awaitable[Worker]]:
-    """Starts every trainer rank; `link` is the kind and the folder of the weight sync."""
+    """Return a function that starts every rank; `link` is the kind and folder of the weight sync."""
     world = config.launch.num_consumers
     names = ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
 

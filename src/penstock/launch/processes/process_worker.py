@@ -1,8 +1,8 @@
-"""A part that lives in a worker process, called as if it were here.
+"""A part that lives in a worker process, called over a socket pair.
 
-`ProcessWorker` starts `python -m penstock.launch.processes.worker_main` with one end of a socket pair and turns every
-attribute into an async method. Nothing polls: replies and the worker's end both arrive on the
-socket. When the worker dies, every waiting call raises WorkerDied with the last line of its log.
+`ProcessWorker` starts `python -m penstock.launch.processes.worker_main` with one end of the pair. Nothing
+polls: replies and the worker's end both arrive on the socket. When the worker dies, every waiting call
+raises WorkerDied with the last line of its log.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import PartFailed, RunError, WorkerDied
+from penstock.errors import RunError, WorkerDied
+from penstock.launch.rpc_server import with_log_path
 from penstock.supervise.activity import activity_of
 
 FRAME = struct.Struct("!Q")
@@ -32,7 +32,7 @@ _SIGNAL_TIMEOUT_S = 5.0
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Any:
-    """One pickled message; raises IncompleteReadError at the end of the stream."""
+    """Return the next pickled message; raise IncompleteReadError at the end of the stream."""
     (length,) = FRAME.unpack(await reader.readexactly(FRAME.size))
     return pickle.loads(await reader.readexactly(length))
 
@@ -43,13 +43,6 @@ def write_frame(writer: asyncio.StreamWriter, message: Any) -> None:
     writer.write(payload)
 
 
-def with_log(error: Exception, log_path: Path) -> Exception:
-    """Says where the traceback is, of what a part did not raise on purpose."""
-    if isinstance(error, PartFailed):
-        error.args = (f"{error} (traceback: {log_path})",)
-    return error
-
-
 class ProcessWorker:
     """See `Worker`. Consumes method calls, produces results from the part in the worker process."""
 
@@ -58,7 +51,7 @@ class ProcessWorker:
     def __init__(self, name: str, process: subprocess.Popen, log_path: Path, dumped: int) -> None:
         self.name = name
         self._process = process
-        self._dumped = dumped  # a pipe: a byte for every stack that went to the log
+        self._dumped = dumped  # a pipe: one byte for every stack written to the log
         self._log_path = log_path
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
@@ -77,9 +70,8 @@ class ProcessWorker:
         log_path: Path,
         threads: int,
         timeout_s: float,
-        **kwargs: Any,
     ) -> ProcessWorker:
-        """Start a worker that builds `factory(*args, **kwargs)` ("module:callable") and serves it."""
+        """Start a worker that builds `factory(*args)` ("module:callable") and serves it."""
         ours, theirs = socket.socketpair()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         dumped, tell = os.pipe()
@@ -88,24 +80,24 @@ class ProcessWorker:
         with theirs:
             process = _spawn((theirs.fileno(), tell), log_path, threads)
             os.close(tell)
-        remote = cls(name, process, log_path, dumped)
-        remote._reader, remote._writer = await asyncio.open_connection(
+        worker = cls(name, process, log_path, dumped)
+        worker._reader, worker._writer = await asyncio.open_connection(
             sock=ours, limit=_STREAM_LIMIT
         )
-        write_frame(remote._writer, (sys.path, name, factory, args, kwargs))
-        remote._receiving = asyncio.create_task(remote._receive(), name=f"receive from {name}")
+        write_frame(worker._writer, (sys.path, name, factory, args))
+        worker._receiving = asyncio.create_task(worker._receive(), name=f"receive from {name}")
         try:
             async with asyncio.timeout(timeout_s):
-                await remote.call("__start__")
+                await worker.call("__start__")
         except TimeoutError:
-            await remote.close()
+            await worker.close()
             raise RunError(
                 f"{name}: not ready after {timeout_s:g} s; its log is {log_path}"
             ) from None
         except BaseException:
-            await remote.close()
+            await worker.close()
             raise
-        return remote
+        return worker
 
     @property
     def pid(self) -> int:
@@ -115,32 +107,23 @@ class ProcessWorker:
     def place(self) -> str:
         return f"pid {self.pid}"
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_"):
-            raise AttributeError(method)
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            return await self.call(method, *args, **kwargs)
-
-        return call
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         if self._closed:
-            raise WorkerDied(f"{self.name}: the worker has ended{self._last_words()}")
+            raise WorkerDied(f"{self.name}: the worker has ended{self._last_log_line()}")
         call_id = next(self._ids)
         future = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
         try:
-            write_frame(self._writer, (call_id, method, args, kwargs))
+            write_frame(self._writer, (call_id, method, args))
             await self._writer.drain()
             return await future
         except ConnectionError:
-            raise WorkerDied(f"{self.name}: the worker has ended{self._last_words()}") from None
+            raise WorkerDied(f"{self.name}: the worker has ended{self._last_log_line()}") from None
         finally:
             self._waiting.pop(call_id, None)
 
     async def _receive(self) -> None:
-        """Consumes replies, wakes their callers; at the worker's end fails every waiting call."""
+        """Consumes replies, wakes their callers; when the worker ends, fails every waiting call."""
         try:
             while True:
                 call_id, result, error = await read_frame(self._reader)
@@ -150,12 +133,12 @@ class ProcessWorker:
                 if error is None:
                     future.set_result(result)
                 else:
-                    future.set_exception(with_log(error, self._log_path))
+                    future.set_exception(with_log_path(error, self._log_path))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             self._closed = True
-            died = WorkerDied(f"{self.name}: the worker ended unexpectedly{self._last_words()}")
+            died = WorkerDied(f"{self.name}: the worker ended unexpectedly{self._last_log_line()}")
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(died)
@@ -163,22 +146,22 @@ class ProcessWorker:
 
     async def ended(self) -> str:
         await self._gone.wait()
-        return f"{self.name}: the worker ended unexpectedly{self._last_words()}"
+        return f"{self.name}: the worker ended unexpectedly{self._last_log_line()}"
 
     async def stack(self) -> str:
-        """From its event loop; where that is blocked, by a signal, from its log."""
+        """Ask the worker's event loop; if that is blocked, send a signal and read the stack from the log."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STACK_TIMEOUT_S):
                 return str(await self.call("__stack__"))
         return "its event loop is blocked; by signal:\n" + await self._stack_by_signal()
 
     async def _stack_by_signal(self) -> str:
-        """Waits for: the worker's byte after its last line, or its end."""
+        """Waits for the byte that the worker writes after the last line, or for its end."""
         loop, written, pipe = asyncio.get_running_loop(), asyncio.Event(), self._dumped
         if pipe < 0:
             return "(it was closed)"
         with contextlib.suppress(BlockingIOError):
-            os.read(pipe, 4096)  # of dumps that nobody waited for
+            os.read(pipe, 4096)  # bytes of stacks that nobody waited for
         before = self._log_path.stat().st_size
         loop.add_reader(pipe, written.set)
         try:
@@ -200,7 +183,7 @@ class ProcessWorker:
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         lines = [
             line
             for line in self._log_path.read_text(errors="replace").splitlines()[-20:]
@@ -210,7 +193,7 @@ class ProcessWorker:
         return f"{last} (log: {self._log_path})"
 
     async def close(self) -> None:
-        """Close the socket (the worker leaves by itself), then make sure that it is gone."""
+        """Close the socket, on which the worker exits; kill it if it does not."""
         self._closed = True
         self._writer.close()
         self._receiving.cancel()
@@ -238,7 +221,7 @@ def _spawn(descriptors: tuple[int, int], log_path: Path, threads: int) -> subpro
             stdout=log,
             stderr=log,
             env=_worker_environment(threads),
-            start_new_session=True,  # Ctrl-C is the driver's to handle
+            start_new_session=True,  # the driver handles Ctrl-C
         )
 
 

@@ -1,8 +1,8 @@
-"""A part that lives in a Ray actor, called as if it were here.
+"""A part that lives in a Ray actor.
 
-The actor serves its part as a worker process does (`rpc_server.py`). A call that is always open tells of
-the actor's end at once; nothing polls. What the watchdog asks is answered by a thread of its own, so
-that an actor whose event loop is blocked still tells where.
+The actor serves its part as a worker process does (`rpc_server.py`). A call that never returns reports
+the actor's end at once; nothing polls. A second event loop, on its own thread, answers the watchdog, so
+that an actor whose main event loop is blocked still shows its stack.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from penstock.errors import PartFailed, RunError, WorkerDied
-from penstock.launch.processes.process_worker import with_log
 from penstock.launch.ray.faults import ACTOR_IS_GONE, why
 from penstock.launch.ray.object_store_retry import with_room
-from penstock.launch.rpc_server import RpcServer, portable, stacks
+from penstock.launch.rpc_server import RpcServer, portable_error, stacks, with_log_path
 from penstock.supervise.activity import activity_of
 from penstock.types import WeightHandle
 
 _CALLS_AT_ONCE = 4096
-# Many small objects, several hundred times a second: plain pickle takes half the time of Ray's own.
+# Calls with many small objects, several hundred times a second: pickle takes half of Ray's time.
 _PACKED = ("generate", "generate_many")
 _WATCH = "watch"  # a second event loop of the actor, on its own thread
 _STACK_TIMEOUT_S = 5.0
@@ -39,17 +38,17 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class Where(NamedTuple):
-    """What an actor tells of itself."""
+    """Where an actor runs."""
 
     node: str
     address: str
     pid: int
     free_port: int
-    logs_to_run: bool  # what it prints is in the run's own log
+    logs_to_run: bool  # its output is in the run's own log
 
 
 class ServingActor:
-    """What runs on the other side."""
+    """The actor itself: serves one part."""
 
     def __init__(self, name: str, log_path: str, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
@@ -68,24 +67,23 @@ class ServingActor:
 
     async def build(self, search_path: list[str], factory: str, args: tuple) -> Any:
         try:
-            await self._server.build_named(search_path, factory, args, {})
+            await self._server.build_named(search_path, factory, args)
             return None, None
         except Exception as error:
-            return portable(self._name, error), None
+            return portable_error(self._name, error), None
 
-    async def call(self, method: str, args: tuple, kwargs: dict) -> Any:
+    async def call(self, method: str, args: tuple) -> Any:
         try:
-            return None, await self._server.call(method, args, kwargs)
+            return None, await self._server.call(method, args)
         except Exception as error:
-            return portable(self._name, error), None
+            return portable_error(self._name, error), None
 
     async def packed_call(self, packed: bytes) -> bytes:
-        method, args, kwargs = pickle.loads(packed)
-        return _packed(await self.call(method, args, kwargs))
+        return _packed(await self.call(*pickle.loads(packed)))
 
     async def chunk(self, number: int) -> tuple[Any, bool]:
         """An object of its own in the store, which the caller owns; and that it is there."""
-        return await self._server.call("weight_chunk", (number,), {}), True
+        return await self._server.call("weight_chunk", (number,)), True
 
     @ray.method(concurrency_group=_WATCH)
     async def stack(self) -> str:
@@ -100,7 +98,7 @@ class ServingActor:
 
 
 def _write_log_to(path: Path) -> bool:
-    """The run's own log where its folder is reachable from this node, else Ray's."""
+    """Redirect the output to the run's own log; return False if its folder is not on this node."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:
@@ -124,14 +122,14 @@ class ActorWorker:
         self.pid, self.free_port = where.pid, where.free_port
         self.note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
         self._actor = actor
-        self._open_end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
-        self._open_end.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
+        self._end.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     @classmethod
     async def create(
         cls, name: str, log_path: Path, threads: int, timeout_s: float, **options: Any
     ) -> ActorWorker:
-        """An actor that serves nothing yet; `build` gives it its part."""
+        """Create an actor that serves nothing yet; `build` gives it its part."""
         as_actor: Any = ray.remote
         watched = as_actor(concurrency_groups={_WATCH: 4})(ServingActor)
         make = watched.options(max_concurrency=_CALLS_AT_ONCE, **options)
@@ -163,13 +161,13 @@ class ActorWorker:
     def place(self) -> str:
         return f"node {self.address} pid {self.pid}"
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        packed = _packed((method, args, kwargs)) if method in _PACKED else None
+    async def call(self, method: str, *args: Any) -> Any:
+        packed = _packed((method, args)) if method in _PACKED else None
 
-        async def send() -> list[Any]:  # large arguments are objects of the store
+        async def send() -> list[Any]:  # large arguments go through the object store
             if packed is not None:
                 return [self._actor.packed_call.remote(packed)]
-            return [self._actor.call.remote(method, args, kwargs)]
+            return [self._actor.call.remote(method, args)]
 
         (reference,) = await with_room(f"{self.name}: {method}", send, self.note)
         return await self._ask(reference)
@@ -179,20 +177,20 @@ class ActorWorker:
             answer = await reference
             error, result = pickle.loads(answer) if isinstance(answer, bytes) else answer
         except RayError as fault:
-            raise self._told(fault) from None
+            raise self._translated(fault) from None
         if error is None:
             return result
         if not self._logs_to_run:
             _append(self._log_path, "\n".join(getattr(error, "__notes__", [])))
-        raise with_log(error, self._log_path)
+        raise with_log_path(error, self._log_path)
 
-    def _told(self, fault: RayError) -> Exception:
-        """What Ray raised for a call: an exception of the actor, its end, or a fault of Ray's own."""
+    def _translated(self, fault: RayError) -> Exception:
+        """Return our error for one of Ray's: the actor's exception, its end, or a fault of Ray itself."""
         if isinstance(fault, ACTOR_IS_GONE) and not isinstance(fault, RayTaskError):
-            ray.kill(self._actor)  # one that cannot be reached is not to come back
+            ray.kill(self._actor)  # an actor that cannot be reached must not come back
             return WorkerDied(f"{self.name}: {why(fault)}")
         _append(self._log_path, str(fault))
-        return with_log(PartFailed(f"{self.name}: {why(fault)}"), self._log_path)
+        return with_log_path(PartFailed(f"{self.name}: {why(fault)}"), self._log_path)
 
     async def collect(self, handle: WeightHandle) -> WeightHandle:
         """Take the staged chunks into the object store; they are owned here."""
@@ -207,18 +205,18 @@ class ActorWorker:
             what = f"weights of version {handle.version}"
             references = await with_room(what, store, self.note)
         except RayError as fault:
-            raise self._told(fault) from None
+            raise self._translated(fault) from None
         return WeightHandle(
             version=handle.version, digest=handle.digest, kind=handle.kind, location=references
         )
 
     async def ended(self) -> str:
-        await asyncio.wait([self._open_end])
-        fault = self._open_end.exception()
+        await asyncio.wait([self._end])
+        fault = self._end.exception()
         return f"{self.name}: the actor ended unexpectedly: {why(fault)} (log: {self._log_path})"
 
     async def stack(self) -> str:
-        """From a thread of its own; where none of its threads can run, by a signal, into its log."""
+        """Ask the actor's second event loop; if no thread can run, let a signal write the stack to its log."""
         with contextlib.suppress(TimeoutError, RayError):
             async with asyncio.timeout(_STACK_TIMEOUT_S):
                 return str(await self._actor.stack.remote())
@@ -233,7 +231,7 @@ class ActorWorker:
         return bool(self.address == ray.util.get_node_ip_address())
 
     async def activity(self) -> float | None:
-        if self._is_here:  # it need not be able to answer
+        if self._is_here:  # without asking it: it may be blocked
             return await asyncio.to_thread(activity_of, self.pid)
         with contextlib.suppress(TimeoutError, RayError):
             async with asyncio.timeout(_STACK_TIMEOUT_S):
@@ -247,8 +245,8 @@ class ActorWorker:
     async def close(self) -> None:
         ray.kill(self._actor)
         with contextlib.suppress(Exception):
-            await asyncio.wait([self._open_end], timeout=_CLOSE_TIMEOUT_S)
-        self._open_end.cancel()
+            await asyncio.wait([self._end], timeout=_CLOSE_TIMEOUT_S)
+        self._end.cancel()
 
 
 def _packed(value: Any) -> bytes:
@@ -260,6 +258,6 @@ async def _awaited(reference: Any) -> Any:
 
 
 def _append(log_path: Path, text: str) -> None:
-    """From here, where it can be read whatever node the actor was on."""
+    """Append to the log from the driver, where it can be read whichever node the actor was on."""
     with contextlib.suppress(OSError), log_path.open("a") as log:
         log.write(f"{text.rstrip()}\n")

@@ -1,7 +1,7 @@
-"""A Ray cluster: engines and trainer ranks are actors, placed by what the nodes have.
+"""The launcher of a Ray cluster: engines and trainer ranks are actors, placed by the nodes' resources.
 
-With no address a cluster of this machine alone is started, and stopped after; with one it is joined.
-Who sits where is the business of `placement.py`. Weights go through the object store, or by broadcast.
+Without an address it starts a cluster of this machine alone and stops it after the run; with an address it
+joins that cluster. `placement.py` decides which actor runs on which node.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from penstock.config import Config, LaunchConfig
 from penstock.errors import UserError, WorkerDied
 from penstock.launch.assemble import all_or_first_error, join, start_all, turns
-from penstock.launch.part_factories import Workers
 from penstock.launch.ray.actor import ActorWorker
-from penstock.launch.ray.placement import Places, Seat, bundles
+from penstock.launch.ray.placement import Placement, PlacementSlot, bundles
+from penstock.launch.workers import Workers
 from penstock.pool.distribution import Distribution
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RankGroup
@@ -30,24 +30,24 @@ from penstock.weights import sync_kind
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
-    """Join or start the cluster, place the actors, build the parts."""
+    """Join or start the cluster, place the actors, build their parts."""
     kind = sync_kind(config)
     ours, callbacks = connect(config.launch), SupervisionCallbacks(waits=Waits())
-    places = Places(config.launch, ours, lambda text: callbacks.note(text))
+    placement = Placement(config.launch, ours, lambda text: callbacks.note(text))
     try:
-        await places.reserve()
-        site = _Site(config, log_folder, places, kind, callbacks)
-        return await _start_parts(site, total_steps, ours)
+        await placement.reserve()
+        actors = _Actors(config, log_folder, placement, kind, callbacks)
+        return await _start_parts(actors, total_steps, ours)
     except BaseException:
-        places.release()
+        placement.release()
         disconnect(ours)
         raise
 
 
 def connect(settings: LaunchConfig) -> bool:
-    """Connect to Ray; True where the cluster was started here and is to be stopped."""
+    """Connect to Ray; return whether this call has started the cluster, which must then be stopped."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the run itself tells of them
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the run reports them itself
     import ray
 
     if ray.is_initialized():
@@ -58,7 +58,7 @@ def connect(settings: LaunchConfig) -> bool:
             ray.init(address=settings.address, **quiet)
         else:
             asked = sum(bundle.get("CPU", 0.0) for part in bundles(settings) for bundle in part)
-            cores = max(os.cpu_count() or 1, -int(-asked // 1))  # CPUs are counted, not given
+            cores = max(os.cpu_count() or 1, -int(-asked // 1))  # Ray only counts CPUs
             ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         where = settings.address or "this machine"
@@ -76,24 +76,25 @@ def disconnect(ours: bool) -> None:
         ray.shutdown()
 
 
-async def _start_parts(site: _Site, total_steps: int, ours: bool) -> Workers:
-    settings, callbacks, places = site.config.launch, site.callbacks, site.places
-    site.log_folder.mkdir(parents=True, exist_ok=True)
-    if site.sync == "collective":
-        site.distribution = Distribution(_spawn_distributor(site), settings, callbacks)
-    trainer = Supervised("trainer", _spawn_trainer(site, total_steps), settings, callbacks)
+async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers:
+    settings, callbacks, placement = actors.config.launch, actors.callbacks, actors.placement
+    actors.log_folder.mkdir(parents=True, exist_ok=True)
+    if actors.sync == "collective":
+        actors.distribution = Distribution(_spawn_distributor(actors), settings, callbacks)
+    trainer = Supervised("trainer", _spawn_trainer(actors, total_steps), settings, callbacks)
 
     def make_engine(number: int) -> Supervised:
         name = f"engine-{number}"
-        seat = places.take(name)
-        one = seat.holder = Supervised(name, _spawn_engine(site, number, seat), settings, callbacks)
-        one.when_closed = partial(places.leave, seat, one)
-        return one
+        slot = placement.take(name)
+        spawn = _spawn_engine(actors, number, slot)
+        engine = slot.worker = Supervised(name, spawn, settings, callbacks)
+        engine.when_closed = partial(placement.free, slot, engine)
+        return engine
 
     engines = [make_engine(number) for number in range(settings.num_producers)]
 
     async def clean_up() -> None:
-        places.release()
+        placement.release()
         disconnect(ours)
 
     try:
@@ -107,33 +108,33 @@ async def _start_parts(site: _Site, total_steps: int, ours: bool) -> Workers:
         engines,
         clean_up,
         callbacks,
-        site.sync,
+        actors.sync,
         make_engine,
-        publishes=turns(site.config, total_steps),
-        distribution=site.distribution,
-        settings=site.config.engine,
+        publishes=turns(actors.config, total_steps),
+        distribution=actors.distribution,
+        settings=actors.config.engine,
     )
 
 
 @dataclass(slots=True)
-class _Site:
-    """What every actor of a run is made from."""
+class _Actors:
+    """Creates the actors of a run, in their placement slots, and builds their parts."""
 
     config: Config
     log_folder: Path
-    places: Places
+    placement: Placement
     sync: str
     callbacks: SupervisionCallbacks
     distribution: Distribution | None = None
 
-    async def actor(self, name: str, threads: int, options: dict[str, Any]) -> ActorWorker:
+    async def create(self, name: str, threads: int, options: dict[str, Any]) -> ActorWorker:
         timeout_s, log = self.config.launch.start_timeout_s, self.log_folder / f"{name}.log"
-        remote = await ActorWorker.create(name, log, threads, timeout_s, **options)
-        remote.note = lambda text: self.callbacks.note(text)
-        return remote
+        worker = await ActorWorker.create(name, log, threads, timeout_s, **options)
+        worker.note = lambda text: self.callbacks.note(text)
+        return worker
 
-    async def seated(self, name: str, threads: int, seat: Seat) -> ActorWorker:
-        return await self.places.sit(name, seat, partial(self.actor, name, threads))
+    async def place(self, name: str, threads: int, slot: PlacementSlot) -> ActorWorker:
+        return await self.placement.start_actor(name, slot, partial(self.create, name, threads))
 
     async def collect(self, rank: Worker, handle: WeightHandle) -> WeightHandle:
         """Take the weights that a trainer rank has staged into the object store."""
@@ -143,78 +144,80 @@ class _Site:
         with waits.wait("trainer", WaitKind.OBJECT_STORE, detail, responder="trainer"):
             return await rank.collect(handle)
 
-    async def build(self, remote: ActorWorker, factory: str, *args: Any) -> ActorWorker:
+    async def build(self, worker: ActorWorker, factory: str, *args: Any) -> ActorWorker:
         timeout_s = self.config.launch.start_timeout_s
         try:
-            await remote.build(
+            await worker.build(
                 f"penstock.launch.part_factories:{factory}", *args, timeout_s=timeout_s
             )
         except WorkerDied:
             raise
         except BaseException:
-            await remote.close()
+            await worker.close()
             raise
-        return remote
+        return worker
 
 
-def _spawn_engine(site: _Site, number: int, seat: Seat) -> Callable[[], Awaitable[Worker]]:
+def _spawn_engine(
+    actors: _Actors, number: int, slot: PlacementSlot
+) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
-        remote = await site.seated(f"engine-{number}", site.config.engine.threads, seat)
-        if site.distribution is not None:
-            site.distribution.settle(number, remote.node)
-        return await site.build(remote, "engine_part", site.config, site.sync, "", number)
+        worker = await actors.place(f"engine-{number}", actors.config.engine.threads, slot)
+        if actors.distribution is not None:
+            actors.distribution.settle(number, worker.node)
+        return await actors.build(worker, "engine_part", actors.config, actors.sync, "", number)
 
-    async def spawn_or_leave() -> Worker:
+    async def spawn_or_free() -> Worker:
         try:
             worker = await spawn()
         except BaseException:
-            if not seat.is_used:
-                site.places.leave(seat, seat.holder)
+            if not slot.has_served:
+                actors.placement.free(slot, slot.worker)
             raise
-        seat.is_used = True
+        slot.has_served = True
         return worker
 
-    return spawn_or_leave
+    return spawn_or_free
 
 
-def _spawn_trainer(site: _Site, total_steps: int) -> Callable[[], Awaitable[Worker]]:
-    config, world = site.config, site.config.launch.num_consumers
+def _spawn_trainer(actors: _Actors, total_steps: int) -> Callable[[], Awaitable[Worker]]:
+    config, world = actors.config, actors.config.launch.num_consumers
     names = ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
-    folders: dict[str, str] = {}  # for weights, by node: a new trainer goes on in the old one's
+    folders: dict[str, str] = {}  # of weights, by node: a restarted trainer uses its predecessor's
 
     async def spawn() -> Worker:
-        seats = site.places.consumers
-        await site.places.settle(names, seats)
+        slots = actors.placement.consumers
+        await actors.placement.find_nodes(names, slots)
         ranks = await all_or_first_error(
             *(
-                site.seated(name, config.train.threads, seat)
-                for name, seat in zip(names, seats, strict=True)
+                actors.place(name, config.train.threads, slot)
+                for name, slot in zip(names, slots, strict=True)
             )
         )
         meeting, node = (ranks[0].address, ranks[0].free_port), ranks[0].node
-        link = (site.sync, folders.get(node, ""))
+        link = (actors.sync, folders.get(node, ""))
         await all_or_first_error(
             *(
-                site.build(remote, "trainer_part", config, total_steps, *link, rank, meeting, node)
-                for rank, remote in enumerate(ranks)
+                actors.build(one, "trainer_part", config, total_steps, *link, rank, meeting, node)
+                for rank, one in enumerate(ranks)
             )
         )
-        for seat in seats:
-            seat.is_used = True
+        for slot in slots:
+            slot.has_served = True
         folders[node] = await ranks[0].call("weights_folder")
-        return RankGroup(ranks, site.collect if site.sync == "object_store" else None)
+        return RankGroup(ranks, actors.collect if actors.sync == "object_store" else None)
 
     return spawn
 
 
-def _spawn_distributor(site: _Site) -> Callable[[str, str, str], Awaitable[Worker]]:
+def _spawn_distributor(actors: _Actors) -> Callable[[str, str, str], Awaitable[Worker]]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    backend = site.config.sync.backend
+    backend = actors.config.sync.backend
 
     async def spawn(name: str, node: str, folder: str) -> Worker:
         where = NodeAffinitySchedulingStrategy(node, soft=False)
-        remote = await site.actor(name, 1, {"num_cpus": 0, "scheduling_strategy": where})
-        return await site.build(remote, "distributor_part", folder, node, remote.address, backend)
+        worker = await actors.create(name, 1, {"num_cpus": 0, "scheduling_strategy": where})
+        return await actors.build(worker, "distributor_part", folder, node, worker.address, backend)
 
     return spawn

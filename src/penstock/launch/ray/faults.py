@@ -1,7 +1,7 @@
-"""Ray's errors in one line: what was raised over there, or what Ray knows of an actor's end.
+"""Ray's errors in one line: what an actor raised, or what Ray knows of its end.
 
-Ray wraps what an actor raised, and what ended it, into pages of text. A person needs the exception's own
-type and message; the rest belongs in the log.
+Ray wraps both into pages of text. A person needs the exception's own type and message; the rest belongs
+in the log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ray.exceptions import (
 
 from penstock.launch.rpc_server import LONGEST_LINE, one_line
 
-# What a call meets where the actor is gone, or never came to be: by Ray's reason for it.
+# What Ray raises for a call if the actor is gone or never started.
 ACTOR_IS_GONE = (
     RayActorError,
     OutOfMemoryError,
@@ -35,27 +35,27 @@ ACTOR_IS_GONE = (
     RuntimeEnvSetupError,
 )
 _FRAME = re.compile(r'^ *File "')
-_OF_A_GROUP = re.compile(r"^ *[|+][ -]?")  # before each line of an exception group's traceback
+_GROUP_MARGIN = re.compile(r"^ *[|+][ -]?")  # before each line of an exception group's traceback
 _EXIT = re.compile(r"Worker exit type: (\S+) Worker exit detail: (.*)")
 _IDS = re.compile(r"^\t(class_name|actor_id|pid|name|namespace|ip): ")
-_DIGRESSION = re.compile(r"Some common causes include|Object store memory usage:")
-_WITHOUT_A_WORD = "Worker unexpectedly exits with a connection error"
+_ADVICE = re.compile(r"Some common causes include|Object store memory usage:")
+_NO_REASON = "Worker unexpectedly exits with a connection error"
 
 
 def why(error: BaseException | None) -> str:
-    """The exception itself, where one was raised; else what ended the actor."""
+    """Return the exception that was raised, if there was one, else the reason of the actor's end."""
     if error is None:
         return "no reason was given"
     if isinstance(error, RayTaskError):
         return why(error.cause)
     if not isinstance(error, RayError):
         return one_line(error)
-    return _raised_last(str(error)) or _known_end(str(error)) or type(error).__name__
+    return _raised_last(str(error)) or _end_reason(str(error)) or type(error).__name__
 
 
 def _raised_last(text: str) -> str:
-    """The line under the last traceback in a text: type, without its module, and message."""
-    lines = [_OF_A_GROUP.sub("", line) for line in text.splitlines()]
+    """Return the line under the last traceback of a text: the type without its module, the message."""
+    lines = [_GROUP_MARGIN.sub("", line) for line in text.splitlines()]
     frames = [number for number, line in enumerate(lines) if _FRAME.match(line)]
     if not frames:
         return ""
@@ -66,15 +66,15 @@ def _raised_last(text: str) -> str:
     return f"{kind.rpartition('.')[2]}:{said}"[:LONGEST_LINE].removesuffix(":")
 
 
-def _known_end(text: str) -> str:
-    """Without the actor's ids and Ray's advice."""
+def _end_reason(text: str) -> str:
+    """Return Ray's reason for the end, without the actor's ids and Ray's advice."""
     lines = [line.strip() for line in text.splitlines() if not _IDS.match(line)]
     if len(lines) > 1 and lines[0] == "The actor died unexpectedly before finishing this task.":
         del lines[0]
-    said = _DIGRESSION.split(" ".join(" ".join(lines).split()))[0].strip()
+    said = _ADVICE.split(" ".join(" ".join(lines).split()))[0].strip()
     exit_ = _EXIT.search(said)
     if exit_ is not None:
         said = f"its process has ended ({exit_[1]}: {exit_[2].strip().rstrip('.')})"
-        if _WITHOUT_A_WORD in exit_[2]:
+        if _NO_REASON in exit_[2]:
             said += ", by a crash, a signal or the kernel for want of memory"
     return said[:LONGEST_LINE]

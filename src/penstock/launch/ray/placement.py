@@ -1,8 +1,8 @@
-"""Where the actors of a run sit in a Ray cluster, and where one sits whose node has left.
+"""Where the actors of a run are placed in a Ray cluster, also after their node has left.
 
-Consumers sit together (packed), producers spread; colocated, each producer shares a bundle with a
-consumer. What cannot fit is refused before any actor starts. A seat whose node has left gets another
-node as soon as one has room, however long that takes: a worker that only lacks a place is never given up.
+Consumers are packed, producers spread; if colocated, each producer shares a bundle with a consumer. What
+cannot fit is refused before any actor starts. A slot whose node has left gets another node as soon as one
+has room, without a time limit: a worker that only lacks a place is never given up.
 
 Every producer has a placement group of its own. Ray would place the lost bundles of a larger group only
 together, and try that before anything else in the cluster: while it fails, nobody gets a place.
@@ -28,7 +28,7 @@ _ANYWHERE = "anywhere"
 
 
 def bundles(settings: LaunchConfig) -> tuple[list[Resources], list[Resources]]:
-    """What consumers and producers ask for; colocated, all of it is in the first."""
+    """Return the bundles of consumers and of producers; if colocated, the first list holds all."""
     consumer = _bundle(settings.cpus_per_consumer, settings.gpus_per_consumer)
     producer = _bundle(settings.cpus_per_producer, settings.gpus_per_producer)
     consumers = [consumer] * settings.num_consumers
@@ -48,7 +48,7 @@ def _bundle(cpus: float, gpus: float) -> Resources:
 
 
 def check_fit(settings: LaunchConfig, nodes: list[Resources]) -> None:
-    """Raise unless every bundle finds a node; largest first, into the node with most left."""
+    """Raise unless every bundle fits a node; tries the largest first, on the node with most left."""
     left = [dict(node) for node in nodes]
     asked = [bundle for part in bundles(settings) for bundle in part]
     for bundle in sorted(asked, key=lambda b: (b.get("GPU", 0), b["CPU"]), reverse=True):
@@ -95,20 +95,22 @@ def _living_nodes() -> dict[str, Resources]:
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
-class Reserved:
-    """Bundles that Ray keeps for us: one placement group, and the next one when a node of it has left."""
+class Reservation:
+    """One Ray placement group; a new group replaces it after a node of it has left."""
 
     def __init__(
         self, asked: list[Resources], strategy: str, *, target: str = "", is_shared: bool = False
     ) -> None:
-        """`target`: the node to begin with, if it has room. `is_shared`: who sits there ends at different times."""
+        """`target`: the preferred first node. `is_shared`: its actors end at different times."""
         self.asked, self._strategy, self._is_shared = asked, strategy, is_shared
-        self._group, self._was_placed = self._ask(target), False
+        self._group, self._was_placed = self._create(target), False
 
-    def _ask(self, target: str = "") -> Any:
+    def _create(self, target: str = "") -> Any:
         from ray.util.placement_group import placement_group
 
-        if target:  # which Ray heeds for this strategy alone; of one bundle they are all the same
+        if (
+            target
+        ):  # Ray heeds it with this strategy only; for one bundle all strategies are the same
             return placement_group(self.asked, "STRICT_PACK", _soft_target_node_id=target)
         return placement_group(self.asked, self._strategy)
 
@@ -121,25 +123,25 @@ class Reserved:
         return {"scheduling_strategy": where}
 
     async def node(self, number: int) -> str:
-        """The living node that a bundle is on; empty: none now."""
+        """Return the living node of a bundle; empty if it has none now."""
         return await asyncio.to_thread(_node_of, self._group, number)
 
     async def ready(self) -> None:
-        """Waits for: nodes with room for all of it. Woken by Ray, when one joins or is given back."""
+        """Waits for nodes with room for all bundles; woken by Ray when a node joins or frees resources."""
         group = self._group
         await group.ready()
         self._was_placed = self._was_placed or group is self._group
 
     async def find_node(self, number: int) -> str:
-        """Waits for a node of this bundle. One that left is replaced, when all who sit here have ended."""
+        """Waits for a node of this bundle; a group whose node has left is replaced, unless it is shared."""
         while True:
             group = self._group
             if node := await self.node(number):
                 return node
-            seen_to = group is not self._group  # by another bundle's actor
-            if self._was_placed and not seen_to and not self._is_shared:
+            is_replaced = group is not self._group  # by the actor of another bundle
+            if self._was_placed and not is_replaced and not self._is_shared:
                 self.remove()
-                self._group, self._was_placed = self._ask(), False
+                self._group, self._was_placed = self._create(), False
             await self.ready()
 
     def remove(self) -> None:
@@ -156,48 +158,48 @@ def _node_of(group: Any, number: int) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
-    """Of one actor after another: a bundle, and whose it is."""
+class PlacementSlot:
+    """A bundle for one actor at a time, and the worker that the actor serves."""
 
-    reserved: Reserved | None  # None: anywhere, since nothing is counted for it
+    reservation: Reservation | None  # None: any node, as nothing is reserved
     number: int
     cpus: float
     gpus: float
-    is_extra: bool = False  # given back to the cluster when its holder is drained
-    holder: Supervised | None = None
-    is_used: bool = False  # its holder has served from here
+    is_extra: bool = False  # returned to the cluster when its worker is drained
+    worker: Supervised | None = None
+    has_served: bool = False  # an actor in this slot has served
 
     @property
     def is_free(self) -> bool:
-        return self.holder is None or self.holder.given_up is not None
+        return self.worker is None or self.worker.given_up is not None
 
     @property
     def asked(self) -> Resources:
-        return {} if self.reserved is None else self.reserved.asked[self.number]
+        return {} if self.reservation is None else self.reservation.asked[self.number]
 
     def options(self) -> Options:
         counted: Options = {"num_cpus": self.cpus, "num_gpus": self.gpus}
-        if self.reserved is None:
+        if self.reservation is None:
             return {**counted, "scheduling_strategy": "SPREAD"}
-        return {**counted, **self.reserved.options(self.number)}
+        return {**counted, **self.reservation.options(self.number)}
 
     async def node(self) -> str:
-        """The living node of its bundle; empty: it has none now."""
-        return _ANYWHERE if self.reserved is None else await self.reserved.node(self.number)
+        """Return the living node of the bundle; empty if it has none now."""
+        return _ANYWHERE if self.reservation is None else await self.reservation.node(self.number)
 
 
-class Places:
-    """The seats of a run. Consumes nodes as they come and go, produces options for actors."""
+class Placement:
+    """The placement slots of a run. Consumes nodes as they join and leave, produces actors' options."""
 
     def __init__(self, settings: LaunchConfig, ours: bool, note: Callable[[str], None]) -> None:
-        """`ours`: the cluster is this run's alone."""
+        """`ours`: this run has started the cluster and is alone there."""
         self._settings, self._ours, self._note = settings, ours, note
-        self._reserved: list[Reserved] = []
-        self.consumers: list[Seat] = []
-        self.producers: list[Seat] = []
+        self._reservations: list[Reservation] = []
+        self.consumers: list[PlacementSlot] = []
+        self.producers: list[PlacementSlot] = []
 
     async def reserve(self) -> None:
-        """All seats, or one line that says why not."""
+        """Reserve all slots, or raise one line that says why that failed."""
         import ray
 
         settings = self._settings
@@ -214,48 +216,52 @@ class Places:
 
     async def _reserve_all(self) -> None:
         settings, (packed, spread) = self._settings, bundles(self._settings)
-        together = self._keep(Reserved(packed, "PACK", is_shared=settings.colocate))
-        await together.ready()
+        packed_group = self._add(Reservation(packed, "PACK", is_shared=settings.colocate))
+        await packed_group.ready()
         share = 2 if settings.colocate else 1  # two actors see the same device
         counted = (settings.cpus_per_consumer, settings.gpus_per_consumer / share)
-        self.consumers = [Seat(together, n, *counted) for n in range(settings.num_consumers)]
+        self.consumers = [
+            PlacementSlot(packed_group, n, *counted) for n in range(settings.num_consumers)
+        ]
         counted = (settings.cpus_per_producer, settings.gpus_per_producer / share)
         if settings.colocate:
-            self.producers = [Seat(together, n, *counted) for n in range(settings.num_producers)]
+            self.producers = [
+                PlacementSlot(packed_group, n, *counted) for n in range(settings.num_producers)
+            ]
             return
-        taken = [await together.node(number) for number in range(len(packed))]
+        taken = [await packed_group.node(number) for number in range(len(packed))]
         targets = spread_over(_living_nodes(), list(zip(taken, packed, strict=True)), spread)
         each = [
-            self._keep(Reserved([asked], "SPREAD", target=target))
+            self._add(Reservation([asked], "SPREAD", target=target))
             for asked, target in zip(spread, targets, strict=True)
         ]
         await asyncio.gather(*(one.ready() for one in each))
-        self.producers = [Seat(one, 0, *counted) for one in each]
+        self.producers = [PlacementSlot(one, 0, *counted) for one in each]
 
-    def _keep(self, reserved: Reserved) -> Reserved:
-        self._reserved.append(reserved)
-        return reserved
+    def _add(self, reservation: Reservation) -> Reservation:
+        self._reservations.append(reservation)
+        return reservation
 
-    def take(self, name: str) -> Seat:
-        """For a producer: the seat of one that was drained or given up, else a further one."""
-        for seat in self.producers:
-            if seat.is_free:
-                seat.holder, seat.is_used = None, False
-                return seat
-        asked = self._later()
-        self._check_later(name, asked)
-        reserved = self._keep(Reserved([asked], "SPREAD")) if any(asked.values()) else None
-        seat = Seat(reserved, 0, asked["CPU"], asked.get("GPU", 0.0), is_extra=True)
-        self.producers.append(seat)
-        return seat
+    def take(self, name: str) -> PlacementSlot:
+        """Return a producer's slot: that of a drained or abandoned one, else a new slot."""
+        for slot in self.producers:
+            if slot.is_free:
+                slot.worker, slot.has_served = None, False
+                return slot
+        asked = self._extra_bundle()
+        self._check_extra(name, asked)
+        reservation = self._add(Reservation([asked], "SPREAD")) if any(asked.values()) else None
+        slot = PlacementSlot(reservation, 0, asked["CPU"], asked.get("GPU", 0.0), is_extra=True)
+        self.producers.append(slot)
+        return slot
 
-    def _later(self) -> Resources:
-        """What one that joins later asks for; CPUs of our own cluster are only counted."""
+    def _extra_bundle(self) -> Resources:
+        """Return the bundle of a producer that joins later; in a cluster of ours it reserves no CPUs."""
         cpus = 0.0 if self._ours else self._settings.cpus_per_producer
         return _bundle(cpus, self._settings.gpus_per_producer)
 
-    def _check_later(self, name: str, asked: Resources) -> None:
-        """Raise where no node could ever hold one more; tell where none can hold it now."""
+    def _check_extra(self, name: str, asked: Resources) -> None:
+        """Raise if no node could ever hold the bundle; tell the user if none can hold it now."""
         import ray
 
         nodes = list(_living_nodes().values())
@@ -269,90 +275,94 @@ class Places:
                 f"{name}: waits up to {limit_s:g} s for {amount(asked)}; free: {amount(free)}"
             )
 
-    async def settle(self, names: list[str], seats: list[Seat]) -> None:
-        """Before the first of several sits down again: a node for each, since they lose them together."""
-        for name, seat in zip(names, seats, strict=True):
-            await self._find_node(name, seat)
+    async def find_nodes(self, names: list[str], slots: list[PlacementSlot]) -> None:
+        """Find a node for each of several actors before the first starts: they lose their nodes together."""
+        for name, slot in zip(names, slots, strict=True):
+            await self._find_node(name, slot)
 
-    async def sit(
-        self, name: str, seat: Seat, create: Callable[[Options], Coroutine[Any, Any, T]]
+    async def start_actor(
+        self, name: str, slot: PlacementSlot, create: Callable[[Options], Coroutine[Any, Any, T]]
     ) -> T:
-        """An actor in this seat; one whose node leaves before it is there is asked for again.
+        """Create an actor in this slot; create it again if its node leaves before it has started.
 
-        A holder that never served waits `start_timeout_s` for a place; later, for as long as it takes.
+        The first actor of a slot waits up to `start_timeout_s` for a node, later ones without limit.
         """
         while True:
-            node = await self._find_node(name, seat)
-            creating = asyncio.create_task(create(seat.options()), name=f"create {name}")
+            node = await self._find_node(name, slot)
+            creating = asyncio.create_task(create(slot.options()), name=f"create {name}")
             creating.add_done_callback(lambda task: task.cancelled() or task.exception())
             try:
-                if await self._is_made(creating, seat, node):
+                if await self._has_started(creating, slot, node):
                     return creating.result()
             finally:
                 creating.cancel()
                 await asyncio.wait([creating])
 
-    async def _is_made(self, creating: asyncio.Task[Any], seat: Seat, node: str) -> bool:
-        """False: its node is lost. Nothing tells of that, so it is looked at, ever more seldom."""
+    async def _has_started(
+        self, creating: asyncio.Task[Any], slot: PlacementSlot, node: str
+    ) -> bool:
+        """Wait for the actor; return False if its node left, which Ray does not report: look for it."""
         look_s = _FIRST_LOOK_S
         while not (await asyncio.wait([creating], timeout=look_s))[0]:
             look_s *= 2
-            if await seat.node() != node:
+            if await slot.node() != node:
                 return False
         failed = isinstance(creating.exception(), RunError)
-        return not failed or await seat.node() == node
+        return not failed or await slot.node() == node
 
-    async def _find_node(self, name: str, seat: Seat) -> str:
-        """Waits for: a node with room. Woken by Ray, when one joins or others give back what they had."""
+    async def _find_node(self, name: str, slot: PlacementSlot) -> str:
+        """Waits for a node with room; woken by Ray when a node joins or resources are freed."""
         import ray
 
-        if node := await seat.node():
+        if node := await slot.node():
             return node
-        assert seat.reserved is not None
-        if not seat.is_used:
-            return await self._first_node(name, seat, seat.reserved)
+        assert slot.reservation is not None
+        if not slot.has_served:
+            return await self._first_node(name, slot, slot.reservation)
         free = amount(await asyncio.to_thread(ray.available_resources))
         self._note(
-            f"{name}: its node has left; it waits for one with {amount(seat.asked)} free, "
+            f"{name}: its node has left; it waits for one with {amount(slot.asked)} free, "
             f"for as long as the run goes on (free in the whole cluster: {free})"
         )
-        return await seat.reserved.find_node(seat.number)
+        return await slot.reservation.find_node(slot.number)
 
-    async def _first_node(self, name: str, seat: Seat, reserved: Reserved) -> str:
+    async def _first_node(self, name: str, slot: PlacementSlot, reservation: Reservation) -> str:
         limit_s = self._settings.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                return await reserved.find_node(seat.number)
+                return await reservation.find_node(slot.number)
         except TimeoutError:
             raise RunError(f"{name}: Ray gave it no place within {limit_s:g} s") from None
 
-    def leave(self, seat: Seat, holder: Supervised | None) -> None:
-        """It was drained, or did not even start: the next may have its seat, or the whole cluster."""
-        if seat.holder is not holder:
+    def free(self, slot: PlacementSlot, worker: Supervised | None) -> None:
+        """Free the slot of a worker that was drained or never started; return an extra one to the cluster."""
+        if slot.worker is not worker:
             return
-        seat.holder = None
-        if seat.is_extra and seat in self.producers:
-            self.producers.remove(seat)
-            if seat.reserved is not None:
-                self._reserved.remove(seat.reserved)
-                seat.reserved.remove()
+        slot.worker = None
+        if slot.is_extra and slot in self.producers:
+            self.producers.remove(slot)
+            if slot.reservation is not None:
+                self._reservations.remove(slot.reservation)
+                slot.reservation.remove()
 
     def release(self) -> None:
-        while self._reserved:
-            self._reserved.pop().remove()
+        while self._reservations:
+            self._reservations.pop().remove()
 
 
 def spread_over(
     nodes: Mapping[str, Resources], taken: list[tuple[str, Resources]], asked: list[Resources]
 ) -> list[str]:
-    """A node for each, where the fewest of them are, then the one with most left; empty: none has room."""
+    """Choose a node for each bundle: the one with the fewest, then with most left; empty if none fits."""
     left = {name: dict(node) for name, node in nodes.items()}
     for name, bundle in taken:
         _subtract(left.get(name, {}), bundle)
     counts, chosen = Counter[str](), []
     for bundle in asked:
         fitting = [name for name, node in left.items() if _holds(node, bundle)]
-        best = min(fitting, key=lambda name: (counts[name], *_most_first(left[name])), default="")
+        best = min(
+            fitting, key=lambda name: (counts[name], *_by_free_resources(left[name])), default=""
+        )
         if best:
             _subtract(left[best], bundle)
             counts[best] += 1
@@ -365,5 +375,5 @@ def _subtract(node: Resources, bundle: Resources) -> None:
         node[key] = node.get(key, 0) - value
 
 
-def _most_first(node: Resources) -> tuple[float, float]:
+def _by_free_resources(node: Resources) -> tuple[float, float]:
     return -node.get("GPU", 0), -node.get("CPU", 0)

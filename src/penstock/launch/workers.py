@@ -1,0 +1,59 @@
+"""What a launcher returns: the engine and the trainer of a run, and their supervised workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
+from penstock.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.supervise.trainer import TrainerClient, TrainerPart
+
+
+@dataclass(slots=True, kw_only=True)
+class Workers:
+    """The parts that the loop drives, and what the watchdog asks of their workers."""
+
+    engine: InferenceEngine | None  # None: nothing is generated
+    trainer: TrainerPart
+    close: Callable[[], Awaitable[None]]
+    description: str  # the place of every worker, in one line
+    callbacks: SupervisionCallbacks  # the open waits, and where notes to the user go
+    supervised: dict[str, Supervised] = field(default_factory=dict)  # by worker name
+    scale: Callable[[int], Awaitable[str]] | None = (
+        None  # changes the number of engines; returns what was done
+    )
+    set_aside: SetAside | None = None  # lends out an engine, which keeps its weights meanwhile
+
+    def restore_trainer_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
+        """From now on, restart a trainer that dies and let `restore` bring it to the state it had."""
+        self.supervised["trainer"].prepare = lambda call: restore(TrainerClient(call))
+
+    async def stack_of(self, name: str) -> str:
+        """Return what a worker is doing; empty if `name` is no worker."""
+        return await self.supervised[name].stack() if name in self.supervised else ""
+
+    async def progress_of(self, name: str) -> object:
+        """Return something that changes with every token or micro-batch; None if unknown."""
+        worker = self.supervised.get(name)
+        if worker is None:
+            return None
+        if name == "trainer":
+            return await worker.progress("progress")
+        stats: EngineStats | None = await worker.progress("stats")
+        if stats is not None and stats.paused:
+            return time.monotonic()  # a paused engine that answers is alive
+        return stats.tokens_generated if stats is not None and stats.live else None
+
+    async def activity_of(self, name: str) -> float | None:
+        """Return the seconds of work that a worker's process has spent; None if unknown."""
+        return await self.supervised[name].activity() if name in self.supervised else None
+
+    async def restart(self, name: str, reason: str) -> bool:
+        """Kill a worker that does not answer, so that it is restarted; False if it cannot be."""
+        worker = self.supervised.get(name)
+        if worker is None or not worker.can_restart:
+            return False
+        await worker.replace(reason)
+        return True
