@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.compat.producer_log import Names, ProducerLog
-from penstock.compat.producers import SimpleProducer
+from penstock.compat.producers import Names, ProducerLog, SimpleProducer
 from penstock.errors import UserError
 from stages.simple_producer import ARGUMENTS
 

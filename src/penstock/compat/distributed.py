@@ -1,7 +1,7 @@
 """`launch_distributed`: a whole run on a Ray cluster from one Python call.
 
-The parameters have the names and the meaning that users of ColossalAI's distributed GRPO know; each
-becomes a key of the config, and the run is the one that `penstock train` does.
+The parameters have the names and the meaning of ColossalAI's distributed GRPO; each becomes a key of the
+config, and the run is the same as with `penstock train`.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def launch_distributed(
     seed: int = 0,
     overrides: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Train to the end and return the run folder.
+    """Train to the end; return the run folder.
 
-    `train_batch_size` is prompts per update over all consumers. `n_behind` 0 is on-policy.
-    `grpo_config` holds `algo`, `reward_fn_type` and fields of [algorithm]; `overrides` any other
-    part of the config, as nested tables (W&B is on with {"track": {"trackers": ["wandb"]}}).
+    `train_batch_size` is the number of prompts per update over all consumers; `n_behind` 0 is on-policy.
+    `grpo_config` holds `algo`, `reward_fn_type` and fields of [algorithm]; `overrides` is any other part
+    of the config as nested tables, e.g. {"track": {"trackers": ["wandb"]}} for W&B.
     """
     algorithm = dict(grpo_config or {})
     algo = algorithm.pop("algo", "GRPO")
@@ -96,15 +96,15 @@ def launch_distributed(
             "colocate": colocate,
         },
     }
-    config = validated(_laid_over(tree, overrides or {}))
+    config = validated(_merged(tree, overrides or {}))
     preflight.check(config)
     return train_new(config).path
 
 
-def _laid_over(tree: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(tree)
+def _merged(tree: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(tree)
     for key, value in above.items():
-        own = merged.get(key)
+        own = result.get(key)
         both = isinstance(own, Mapping) and isinstance(value, Mapping)
-        merged[key] = _laid_over(own, value) if both else value  # type: ignore[arg-type]
-    return merged
+        result[key] = _merged(own, value) if both else value  # type: ignore[arg-type]
+    return result

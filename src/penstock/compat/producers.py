@@ -1,16 +1,18 @@
 """`BaseProducer` and `SimpleProducer`: generate and score from plain Python, here or as a Ray actor.
 
-Thin faces of the run's own parts (engine, agent loop, reward, dataset) for users who drive producers
-themselves; `ray.remote(SimpleProducer)` works. Methods block: an event loop of their own serves them.
-A run needs none of this: its producing side is `produce/`, with staleness, journal and retries.
+For users who drive producers themselves, e.g. with `ray.remote(SimpleProducer)`: a thin layer over the
+engine, agent loop, reward and dataset of a run. Methods block; an event loop on a thread serves them. A run
+needs none of this: its producing side is `produce/`, with staleness, journal and retries.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +21,9 @@ import numpy as np
 from penstock.agent.single_turn import SingleTurn
 from penstock.algo.advantage import group_advantages
 from penstock.algo.method import resolve_settings
-from penstock.compat.producer_log import Names, ProducerLog
-from penstock.compat.tensors import group_tensors, unpadded
 from penstock.compat.weight_broadcast import join_group, receive_state_dict
 from penstock.config import Config
+from penstock.config.source import to_toml
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.sampler import rollout_seed
@@ -32,16 +33,21 @@ from penstock.errors import RunError, UserError
 from penstock.evaluation.evaluate import EvalResult, EvalTask, append_summary, evaluate
 from penstock.plugins import load
 from penstock.reward import build_reward
+from penstock.run_folder import CONFIG
+from penstock.track.fanout import Fanout
+from penstock.track.protocol import RunInfo
 from penstock.types import Group, Prompt, Rollout, Status
-from penstock.watch.waits import WaitKind
+from penstock.watch.timeline_log import TimelineLog
+from penstock.watch.waits import WaitKind, Waits
 
 T = TypeVar("T")
 Tensors = dict[str, Any]
 _SAMPLING_NAMES = {"max_new_tokens": "max_tokens"}
+_METRICS = ("reward", "format_acc", "ans_acc")
 
 
 class BaseProducer:
-    """Generates, scores, hands on. A subclass says where to (`deliver`) and whence weights come."""
+    """Generates, scores and delivers. A subclass defines `deliver`, and where `new_weights` come from."""
 
     def __init__(
         self,
@@ -71,7 +77,7 @@ class BaseProducer:
         log_dir: str = "",
         seed: int = 0,
     ) -> None:
-        """`project_name` turns W&B on; figures and the timeline go to `log_dir` (else eval_save_dir)."""
+        """`project_name` turns W&B on; metrics and the timeline go to `log_dir`, else to `eval_save_dir`."""
         if not 0 <= producer_idx < num_producers:
             raise UserError(
                 f"producer_idx: got {producer_idx}, allowed: 0 to {num_producers - 1} (num_producers - 1)"
@@ -140,14 +146,14 @@ class BaseProducer:
             decode=self._chat.decode,
         )
 
-    # ---- what a subclass gives
+    # ---- what a subclass defines
 
     def deliver(self, tensors: Tensors) -> None:
         """Take one microbatch of scored groups."""
         raise NotImplementedError
 
     def new_weights(self) -> Mapping[str, Any] | None:
-        """A state dict to go on with, asked for after each `batch_size` prompts; None: the same."""
+        """Return the state dict to use after each `batch_size` prompts; None keeps the current one."""
         return None
 
     # ---- what a user calls
@@ -160,12 +166,12 @@ class BaseProducer:
         group_name: str = "default",
         init_method: str = "env://",
     ) -> None:
-        """Join a group (`weight_broadcast.join_group`); waits for its other members."""
+        """Join a group (`weight_broadcast.join_group`); waits for the other members."""
         group = join_group(world_size, rank, backend, group_name, init_method)
         self._groups_joined[group_name] = group
 
     def receive_state_dict(self, group_name: str = "default") -> dict[str, Any]:
-        """What rank 0 of a joined group sends next, for `new_weights` or `load_state_dict`."""
+        """Return what rank 0 of a joined group sends next, for `new_weights` or `load_state_dict`."""
         if group_name not in self._groups_joined:
             known = ", ".join(self._groups_joined) or "none: init_collective_group comes first"
             raise UserError(f"group_name: got {group_name!r}, allowed: {known}")
@@ -174,14 +180,14 @@ class BaseProducer:
     def rollout(self, input_ids: Any, attention_mask: Any, **fields: Any) -> Tensors:
         """Generate and score `num_generations` responses to each prompt of a left-padded batch.
 
-        `fields` hold what the reward needs, one entry for each prompt: gt_answer, test_cases, ...
+        `fields` are what the reward needs, with one entry for each prompt: gt_answer, test_cases, ...
         """
         rows = unpadded(input_ids, attention_mask)
         groups = [self._group(row, _nth(fields, n, len(rows))) for n, row in enumerate(rows)]
         return self._wait(self._generate(groups))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> str:
-        """Go on with these weights; the digest of what the engine then holds."""
+        """Load these weights into the engine; return the digest of what it then holds."""
         from penstock.weights.model_weights import digest_of
 
         digest = digest_of(state_dict.items())
@@ -192,10 +198,10 @@ class BaseProducer:
         return loaded
 
     def loop(self) -> int:
-        """All episodes over this producer's share of the prompts; how many prompts that were.
+        """Run all episodes over this producer's share of the prompts; return the number of prompts.
 
-        New weights are taken after each batch; producer 0 evaluates before the first and then after
-        every `eval_interval` batches.
+        Takes new weights after each batch. Producer 0 evaluates before the first batch and after every
+        `eval_interval` batches.
         """
         done = batches = 0
         self._evaluate_if_due(batches)
@@ -217,7 +223,7 @@ class BaseProducer:
         return done
 
     def evaluate(self, step: int) -> list[EvalResult]:
-        """One exact pass over every evaluation set; samples go to `eval_save_dir`."""
+        """Evaluate every evaluation set once; samples go to `eval_save_dir`."""
         with self._busy(WaitKind.EVAL):
             return self._wait(self._evaluate(step))
 
@@ -227,10 +233,10 @@ class BaseProducer:
         self._log.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    # ---- inside
+    # ---- private
 
     def _busy(self, what: WaitKind) -> AbstractContextManager[Any]:
-        """What this producer does now, for its timeline."""
+        """Record what this producer does now, for its timeline."""
         return self._log.waits.wait(f"producer-{self.producer_idx}", what)
 
     def _evaluate_if_due(self, batches: int) -> None:
@@ -264,7 +270,7 @@ class BaseProducer:
         return {**fields, "stop": tuple(fields.get("stop", sampling.stop))}
 
     def _microbatches(self) -> Iterator[list[Prompt]]:
-        """Whole passes in an order of their own; the last part of a pass may be short."""
+        """Yield microbatches of every episode, each in its own order; the last of an episode may be short."""
         own = np.arange(self.producer_idx, len(self._dataset), self.num_producers)
         for episode in range(self.num_episodes):
             order = np.random.default_rng([self.config.seed, episode]).permutation(own)
@@ -313,7 +319,7 @@ class BaseProducer:
 
 
 class SimpleProducer(BaseProducer):
-    """A producer that hands every microbatch to a function, or keeps it in `delivered`."""
+    """A producer that passes every microbatch to a function, or keeps it in `delivered`."""
 
     def __init__(
         self, *args: Any, deliver: Callable[[Tensors], None] | None = None, **kwargs: Any
@@ -337,7 +343,7 @@ def producer_config(
     grpo_config: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Config:
-    """The producing half of a config from the dictionaries that producers are given."""
+    """Return the producing half of a config from the dictionaries that a producer is given."""
     algorithm = dict(grpo_config or {})
     reward: dict[str, Any] = {"type": algorithm.pop("reward_fn_type", "think_answer_tags")}
     if "code_verifier_api_url" in algorithm:
@@ -382,3 +388,148 @@ def _nth(fields: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
         if len(values) != count:
             raise UserError(f"rollout: {key} got {len(values)} entries, allowed: {count}")
     return {key: values[number] for key, values in fields.items()}
+
+
+# ---- what a producer writes down
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Names:
+    """The names of a run in W&B; without a project W&B is not used."""
+
+    project: str = ""
+    run: str = ""
+    group: str = ""
+
+
+class ProducerLog:
+    """Writes what one producer made, as far as it was asked for: metrics, samples, timeline.
+
+    Metrics go to metrics.jsonl and W&B if a project is named; with profiling on, the timeline goes to
+    timeline/events.jsonl, which `penstock timeline FOLDER` draws.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        names: Names,
+        *,
+        rollout_file: Path | None,
+        rollouts_every: int,
+        profile: bool,
+    ) -> None:
+        self.waits = Waits()
+        self.rollout_file, self._every = rollout_file, rollouts_every
+        self._timeline: TimelineLog | None = None
+        if profile:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CONFIG).write_text(to_toml(config))  # marks the folder as that of a run
+            self._timeline = TimelineLog(folder / "timeline", self.waits)
+        self._tracker: Fanout | None = None
+        self._microbatches = 0
+        if names.project:
+            self._tracker = Fanout.from_info(_info(config, folder, names))
+
+    def microbatch(self, groups: list[Group], tensors: Mapping[str, Any]) -> None:
+        """Log the metrics of one microbatch, and every so many its samples."""
+        number, self._microbatches = self._microbatches, self._microbatches + 1
+        if self._tracker is not None:
+            lengths = [len(rollout.response_ids) for g in groups for rollout in g.rollouts]
+            figures = {f"rollout/{name}": float(tensors[name].mean()) for name in _METRICS}
+            figures["rollout/response_length"] = sum(lengths) / len(lengths)
+            self._tracker.log_step(number + 1, figures)
+        if self.rollout_file is not None and number % self._every == 0:
+            self._write_samples(self.rollout_file, groups)
+
+    def evaluation(self, step: int, figures: dict[str, float]) -> None:
+        if self._tracker is not None:
+            self._tracker.log_eval(step, figures)
+
+    def _write_samples(self, path: Path, groups: list[Group]) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            for rollout in (rollout for group in groups for rollout in group.rollouts):
+                line = {"rollout_id": rollout.rollout_id, "text": rollout.text}
+                figures = {"reward": rollout.reward, "policy_version": rollout.oldest_version}
+                file.write(json.dumps({**line, **figures}, ensure_ascii=False) + "\n")
+
+    def flush(self) -> None:
+        if self._timeline is not None:
+            self._timeline.flush()
+
+    def close(self) -> None:
+        self.flush()
+        if self._tracker is not None:
+            self._tracker.close()
+
+
+def _info(config: Config, folder: Path, names: Names) -> RunInfo:
+    folder.mkdir(parents=True, exist_ok=True)
+    track = config.track.model_copy(update={"trackers": ["wandb"], "project": names.project})
+    run = config.run.model_copy(update={"group": names.group})
+    return RunInfo(
+        config=config.model_copy(update={"track": track, "run": run}),
+        folder=folder,
+        name=names.run or folder.name,
+        total_steps=0,
+        first_step=0,
+        live=lambda: "",
+    )
+
+
+# ---- groups as padded tensors
+
+
+def unpadded(input_ids: Any, attention_mask: Any) -> list[np.ndarray]:
+    """Return the prompts of a padded batch, each without its padding."""
+    ids, mask = np.asarray(input_ids), np.asarray(attention_mask).astype(bool)
+    return [row[keep].astype(np.int32) for row, keep in zip(ids, mask, strict=True)]
+
+
+def group_tensors(groups: list[Group], advantages_PG: np.ndarray, pad_id: int) -> dict[str, Any]:
+    """Return tensors of [prompts, generations, length], prompts padded left and responses right.
+
+    `response_idx` holds the first and the last index of a response in `input_ids`; action tensors
+    cover the response only.
+    """
+    import torch
+
+    prompts, generations = len(groups), len(groups[0].rollouts)
+    width = max(len(group.prompt.token_ids) for group in groups)
+    longest = max(len(r.response_ids) for group in groups for r in group.rollouts)
+    shape, actions = (prompts, generations, width + longest), (prompts, generations, longest)
+    made = {
+        "input_ids": torch.full(shape, pad_id, dtype=torch.long),
+        "attention_mask": torch.zeros(shape, dtype=torch.long),
+        "action_mask": torch.zeros(actions, dtype=torch.bool),
+        "action_log_probs": torch.zeros(actions),
+        "response_idx": torch.zeros((prompts, generations, 2), dtype=torch.long),
+    }
+    for p, group in enumerate(groups):
+        for g, rollout in enumerate(group.rollouts):
+            size, start = len(rollout.response_ids), width - len(rollout.prompt_ids)
+            whole = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+            made["input_ids"][p, g, start : width + size] = torch.from_numpy(whole).long()
+            made["attention_mask"][p, g, start : width + size] = 1
+            made["action_mask"][p, g, :size] = torch.from_numpy(rollout.loss_mask)
+            made["action_log_probs"][p, g, :size] = torch.from_numpy(rollout.logprobs)
+            made["response_idx"][p, g] = torch.tensor([width, width + size - 1])
+
+    def column(value: Any) -> Any:
+        rows = [[[float(value(rollout))] for rollout in group.rollouts] for group in groups]
+        return torch.tensor(rows)
+
+    return {
+        **made,
+        "reward": column(lambda r: r.reward),
+        "format_acc": column(lambda r: _verdict(r, "format_ok")),
+        "ans_acc": column(lambda r: _verdict(r, "answer_ok")),
+        "temperature": column(lambda r: r.temperature),
+        "advantages": torch.from_numpy(advantages_PG).float().unsqueeze(-1),
+    }
+
+
+def _verdict(rollout: Rollout, name: str) -> bool:
+    """Return the reward's verdict `name`; if it has none, whether the reward is above 0."""
+    verdict = getattr(rollout.score, name)
+    return rollout.reward > 0 if verdict is None else bool(verdict)
