@@ -1,4 +1,4 @@
-"""Parked tensors give their memory back and are the same bits afterwards, whatever they share."""
+"""Offloaded tensors free their memory and come back bit for bit, whatever storage they share."""
 
 from __future__ import annotations
 

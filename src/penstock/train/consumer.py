@@ -63,7 +63,7 @@ class _BatchInTraining:
 
     @property
     def is_updated(self) -> bool:
-        """Whether an update of this batch has been applied; from then on the batch is finished."""
+        """Whether an update of this batch has been applied; a later stop waits for its last one."""
         return bool(self.grad_norms)
 
 
@@ -133,7 +133,7 @@ class Consumer:
             ranks=ranks,
         )
 
-    # ---- what the service calls
+    # ---- the interface
 
     def request_stop(self) -> None:
         """Ask a running `train` to end before its first update; safe from any thread."""

@@ -69,7 +69,7 @@ class MetricSums:
         self.maxima[name] = float(known.max(initial=-np.inf))
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Return the metrics over all ranks; 0 where nothing was counted."""
+        """Return the metrics over all ranks; 0 if nothing was counted."""
         mean_names, max_names = sorted(self.sums), sorted(self.maxima)
         table = np.array([self.sums[name] for name in mean_names], np.float64).reshape(-1, 2)
         summed = ranks.sum(table)

@@ -51,7 +51,7 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def empty_pack(device: torch.device) -> Pack:
-    """Return a pack of one token that trains nothing, for ranks that wait for another one's pack."""
+    """Return a pack of one token that trains nothing, for ranks with fewer packs than others."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     one = torch.zeros(1, dtype=torch.int64, device=device)
     bounds_S1 = torch.tensor([0, 1], dtype=torch.int32, device=device)

@@ -145,6 +145,7 @@ def _flash_attention(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
+    """Compute all sequences at once with the variable-length flash kernel."""
     varlen_attn, known = _varlen_function()
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     left = -1 if sliding_window is None else sliding_window - 1
