@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test test-ray test-vllm check format clean help
+.PHONY: demo test tests test-nightly test-ray test-vllm check format clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -32,10 +32,17 @@ check: $(DEV_STAMP)  ## format, lint and types
 	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/mypy
 
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=15
+# one file stays in one process; tests/conftest.py puts the longest files first
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
-test: check  ## every test that needs no Ray cluster and no vLLM
+test: $(DEV_STAMP)  ## format, lint and types, beside every test that needs no Ray cluster and no vLLM
+	$(MAKE) --no-print-directory -j 2 check tests
+
+tests: $(DEV_STAMP)
 	$(PYTEST) -m "not ray"
+
+test-nightly: $(DEV_STAMP)  ## the same tests with more random examples and more load
+	PENSTOCK_NIGHTLY=1 $(PYTEST) -m "not ray"
 
 test-ray: $(DEV_STAMP)  ## the tests that start Ray clusters
 	$(PYTEST) -m ray

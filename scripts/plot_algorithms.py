@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from penstock.algo.method import check_algorithm, resolve_settings
 from penstock.algo.settings import keep_group
 from penstock.config import Config
 from penstock.data.chat import ChatTemplate, load_tokenizer
-from penstock.data.dataset import load_dataset
+from penstock.data.dataset import Dataset, load_dataset
 from penstock.data.sampler import Sampler
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.reward import build_reward
@@ -79,16 +80,18 @@ def demo_config(algorithm: dict[str, Any], **fields: Any) -> Config:
     return config
 
 
-async def train_curve(config: Config, steps: int, lag: int = 0) -> tuple[list[float], float]:
+async def train_curve(
+    config: Config, steps: int, lag: int = 0, *, final_groups: int = FINAL_GROUPS
+) -> tuple[list[float], float]:
     """Return (accuracy of each step's samples, accuracy of the final weights on new prompts).
 
     The samples of a step come from the weights of `lag` updates before. Filtered groups count.
     """
     torch.set_num_threads(config.train.threads)
     task, sampling = config.tasks["train"], config.task_sampling("train")
-    chat = ChatTemplate(load_tokenizer(config.model.path))
+    chat, prompts = _read_task(config.model.path)
     sampler = Sampler(
-        load_dataset("train", task, chat),
+        prompts,
         task_name="train",
         prompt_repeat_k=sampling.num_generations,
         seed=config.seed,
@@ -110,7 +113,7 @@ async def train_curve(config: Config, steps: int, lag: int = 0) -> tuple[list[fl
             await asyncio.to_thread(consumer.train, Batch(step=step, groups=tuple(groups)))
         versions.publish()
         await engine.update_weights(steps, versions.handle(steps))
-        judged = [sampler.sample_now("train") for _ in range(FINAL_GROUPS)]
+        judged = [sampler.sample_now("train") for _ in range(final_groups)]
         await asyncio.gather(*(agent.generate_group(group.rollouts) for group in judged))
         final = _accuracy(judged)
     finally:
@@ -119,13 +122,20 @@ async def train_curve(config: Config, steps: int, lag: int = 0) -> tuple[list[fl
     return accuracies, final
 
 
+@functools.cache
+def _read_task(path: str) -> tuple[ChatTemplate, Dataset]:
+    """Return the policy's chat template and the demo task's prompts; every curve uses the same."""
+    chat = ChatTemplate(load_tokenizer(path))
+    return chat, load_dataset("train", demo_config({}).tasks["train"], chat)
+
+
 def _accuracy(groups: list[Group]) -> float:
     verdicts = [
         bool(rollout.score and rollout.score.answer_ok)
         for group in groups
         for rollout in group.rollouts
     ]
-    return sum(verdicts) / len(verdicts)
+    return sum(verdicts) / max(1, len(verdicts))
 
 
 async def _sample(config: Config, sampler: Sampler, agent: SingleTurn) -> tuple[list[Group], float]:

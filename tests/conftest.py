@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,28 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+LONGEST_FIRST = (  # so that no process is left with one of these when the other has nothing to do
+    "train/test_learning.py",
+    "sandbox/test_server.py",
+    "durability/test_crashes.py",
+    "produce/test_conservation.py",
+    "test_end_to_end.py",
+    "docs/test_docs.py",
+    "launch/test_faults.py",
+    "durability/test_several_ranks.py",
+    "engine/test_openai_engine.py",
+    "train/test_parallel.py",
+    "reward/test_reward_model.py",
+    "engine/test_decode_kernels.py",
+    "engine/test_transformers_engine.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    root = Path(__file__).parent
+    items.sort(key=lambda item: places.get(item.path.relative_to(root).as_posix(), len(places)))
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +59,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashServer]:
     server = CrashServer(tmp_path_factory.mktemp("runs"))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="module")
+def warm_workers(server: CrashServer) -> Iterator[None]:
+    """Fork the workers of this module's runs from a warm process instead of starting them."""
+    from penstock.launch.processes import process_worker
+    from stages.warm_workers import install
+
+    start = process_worker._spawn
+    install(server.nursery)
+    yield
+    process_worker._spawn = start

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """Base of all; catch this to catch everything that is ours."""
+    """Base class; catch it to catch every error that Penstock raises on purpose."""
 
 
 class UserError(PenstockError, ValueError):
@@ -24,7 +24,7 @@ class EngineError(RunError):
 
 
 class WeightsGone(EngineError):
-    """Published weights can no longer be read, or never became whole; they must be published again."""
+    """Published weights can no longer be read, or are incomplete; they must be published again."""
 
 
 class RewardError(RunError):
@@ -40,7 +40,7 @@ class WorkerDied(RunError):
 
 
 class PartFailed(RunError):
-    """A part in a worker raised something that is not ours; its name, the type and the text in one line."""
+    """A part in a worker raised a foreign exception; the line has the part, the type and the text."""
 
 
 class TooManyFailures(RunError):
@@ -48,7 +48,7 @@ class TooManyFailures(RunError):
 
 
 class DigestMismatch(RunError):
-    """Weights are not the ones their digest names; they are refused, never trained past."""
+    """Weights do not match their digest; they are refused and the run does not train on."""
 
 
 class JournalDamaged(RunError):

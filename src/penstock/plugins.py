@@ -1,7 +1,7 @@
 """Extension tables: a name -> "module:Class", and the user's own "module:Class" in its place.
 
-Each folder keeps one literal table. There are no decorators and no registration: what a config says
-is looked up here, when it is needed, so that importing Penstock never imports an optional package.
+Each package keeps one literal table. There are no decorators and no registration: a name from a config
+is looked up when it is needed, so that importing Penstock never imports an optional package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_name(kind: str, name: str, table: Mapping[str, str]) -> None:
 
 
 def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
-    """The object that `name` stands for."""
+    """Return the object that `name` stands for, importing its module."""
     check_name(kind, name, table)
     module_name, _, attribute = table.get(name, name).rpartition(":")
     try:

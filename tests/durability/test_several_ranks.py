@@ -27,6 +27,8 @@ from stages.tiny_run import (
     digests,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 RANKS = ("launch.kind=local", "launch.num_consumers=2")
 
 

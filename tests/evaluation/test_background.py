@@ -25,6 +25,8 @@ from penstock.watch.waits import Waits
 from stages.disturbed_run import config_of
 from stages.supervised import HANDLE, Crew, request
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 
 def test_an_engine_that_is_set_aside_keeps_its_weights_and_takes_nothing_else() -> None:
     async def run() -> None:

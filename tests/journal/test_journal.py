@@ -255,7 +255,7 @@ def test_files_that_are_no_journal_are_refused(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "good.db")
     journal.close()
     reading = Journal.open(tmp_path / "good.db", readonly=True)
-    with pytest.raises(RunError, match="read only"):
+    with pytest.raises(RunError, match="read-only"):
         reading.record_published(1, "d")
     reading.close()
     with pytest.raises(RunError, match="closed"):

@@ -6,10 +6,14 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
+
 from penstock.job import Job
 from penstock.launch.control import scale_run
 from penstock.run_folder import RunFolder
 from stages.disturbed_run import STEPS, assert_balanced, config_of, digests, kill, run
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 SYNC = "produce.strategy=sync"
 

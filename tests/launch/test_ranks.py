@@ -18,6 +18,8 @@ from penstock.supervise.trainer import RankGroup
 from penstock.types import Batch
 from stages.disturbed_run import assert_balanced, config_of, run, weights
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 
 def test_two_ranks_give_the_weights_of_one_though_one_of_them_dies(
     quiet: RunFolder, tmp_path: Path

@@ -26,6 +26,8 @@ from penstock.weights.broadcast import BUCKET_BYTES
 from penstock.weights.collective import Distributor
 from penstock.weights.shared_memory import SharedMemorySync, sweep_stale
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 COUNT = 2
 SIZE = 10 * 2**20  # of each tensor, in numbers: 40 MiB, more than one bucket
 

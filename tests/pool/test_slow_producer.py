@@ -20,6 +20,8 @@ from stages import stalling_engine
 from stages.disturbed_run import assert_balanced, config_of, digests, run
 from stages.paced_engine import PacedEngine, request_of, tokens_of
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 FAST_S, SLOW_S, SLOTS = 0.01, 0.1, 8
 GROUPS, GROUP = 24, 4
 

@@ -21,22 +21,22 @@ TOWER = "9^{9^{9^{9^{9}}}}"
 
 def test_hostile_answers_cost_one_time_out_and_the_pool_goes_on() -> None:
     async def run() -> None:
-        pool = MathPool(1, timeout_s=3.0)
+        pool = MathPool(1, timeout_s=1.0)
         try:
             assert (await pool.compare("x+1", "1+x")).equal
             first = pool._idle[0]
             slow = await pool.compare("42", TOWER)
-            assert (slow.equal, slow.note) == (False, "comparison took more than 3 s")
-            assert pool.num_workers == 0
+            assert (slow.equal, slow.note) == (False, "comparison took more than 1 s")
+            assert len(pool._alive) == 0
             assert (await pool.compare("2x", "x+x")).equal
             second = pool._idle[0]
             assert second is not first
             os.kill(second._process.pid, signal.SIGKILL)  # as the kernel does when memory is short
             assert (await pool.compare("3x", "x+2x")).equal
-            assert pool.num_workers == 1
+            assert len(pool._alive) == 1
         finally:
             await pool.close()
-        assert pool.num_workers == 0
+        assert len(pool._alive) == 0
 
     asyncio.run(run())
 
@@ -61,7 +61,7 @@ def test_plain_numbers_start_no_worker() -> None:
         texts = ["41", "42", "x", "", "forty", "4 2", "$42", "42 apples", "1,000", "0.5", "--", "?"]
         for text in texts:
             await reward.score(rollout(tagged(text)), prompt("42"))
-        assert reward.parts[0].reward._pool.num_workers == 0  # type: ignore[attr-defined]
+        assert len(reward.parts[0].reward._pool._alive) == 0  # type: ignore[attr-defined]
         await reward.close()
 
     asyncio.run(run())

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.sandbox.inside import kernel
-from penstock.sandbox.limits import job_limits
 from penstock.sandbox.pool import SandboxPool
+from penstock.sandbox.settings import job_limits
 from stages.sandbox_attempts import ATTEMPTS, NUMBERS
 from stages.sandbox_pools import left_over, make_pool
 

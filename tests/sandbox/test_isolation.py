@@ -223,7 +223,7 @@ HOST = """
 import sys
 sys.path.insert(0, {tests!r})
 from stages.sandbox_pools import make_pool
-from penstock.sandbox.limits import job_limits
+from penstock.sandbox.settings import job_limits
 pool = make_pool({mode!r})
 with pool.sandbox() as sandbox:
     job = dict(job="program", source="import time\\ntime.sleep(600)", stdin="")

@@ -37,7 +37,7 @@ from penstock.track.jsonl import JsonlTracker
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.shared_memory import _PREFIX as SHARED_MEMORY
 from stages.tiny_run import TINY
-from stages.warm_workers import Nursery
+from stages.warm_workers import Nursery, install
 
 POINTS: dict[str, list[tuple[Any, str]]] = {
     "journal record": [
@@ -122,7 +122,7 @@ def write_down_memory(record: Path) -> None:
 
 def run_child(request: dict[str, Any], nursery: Nursery) -> int:
     """In the child: the command line with the points installed; the exit code."""
-    nursery.install()
+    install(nursery.path)
     write_down_memory(Path(request["memory"]))
     log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
@@ -154,7 +154,7 @@ def serve() -> None:
     with tempfile.TemporaryDirectory() as folder:
         warm_up(folder)
         nursery = Nursery(Path(folder) / "nursery")
-        print("ready", flush=True)
+        print(nursery.path, flush=True)
         answer_requests(nursery)
 
 

@@ -60,7 +60,8 @@ class CrashServer:
             env=environment,
         )
         assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
+        self.nursery = Path(self._process.stdout.readline().strip())
+        assert self.nursery.is_socket(), "the crash server does not start"
 
     def run(self, *arguments: str, point: str = "", number: int = 0, fault: str = "") -> int:
         """The exit code of `penstock ARGUMENTS`; -9: killed. Its output is in `output()`."""

@@ -1,7 +1,7 @@
 """Worker processes that are forked from a warm one instead of started from nothing: imports are paid once.
 
-`Nursery` forks itself off the crash server and serves a socket; `spawn` takes the place of
-`penstock.launch.processes.process_worker._spawn` in a driver. A worker has no parent among the drivers, shares no
+`Nursery` forks itself off the crash server and serves a socket. `install` makes the drivers of this
+process ask there instead of starting processes. A worker has no parent among the drivers, shares no
 descriptor with one but those it was given, and runs the real worker program.
 """
 
@@ -17,15 +17,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.launch.processes import process_worker as remote
-from penstock.launch.processes import worker_main as worker
+from penstock.launch.processes import process_worker, worker_main
 
 
 class Nursery:
     """A process that forks workers when asked, until the crash server is gone."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         listener.listen()
@@ -37,17 +36,17 @@ class Nursery:
         listener.close()
         os.close(end_of_server)
 
-    def install(self) -> None:
-        """In a driver: workers come from here."""
 
-        def spawn(passed: int | tuple[int, ...], log_path: Path, *_: Any) -> ForkedWorker:
-            descriptors = [passed] if isinstance(passed, int) else [*passed]
-            with socket.socket(socket.AF_UNIX) as asking:
-                asking.connect(str(self._path))
-                socket.send_fds(asking, [os.fsencode(log_path)], descriptors)
-                return ForkedWorker(int(asking.recv(64)))
+def install(nursery: Path) -> None:
+    """Take the workers of this process from the nursery that serves that socket."""
 
-        remote._spawn = spawn  # type: ignore[assignment]
+    def spawn(descriptors: tuple[int, ...], log_path: Path, *_: Any) -> ForkedWorker:
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(str(nursery))
+            socket.send_fds(asking, [os.fsencode(log_path)], [*descriptors])
+            return ForkedWorker(int(asking.recv(64)))
+
+    process_worker._spawn = spawn  # type: ignore[assignment]
 
 
 def _serve(listener: socket.socket, end_of_server: int) -> None:
@@ -79,7 +78,7 @@ def _be_a_worker(log: str, descriptors: list[int]) -> None:
         for number, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
             os.dup2(source, number)
         sys.argv = ["worker", *map(str, descriptors)]
-        worker.main()
+        worker_main.main()
         code = 0
     finally:
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The journal: a write-ahead log of every group's life and every step, in one SQLite file.
+"""The journal: a write-ahead log of every group and every step, in one SQLite file.
 
 The writer thread owns the connection that writes. May import errors, types and watch.
 """

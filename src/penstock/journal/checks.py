@@ -1,8 +1,7 @@
 """A checksum for every row of a journal: SQLite does not notice a flipped byte in a value.
 
-It is computed where a row is written, and again by whoever reads a journal to prove it. A rollout's
-row needs none: its payload (`codec.py`) has a checksum that covers text and key, and says again what
-the other columns say.
+The writer computes it; a check of the journal computes it again. A rollout's row needs none: its
+payload (`codec.py`) has a checksum that covers text and key, and repeats the other columns.
 """
 
 from __future__ import annotations
@@ -43,26 +42,26 @@ _NAMES = {
 
 
 def row_check(*values: Any) -> int:
-    """The checksum of a row's values as SQLite gives them back: CRC-32 of their marshalled tuple.
+    """Return the checksum of a row's values as SQLite returns them: CRC-32 of their marshalled tuple.
 
-    Marshal's format 2 depends on the values alone, and is the fastest way to bytes (a test pins it).
+    Marshal's format 2 depends on the values alone and is the fastest encoding (a test pins it).
     """
     return zlib.crc32(marshal.dumps(values, 2))
 
 
 def rollout_key(group_id: str, number: int, rollout_id: str) -> str:
-    """What a rollout's payload is kept under."""
+    """Return the key under which a rollout's payload is stored."""
     return f"{group_id}|{number}|{rollout_id}"
 
 
 def expression(table: str, **changes: str) -> str:
-    """The checksum of a row in SQL, with some columns given by other expressions."""
+    """Return the SQL for a row's checksum; `changes` replaces columns by other expressions."""
     values = (changes.get(column, column) for column in CHECKED[table])
     return f"{ROW_CHECK}({', '.join(values)})"
 
 
 def damaged_rows(database: sqlite3.Connection, table: str) -> Iterator[str]:
-    """The rows of a table that are not what was written, by name; reads all of them."""
+    """Yield the names of rows that are not what was written; reads the whole table."""
     columns = ", ".join(CHECKED[table])
     query = (
         f"SELECT COALESCE({_NAMES[table]}, 'a row of {table}'), row_check, {columns} FROM {table}"
@@ -73,7 +72,7 @@ def damaged_rows(database: sqlite3.Connection, table: str) -> Iterator[str]:
 
 
 def damaged_payloads(database: sqlite3.Connection) -> Iterator[str]:
-    """Rollouts and prompts that are not what was written, by name; reads all of them."""
+    """Yield the names of rollouts and prompts that are not what was written; reads all of them."""
     columns = "status, finish_reason, num_tokens, oldest_version, newest_version, temperature"
     query = f"SELECT group_id, number, rollout_id, data, text, {columns}, reward, error FROM rollout_rows"
     for group_id, number, rollout_id, data, text, *rest in database.execute(query):

@@ -30,9 +30,9 @@ _STATUSES = {status.value: status for status in Status}
 
 
 def encode_rollout(rollout: Rollout, *, with_text: bool = True, key: str = "") -> bytes:
-    """All of a rollout but its prompt; the text may be kept elsewhere.
+    """Encode a rollout without its prompt; the text may be stored elsewhere.
 
-    The checksum covers the text, wherever it is kept, and the key that the payload is kept under.
+    The checksum covers the text, wherever it is stored, and the key of the payload.
     """
     tail = _to_json(_tail(rollout, with_text))
     all_trained = 0 not in rollout.loss_mask.tobytes()
@@ -61,7 +61,7 @@ def _little(array: np.ndarray, dtype: np.dtype) -> bytes:
 def decode_rollout(
     data: bytes, rollout_id: str, prompt: Prompt, *, text: str | None = None, key: str = ""
 ) -> Rollout:
-    """The inverse; `text` where it was kept elsewhere, `key` where it was kept under one."""
+    """Decode a rollout; pass `text` if it was stored elsewhere, `key` if it was stored under one."""
     if not is_intact(data, text, key):
         raise JournalDamaged(f"journal: rollout {rollout_id} is not what was written")
     codec, flags, num_segments, tokens, tail_bytes, seed, temperature, issued = _HEADER.unpack_from(
@@ -151,7 +151,7 @@ def decode_prompt(stored: bytes) -> Prompt:
 
 
 def encode_group(group: Group) -> bytes:
-    """A whole group in one piece."""
+    """Encode a whole group in one piece."""
     parts = [encode_prompt(group.prompt), *map(encode_rollout, group.rollouts)]
     head = _to_json(
         {
@@ -192,12 +192,12 @@ def decode_group(data: bytes) -> Group:
 
 
 def stored_text(text: str) -> str:
-    """The text as SQLite can hold it: without lone surrogates."""
+    """Return the text as SQLite can store it: without lone surrogates."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def is_intact(data: bytes, text: str | None = None, key: str = "") -> bool:
-    """Whether a stored payload is what was written, under that key if it was written with one."""
+    """Whether a stored payload is what was written (under that key, if it was written with one)."""
     if not isinstance(data, bytes) or not isinstance(text, str | None) or len(data) < 2:
         return False  # damage can change the type of a value
     key = key if data[1] & _KEYED else ""
@@ -205,9 +205,9 @@ def is_intact(data: bytes, text: str | None = None, key: str = "") -> bool:
 
 
 def described(data: bytes) -> tuple:
-    """What an intact payload says of itself, as the columns beside it do.
+    """Return what an intact payload repeats of the columns beside it.
 
-    Status, finish reason, tokens, oldest and newest version, temperature, reward, error.
+    These are status, finish reason, tokens, oldest and newest version, temperature, reward, error.
     """
     _, _, num_segments, tokens, tail_bytes, _, temperature, _ = _HEADER.unpack_from(data)
     end = len(data) - _CHECK.size - tail_bytes
@@ -227,12 +227,12 @@ def described(data: bytes) -> tuple:
 
 
 def stored_number(value: float) -> float | None:
-    """A number as SQLite gives it back: -0.0 is 0.0 there, and what is not a number is NULL."""
+    """Return a number as SQLite would return it: -0.0 becomes 0.0, NaN becomes NULL."""
     return float(value) + 0.0 if value == value else None
 
 
 def _check_sum(body: bytes, text: str | None = None, key: str = "") -> bytes:
-    """SQLite does not notice a flipped byte in a payload; this does."""
+    """Return the checksum that finds a flipped byte in a payload, which SQLite would not notice."""
     crc = zlib.crc32(body, zlib.crc32(key.encode()) if key else 0)
     return _CHECK.pack(crc if text is None else zlib.crc32(text.encode(), crc))
 

@@ -1,8 +1,8 @@
-"""What the run writes into its journal, and what recovery reads out of it.
+"""The journal as a run and its recovery use it.
 
-A group is durable (`await landed`) before it can be taken, a batch (`await begin_step`) before the
-trainer sees it, a step (`await commit_step`) before its weights are published. Everything else is
-queued and written in order. Queries see all that was submitted before them.
+A group is durable (`await landed()`) before it can be taken, a batch (`await begin_step()`) before the
+trainer sees it, a step (`await commit_step()`) before its weights are published. Other records are
+queued and written in order. A query sees every record that was submitted before it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class InFlightRecord:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Unfinished:
-    """Everything that was drawn and is neither taken nor dropped."""
+    """Every group that was drawn and is neither taken nor dropped."""
 
     buffered: list[Group]
     in_flight: list[InFlightRecord]
 
 
 class Journal:
-    """Consumes records of the run, produces durability, and answers queries about them."""
+    """Consumes records of the run, makes them durable, and answers queries about them."""
 
     def __init__(self, path: Path, *, readonly: bool = False, threaded: bool = True) -> None:
         self.path = path
@@ -59,7 +59,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: str | Path, *, readonly: bool = False, threaded: bool = True) -> Journal:
-        """Open the journal in that file, made if it is new; `readonly` for a look at a live run."""
+        """Open the journal in that file, creating it if needed; `readonly` reads a live run's journal."""
         return cls(Path(path), readonly=readonly, threaded=threaded)
 
     # -- the life of a group ---------------------------------------------------------------------
@@ -75,23 +75,23 @@ class Journal:
         )
 
     async def landed(self, group: Group) -> None:
-        """The group came back and goes to the buffer; durable when this returns."""
+        """Record that the group came back and goes to the buffer; durable when this returns."""
         await self._write_group(group, "buffered")
 
     def retried(self, group: Group, reason: str) -> None:
-        """The group is issued again; `tries` and what it kept are those it is issued with."""
+        """Record that the group is issued again, with its present `tries` and partial responses."""
         self._move(group, "retried", "in_flight", Status.INIT, reason)
 
     def expired(self, group: Group) -> None:
-        """A buffered group got too old; it waits in the buffer to be generated again."""
+        """Record that a buffered group is too old; it stays in the buffer to be generated again."""
         self._move(group, "expired", "buffered", Status.EXPIRED, "older than the staleness bound")
 
     async def filtered(self, group: Group) -> None:
-        """A finished group was refused; its payload is kept for a look."""
+        """Record that a filter refused a finished group; its payload is kept for inspection."""
         await self._write_group(group, "dropped", "filtered")
 
     async def failed(self, group: Group) -> None:
-        """An attempt failed; the group is still in flight, what its members finished is kept."""
+        """Record a failed attempt; the group stays in flight and keeps its finished rollouts."""
         await self._write_group(group, "in_flight")
 
     async def _write_group(self, group: Group, place: str, reason: str | None = None) -> None:
@@ -100,7 +100,7 @@ class Journal:
             await self.flush()
 
     def dropped(self, group: Group, reason: str, *, detail: str = "") -> None:
-        """The end without training. `reason` is a word to count by, `detail` says more."""
+        """Record that the group ends untrained. `reason` is one word to count by; `detail` explains it."""
         self._move(group, "dropped", "dropped", Status.ARCHIVED, detail or reason, reason)
 
     def _move(
@@ -128,12 +128,12 @@ class Journal:
     # -- steps and weights -----------------------------------------------------------------------
 
     async def begin_step(self, step: int, groups: Sequence[Group]) -> None:
-        """The batch of a step, in order; durable when this returns."""
+        """Record the batch of a step, in order; durable when this returns."""
         record = records.StepBegun(time.time(), step, [group.group_id for group in groups])
         await self._write_step(record, f"batch of step {step}")
 
     async def commit_step(self, report: StepReport) -> None:
-        """What the step did; durable when this returns."""
+        """Record what the step did; durable when this returns."""
         record = records.StepCommitted(time.time(), report)
         await self._write_step(record, f"step {report.step}")
 
@@ -149,11 +149,11 @@ class Journal:
         self._submit(records.WeightsSeen(time.time(), "confirmed", engine, version, digest))
 
     async def flush(self) -> None:
-        """Until all that was submitted so far is durable."""
+        """Wait until every record submitted so far is durable."""
         await self._writing().durable()
 
     def sync(self) -> None:
-        """Until what is durable against a dead process is so against a dead machine, too."""
+        """Wait until every record submitted so far would also survive the death of the machine."""
         if self._writer is not None:
             self._writer.wait_durable()
         for path in (self.path, self.path.with_name(f"{self.path.name}-wal")):
@@ -165,7 +165,7 @@ class Journal:
                     os.close(descriptor)
 
     def close(self) -> None:
-        """Write what is queued and close; raises the error that stopped the writer, if one did."""
+        """Write the queued records and close; raise the error that stopped the writer, if any."""
         self._reader.close()
         if self._writer is not None:
             self._writer.close()
@@ -175,13 +175,13 @@ class Journal:
 
     def _writing(self) -> Writer:
         if self._writer is None:
-            raise RunError(f"journal {self.path}: it was opened to be read only")
+            raise RunError(f"journal {self.path}: it was opened read-only")
         return self._writer
 
     # -- queries ---------------------------------------------------------------------------------
 
     def query(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
-        """Rows of any SELECT over the public views."""
+        """Return the rows of a SELECT over the public views."""
         if self._writer is not None:
             self._writer.wait_durable()
         return self._select(sql, parameters)
@@ -195,7 +195,7 @@ class Journal:
             raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
     def damaged(self) -> list[str]:
-        """Rows and payloads that are not what was written, by name; reads all of them."""
+        """Return the names of rows and payloads that are not what was written; reads all of them."""
         if self._writer is not None:
             self._writer.wait_durable()
         try:
@@ -204,7 +204,7 @@ class Journal:
             raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
     def has_checks(self) -> bool:
-        """Whether its rows carry checksums; those of an older Penstock do not."""
+        """Whether the rows carry checksums; a journal of an older Penstock has none."""
         return has_checks(self._reader)
 
     def _damaged_rows(self) -> Iterator[str]:
@@ -213,7 +213,7 @@ class Journal:
                 yield from damaged_rows(self._reader, table)
 
     def check_file(self, *, rows: bool = True) -> None:
-        """Raise where the file's structure or (`rows`) one of its rows is damaged; reads all of it."""
+        """Raise JournalDamaged if the file's structure or (`rows`) a row is damaged; reads the whole file."""
         for (finding,) in self.query("PRAGMA integrity_check(1)"):
             if finding != "ok":
                 words = " ".join(finding.split())
@@ -230,15 +230,15 @@ class Journal:
             )
 
     def last_committed_step(self) -> int:
-        """0 before the first."""
+        """Return the number of the last committed step; 0 before the first."""
         return self.query("SELECT MAX(step) FROM steps WHERE committed")[0][0] or 0
 
     def pending_step(self) -> int | None:
-        """The step whose batch is journalled but whose update is not."""
+        """Return the step whose batch is journalled but whose update is not, if there is one."""
         return self.query("SELECT MIN(step) FROM steps WHERE NOT committed")[0][0]
 
     def steps(self) -> list[StepReport]:
-        """Reports of the committed steps, in order."""
+        """Return the reports of the committed steps, in order."""
         rows = self.query(
             "SELECT step, policy_version, digest, metrics FROM steps WHERE committed ORDER BY step"
         )
@@ -250,14 +250,14 @@ class Journal:
         ]
 
     def batch(self, step: int) -> Batch:
-        """The groups of a begun step in their order, with all their tokens."""
+        """Return the groups of a begun step in their order, with all their tokens."""
         if not self.query("SELECT 1 FROM steps WHERE step = ? AND begun_at IS NOT NULL", (step,)):
             raise RunError(f"journal {self.path}: has no batch of step {step}")
         groups = self._groups("step = ? ORDER BY position", (step,))
         return Batch(step=step, groups=tuple(groups))
 
     def unfinished_groups(self) -> Unfinished:
-        """For resume: what is buffered (with tokens) and what was in flight, in cursor order."""
+        """Return the buffered groups (with tokens) and those in flight, in cursor order, for a resume."""
         in_flight = self._groups(
             "place = 'in_flight' AND num_tokens IS NOT NULL ORDER BY task, cursor"
         )
@@ -281,11 +281,11 @@ class Journal:
         )
 
     def cursors(self) -> dict[str, int]:
-        """Per task the cursor after the last that was drawn."""
+        """Return, per task, the cursor after the last drawn group."""
         return dict(self.query("SELECT task, MAX(cursor) + 1 FROM groups GROUP BY task"))
 
     def taken(self) -> dict[str, int]:
-        """Per task the groups that some step took, committed or not."""
+        """Return, per task, the number of groups that some step took, committed or not."""
         return dict(
             self.query(
                 "SELECT task, COUNT(*) FROM groups WHERE state IN ('taken', 'trained') GROUP BY task"
@@ -293,7 +293,7 @@ class Journal:
         )
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Per task: groups by state (in_flight, buffered, taken, trained, dropped), and drawn."""
+        """Return, per task, the groups by state (in_flight, buffered, taken, trained, dropped), and drawn."""
         found: dict[str, dict[str, int]] = {}
         for task, state, number in self.query(
             "SELECT task, state, COUNT(*) FROM groups GROUP BY task, state"
@@ -304,7 +304,7 @@ class Journal:
         return found
 
     def drops(self) -> dict[str, dict[str, int]]:
-        """Per task: dropped groups by reason."""
+        """Return, per task, the dropped groups by reason."""
         found: dict[str, dict[str, int]] = {}
         for task, reason, number in self.query(
             "SELECT task, drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1, 2"
@@ -313,7 +313,7 @@ class Journal:
         return found
 
     def group(self, group_id: str) -> Group:
-        """One group with what it last landed with."""
+        """Return one group with the payload of its last landing."""
         groups = self._groups("group_id = ?", (group_id,))
         if not groups:
             raise RunError(f"journal {self.path}: has no payload of group {group_id}")

@@ -1,7 +1,7 @@
 """What one journal record does to the tables. Runs inside the writer's transaction.
 
-Each record is made on the caller's side with plain values; the heavy part (encoding tokens) is done
-here, on the writer's side. Callers leave a group alone until its record is durable.
+The caller makes a record from plain values; the writer's thread does the slow part here (encoding
+tokens). A caller does not change a group until its record is durable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AS_DRAWN = ("in_flight", "init", 0, *(None,) * 8)  # the columns that are not g
 
 
 def _update_group(*columns: str, where: str = "", **fixed: str) -> str:
-    """Columns of a group from parameters of their names, and the checksum of what the row is then."""
+    """Return the UPDATE that sets columns of a group from parameters and renews the row's checksum."""
     values = {column: f":{column}" for column in columns} | fixed
     sets = ", ".join(f"{column} = {value}" for column, value in values.items())
     check = expression("group_rows", **values)
@@ -130,7 +130,7 @@ class Landed:
 
 @dataclass(slots=True, frozen=True)
 class Moved:
-    """A group changed its place without a new payload: retried, expired or dropped."""
+    """A group moved without a new payload: retried, expired or dropped."""
 
     at: float
     group_id: str
@@ -230,7 +230,7 @@ Record = Drawn | Landed | Moved | StepBegun | StepCommitted | WeightsSeen
 
 
 def write_in_order(db: sqlite3.Connection, records: Sequence[Record]) -> None:
-    """Write the records one after another; runs of those that come in numbers go in one call."""
+    """Write the records in order; consecutive draws and landings go in one call each."""
     for kind, run in itertools.groupby(records, type):
         same = cast(Any, list(run))
         if kind in (Drawn, Landed):

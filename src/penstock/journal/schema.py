@@ -1,8 +1,8 @@
-"""Tables and public views of a journal, and how a file of them is opened.
+"""The journal's tables and public views, and how its file is opened.
 
-The tables (`*_rows`) are ours to change with the schema version. The views `groups`, `rollouts`, `steps`,
+The tables (`*_rows`) may change with the schema version. The views `groups`, `rollouts`, `steps`,
 `weights` and `events` are public and stay: any SQLite tool can read them while a run writes. Version 2
-added a checksum to every row; a file of version 1 can be read, and gets them when it is written to.
+added a checksum to every row; a file of version 1 can be read, and gets checksums when a run writes to it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ CREATE VIEW events AS
 
 
 def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
-    """A connection in autocommit mode; a new file gets its tables, an old one is checked."""
+    """Return a connection in autocommit mode; create the tables of a new file, check an old one."""
     if readonly and not path.is_file():
         raise UserError(f"journal: got no file {path}, allowed: the journal.db of a run folder")
     try:
@@ -123,17 +123,17 @@ def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
 
 
 def _readable(text: bytes) -> str:
-    """Damaged text is to be compared and named, not to end the reading."""
+    """Decode text so that damaged bytes can be compared and named instead of ending the read."""
     return text.decode("utf-8", "replace")
 
 
 def has_checks(database: sqlite3.Connection) -> bool:
-    """Whether its rows carry checksums."""
+    """Whether the rows carry checksums."""
     return bool(database.execute("PRAGMA user_version").fetchone()[0] >= SCHEMA_VERSION)
 
 
 def changed_definitions(database: sqlite3.Connection) -> list[str]:
-    """Tables and views that are not defined as they were made."""
+    """Return the tables and views whose definition differs from the one they were created with."""
     select = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"
     wanted = sqlite3.connect(":memory:")
     try:
@@ -154,7 +154,7 @@ def _add_checks() -> str:
 
 
 def _checks() -> str:
-    """A column for each table, and its value for the rows that are there."""
+    """Return the SQL that adds the checksum column to each table and fills it for existing rows."""
     statements = [
         f"ALTER TABLE {table} ADD COLUMN row_check INTEGER;"
         f"UPDATE {table} SET row_check = {expression(table)};"

@@ -1,7 +1,7 @@
-"""The writer: one thread, one queue, one transaction for all that waits in it.
+"""The writer thread: commits the queued records, all that wait in one transaction.
 
-Consumes records, produces durability. Waits for the queue; woken by `submit`. The first error ends
-it: every waiter and every later call gets that error, nobody hangs.
+Consumes records, makes them durable. Waits for the queue; woken by `submit()`. The first error stops
+the writer: every waiter and every later call gets that error, so no caller hangs.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Writer:
             self._thread.start()
 
     def submit(self, record: Record) -> None:
-        """Queue a record; it is durable some time later."""
+        """Queue a record; it becomes durable later."""
         self._check()
         self._queue.put(record)
 
     async def durable(self) -> None:
-        """Until everything that was submitted so far is committed."""
+        """Wait until every record submitted so far is committed."""
         self._check()
         if self._thread is None:
             self.wait_durable()
@@ -68,7 +68,7 @@ class Writer:
         await done
 
     def wait_durable(self) -> None:
-        """`durable` for callers without an event loop."""
+        """Do the same as `durable()`, for callers without an event loop."""
         self._check()
         done: Future[None] = Future()
         self._queue.put(done)
@@ -77,7 +77,7 @@ class Writer:
         done.result()
 
     def close(self) -> None:
-        """Write what is queued and end the thread; safe to call twice."""
+        """Write the queued records and end the thread; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -101,7 +101,7 @@ class Writer:
             pass
 
     def _drain(self, *, block: bool) -> bool:
-        """Commit one queue-full; False once the closing mark was seen."""
+        """Commit the queued records; return False once the closing mark was seen."""
         records: list[Record] = []
         waiters: list[Future[None] | _Waiter] = []
         open_still = True
@@ -122,7 +122,7 @@ class Writer:
         return open_still
 
     def _wake(self, waiters: list[Future[None] | _Waiter]) -> None:
-        """One message per event loop, however many wait in it."""
+        """Wake the waiters with one message per event loop, however many wait in it."""
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for waiter in waiters:
             if isinstance(waiter, _Waiter):

@@ -1,7 +1,7 @@
 """code: a response is right when its program passes the prompt's tests.
 
 Runs in sandboxes on this machine or on verification servers. Broken test cases and servers that do not
-answer are failures of the rollout; only a verdict gives a value.
+answer make the rollout fail; only a verdict gives a value.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CodeReward:
             )
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
-        """Run the program of one response."""
+        """Run the program of one response against the prompt's tests."""
         read_tests(prompt.test_cases)  # broken data is a fault whatever the response says
         if rollout.finish_reason == "length":
             return self._score(False, 0.0, "truncated")
@@ -122,7 +122,9 @@ class CodeReward:
             await self._client.close()
         pool, self._pool = self._pool, SandboxPool(self._settings.sandbox)
         threads, self._threads = self._threads, None
-        await asyncio.to_thread(pool.close)  # first: what still runs ends with its sandbox
+        await asyncio.to_thread(
+            pool.close
+        )  # first, so that running programs end with their sandboxes
         if threads is not None:
             await asyncio.to_thread(threads.shutdown, wait=True, cancel_futures=True)
 

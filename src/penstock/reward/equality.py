@@ -1,7 +1,7 @@
-"""Decides in line, in microseconds, whether an answer equals the right one.
+"""Decides within microseconds, without a worker, whether an answer equals the right one.
 
-Text and plain numbers are decided here; what needs algebra comes back as None and goes to the
-symbolic comparison (`math_pool.py`). Nothing here can take long: texts past a limit are never parsed.
+Text and plain numbers are compared here; a pair that needs algebra gives None and goes to the
+symbolic comparison (`math_pool.py`). Texts past a limit are never parsed, so no call takes long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")  # longer than
 
 
 def decide(gold: str, answer: str) -> bool | None:
-    """True: equal, False: not equal, None: only algebra can tell."""
+    """Return whether the answers are equal; None if only algebra can tell."""
     gold, answer = gold.strip(), answer.strip()
     if gold == answer:
         return bool(gold)
@@ -34,7 +34,7 @@ def decide(gold: str, answer: str) -> bool | None:
 
 
 def _unwrap(text: str) -> str:
-    """Without a \\text{...} or \\boxed{...} around the whole."""
+    """Remove a \\text{...} or \\boxed{...} around the whole."""
     while match := _OUTER_TEXT.fullmatch(text):
         text = clean(match.group(1))
     return text

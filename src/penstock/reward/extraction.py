@@ -1,7 +1,7 @@
 """Finds the answer in a response: the last answer tag, the last brace-matched box, the last code block.
 
-Pure text. Each function says where the answer is and whether the response has the asked form;
-none judges the answer.
+Each function returns the answer's text and whether the response has the required form; none judges
+the answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PYTHON = frozenset({"python", "python3", "py", "py3"})
 
 @dataclass(slots=True, frozen=True)
 class Extract:
-    """What was found. `answer` is None when there is none; `note` says what the form lacks."""
+    """The answer that was found, or None; `note` says what the form lacks."""
 
     answer: str | None
     format_ok: bool
@@ -25,7 +25,7 @@ class Extract:
 
 
 def tagged_answer(text: str, think_tag: str = "think", answer_tag: str = "answer") -> Extract:
-    """The text of the last answer tag. Form: every tag exactly once, in order, text ends at the last."""
+    """Return the text of the last answer tag. Form: each tag once, in order, nothing after the last."""
     tags = [f"<{answer_tag}>", f"</{answer_tag}>"]
     if think_tag:
         tags = [f"<{think_tag}>", f"</{think_tag}>", *tags]
@@ -55,7 +55,7 @@ def _last_between(text: str, opening: str, closing: str) -> str | None:
 
 
 def boxed_answer(text: str) -> Extract:
-    r"""The content of the last \boxed{...} whose braces match; a box within a box is part of it."""
+    r"""Return the content of the last \boxed{...} whose braces match; a box within a box is part of it."""
     answer: tuple[int, int] | None = None
     open_braces: list[int] = []  # start of the content for a box, -1 for another brace
     for match in _BOX_OR_BRACE.finditer(text):
@@ -72,7 +72,7 @@ def boxed_answer(text: str) -> Extract:
 
 
 def python_block(text: str) -> Extract:
-    """The last fenced python block; a fence without a language counts where no python one is."""
+    """Return the last fenced python block; without one, the last fence that names no language."""
     blocks = list(_fenced_blocks(text))
     python = [body for language, body in blocks if language in _PYTHON]
     found = python or [body for language, body in blocks if not language]

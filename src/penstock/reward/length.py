@@ -24,7 +24,7 @@ class SoftOverlongOptions(Section):
 
 
 class SoftOverlong:
-    """0 up to `limit - buffer` tokens, then down in a straight line to -scale at the limit."""
+    """Gives 0 up to `limit - buffer` tokens, then falls linearly to -scale at the limit."""
 
     Options = SoftOverlongOptions
     lowest_when_truncated = True
@@ -45,7 +45,7 @@ class SoftOverlong:
         return Score(value=-self._scale * share if share else 0.0, note=note)
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no workers."""
 
 
 class LengthOptions(Section):
@@ -66,7 +66,7 @@ class LengthOptions(Section):
 
 
 class LengthShaping:
-    """From `scale` at the target in a straight line to 0 at `span_tokens` away from it."""
+    """Gives `scale` at the target length and falls linearly to 0 at `span_tokens` from it."""
 
     Options = LengthOptions
     lowest_when_truncated = True
@@ -84,4 +84,4 @@ class LengthShaping:
         return Score(value=self._settings.scale * max(0.0, 1.0 - abs(distance) / self._span))
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no workers."""

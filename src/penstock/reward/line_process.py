@@ -1,7 +1,7 @@
-"""A worker process that answers one line per line, with a time-out from outside.
+"""A worker process that answers each line with one line, within a time-out.
 
-Blocking, for worker threads; one request at a time. Past its time-out, or when the process is gone, it is
-of no use any more: kill it and start another.
+Blocking, for worker threads; one request at a time. After a time-out or the end of the process, kill it
+and start another.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class LineProcess:
             raise RewardError(f"{' '.join(command[1:3])} does not start: {said}") from None
 
     def ask(self, line: str, timeout_s: float, *, processor_time: bool = False) -> str:
-        """The answer to one line. Raises ProcessGone or ProcessSlow.
+        """Return the answer to one line. Raises ProcessGone or ProcessSlow.
 
-        With `processor_time` the limit is on what the process itself computes, so that a busy machine
-        changes no result; the wait is still bounded, at `MAX_STRETCH` times the limit.
+        With `processor_time` the limit is on the process's own processor time, so that a busy machine
+        changes no result; the wait is still bounded by `MAX_STRETCH` times the limit.
         """
         assert self._process.stdin is not None
         try:
@@ -72,7 +72,7 @@ class LineProcess:
             left = min(deadline - time.monotonic(), limit - self._processor_s())
             if not select.select([descriptor], [], [], max(0.0, left))[0]:
                 if left > 0:
-                    continue  # it waited for the processor: look at its clock again
+                    continue  # the process waited for a processor: read its clock again
                 raise ProcessSlow
             chunk = os.read(descriptor, 1 << 16)
             if not chunk or len(line) > MAX_REPLY_BYTES:
@@ -81,21 +81,21 @@ class LineProcess:
         return line.decode().strip()
 
     def _processor_s(self) -> float:
-        """Processor time that the process has used; 0 when it is gone."""
+        """Return the processor time that the process has used; 0 if it has ended."""
         try:
             return time.clock_gettime(~self._process.pid << 3 | 2)  # the clock of another process
         except OSError:
             return 0.0
 
     def last_words(self) -> str:
-        """The end of what it wrote on stderr."""
+        """Return the last lines that the process wrote to stderr."""
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - 2000))
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else "it ended or hung without a word"
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process and close its pipes."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None

@@ -1,7 +1,7 @@
 """think_answer_tags and boxed: a response is right when its answer equals the prompt's.
 
-Equality is decided in line where text and numbers tell; the rest goes to worker processes with a
-time-out (`math_pool.py`), started at the first such pair. A truncated response is never right.
+Text and plain numbers are compared at once; other pairs go to worker processes with a time-out
+(`math_pool.py`), started at the first such pair. A truncated response is never right.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BoxedOptions(AnswerOptions):
 
 
 class MathAnswer:
-    """Consumes finished rollouts; its subclass says where the answer is."""
+    """Consumes finished rollouts, produces Scores; a subclass says where the answer is."""
 
     lowest_when_truncated = True
 

@@ -1,9 +1,9 @@
-"""Symbolic comparisons in worker processes, each with a time-out from outside.
+"""Symbolic comparisons in worker processes, each with a time-out.
 
-Algebra on what a model writes may take for ever or eat all memory, and math-verify's own time-out
-works in a main thread only. So each worker is a process of its own: past the time-out it is killed and
-replaced, and only that one answer is wrong. Workers start at the first comparison. Results are
-remembered, because the members of a group often give the same answer.
+Algebra on a model's text may never end or use all memory, and math-verify's own time-out works only in
+a main thread. So each worker is a process: past the time-out it is killed and replaced, and only that
+answer counts as wrong. Workers start at the first comparison. Results are cached, because the rollouts
+of a group often give the same answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEMORY_BYTES = 4 << 30  # address space of one worker
 
 @dataclass(slots=True, frozen=True)
 class Comparison:
-    """Whether two answers are equal; `note` says why nothing was found out."""
+    """Whether two answers are equal; `note` says why the comparison failed."""
 
     equal: bool
     note: str = ""
@@ -44,13 +44,8 @@ class MathPool:
         self._known: OrderedDict[tuple[str, str], Comparison] = OrderedDict()
         self._closed = False
 
-    @property
-    def num_workers(self) -> int:
-        """Processes that run now."""
-        return len(self._alive)
-
     async def compare(self, gold: str, answer: str) -> Comparison:
-        """Whether algebra finds the two equal; an answer that cannot be handled is not equal."""
+        """Return whether algebra finds the answers equal; an answer it cannot handle is not equal."""
         with self._lock:
             known = self._known.get((gold, answer))
             if known is not None:
@@ -72,7 +67,7 @@ class MathPool:
         return comparison
 
     def _ask(self, gold: str, answer: str) -> Comparison:
-        for _ in range(2):  # a first death may have been meant for another, a second is this pair's
+        for _ in range(2):  # the first death may be another pair's doing, the second is this pair's
             worker = self._take()
             try:
                 pair = json.dumps([gold, answer])
@@ -108,7 +103,7 @@ class MathPool:
             self._alive.discard(worker)
 
     async def close(self) -> None:
-        """End every process. The pool may be used again; it starts new ones."""
+        """End every process. The pool may be used again; it then starts new ones."""
         with self._lock:
             threads, self._threads, self._closed = self._threads, None, True
         if threads is not None:

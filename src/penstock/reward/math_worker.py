@@ -1,4 +1,4 @@
-"""The process behind `math_pool.py`: reads pairs of answers, says whether algebra finds them equal.
+"""The worker program of `math_pool.py`: reads pairs of answers, says whether algebra finds them equal.
 
 One JSON line `[gold, answer]` in, one line `1` or `0` out. It limits its own memory; its time is limited
 by the pool, which kills it. Run as `python -m penstock.reward.math_worker [MEMORY_BYTES]`.
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def compare(gold: str, answer: str) -> bool:
-    """Whether math-verify finds the two equal. Anything it cannot read is not equal."""
+    """Return whether math-verify finds the two equal; text that it cannot read is not equal."""
     from math_verify import verify
 
     wanted, given = _parse(gold), _parse(answer)
@@ -40,15 +40,17 @@ def main() -> None:
         limit = int(sys.argv[1])
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a library that prints must not speak on the answers' line
+    os.dup2(2, 1)  # what a library prints must not reach the answers' pipe
     logging.disable(logging.CRITICAL)
-    compare("x+1", "1+x")  # imports and first-use tables are paid before the pool calls it ready
+    compare(
+        "x+1", "1+x"
+    )  # import everything and fill first-use tables before the pool counts it as ready
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         gold, answer = json.loads(line)
         try:
             equal = compare(gold, answer)
-        except Exception:  # whatever the parser makes of a hostile answer
+        except Exception:  # a hostile answer may raise anything in the parser
             equal = False
         print(int(equal), file=answers, flush=True)
 

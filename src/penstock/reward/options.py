@@ -18,7 +18,7 @@ S = TypeVar("S", bound=Section)
 
 
 def read_options(reward: str, model: type[S], options: Mapping[str, Any]) -> S:
-    """The settings of a reward, or a UserError for the first mistake."""
+    """Return the settings of a reward; raise a UserError for the first mistake."""
     check_option_names(reward, options, model.model_fields)
     try:
         return model.model_validate(dict(options))

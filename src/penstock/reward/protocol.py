@@ -1,7 +1,7 @@
-"""What every reward does.
+"""The protocol of rewards.
 
-A reward judges one finished rollout against its prompt. It never raises for a bad answer: that is
-a score. What it raises is a fault (a dead server, a broken test case) and follows the failure policy.
+A reward judges one finished rollout against its prompt. A bad answer is a score, never an exception.
+An exception is a fault (a dead server, a broken test case) and follows the failure policy.
 """
 
 from __future__ import annotations

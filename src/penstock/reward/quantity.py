@@ -1,7 +1,7 @@
-"""Reads one plain number, with the signs people put around it, from an answer.
+"""Reads one plain number, with the signs around it, from an answer.
 
 Knows digits of any script, thousands separators, fractions, powers of ten, percent, currency and
-units. It gives None for anything else: expressions belong to the symbolic comparison.
+units. Everything else gives None: expressions belong to the symbolic comparison.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SHORT_UNITS = _words(
 
 @dataclass(slots=True, frozen=True)
 class Quantity:
-    """A number and what stood around it."""
+    """A number and the signs that stood around it."""
 
     value: Fraction
     decimals: int = 0  # places written after the point
@@ -67,7 +67,7 @@ class Quantity:
 
 
 def clean(text: str) -> str:
-    """The answer without the marks that carry no meaning: math delimiters, spacing, a final stop."""
+    """Return the answer without marks that carry no meaning: math delimiters, spacing, a final stop."""
     text = unicodedata.normalize("NFKC", text).translate(_MINUS).strip()
     text = _strip_wrappers(text)
     text = _SPACING.sub(" ", text)
@@ -94,7 +94,7 @@ def _strip_wrappers(text: str) -> str:
 
 
 def read_quantity(cleaned: str, *, letter_units: bool = False) -> Quantity | None:
-    """The number that a cleaned answer is; None when it is something else.
+    """Return the number that a cleaned answer is; None if it is something else.
 
     With `letter_units` one letter may be a unit (5 m), not only a variable.
     """
@@ -161,7 +161,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _read_unit(rest: str, letter_units: bool) -> tuple[int, str] | None:
-    """(scale, unit) of what follows the number; None when it is not a unit."""
+    """Return (scale, unit) of the text after the number; None if it is not a unit."""
     separated, rest = rest[:1].isspace(), rest.strip().casefold()
     if not rest:
         return 1, ""
@@ -188,7 +188,7 @@ def _singular(word: str) -> str:
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Equal numbers; a unit that only one side writes is taken as meant, two must agree."""
+    """Whether the numbers are equal; a unit on one side only is ignored, two units must agree."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     if _same_number(gold, answer, gold.value, answer.value):

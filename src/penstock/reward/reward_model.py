@@ -1,8 +1,8 @@
 """reward_model: a sequence-classification model scores responses, in batches, in its own process.
 
 Consumes rollouts from any number of tasks, gathers them into batches, produces the model's number for
-each. The model's process starts at the first rollout; when it dies the rollouts it held fail and the
-next ones start it again. The control plane imports no torch for it.
+each. The model's process starts at the first rollout. When it dies, the rollouts that it held fail, and the
+next rollout starts it again. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RewardModel:
         self._thread: threading.Thread | None = None
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
-        """Wait for the model's number; it comes with a batch."""
+        """Return the model's score of one rollout; it is computed with a batch of others."""
         if rollout.finish_reason == "length" and self._settings.truncated is not None:
             return Score(value=self._settings.truncated, note="truncated")
         if self._thread is None:
@@ -74,7 +74,10 @@ class RewardModel:
         return Score(value=await asyncio.wrap_future(future))
 
     def _serve(self) -> None:
-        """Waits for: rollouts. Woken by: score() and close(). Ends at None, with the process."""
+        """Consume rollouts, produce their scores in batches.
+
+        Waits for rollouts; woken by `score()` and `close()`. Ends at None, with the model's process.
+        """
         process: LineProcess | None = None
         try:
             while (batch := self._next_batch()) is not None:
@@ -84,7 +87,7 @@ class RewardModel:
                 process.kill()
 
     def _next_batch(self) -> list[tuple[dict[str, Any], Future[float]]] | None:
-        """All that waits, up to the batch size; None when closed."""
+        """Return the waiting rollouts, up to the batch size; None when closed."""
         batch = [self._waiting.get()]
         while len(batch) < self._settings.batch_size and not self._waiting.empty():
             batch.append(self._waiting.get())

@@ -1,4 +1,4 @@
-"""The process behind `reward_model.py`: one JSON line of items in, one line of scores out.
+"""The worker program of `reward_model.py`: one JSON line of items in, one line of scores out.
 
 Loads the model once, then scores batches. This is the only file of the rewards that imports torch. Run as
 `python -m penstock.reward.reward_model_worker SETTINGS_JSON`.
@@ -41,7 +41,7 @@ class Scorer:
         self._model.to(device).eval()
 
     def score(self, items: list[dict[str, Any]]) -> list[float]:
-        """One number per item, in their order."""
+        """Return one number per item, in their order."""
         inputs = self._tokenizer(
             [self._text(item) for item in items],
             return_tensors="pt",
@@ -68,13 +68,17 @@ class Scorer:
 def main() -> None:
     """Serve until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a library that prints must not speak on the answers' line
-    scorer = Scorer(json.loads(sys.argv[1]))
+    os.dup2(2, 1)  # what a library prints must not reach the answers' pipe
+    settings = json.loads(sys.argv[1])
+    path = settings["path"]
+    if os.path.isabs(path) and not os.path.isdir(path):  # before the imports, which take seconds
+        sys.exit(f"path: got {path!r}, allowed: a folder that holds a model, or a name on the Hub")
+    scorer = Scorer(settings)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         try:
             reply: dict[str, Any] = {"scores": scorer.score(json.loads(line))}
-        except Exception as error:  # one batch's edge: told to the run, which fails its rollouts
+        except Exception as error:  # one batch's edge: the run is told and fails its rollouts
             reply = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         print(json.dumps(reply), file=answers, flush=True)
 

@@ -1,7 +1,7 @@
 """A user's own function as a reward: sync or async, of one rollout or of a whole group.
 
-The function's parameter names say what it gets; keyword options come from the config. It runs off the
-event loop, in a thread of its own, so that slow code stalls no engine. A thread cannot be killed: past
+The function's parameter names choose its arguments; keyword options come from the config. It runs in a
+thread of its own, so that slow code does not block the event loop. A thread cannot be killed: past
 `timeout_s` the rollout fails and the thread is left to end by itself.
 """
 
@@ -26,7 +26,7 @@ NUM_THREADS = 8
 
 
 class UserFunction:
-    """Consumes rollouts, produces what the user's function says of them as Scores."""
+    """Consumes rollouts, calls the user's function, produces Scores."""
 
     def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self.name = name
@@ -77,7 +77,7 @@ class UserFunction:
                 raise RewardError(f"no result after {self._timeout_s:g} s (timeout_s)") from None
 
     async def close(self) -> None:
-        """Nothing to end: a thread that hangs does not keep the process."""
+        """Do nothing: a hanging thread does not keep the process alive."""
 
 
 def _run(outcome: Future[Any], function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ def _run(outcome: Future[Any], function: Callable[..., Any], arguments: Mapping[
     try:
         result = function(**arguments)
         outcome.set_result(asyncio.run(_finish(result)) if inspect.isawaitable(result) else result)
-    except BaseException as error:  # carried over to the rollout that waits
+    except BaseException as error:  # raised again in the rollout that waits for it
         carried = error if isinstance(error, Exception) else RewardError(f"{type(error).__name__}")
         outcome.set_exception(carried)
 
@@ -109,7 +109,7 @@ def _read_timeout(name: str, value: Any) -> float:
 def _read_parameters(
     name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The names that are filled from rollout and prompt; the rest must be options."""
+    """Return the parameters that rollout and prompt fill; the others must be options."""
     parameters = inspect.signature(function).parameters.values()
     known = (*ONE, *MANY, *OF_PROMPT)
     filled = tuple(parameter.name for parameter in parameters if parameter.name in known)

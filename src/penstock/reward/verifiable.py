@@ -1,8 +1,8 @@
 """The weighted sum of named rewards: what an agent loop calls.
 
-Parts are scored together; the sum keeps every part's own value and note. A fault in a part becomes
-a `RewardError` with the rollout's id and the part's name, so that it counts as a failure and never as
-a zero. It holds no policy of retries: that is the producer's.
+Parts are scored at the same time; the Score keeps every part's own value and note. A fault in a part
+becomes a `RewardError` with the rollout's id and the part's name, so that it counts as a failure and
+never as a zero. Retries are the producer's business.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Part:
 
     @property
     def score_group(self) -> GroupScorer | None:
-        """How the part judges a whole group at once; None: it judges rollouts one by one."""
+        """The part's method that judges a whole group; None if it judges rollouts one by one."""
         return getattr(self.reward, "score_group", None)
 
     @property
     def needs_group(self) -> bool:
-        """Whether it cannot judge a rollout without the others of its group."""
+        """Whether the part needs all rollouts of a group to judge one."""
         return bool(getattr(self.reward, "needs_group", False))
 
 
@@ -153,7 +153,7 @@ def _all_of(judged: Sequence[bool | None]) -> bool | None:
 
 
 async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """All results, or the first exception after every one has ended: nothing runs on unseen."""
+    """Return all results, or raise the first exception once every task has ended."""
     outcomes = await asyncio.gather(*awaitables, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):

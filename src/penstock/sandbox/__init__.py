@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def check(settings: SandboxSettings | None = None) -> SandboxReport:
-    """Which layers are active here, and whether real attempts to break out are stopped."""
+    """Report which layers are active here, and whether real attempts to break out are stopped."""
     from penstock.sandbox import (
         layers,
-    )  # not at import: the inside of the sandbox imports this file
+    )  # lazily: the inside of the sandbox imports this file
 
     return layers.check(settings)
 

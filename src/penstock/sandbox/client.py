@@ -1,7 +1,7 @@
 """Client of the verification server: several URLs, time-outs, retries with back-off.
 
-A server that cannot be reached raises `SandboxError`: the rollout fails and is tried again later. Only a
-server's own answer is ever a verdict.
+If no server can be reached it raises `SandboxError`: the rollout fails and is tried again later. Only a
+server's own answer is a verdict.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONNECTIONS = 32
 
 
 class _TryAgain(Exception):
-    """This attempt failed in a way that another may not."""
+    """This attempt failed; another may succeed."""
 
     def __init__(self, reason: str, after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -65,7 +65,7 @@ class VerificationClient:
         timeout_s: float,
         stop_at_failure: bool = False,
     ) -> Verdict:
-        """The verdict of the first server that answers; raises SandboxError when none does."""
+        """Return the verdict of the first server that answers; raise SandboxError if none does."""
         request = {
             "in_outs": dict(test_cases),
             "generation": source,
@@ -87,7 +87,7 @@ class VerificationClient:
         )
 
     def _pause(self, attempt: int, asked_s: float) -> float:
-        """Back-off that doubles per round over all servers, with jitter so that clients spread."""
+        """Return the back-off before the next attempt: it doubles per round over all servers, with jitter."""
         doubled = self._backoff_s * 2 ** (attempt // len(self._urls))
         return min(MAX_BACKOFF_S, max(asked_s, doubled * random.uniform(0.5, 1.5)))
 
@@ -119,7 +119,7 @@ class VerificationClient:
             connection.close()
 
     async def close(self) -> None:
-        """Let go of the connections' threads."""
+        """End the connections' threads."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
@@ -140,7 +140,7 @@ def _seconds(text: str) -> float:
 
 
 def _read_verdict(url: SplitResult, reply: bytes) -> Verdict:
-    """Refuse whatever is not of the agreed form: a misunderstanding must not look like a zero."""
+    """Read a reply; refuse any other form, so that a protocol error never looks like a zero."""
     try:
         fields = json.loads(reply)
         result, metadata = fields["result"], fields["metadata"]

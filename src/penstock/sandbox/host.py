@@ -1,7 +1,7 @@
 """The host's side of sandboxes: starts the nursery, asks it for sandboxes, runs jobs in them.
 
-Blocking, meant for worker threads; every wait has a limit. What comes out of a sandbox is data that was
-read up to a bound. It decides nothing about right or wrong: that is `verify.py`.
+Blocking, for worker threads; every wait has a limit, and so has the data that is read from a sandbox.
+Whether a solution is right is decided in `verify.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MOUNT_POINTS = ("/mnt", "/srv", "/media", "/opt", "/run", "/tmp", "/home", "/va
 
 @dataclass(slots=True, frozen=True)
 class Mode:
-    """One way to isolate: bubblewrap around it or not, namespaces per sandbox, a user namespace."""
+    """One way to isolate: with or without bubblewrap, namespaces per sandbox, a user namespace."""
 
     bubblewrap: bool
     namespaces: bool
@@ -56,7 +56,7 @@ class Mode:
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """What one job left behind."""
+    """The result of one job."""
 
     status: int  # exit code, or minus the signal
     stopped: str  # wall | output: why it was stopped; empty: it ended by itself
@@ -73,7 +73,7 @@ class SandboxLost(Exception):
 
 
 def interpreter_paths() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """(folders and files the interpreter reads, symbolic links among them)."""
+    """Return the folders and files that the interpreter reads, and the symbolic links among them."""
     wanted = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *_SYSTEM_PATHS]
     wanted.append(str(Path(sys.base_prefix, "lib")))
     links = [(path, os.readlink(path)) for path in _SYSTEM_PATHS if os.path.islink(path)]
@@ -93,7 +93,7 @@ def _mount_point(paths: Sequence[str]) -> str:
 
 
 def bubblewrap_command(descriptor: int) -> list[str] | None:
-    """bubblewrap around the nursery; None where it is not installed."""
+    """Return the command that runs the nursery in bubblewrap; None if it is not installed."""
     program = shutil.which("bwrap")
     if program is None:
         return None
@@ -117,14 +117,14 @@ def _interpreter_flags() -> list[str]:
 
 
 def _bootstrap(descriptor: int) -> str:
-    """The text also tells a person who looks at the process list whose it is."""
+    """Return the nursery's program; its last comment says in the process list whose nursery it is."""
     return _BOOTSTRAP.format(
         root=_PACKAGE_ROOT, descriptor=descriptor, number=next(_numbers), host=os.getpid()
     )
 
 
 class Nursery:
-    """The process that makes sandboxes. Restarted by whoever finds it dead (`Pool`)."""
+    """The process that makes sandboxes. `SandboxPool` starts another one if it has died."""
 
     def __init__(self, mode: Mode, settings: SandboxSettings) -> None:
         self.mode, self._settings = mode, settings
@@ -178,10 +178,10 @@ class Nursery:
     def _last_words(self) -> str:
         self._process.kill()
         said = self._process.communicate()[1].decode(errors="replace").strip()
-        return said.splitlines()[-1] if said else "it ended or hung without a word"
+        return said.splitlines()[-1] if said else "it ended or hung without a message"
 
     def spawn(self) -> Sandbox:
-        """Start a sandbox; it gets ready while the caller does other things."""
+        """Start a sandbox and return it while it is still being set up."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             self._count += 1
@@ -200,7 +200,7 @@ class Nursery:
         return Sandbox(self, int(reply["pid"]), ours)
 
     def end(self, pid: int) -> None:
-        """Kill a sandbox and everything in it; returns when all of it is gone."""
+        """Kill a sandbox and every process in it; return when they have ended."""
         with self._lock:
             try:
                 wire.send(self._link, {"op": "end", "pid": pid})
@@ -213,7 +213,7 @@ class Nursery:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Hang up: the nursery ends, and every sandbox with it."""
+        """Close the socket: the nursery ends, and every sandbox with it."""
         self._link.close()
         try:
             self._process.wait(GRACE_S)
@@ -226,7 +226,7 @@ class Nursery:
 
 
 def _ids_for(count: int) -> tuple[int, int]:
-    """A user of its own for each sandbox, where we may choose; else our own in a user namespace."""
+    """Return a user and group of its own for each sandbox if we are root, else our own."""
     if os.geteuid() != 0:
         return os.geteuid(), os.getegid()
     mapped = int(Path("/proc/self/uid_map").read_text().split()[2])
@@ -238,7 +238,7 @@ def _ids_for(count: int) -> tuple[int, int]:
 
 
 class Sandbox:
-    """One isolation, for one submission. Runs jobs one after the other, then ends."""
+    """One sandbox, for one submission. Runs jobs one after the other, then ends."""
 
     def __init__(self, nursery: Nursery, pid: int, link: socket.socket) -> None:
         self._nursery, self.pid, self._link = nursery, pid, link
@@ -246,7 +246,7 @@ class Sandbox:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What isolates it, as seen from the inside; waits until it is ready."""
+        """What isolates the sandbox, as seen from inside; waits until it is ready."""
         if self._facts is None:
             self._link.settimeout(START_TIMEOUT_S)
             try:
@@ -261,14 +261,14 @@ class Sandbox:
     def run(
         self, job: dict[str, Any], limits: dict[str, Any], descriptors: Sequence[int] = ()
     ) -> Outcome:
-        """Do one job. Raises SandboxLost when the sandbox itself ended or hung."""
+        """Run one job. Raises SandboxLost if the sandbox itself ended or hung."""
         self.start(job, limits, descriptors)
         return self.result(limits["wall_s"])
 
     def start(
         self, job: dict[str, Any], limits: dict[str, Any], descriptors: Sequence[int] = ()
     ) -> None:
-        """Hand in a job without waiting for it."""
+        """Start a job without waiting for its result."""
         facts = self.facts
         self._link.settimeout(GRACE_S)
         try:
@@ -277,7 +277,7 @@ class Sandbox:
             raise SandboxLost from None
 
     def result(self, wall_s: float, grace_s: float = GRACE_S) -> Outcome:
-        """Wait for the job that was handed in."""
+        """Wait for the started job and return its outcome."""
         self._link.settimeout(wall_s + grace_s)
         try:
             return Outcome(**wire.receive(self._link)[0])
@@ -295,6 +295,6 @@ class Sandbox:
         }
 
     def end(self) -> None:
-        """Kill everything in it and wait until it is gone."""
+        """Kill every process of the sandbox and wait until they have ended."""
         self._link.close()
         self._nursery.end(self.pid)

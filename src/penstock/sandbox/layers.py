@@ -1,7 +1,7 @@
 """Which layers of isolation work on this machine, found by trying them.
 
-`find_mode` tries the ways to isolate from the strongest down and takes the first that is full, else the
-strongest that works. `check` tells a person, after running a few attempts to break out for real.
+`find_isolation()` tries the modes from the strongest down and takes the first that is full, else the
+strongest that works. `check()` reports to the user, after a few real attempts to break out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 
 from penstock.errors import SandboxError
 from penstock.sandbox.host import Mode, Nursery
-from penstock.sandbox.limits import job_limits
-from penstock.sandbox.settings import LEVELS, Level, SandboxSettings
+from penstock.sandbox.settings import LEVELS, Level, SandboxSettings, job_limits
 
 _FULL_NAMESPACES = frozenset({"mnt", "pid", "net", "ipc"})
 
@@ -35,7 +34,7 @@ _ATTEMPTS = {
 
 @dataclass(slots=True, frozen=True)
 class Isolation:
-    """A way to isolate that was tried here, and what it gives."""
+    """A mode that works on this machine, and the layers that it gives."""
 
     mode: Mode
     level: Level
@@ -58,7 +57,7 @@ class SandboxReport:
         return strong and all(self.attempts.values())
 
     def lines(self) -> list[str]:
-        """The report as text."""
+        """Return the report as lines of text."""
         verdict = "code would run" if self.ok else "code would be refused"
         text = [f"isolation: {self.isolation.level} (minimum: {self.minimum}): {verdict}"]
         text += [f"  active   {layer}" for layer in self.isolation.layers]
@@ -113,7 +112,7 @@ def _describe(mode: Mode, facts: dict[str, Any]) -> Isolation:
 
 
 def try_mode(mode: Mode, settings: SandboxSettings) -> Isolation | None:
-    """What a mode gives here; None when it does not work."""
+    """Return the isolation that a mode gives here; None if it does not work."""
     try:
         nursery = Nursery(mode, settings)
     except SandboxError:
@@ -142,7 +141,7 @@ def _best(bubblewrap: bool) -> Isolation | None:
 
 
 def find_isolation(settings: SandboxSettings) -> Isolation:
-    """The strongest isolation that works here; refuses what is below the settings' minimum."""
+    """Return the strongest isolation that works here; refuse one below the settings' minimum."""
     found = _strongest(settings)
     if LEVELS.index(found.level) < LEVELS.index(settings.minimum):
         raise SandboxError(
@@ -161,7 +160,7 @@ def _strongest(settings: SandboxSettings) -> Isolation:
 
 
 def check(settings: SandboxSettings | None = None) -> SandboxReport:
-    """Which layers are active here, and whether real attempts to break out are stopped."""
+    """Report which layers are active here, and whether real attempts to break out are stopped."""
     settings = settings or SandboxSettings()
     isolation = _strongest(settings)
     missing = tuple(layer for layer in ALL_LAYERS if layer not in isolation.layers)

@@ -1,7 +1,7 @@
 """Warm sandboxes for worker threads: one per submission, never used for two.
 
-A sandbox is ended when its submission is done, and the next one is already being set up meanwhile. A
-dead nursery is replaced. Blocking; the number of callers bounds the number of sandboxes.
+A sandbox ends with its submission; the next one is set up meanwhile. A dead nursery is replaced.
+Blocking; the number of callers bounds the number of sandboxes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from penstock.sandbox.settings import SandboxSettings
 
 
 class SandboxPool:
-    """Consumes nothing, lends sandboxes. Starts at first use; `close` ends everything."""
+    """Lends sandboxes. Starts at first use; `close()` ends all of them."""
 
     def __init__(self, settings: SandboxSettings, isolation: Isolation | None = None) -> None:
-        """`isolation`: one that was found before; None: the strongest that works here."""
+        """Use `isolation`, or the strongest that works here if it is None."""
         self.settings = settings
         self._lock = threading.Lock()
         self._nursery: Nursery | None = None
@@ -33,14 +33,14 @@ class SandboxPool:
 
     @property
     def isolation(self) -> Isolation:
-        """How code is isolated; raises SandboxError where that is below the minimum."""
+        """How code is isolated; raises SandboxError if that is below the minimum."""
         if self._isolation is None:
             self._isolation = find_isolation(self.settings)
         return self._isolation
 
     @contextmanager
     def sandbox(self) -> Iterator[Sandbox]:
-        """A fresh sandbox, ended with all that is in it when the block is left."""
+        """Lend a fresh sandbox; it ends, with all its processes, when the block is left."""
         sandbox = self._take()
         try:
             yield sandbox
@@ -85,7 +85,7 @@ class SandboxPool:
         nursery.close()
 
     def _refill(self) -> None:
-        """Have as many ready as may be asked for at once. Woken by: a sandbox that was used."""
+        """Keep as many sandboxes ready as may be asked for at once. Woken by each use of one."""
         with self._lock:
             nursery = self._nursery
             if nursery is None or len(self._warm) > self.settings.workers:
@@ -93,7 +93,7 @@ class SandboxPool:
         try:
             fresh = nursery.spawn()
         except SandboxError:
-            return  # found again, and told, by whoever needs a sandbox
+            return  # the next caller meets the same error and reports it
         with self._lock:
             if self._nursery is nursery:
                 self._warm.append(fresh)
@@ -101,7 +101,7 @@ class SandboxPool:
         fresh.end()
 
     def close(self) -> None:
-        """End every sandbox, also those that are lent; no further one is lent."""
+        """End every sandbox, also those in use, and lend no more."""
         with self._lock:
             self._closed = True
             nursery, self._nursery = self._nursery, None

@@ -4,7 +4,7 @@
     POST /check_correctness_batch  {items: [...]}                 -> {items: [...]}
     GET  /healthz
 
-At most `workers` submissions run and `queue_size` wait; more are told 429. Needs the extra `serve`.
+At most `workers` submissions run and `queue_size` wait; more get a 429. Needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class BatchRequest(BaseModel):
 
 
 class Refusal(Exception):
-    """A request that is not done: an HTTP status and the reason."""
+    """A refused request: an HTTP status and the reason."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -83,7 +83,7 @@ class Refusal(Exception):
 
 
 class VerificationService:
-    """Consumes submissions, produces verdicts; knows its bounds, knows nothing of HTTP."""
+    """Consumes submissions, produces verdicts, within its bounds; knows nothing of HTTP."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -93,14 +93,14 @@ class VerificationService:
         self.served = 0
 
     def admit(self, count: int) -> None:
-        """Take `count` submissions in, or refuse them all."""
+        """Admit `count` submissions, or refuse them all."""
         room = self.settings.sandbox.workers + self.settings.queue_size - self._in_flight
         if count > room:
             raise Refusal(429, f"the queue is full: got {count}, allowed: {max(0, room)} now")
         self._in_flight += count
 
     async def check(self, request: CheckRequest) -> dict[str, Any]:
-        """The verdict of an admitted submission, or `error` with `status`."""
+        """Return the verdict of an admitted submission, or `error` with `status`."""
         try:
             self._check_limits(request)
             loop = asyncio.get_running_loop()
@@ -153,13 +153,13 @@ class VerificationService:
         }
 
     async def close(self) -> None:
-        """End every process; what still runs is answered with 503."""
+        """End every process; running submissions are answered with 503."""
         await asyncio.to_thread(self.pool.close)
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
 
 
 def create_app(settings: ServerSettings | None = None) -> FastAPI:
-    """The application. Raises SandboxError where code may not be run under these settings."""
+    """Return the application. Raises SandboxError if code may not run under these settings."""
     try:
         from fastapi import FastAPI, Request, Response
         from fastapi.responses import JSONResponse
@@ -217,7 +217,7 @@ def create_app(settings: ServerSettings | None = None) -> FastAPI:
 
 
 async def _read(request: Any, model: type[Any], settings: ServerSettings) -> Any:
-    """Who asks, in what form, how much: checked before anything is parsed."""
+    """Check token, content type and size of a request, then parse it."""
     if settings.token:
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {settings.token}".encode()):

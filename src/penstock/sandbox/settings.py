@@ -1,8 +1,9 @@
-"""Limits of the sandbox, and how much isolation it insists on."""
+"""Limits of the sandbox, the isolation it requires, and the limits of one job."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +11,7 @@ from penstock.config import Section
 
 ACCEPT_WEAKER = "I accept weaker isolation"
 Level = Literal["full", "filtered", "weak"]
+OPEN_FILES = 64
 LEVELS: tuple[Level, ...] = ("weak", "filtered", "full")  # from low to high
 
 
@@ -49,3 +51,17 @@ class SandboxSettings(Section):
                 f"{ACCEPT_WEAKER!r} when minimum is 'weak'"
             )
         return self
+
+
+def job_limits(settings: SandboxSettings, wall_s: float) -> dict[str, Any]:
+    """Return the limits that the process of one test sets on itself before it runs any code."""
+    return {
+        "wall_s": wall_s,
+        "cpu_s": math.ceil(wall_s) + 1,
+        "memory_bytes": settings.memory_mb << 20,
+        "output_bytes": settings.output_kb << 10,
+        "file_bytes": settings.scratch_mb << 20,
+        "open_files": OPEN_FILES,
+        "tasks": settings.threads,
+        "processes": settings.processes,
+    }

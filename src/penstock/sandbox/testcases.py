@@ -47,7 +47,7 @@ Tests = StdioTests | CallTests | AssertTests
 
 
 def read_tests(test_cases: Mapping[str, Any] | None) -> Tests:
-    """The test cases of a prompt or request, or a RewardError that says what is wrong with them."""
+    """Return the test cases of a prompt or request; raise a RewardError that says what is wrong."""
     if not isinstance(test_cases, Mapping) or not test_cases:
         raise RewardError(f"test_cases: got {_short(test_cases)}, allowed: {_FORMS}")
     if "asserts" in test_cases:
@@ -81,7 +81,7 @@ def _read_pairs(test_cases: Mapping[str, Any]) -> Tests:
 
 
 def _call_pair(given: Any, expected: Any) -> tuple[list[Any], Any]:
-    """Arguments as a list, or as text with one JSON value a line (then the output is JSON, too)."""
+    """Read arguments given as a list, or as text with one JSON value a line (then so is the output)."""
     if not isinstance(given, str):
         return (given if isinstance(given, list) else [given]), expected
     try:
@@ -120,7 +120,7 @@ def _short(value: Any) -> str:
 
 
 def same_output(expected: str, printed: str) -> bool:
-    """Equal lines, blanks at their ends aside; else equal words, numbers with a point by value."""
+    """Compare line by line without trailing blanks, else word by word, decimal numbers by value."""
     wanted, given = _lines(expected), _lines(printed)
     if wanted == given:
         return True
@@ -148,7 +148,7 @@ def _close(left: float, right: float) -> bool:
 
 
 def same_value(expected: Any, value: Any) -> bool:
-    """Equal as JSON data: a tuple is a list; some datasets wrap the value in a list of one."""
+    """Compare as JSON data: a tuple is a list; some datasets wrap the value in a list of one."""
     if _same(expected, value):
         return True
     return isinstance(expected, list) and len(expected) == 1 and _same(expected[0], value)

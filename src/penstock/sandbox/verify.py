@@ -1,4 +1,4 @@
-"""Runs a solution against test cases in sandboxes and gives a code per test.
+"""Runs a solution against test cases in sandboxes and returns a code per test.
 
     1 pass    0 wrong answer    -1 runtime error or time-out    -2 does not compile
 
@@ -19,8 +19,8 @@ from typing import Any
 from penstock.errors import SandboxError
 from penstock.sandbox.host import Outcome, Sandbox, SandboxLost
 from penstock.sandbox.inside import codec
-from penstock.sandbox.limits import job_limits
 from penstock.sandbox.pool import SandboxPool
+from penstock.sandbox.settings import job_limits
 from penstock.sandbox.testcases import (
     AssertTests,
     CallTests,
@@ -51,13 +51,13 @@ class Verdict:
 
 
 class _Clock:
-    """What is left of a submission's time."""
+    """The remaining time of a submission."""
 
     def __init__(self, total_s: float, test_s: float) -> None:
         self._end, self._test_s = time.monotonic() + total_s, test_s
 
     def next_limit(self) -> float:
-        """Time for the next test; 0 when there is none left."""
+        """Return the time limit of the next test; 0 if no time is left."""
         return max(0.0, min(self._test_s, self._end - time.monotonic()))
 
 
@@ -68,7 +68,7 @@ def verify(
     timeout_s: float | None = None,
     stop_at_failure: bool = False,
 ) -> Verdict:
-    """Run every test. Raises RewardError for broken test cases or a sandbox that does not work."""
+    """Run every test and return the verdict. Raises RewardError for broken test cases or sandboxes."""
     tests = read_tests(test_cases)
     settings = pool.settings
     clock = _Clock(settings.submission_timeout_s, timeout_s or settings.timeout_s)
@@ -148,7 +148,7 @@ def _judge(
 
 
 def _said(text: object) -> str:
-    """What untrusted code says of itself, if it is text at all."""
+    """Return a text field that untrusted code reported; empty if it is not text."""
     return text[:500] if isinstance(text, str) else ""
 
 
@@ -158,7 +158,7 @@ def _short(text: str) -> str:
 
 
 def _reports(outcome: Outcome) -> list[dict[str, Any]]:
-    """The JSON lines of a child; anything else that untrusted code wrote there is left out."""
+    """Return the JSON lines that a child reported, without anything else that it wrote there."""
     found = []
     for line in outcome.report.splitlines():
         try:
@@ -173,7 +173,7 @@ def _reports(outcome: Outcome) -> list[dict[str, Any]]:
 def _fault(
     outcome: Outcome, reports: list[dict[str, Any]], limit_s: float
 ) -> tuple[int, str] | None:
-    """Why a child did not do its job; None when it did."""
+    """Return why a child did not do its job; None if it did."""
     if outcome.stopped == "wall":
         return ERROR, f"time-out after {limit_s:g} s"
     if outcome.stopped == "output":
@@ -239,7 +239,7 @@ def _ask_both(
 
 
 def _last_words(solution: Sandbox) -> tuple[int, str] | None:
-    """Why the solution's process ended; None when it still runs."""
+    """Return why the solution's process ended; None if it still runs."""
     try:
         outcome = solution.result(wall_s=0, grace_s=LAST_WORDS_S)
     except SandboxLost:

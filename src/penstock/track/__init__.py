@@ -1,6 +1,6 @@
 """Where metrics go: metrics.jsonl always, and the trackers that the config names.
 
-A tracker shows; it never decides, and its faults never stop a run.
+A tracker shows metrics; its faults never stop a run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One tracker in front of several; a faulty one is put aside with a note, the run goes on."""
+"""Hands each metric to several trackers; a tracker that fails is dropped with a note."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.track.protocol import RunInfo, Tracker
 
 
 class Fanout:
-    """Consumes figures once, hands them to every tracker that still works."""
+    """Consumes metrics and hands them to every tracker that still works."""
 
     def __init__(self, trackers: dict[str, Tracker]) -> None:
         self._trackers = trackers
 
     @classmethod
     def from_info(cls, info: RunInfo) -> Fanout:
-        """metrics.jsonl and the trackers that the config names; one that cannot start is noted."""
+        """Make metrics.jsonl and the trackers that the config names; note one that cannot start."""
         fanout = cls({"jsonl": JsonlTracker(info.folder / "metrics.jsonl")})
         for name in info.config.track.trackers:
             make = load("track.trackers", name, TRACKERS)

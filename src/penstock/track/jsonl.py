@@ -26,14 +26,14 @@ class JsonlTracker:
         """Evaluations have a file of their own (eval/summary.jsonl)."""
 
     def note(self, text: str) -> None:
-        """Notes are for people."""
+        """Leave notes out."""
 
     def close(self) -> None:
         self._file.close()
 
 
 def last_step_told(path: Path) -> int:
-    """The newest step that the file has a whole line of; 0: none."""
+    """Return the newest step with a whole line in the file; 0 if there is none."""
     return max(_lines_by_step(path), default=0)
 
 
@@ -47,8 +47,9 @@ def _lines_by_step(path: Path) -> dict[int, str]:
 
 
 def restore_metrics(path: Path, reports: Sequence[StepReport]) -> None:
-    """Make the file hold one line for each of these steps: the old line where it is whole, else the
-    journal's metrics. A torn last line and lines of steps that were lost go."""
+    """Rewrite the file with one line per step: the old line if it is whole, else the journal's metrics.
+
+    Torn lines and lines of steps that were lost are removed."""
     lines = _lines_by_step(path)
     kept = [
         lines.get(report.step) or json.dumps({"step": report.step, **report.metrics})

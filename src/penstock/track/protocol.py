@@ -1,4 +1,4 @@
-"""What every tracker does. A tracker shows; it never decides, and its faults never stop a run."""
+"""The protocol of trackers. A tracker shows metrics; its faults never stop a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.config import Config
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RunInfo:
-    """What a tracker is told when it is made."""
+    """What a tracker receives when it is created."""
 
     config: Config
     folder: Path
@@ -23,16 +23,16 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """Consumes figures."""
+    """Consumes metrics and notes."""
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        """One update was done."""
+        """Show the metrics of one update."""
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        """One evaluation was done."""
+        """Show the metrics of one evaluation."""
 
     def note(self, text: str) -> None:
-        """Something a person should know."""
+        """Show a line that the user should read."""
 
     def close(self) -> None:
-        """No more will come."""
+        """Release files and connections; nothing is logged afterwards."""

@@ -9,7 +9,7 @@ from penstock.types import Batch, expand_segments
 
 
 class RolloutLog:
-    """Consumes batches, writes the first groups of every n-th."""
+    """Consumes batches and writes the first groups of every n-th one."""
 
     def __init__(self, path: Path, *, every_steps: int, num_groups: int) -> None:
         self._path = path

@@ -29,7 +29,7 @@ class TensorBoardTracker:
         self.log_step(step, metrics)
 
     def note(self, text: str) -> None:
-        """Notes are for people."""
+        """Leave notes out."""
 
     def close(self) -> None:
         self._writer.close()

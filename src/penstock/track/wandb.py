@@ -1,6 +1,6 @@
 """Weights & Biases; WANDB_MODE=offline works without a network. Imported only when named.
 
-The run's id is kept in RUN/wandb-id, so that a resumed run goes on in the same W&B run.
+The run's id is kept in RUN/wandb-id, so that a resumed run continues the same W&B run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WandbTracker:
         self._run.log({**metrics, "step": step})
 
     def note(self, text: str) -> None:
-        """Notes are for people."""
+        """Leave notes out."""
 
     def close(self) -> None:
         self._run.finish()

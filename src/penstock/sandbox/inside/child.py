@@ -1,9 +1,9 @@
 """The process that runs one test: takes on its limits, then runs untrusted code. Inside the sandbox.
 
 Four jobs: `program` (stdin to stdout), `call` (one function call), `solution` (serves its functions to
-tests in another sandbox) and `tests` (runs assert-style tests against such a solution). What it says
-on its report pipe is a claim by the code it ran, never a verdict; only `tests`, which holds no
-untrusted code, reports verdicts.
+tests in another sandbox) and `tests` (runs assert-style tests against such a solution). Its
+report is a claim by the code it ran, never a verdict; only `tests`, which runs no untrusted code,
+reports verdicts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PASS, WRONG, ERROR = 1, 0, -1
 
 
 def run(job: dict[str, Any], limits: dict[str, Any]) -> None:
-    """Never returns: the process ends with the job."""
+    """Run the job and end the process; never returns."""
     try:
         _limit(limits)
         code = _JOBS[job["job"]](job)
@@ -99,7 +99,7 @@ def _exit_code(code: object) -> int:
 
 
 def _finish(code: int) -> int:
-    """What the interpreter does at its end, minus everything that was inherited by the fork."""
+    """Do what the interpreter does at its end, except for what the fork inherited."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -121,7 +121,7 @@ def _open_standard_streams() -> None:
 
 
 def _load(source: str, name: str) -> dict[str, Any] | None:
-    """Run the solution as the module `name`; None (reported) when it does not compile."""
+    """Run the solution as the module `name`; report and return None if it does not compile."""
     _open_standard_streams()
     try:
         code = compile(source, "<solution>", "exec", dont_inherit=True)
@@ -221,7 +221,7 @@ def _compiled(nodes: list[ast.stmt]) -> types.CodeType:
 def _verdict(
     index: int, body: list[types.CodeType], namespace: dict[str, Any], timeout_s: float
 ) -> bool:
-    """Run one test and report; False when the solution is of no use for the next."""
+    """Run one test and report; return False if the solution cannot serve the next one."""
     code, note, alive, gone = PASS, "", True, False
     try:
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
@@ -244,7 +244,7 @@ def _verdict(
 def _test_namespace(
     tree: ast.Module, connection: remote.Connection, entry_point: str | None
 ) -> dict[str, Any]:
-    """What the tests may name: their own, standard modules, then what the solution defines."""
+    """Return the names that tests see: their own, standard modules, then the solution's."""
     used, bound = set[str](), set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):

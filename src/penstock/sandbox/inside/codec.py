@@ -1,4 +1,4 @@
-"""Plain Python data as JSON: what may pass from untrusted code to the side that judges it.
+"""Plain Python data as JSON: the only values that untrusted code may pass to the judging side.
 
 Only exact built-in types arrive on the other side, never an object with methods of its own, so that an
 `__eq__` that always says yes stays where it was made. Inside the sandbox: standard library only; the
@@ -20,7 +20,7 @@ class NotPlain(TypeError):
 
 
 def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """The JSON form; `other` gives the form of what is not plain data, else NotPlain."""
+    """Return the JSON form; `other` encodes what is not plain data, which else raises NotPlain."""
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -50,7 +50,7 @@ def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
 
 def decode(form: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """The value of a JSON form; `other` makes something of an {"object": ...}."""
+    """Return the value of a JSON form; `other` decodes an {"object": ...}."""
     if isinstance(form, list):
         return [decode(item, other) for item in form]
     if not isinstance(form, dict):

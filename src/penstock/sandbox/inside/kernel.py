@@ -1,7 +1,6 @@
 """Linux calls that Python does not wrap, by ctypes. Inside the sandbox: standard library only.
 
-Thin and literal: each function is one system call that raises OSError. Policy lives in the files that
-call it. x86_64 and aarch64 are known; on another machine `ARCH` is None and seccomp is off.
+Each function is one system call and raises OSError if it fails. Policy lives in the callers. x86_64 and aarch64 are known; on another machine `ARCH` is None and seccomp is off.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _check(result: int, what: str) -> int:
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """A raw system call; integers and ctypes objects as arguments."""
+    """Make a raw system call with integers and ctypes objects as arguments; return its result."""
     words = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _check(_libc.syscall(ctypes.c_long(number), *words), f"system call {number}")
 

@@ -21,7 +21,7 @@ _RIGHTS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file right
 
 
 def version() -> int:
-    """The kernel's Landlock ABI; 0: none."""
+    """Return the kernel's Landlock ABI; 0 if it has none."""
     try:
         return kernel.syscall(_CREATE_RULESET, 0, 0, _VERSION_FLAG)
     except OSError:
@@ -29,9 +29,9 @@ def version() -> int:
 
 
 def prepare(readable: Iterable[str], writable: Iterable[str]) -> int | None:
-    """A rule set that allows these paths, to be made while they can still be reached.
+    """Return a rule set that allows these paths; call it while they can still be reached.
 
-    None: the kernel has no Landlock.
+    Return None if the kernel has no Landlock.
     """
     abi = version()
     if not abi:
@@ -50,7 +50,7 @@ def prepare(readable: Iterable[str], writable: Iterable[str]) -> int | None:
 
 
 def restrict(ruleset: int | None) -> bool:
-    """Apply for ever, to this process and all it starts. False: there was nothing to apply."""
+    """Apply the rules for good, to this process and its children; return False without rules."""
     if ruleset is None:
         return False
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)

@@ -57,7 +57,7 @@ class Plan:
 
 
 def identities() -> dict[str, str]:
-    """The identity of each namespace of this process."""
+    """Return the identity of each namespace of this process."""
     found = {}
     for name in NAMES:
         try:
@@ -68,12 +68,12 @@ def identities() -> dict[str, str]:
 
 
 def enter(plan: Plan) -> None:
-    """New namespaces for this process; the one of processes is for its children."""
+    """Put this process into new namespaces; the process namespace holds for its children."""
     kernel.unshare(_FLAGS | (kernel.CLONE_NEWUSER if plan.user_namespace else 0))
 
 
 def write_maps(pid: int, uid: int, gid: int) -> None:
-    """By the parent: which outside user the only inside user of `pid` stands for."""
+    """Map the only user inside `pid` to an outside user; called by the parent."""
     if os.geteuid() != 0:
         _write(f"/proc/{pid}/setgroups", "deny")
     _write(f"/proc/{pid}/uid_map", f"{INSIDE_ID} {uid} 1")
@@ -89,7 +89,7 @@ def _write(path: str, text: str) -> None:
 
 
 def build_root(plan: Plan, uid: int, gid: int) -> None:
-    """Leave the host's file system for one with only what the plan names."""
+    """Replace the host's file system by one with only the plan's paths."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     sources = [(path, os.open(path, os.O_PATH)) for path in (*plan.readable, *DEVICES)]
     if plan.user_namespace:
@@ -131,7 +131,7 @@ def _bind_read_only(path: str, descriptor: int, root: str) -> None:
 
 
 def set_ids(uid: int, gid: int) -> None:
-    """This user and no other; groups are dropped where that is allowed."""
+    """Become this user; drop other groups if that is allowed."""
     with contextlib.suppress(PermissionError):
         os.setgroups([])  # not root outside: groups stay, and own nothing that is mounted
     os.setresgid(gid, gid, gid)
@@ -139,7 +139,7 @@ def set_ids(uid: int, gid: int) -> None:
 
 
 def become_nobody(plan: Plan, uid: int, gid: int) -> None:
-    """The last step: no privilege is left, and none can be had again."""
+    """Give up every privilege for good; the last step of the set-up."""
     if not plan.user_namespace and os.geteuid() == 0:
         set_ids(uid, gid)
     kernel.drop_capabilities()
@@ -149,5 +149,5 @@ def become_nobody(plan: Plan, uid: int, gid: int) -> None:
 
 
 def readable_paths(plan: Plan) -> Sequence[str]:
-    """What Landlock lets it read, seen from the inside."""
+    """Return the paths that Landlock allows to read, as seen from inside."""
     return (*plan.readable, *DEVICES)

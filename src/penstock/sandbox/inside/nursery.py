@@ -43,7 +43,7 @@ def main(descriptor: int) -> None:
 
 
 def _end(pid: int) -> dict[str, Any]:
-    """Kill the sandbox; when its first process is reaped, every other process in it is gone."""
+    """Kill the sandbox; once its first process is reaped, every other process in it has ended."""
     try:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -77,7 +77,7 @@ def _spawn(host: socket.socket, request: dict[str, Any], descriptor: int) -> dic
 def _see_through(
     middle: int, plan: namespaces.Plan, uid: int, gid: int, up: int, down: int
 ) -> dict[str, Any]:
-    """Write the new user map, learn the pid of the sandbox's first process, become its parent."""
+    """Write the user map, read the pid of the sandbox's first process and become its parent."""
     try:
         if os.read(up, 1) == b"n":
             if plan.user_namespace:

@@ -1,6 +1,6 @@
 """Assert-style tests in one sandbox, the code they test in another. Inside the sandbox.
 
-The tests' process holds `Remote` stand-ins for the functions and objects of the solution; each use is a
+The tests' process holds `RemoteObject` stand-ins for the functions and objects of the solution; each use is a
 message to the solution's process, and plain data comes back. So the solution never shares an
 interpreter with the tests: it cannot see them, patch them, end them, or answer with an object that
 equals everything.
@@ -40,14 +40,14 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class SolutionServer:
-    """The solution's side: does what the tests ask, one request at a time."""
+    """The solution's side: executes the tests' requests, one at a time."""
 
     def __init__(self, link: Pipe, namespace: dict[str, Any]) -> None:
         self._link, self._namespace = link, namespace
         self._objects: list[Any] = []
 
     def serve(self) -> None:
-        """Until the tests hang up."""
+        """Answer requests until the tests close the connection."""
         while True:
             try:
                 request = self._link.receive()
@@ -79,7 +79,7 @@ class SolutionServer:
         return {"object": [len(self._objects) - 1, callable(value)]}
 
     def _changed(self, argument: Any) -> Any:
-        """The argument after the call, so that changes made in place are seen by the tests."""
+        """Return the argument after the call, so that the tests see changes made in place."""
         return self._encode(argument) if type(argument) in _MUTABLE else None
 
 
@@ -105,12 +105,12 @@ class Connection:
         self._link = link
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
-        """Those of the names that the solution defines."""
+        """Return those of the names that the solution defines."""
         forms = self._ask({"op": "names", "names": wanted})["value"]
         return {name: codec.decode(form, self._stand_in) for name, form in forms.items()}
 
     def do(self, operation: str, *arguments: Any) -> Any:
-        """One operation on the other side; `call` also brings back arguments changed in place."""
+        """Execute one operation in the solution; `call` also returns arguments changed in place."""
         forms = [codec.encode(argument, _handle_of) for argument in arguments]
         reply = self._ask({"op": operation, "args": forms})
         if operation == "call":
@@ -131,11 +131,11 @@ class Connection:
 
     def _stand_in(self, content: list[Any]) -> Any:
         handle, can_be_called = content
-        return (RemoteFunction if can_be_called else Remote)(self, int(handle))
+        return (RemoteFunction if can_be_called else RemoteObject)(self, int(handle))
 
 
 def _handle_of(value: Any) -> Any:
-    if isinstance(value, Remote):
+    if isinstance(value, RemoteObject):
         return {"object": object.__getattribute__(value, "_handle")}
     raise codec.NotPlain(f"a {type(value).__name__} of the tests cannot be given to the solution")
 
@@ -161,8 +161,8 @@ def _exception(names: list[str], text: str) -> Exception:
     return SolutionError(f"{names[0]}: {text}")
 
 
-class Remote:
-    """Stands for an object of the solution. It equals nothing but another object of the solution."""
+class RemoteObject:
+    """Stands for an object of the solution; equal only to other objects of the solution."""
 
     def __init__(self, connection: Connection, handle: int) -> None:
         object.__setattr__(self, "_do", connection.do)
@@ -203,7 +203,7 @@ class Remote:
         return True
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and self._do("eq", self, other) is True
+        return isinstance(other, RemoteObject) and self._do("eq", self, other) is True
 
     def __hash__(self) -> int:
         return hash(object.__getattribute__(self, "_handle"))
@@ -215,8 +215,8 @@ class Remote:
         return str(self._do("repr", self))
 
 
-class RemoteFunction(Remote):
-    """Stands for something of the solution that can be called."""
+class RemoteFunction(RemoteObject):
+    """Stands for a callable of the solution."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._do("call", self, list(args), kwargs)

@@ -138,7 +138,7 @@ def _conditions(pid: int, *, scratch: bool, threads: bool, processes: bool) -> d
 def build_filter(
     arch: str, pid: int, *, scratch: bool = True, threads: bool = True, processes: bool = False
 ) -> bytes:
-    """The program for process `pid`. `scratch`: it has a bounded folder to write in."""
+    """Return the filter for process `pid`; `scratch` says that it has a bounded folder to write in."""
     column = 0 if arch == "x86_64" else 1
     program = _op(_LOAD, _ARCH_AT) + _op(_JUMP_EQUAL, _AUDIT[arch], 1) + _op(_RETURN, _KILL)
     program += _op(_LOAD, _NUMBER_AT)

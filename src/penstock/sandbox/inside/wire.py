@@ -19,11 +19,11 @@ _LENGTH = struct.Struct("!I")
 
 
 class Closed(Exception):
-    """The other side is gone."""
+    """The other side has closed the connection."""
 
 
 def send(link: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """One frame; the descriptors arrive with it."""
+    """Send one frame, with file descriptors."""
     body = json.dumps(message).encode()
     head = _LENGTH.pack(len(body))
     try:
@@ -38,7 +38,7 @@ def send(link: socket.socket, message: dict[str, Any], descriptors: Sequence[int
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next frame. Raises Closed at the end, TimeoutError past the socket's time-out."""
+    """Return the next frame. Raises Closed at the end, TimeoutError past the socket's time-out."""
     descriptors = array.array("i")
     try:
         head, ancillary, _, _ = link.recvmsg(_LENGTH.size, socket.CMSG_SPACE(16))

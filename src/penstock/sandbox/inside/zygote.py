@@ -66,7 +66,7 @@ def _run(
 
 
 def _make_stdin(text: str) -> int:
-    """A file in memory, sealed: it can be read and nothing else."""
+    """Return a sealed file in memory, which can only be read."""
     descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
     data = memoryview(text.encode("utf-8", "surrogatepass"))
     while data:
@@ -80,7 +80,7 @@ def _make_stdin(text: str) -> int:
 def _become_child(
     parent: int, job: dict[str, Any], descriptors: tuple[int, ...], scratch: str
 ) -> NoReturn:
-    """In the fork: only the descriptors it needs, at 0 to 4, and its working folder."""
+    """In the fork: keep only the needed descriptors, at 0 to 4, and enter the working folder."""
     try:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -98,7 +98,7 @@ def _become_child(
 
 
 class _Watch:
-    """Reads what a child writes, up to the limits, until it ends or must be stopped."""
+    """Reads a child's output, up to the limits, until it ends or must be stopped."""
 
     def __init__(self, pid: int, pipes: tuple[int, ...], limits: dict[str, Any]) -> None:
         self._pid = pid
@@ -111,7 +111,7 @@ class _Watch:
             os.set_blocking(pipe, False)
 
     def until_end(self, host: socket.socket, deadline: float) -> None:
-        """Wait for the child's end, its time or output limit; raises Closed when the host is gone."""
+        """Wait for the child's end, its time limit or output limit; raise Closed if the host is gone."""
         ended = os.pidfd_open(self._pid)
         poller = select.poll()
         for pipe in self._pipes:
@@ -135,7 +135,7 @@ class _Watch:
             os.close(ended)
 
     def _take(self, index: int) -> bool:
-        """Read what is there; False at the end of the pipe."""
+        """Read the available data; return False at the end of the pipe."""
         try:
             data = os.read(self._pipes[index], 1 << 18)
         except BlockingIOError:
@@ -149,7 +149,7 @@ class _Watch:
         return bool(data)
 
     def drain(self) -> None:
-        """After the end: what is still in the pipes, which nobody writes to any more."""
+        """Read the rest of the pipes after the child's end."""
         for index, pipe in enumerate(self._pipes):
             while select.select([pipe], [], [], 0)[0] and self._take(index):
                 continue
@@ -160,7 +160,7 @@ class _Watch:
 
 
 def _end(pid: int, limits: dict[str, Any]) -> tuple[int, resource.struct_rusage]:
-    """End the child and, where it may have started others, all of them."""
+    """End the child and any process that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1 if limits["processes"] and limits["own_pids"] else pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
@@ -173,7 +173,7 @@ def _end(pid: int, limits: dict[str, Any]) -> tuple[int, resource.struct_rusage]
 
 
 def _clean(scratch: str) -> bool:
-    """Take away plain files; False when more is left, and the sandbox is not to be used again."""
+    """Remove plain files; return False if others are left, and the sandbox must not be used again."""
     try:
         for entry in os.scandir(scratch):
             if entry.is_dir(follow_symlinks=False):
@@ -185,7 +185,7 @@ def _clean(scratch: str) -> bool:
 
 
 def warm() -> None:
-    """Import what solutions use most, so that a fork has it already."""
+    """Import the modules that solutions use most, so that a fork has them already."""
     import bisect, collections, copy, datetime, decimal, fractions, functools, heapq  # noqa: E401, F401, I001
     import itertools, json, math, operator, random, re, statistics, string, typing  # noqa: E401, F401
 

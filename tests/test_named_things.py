@@ -1,0 +1,65 @@
+"""Functions, classes and attributes that docstrings of the source name in backticks exist there.
+
+Checked are `name()`, `Name`, `some_name` and `some.name`; other words in backticks are left alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "penstock"
+FILES = sorted(SOURCE.rglob("*.py"))
+NAMED = re.compile(r"`(?:await )?((?:\w+\.)*\w+)(\([^`]*\))?`")
+IDENTIFIER = re.compile(r"[A-Z][a-z]\w*|[a-z]\w*_\w+")
+ENDINGS = {"py", "md", "toml", "json", "jsonl", "db", "html", "txt", "log", "sh"}
+PLACEHOLDERS = {"NAME"}
+
+
+def definitions(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # keys of tables
+            yield node.value
+        elif isinstance(node, ast.alias):  # what is imported exists too
+            yield from (node.asname or node.name).split(".")
+
+
+@cache
+def known() -> frozenset[str]:
+    names = {name for path in FILES for name in definitions(ast.parse(path.read_text()))}
+    modules = {
+        part.removesuffix(".py") for path in FILES for part in path.relative_to(SOURCE).parts
+    }
+    return frozenset(names | modules | set(dir(builtins)) | PLACEHOLDERS | {"penstock"})
+
+
+def named(docstring: str) -> Iterator[str]:
+    for name, call in NAMED.findall(docstring):
+        *_, last = name.split(".")
+        if last in ENDINGS:
+            continue
+        if call or "." in name or IDENTIFIER.fullmatch(name):
+            yield name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_every_named_thing_exists(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for name in named(ast.get_docstring(node) or ""):
+                missing = [part for part in name.split(".") if part not in known()]
+                assert not missing, f"`{name}`: nothing in the source is called {missing[0]}"
