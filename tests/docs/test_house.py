@@ -24,3 +24,13 @@ def test_the_picture_is_current() -> None:
 
 def without_sizes(text: str) -> str:
     return re.sub(r" *<?\d+\.\dk", " N", text)
+
+
+def test_the_tree_of_the_readme_names_every_unit_that_exists_and_no_other() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    tree = readme.split("    src/penstock/\n")[1].split("    benchmarks/")[0]
+    units = {name for line in tree.splitlines() for name in re.findall(r"[\w]+(?:/|\.py)", line)}
+    source = ROOT / "src" / "penstock"
+    there = {f"{path.name}/" for path in source.iterdir() if (path / "__init__.py").is_file()}
+    there |= {path.name for path in source.glob("*.py")} - {"__init__.py"}
+    assert units == there
