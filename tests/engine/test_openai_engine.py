@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
 from penstock.engine.openai.server_weights import ReloadCall
+from penstock.engine.protocol import check_options
 from penstock.errors import EngineError, UserError
 from penstock.types import WeightHandle
 from stages import tiny_policy as tiny
@@ -297,6 +299,19 @@ def test_without_a_reload_call_it_is_for_evaluation_only() -> None:
     engine = OpenAIEngine(OpenAIOptions(), fetch=tiny.fetch)
     with pytest.raises(EngineError, match="evaluation only"):
         asyncio.run(engine.update_weights(1, tiny.handle(1)))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"url": "http://a"}, "engine.options: got 'url', allowed: urls, model"),
+        ({"urls": "http://a"}, "engine.options.urls: got 'http://a', allowed: list"),
+        ({"retries": "3"}, "engine.options.retries: got '3', allowed: int"),
+    ],
+)
+def test_a_wrong_option_is_refused(option: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_options(OpenAIOptions, OpenAIOptions.__dataclass_fields__, option)
 
 
 def test_no_server_says_so() -> None:

@@ -174,7 +174,7 @@ def check_options(
             raise UserError(f"engine.options: got {key!r}, allowed: {', '.join(allowed)}")
         default, factory = allowed[key].default, allowed[key].default_factory
         kind = type(factory() if factory is not MISSING else default)
-        kinds: Any = {float: (int, float), tuple: (list, tuple)}.get(kind, kind)
+        kinds: Any = {float: (float, int), tuple: (list, tuple)}.get(kind, (kind,))
         if not isinstance(value, kinds):
-            raise UserError(f"engine.options.{key}: got {value!r}, allowed: {kind.__name__}")
+            raise UserError(f"engine.options.{key}: got {value!r}, allowed: {kinds[0].__name__}")
     return given
