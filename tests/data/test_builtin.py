@@ -35,7 +35,7 @@ def test_the_split_does_not_depend_on_the_order_of_the_numbers(a: int, b: int) -
 
 
 def test_the_split_is_the_same_on_every_machine() -> None:
-    """The shipped policy was made with this split: if it moves, held-out sums were trained on."""
+    """The shipped policy was trained with this split: if it changed, held-out sums were trained on."""
     assert [record["messages"][0]["content"] for record in builtin.addition("heldout", size=3)] == [
         "69+69", "25+36", "99+97",
     ]  # fmt: skip

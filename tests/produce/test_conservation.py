@@ -394,7 +394,7 @@ TestProducing = ProducingMachine.TestCase
 
 
 def test_the_machine_saw_everything() -> None:
-    """Runs after the machine; alone it has nothing to say."""
+    """Checks the events that the state machine above has counted; without it there are none."""
     if SEEN:
         assert SEEN["actions"] >= 10_000, SEEN
         for event in (

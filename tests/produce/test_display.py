@@ -1,4 +1,4 @@
-"""The producing side in words."""
+"""The snapshot of the producing side in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oversampling must not bend what is trained: the experiment of docs/async.md, with its default row."""
+"""Oversampling must not bias what is trained: runs the default row of the table in docs/async.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""A strategy of one's own, from the command to what the run leaves."""
+"""A strategy of the user's own: named in a config, run by `penstock train`, seen in the journal."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from pathlib import Path
 
 import pytest
@@ -10,18 +12,17 @@ from penstock import cli
 from penstock.config import ProduceConfig
 from penstock.errors import UserError
 from penstock.journal import Journal
-from penstock.produce import strategy_config
+from penstock.produce import AsyncProduceStrategyConfig, ProduceStrategy, strategy_config
 from penstock.run_folder import RunFolder
+from stages.producing import ProducerStage, cancel, on_virtual_time, turns
 from stages.tiny_run import TINY
-
-OWN = """
-from penstock.produce import ProduceStrategy
 
 
 class OnPolicy(ProduceStrategy):
+    """Produces only for the step that trains with the next weights, whatever the bound allows."""
+
     def furthest_step(self, model_step: int, next_consumer_step: int) -> int:
         return model_step + 1
-"""
 
 
 def train(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str) -> RunFolder:
@@ -46,7 +47,9 @@ def test_a_run_trains_with_the_strategy_that_its_config_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("own_strategy.py").write_text(OWN)
+    Path("own_strategy.py").write_text(
+        f"from penstock.produce import ProduceStrategy\n\n\n{inspect.getsource(OnPolicy)}"
+    )
     own = train(monkeypatch, "own", "produce.strategy=own_strategy.py:OnPolicy")
     assert own.config().produce.strategy == "own_strategy.py:OnPolicy"
     assert set(staleness(own)) == {0}
@@ -64,3 +67,25 @@ def test_what_is_no_strategy_is_refused_by_name(name: str, words: str) -> None:
     with pytest.raises(UserError, match=f"produce.strategy: got '{name}'") as caught:
         strategy_config(ProduceConfig(strategy=name)).build()
     assert words in str(caught.value)
+
+
+def test_a_step_waits_for_weights_that_its_strategy_waits_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = AsyncProduceStrategyConfig(max_staleness=3, strategy=f"{__file__}:OnPolicy")
+        stage = ProducerStage(tmp_path, config, batch=2)
+        running = asyncio.create_task(stage.producer.run())
+        await turns()
+        stage.finish_all()
+        first = await stage.producer.take_batch(1)
+        taking = asyncio.create_task(stage.producer.take_batch(2))
+        await turns()
+        assert not taking.done()
+        waits = {wait.who: wait.what for wait in stage.producer.snapshot().waits}
+        assert waits["produce t"] == "weights newer than version 0"
+        await stage.train(first)
+        await turns()
+        stage.finish_all()
+        assert (await taking).step == 2
+        await cancel(running)
+
+    on_virtual_time(main)

@@ -1,4 +1,4 @@
-"""What stops a run, what does not, and that nobody waits for what will not come."""
+"""What stops a run and what does not; no step waits for groups that nobody will produce."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_all_failing_backend_makes_few_calls_then_stops_with_one_line(
 def test_a_dead_backend_is_asked_fewer_than_100_times_at_default_sizes(
     tmp_path: Path, how: str
 ) -> None:
-    """A group's rollouts are asked for in one call."""
+    """One call asks for all rollouts of a group."""
 
     class Counted(FakeEngine):
         asked = 0

@@ -316,7 +316,7 @@ def test_pause_time_out_gives_groups_back_and_counts_them(tmp_path: Path) -> Non
 
 
 class PartialLoop(FakeAgentLoop):
-    """Remembers how many tokens each member had when it was handed over."""
+    """Records how many tokens each member had when the loop got it."""
 
     def __init__(self) -> None:
         super().__init__()
