@@ -33,7 +33,7 @@ from penstock.data.sampler import Sampler
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
 from penstock.journal import Journal
 from penstock.launch.ray.actor import ActorWorker
-from penstock.pool.engines import Engines
+from penstock.pool.pool import EnginePool
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
@@ -89,7 +89,7 @@ def cpu_s(who: int) -> float:
     return used.ru_utime + used.ru_stime
 
 
-async def engines(count: int, tokens: int, folder: Path) -> Engines:
+async def engines(count: int, tokens: int, folder: Path) -> EnginePool:
     callbacks, settings = SupervisionCallbacks(waits=Waits()), LaunchConfig(kind="ray")
 
     def make(number: int) -> Supervised:
@@ -105,7 +105,7 @@ async def engines(count: int, tokens: int, folder: Path) -> Engines:
     made = [make(number) for number in range(count)]
     for start in range(0, count, 8):  # so many processes at once
         await asyncio.gather(*(one.start() for one in made[start : start + 8]))
-    return Engines(made, callbacks.waits)
+    return EnginePool(made, callbacks.waits)
 
 
 def producer(engine: Any, journal: Journal, steps: int) -> Producer:

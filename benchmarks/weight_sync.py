@@ -28,7 +28,7 @@ import torch
 
 from penstock.config import LaunchConfig
 from penstock.launch.processes.process_worker import ProcessWorker
-from penstock.pool.distribution import Distribution
+from penstock.pool.node_copies import NodeCopies
 from penstock.supervise.supervised import SupervisionCallbacks
 from penstock.types import WeightHandle
 from penstock.watch.waits import Waits
@@ -128,12 +128,12 @@ class Nodes:
         self._logs, self._apart = logs, kind.startswith("two nodes")
         self._backend = "nccl" if kind.endswith("nccl") else "gloo"
         self._loop = asyncio.new_event_loop()
-        self.distribution: Distribution | None = None
+        self.copies: NodeCopies | None = None
         if kind not in ("shared_memory", "cuda_ipc"):
             callbacks = SupervisionCallbacks(waits=Waits(), note=lambda text: None)
-            self.distribution = Distribution(self._spawn, LaunchConfig(), callbacks)
+            self.copies = NodeCopies(self._spawn, LaunchConfig(), callbacks)
             for index in range(producers):
-                self.distribution.settle(index, "other" if self._apart else "here")
+                self.copies.place_engine(index, "other" if self._apart else "here")
 
     async def _spawn(self, name: str, node: str, folder: str) -> ProcessWorker:
         part = "penstock.launch.part_factories:distributor_part"
@@ -143,11 +143,11 @@ class Nodes:
 
     def for_each(self, handle: WeightHandle, producers: int) -> list[WeightHandle]:
         """What each producer is told, once its node has a copy or will have it."""
-        spread = self.distribution
+        spread = self.copies
         if spread is None:
             return [handle] * producers
         members = list(range(producers))
-        everywhere = self._loop.run_until_complete(spread.spread(handle, lambda: members))
+        everywhere = self._loop.run_until_complete(spread.copy_to_nodes(handle, lambda: members))
         return [spread.copy_for(index, everywhere) for index in members]
 
     def close(self) -> None:
@@ -155,8 +155,8 @@ class Nodes:
             async def call(self, method: str) -> None: ...
 
         trainer: Any = Here()
-        if self.distribution is not None:
-            self._loop.run_until_complete(self.distribution.close(trainer))
+        if self.copies is not None:
+            self._loop.run_until_complete(self.copies.close(trainer))
         self._loop.close()
 
 

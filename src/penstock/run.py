@@ -29,7 +29,7 @@ class Loop:
         self.step = first_step  # updates done
         self._tasks: asyncio.TaskGroup
         self._updating: asyncio.Task[None] | None = None
-        self._tokens_before, self._moved_before, self._waited_before = 0, 0, 0.0
+        self._tokens_before, self._waited_before = 0, 0.0
 
     async def run(self) -> None:
         """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
@@ -106,23 +106,20 @@ class Loop:
         await self._job.evaluations.pinned()
 
     async def _with_times(self, report: StepReport, started: float, waited: float) -> StepReport:
-        engine, tokens, moved = self._job.engine, 0, 0
+        engine, tokens = self._job.engine, 0
         if engine is not None:
-            stats = await engine.stats()
-            tokens, moved = stats.tokens_generated, stats.moved
+            tokens = (await engine.stats()).tokens_generated
         producer_waited = self._job.source.snapshot().producer_wait_s
         times = {
             "policy_version": float(report.policy_version),
             "tokens/generated": float(
                 max(0, tokens - self._tokens_before)
             ),  # 0: an engine restarted
-            "responses/moved": float(moved - self._moved_before),
             "time/step_s": time.monotonic() - started,
             "time/consumer_wait_s": waited,
             "time/producer_wait_s": producer_waited - self._waited_before,
         }
-        self._tokens_before, self._moved_before = tokens, moved
-        self._waited_before = producer_waited
+        self._tokens_before, self._waited_before = tokens, producer_waited
         return replace(report, metrics={**report.metrics, **times})
 
     def _evaluation_due(self) -> bool:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.engine.protocol import Generation
 from penstock.pool.dispatch import Dispatcher, Work
-from penstock.pool.prompt_batch import Family, joined
-from penstock.types import VersionSegment
-from stages.paced_engine import logprobs_of, request_of, tokens_of
 
 SLOTS = 4
 
 
 def work(size: int = 1, *, longest: int = 100, prompt: int = 10, least_version: int = 0) -> Work:
-    tokens = size * (longest + prompt)
-    return Work(size=size, tokens=tokens, longest=longest, least_version=least_version)
+    return Work(size=size, tokens=size * (longest + prompt), least_version=least_version)
 
 
 def measured(dispatcher: Dispatcher, index: int, *, seconds: float, length: int) -> None:
@@ -108,100 +101,14 @@ def test_work_that_comes_back_is_before_all_that_waits() -> None:
     assert list(dispatcher.bindings(0.0)) == [back, late]
 
 
-# ---- moving, by hand
-
-
-def slow_and_idle() -> tuple[Dispatcher, Work]:
-    """Engine 0 makes 100 tokens/s of a response and is idle; engine 1 holds one since t = 0."""
-    dispatcher = Dispatcher(2, SLOTS)
-    measured(dispatcher, 0, seconds=1.0, length=100)
-    held = work(longest=100)
-    held.wanted = 1
-    dispatcher.offer(held, 0.0)
-    return dispatcher, held
-
-
-def test_what_a_slow_engine_holds_goes_to_an_idle_one() -> None:
-    dispatcher, held = slow_and_idle()
-    assert dispatcher.look_again_s() == 0.5
-    assert dispatcher.suspects(0.9) == []  # an engine as fast as the other may be at it still
-    assert dispatcher.suspects(1.1) == [1]
-    assert dispatcher.plan_moves(1, 10.0, 1.1) == [(held, 0)]
-
-
-@pytest.mark.parametrize(
-    ("pace", "moves"),
-    [(60.0, False), (40.0, True), (0.0, True)],  # the other makes 100; twice as soon it must be
-)
-def test_it_stays_where_little_would_be_gained(pace: float, moves: bool) -> None:
-    dispatcher, _ = slow_and_idle()
-    assert bool(dispatcher.plan_moves(1, pace, 1.1)) is moves
-
-
-def test_it_stays_while_others_wait_or_the_engines_are_paused_or_the_other_has_older_weights() -> (
-    None
-):
-    dispatcher, held = slow_and_idle()
-    dispatcher.held = True
-    assert dispatcher.plan_moves(1, 1.0, 2.0) == []
-    assert dispatcher.look_again_s() is None
-    dispatcher.held = False
-    dispatcher.members[1].version = 1
-    assert dispatcher.plan_moves(1, 1.0, 2.0) == []
-    dispatcher.members[0].version = 1
-    assert dispatcher.plan_moves(1, 1.0, 2.0) == [(held, 0)]
-    dispatcher.offer(work(least_version=7), 2.0)
-    assert dispatcher.plan_moves(1, 1.0, 2.0) == []
-
-
-def test_a_move_is_never_back_and_never_the_third() -> None:
-    dispatcher, held = slow_and_idle()
-    held.been_at = (0,)
-    assert dispatcher.plan_moves(1, 1.0, 2.0) == []
-    held.been_at, held.moves = (), 2
-    assert dispatcher.plan_moves(1, 1.0, 2.0) == []
-
-
-def test_only_as_much_moves_as_there_are_slots() -> None:
-    dispatcher, _ = slow_and_idle()
-    for _ in range(2):
-        more = work(2)
-        more.wanted = 1
-        dispatcher.offer(more, 0.0)
-    assert sum(one.size for one, _ in dispatcher.plan_moves(1, 1.0, 2.0)) == SLOTS
-
-
-def test_looks_that_change_nothing_become_rare_and_end() -> None:
-    dispatcher, _ = slow_and_idle()
-    delays = []
-    while (delay := dispatcher.look_again_s()) is not None:
-        delays.append(delay)
-        dispatcher.suspects(0.0)
-    assert delays == [0.5, *(0.5 * 2**n for n in range(11))]
-
-
-def test_parts_of_a_response_are_joined_with_their_versions() -> None:
-    def part(name: str, start: int, stop: int, version: int, reason: str) -> Generation:
-        return Generation(
-            request_id=name,
-            token_ids=tokens_of(1, start, stop),
-            logprobs=logprobs_of(1, start, stop),
-            segments=(VersionSegment(version, stop - start),),
-            finish_reason=reason,  # type: ignore[arg-type]
-        )
-
-    family = Family.of([request_of("a", 1, seed=1, length=9), request_of("b", 1, seed=1)])
-    family.moves_to = 1
-    family.take([part("a", 0, 3, 4, "abort"), part("b", 0, 10, 4, "stop")])
-    assert [r.request_id for r in family.left] == ["a"]
-    assert np.array_equal(family.left[0].response_ids, tokens_of(1, 0, 3))
-    family.moves_to = None
-    family.take([part("a", 3, 9, 5, "stop")])
-    whole = family.done["a"]
-    assert np.array_equal(whole.token_ids, tokens_of(1, 0, 9))
-    assert whole.segments == (VersionSegment(4, 3), VersionSegment(5, 6))
-    same = joined(part("a", 0, 3, 4, "abort"), part("a", 3, 9, 4, "stop"))
-    assert same.segments == (VersionSegment(4, 9),)
+def test_an_engine_several_times_slower_than_the_fastest_is_named() -> None:
+    dispatcher = Dispatcher(3, SLOTS)
+    for _ in range(4):
+        assert dispatcher.slower_than(2) is None  # too little is known
+        measured(dispatcher, 0, seconds=1.0, length=100)
+        measured(dispatcher, 1, seconds=2.0, length=100)
+        measured(dispatcher, 2, seconds=5.0, length=100)
+    assert [dispatcher.slower_than(index) for index in range(3)] == [None, None, 0]
 
 
 # ---- the dispatcher, whatever happens
@@ -263,24 +170,6 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.dispatcher.held = held
         self._bind()
 
-    @precondition(lambda self: self.bound)
-    @rule(data=st.data(), pace=st.floats(0, 100))
-    def move(self, data: st.DataObject, pace: float) -> None:
-        index = data.draw(st.sampled_from([one.engine for one in self.bound]))
-        assert index is not None
-        for one, target in self.dispatcher.plan_moves(index, pace, self.now):
-            assert one in self.bound
-            assert one.engine == index != target
-            assert not self.waiting
-            assert self.dispatcher.members[target].serves
-            assert target not in one.been_at
-            assert one.moves < 2
-            self.bound.remove(one)
-            self.dispatcher.release(one, self.now)
-            one.wanted, one.moves, one.been_at = target, one.moves + 1, (*one.been_at, index)
-            assert self.dispatcher.offer(one, self.now, first=True) == target
-            self.bound.append(one)
-
     @invariant()
     def counts_are_right(self) -> None:
         if not hasattr(self, "dispatcher"):
@@ -291,23 +180,21 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert dispatcher.waiters() == self.waiting
         for index, member in enumerate(dispatcher.members):
             here = [one for one in self.bound if one.engine == index]
-            assert set(member.bound) == set(here)
             assert member.requests == sum(one.size for one in here)
             assert member.tokens == sum(one.tokens for one in here)
 
     @invariant()
     def nothing_waits_beside_an_engine_with_room(self) -> None:
         if hasattr(self, "dispatcher") and self.waiting and not self.dispatcher.held:
-            for index in range(len(self.dispatcher.members)):
-                takes = self.dispatcher._may_take(self.waiting[0], index)
-                assert not (takes and self.dispatcher._is_worth_it(self.waiting[0], index))
+            able = self.dispatcher._able(self.waiting[0])
+            assert not self.dispatcher._worth_using(self.waiting[0], able)
 
     @invariant()
     def what_waits_has_something_to_wait_for(self) -> None:
         """An engine that is at work, or one that comes."""
         if hasattr(self, "dispatcher") and self.waiting and not self.dispatcher.held:
             serving = self.dispatcher.serving
-            assert not serving or any(self.dispatcher.members[i].bound for i in serving)
+            assert not serving or any(self.dispatcher.members[i].requests for i in serving)
 
 
 TestDispatcher = DispatcherMachine.TestCase

@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
+from penstock.config import LaunchConfig
 from penstock.engine.protocol import Generation, GenerationRequest
-from penstock.errors import DigestMismatch
-from penstock.pool.pool import EnginePool
+from penstock.errors import DigestMismatch, EngineError
+from penstock.launch.inline import ThreadWorker
+from penstock.pool.pool import EnginePool, UpdateOrder
+from penstock.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.supervise.worker import Worker
+from penstock.watch.waits import Waits
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run
 from stages.engine_contract import CHECKS, until_running
+from stages.supervised import EngineCrew
 from stages.tiny_engine import make_engine
 
 
-def make_pool(update: str = "together") -> EnginePool:
-    return EnginePool([make_engine(), make_engine()], update=update)  # type: ignore[arg-type]
+class StartingPool(EnginePool):
+    """Starts its workers itself; else the launcher does, before it builds the pool."""
+
+    async def start(self) -> None:
+        for engine in self._engines:
+            await engine.supervised.start()
+
+
+def make_pool(update: UpdateOrder = "together") -> EnginePool:
+    """Two engines in workers of this process, as the inline launcher has them."""
+
+    def spawn(name: str) -> Callable[[], Awaitable[Worker]]:
+        return lambda: ThreadWorker.start(name, make_engine)
+
+    callbacks = SupervisionCallbacks(waits=Waits(), note=lambda line: None)
+    workers = [
+        Supervised(name, spawn(name), LaunchConfig(), callbacks)
+        for name in ("engine-0", "engine-1")
+    ]
+    return StartingPool(workers, callbacks.waits, update=update)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -57,7 +82,7 @@ def test_the_least_loaded_engine_takes_a_request_and_rollouts_stick() -> None:
     async def main() -> None:
         log: list[str] = []
         a, b = Recorder("a", log), Recorder("b", log)
-        pool = EnginePool([a, b])  # type: ignore[list-item]
+        pool = await EngineCrew([a, b]).start()
         a.gate.clear()
         b.gate.clear()
         tasks = [
@@ -83,7 +108,7 @@ def test_requests_of_one_prompt_go_to_one_engine() -> None:
         log: list[str] = []
         a, b = Recorder("a", log), Recorder("b", log)
         a.gate.clear()
-        pool = EnginePool([a, b])  # type: ignore[list-item]
+        pool = await EngineCrew([a, b]).start()
         requests = [tiny.request(f"{p}{k}", [p + 5]) for p in range(2) for k in range(3)]
         task = asyncio.create_task(pool.generate_many(requests))
         await b.called.wait()
@@ -104,16 +129,22 @@ def test_requests_of_one_prompt_go_to_one_engine() -> None:
 )
 def test_updates_roll_or_go_together(order: str, wanted: list[str]) -> None:
     log: list[str] = []
-    pool = EnginePool([Recorder("a", log), Recorder("b", log)], update=order)  # type: ignore
-    asyncio.run(pool.update_weights(1, tiny.handle(1)))
+
+    async def main() -> None:
+        pool = await EngineCrew([Recorder("a", log), Recorder("b", log)], update=order).start()
+        await pool.update_weights(1, tiny.handle(1))
+
+    run(main)
     assert log == wanted
 
 
 def test_a_dead_engine_is_left_and_its_requests_are_made_elsewhere() -> None:
     async def main() -> None:
         engines = [make_engine(), make_engine()]
-        pool = EnginePool(engines)
-        await pool.start()
+        for engine in engines:
+            await engine.start()
+        crew = EngineCrew(engines)
+        pool = await crew.start()
         await pool.update_weights(1, tiny.handle(1))
         tasks = [
             asyncio.create_task(
@@ -129,11 +160,14 @@ def test_a_dead_engine_is_left_and_its_requests_are_made_elsewhere() -> None:
         engines[0]._live_runner.step = broken  # type: ignore[method-assign]
         made = await asyncio.gather(*tasks)
         assert {m.finish_reason for m in made} == {"length"}
-        assert pool.alive == [1]
-        await pool.restart(0)
-        assert pool.alive == [0, 1]
+        assert pool.serving == [1]
+        crew.revive(0)
+        while pool.serving != [0, 1]:
+            await pool._change("engine-0")
         assert (await engines[0].stats()).policy_version == 1
         await pool.close()
+        for engine in engines:
+            await engine.close()
 
     run(main)
 
@@ -143,10 +177,11 @@ def test_with_no_engine_left_requests_fail_with_the_reasons() -> None:
         pool = make_pool()
         await pool.start()
         for engine in pool._engines:
-            await engine.close()
-        made = await pool.generate(tiny.request("a"))
-        assert made.finish_reason == "error"
-        assert "closed" in made.error
+            assert isinstance(engine.supervised.worker, ThreadWorker)
+            await engine.supervised.worker._server._part.close()
+        with pytest.raises(EngineError, match=r"no engine is left: .*closed.*; .*closed"):
+            await pool.generate(tiny.request("a"))
+        await pool.close()
 
     run(main)
 
@@ -157,7 +192,7 @@ def test_refused_weights_rise() -> None:
         await pool.start()
         with pytest.raises(DigestMismatch):
             await pool.update_weights(1, tiny.handle(1, "0" * 32))
-        assert pool.alive == [0, 1]
+        assert pool.serving == [0, 1]
         await pool.close()
 
     run(main)

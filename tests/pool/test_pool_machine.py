@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from hypothesis import settings
@@ -15,10 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from penstock.engine.protocol import Generation, GenerationRequest
-from penstock.pool.pool import EnginePool
+from penstock.pool.engine import ENDED
 from penstock.produce.virtual_time import VirtualClock
-from penstock.types import expand_segments
+from penstock.types import WeightHandle, expand_segments
 from stages.paced_engine import PacedEngine, length_of, logprobs_of, request_of, tokens_of
+from stages.supervised import EngineCrew
 
 SLOTS = 4
 
@@ -40,17 +43,14 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(paces=st.lists(st.sampled_from([0.01, 0.02, 0.2]), min_size=2, max_size=3))
     def begin(self, paces: list[float]) -> None:
         self.clock = VirtualClock()
-        self.engines = [self._engine(pace) for pace in paces]
-        self.lines: list[str] = []
-        self.pool = EnginePool(
-            self.engines, slots=SLOTS, tell=self.lines.append, first_loaded=self._loaded
-        )
+        engines = [self._engine(pace) for pace in paces]
+        self.crew = EngineCrew(engines, slots=SLOTS, first_loaded=self._loaded)
+        self.engines, self.pool = self.crew.engines, self.clock.run(self.crew.start())
         self.asked: list[Asked] = []
         self.names, self.version, self.paused = 0, 0, False
         self.confirmed = 0
         self.updating: asyncio.Task[str] | None = None
-        self.aside: int | None = None
-        self.retired: set[int] = set()
+        self.lending: AbstractAsyncContextManager[Any] | None = None
         self.deaths = 0
 
     def _engine(self, pace: float) -> PacedEngine:
@@ -74,11 +74,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.clock.settle()
 
     def _up(self) -> list[int]:
-        gone = {*self.retired, self.aside}
-        return [i for i, e in enumerate(self.engines) if not e.dead and i not in gone]
+        return [index for index in self.pool.serving if not self.engines[index].dead]
 
-    def _unretired(self) -> list[PacedEngine]:
-        return [e for i, e in enumerate(self.engines) if i not in self.retired]
+    def _slow_lines(self) -> list[str]:
+        return [note for note in self.crew.notes if "it is slow" in note]
 
     @rule(families=st.lists(st.integers(1, 6), min_size=1, max_size=3), length=st.integers(1, 60))
     def ask(self, families: list[int], length: int) -> None:
@@ -100,29 +99,39 @@ class PoolMachine(RuleBasedStateMachine):
         self.clock.run(asyncio.sleep(seconds))
 
     @precondition(lambda self: len(self._up()) > 1)
-    @rule(data=st.data())
-    def kill(self, data: st.DataObject) -> None:
-        self._in_loop(self.engines[data.draw(st.sampled_from(self._up()))].die)
+    @rule(data=st.data(), with_worker=st.booleans())
+    def kill(self, data: st.DataObject, with_worker: bool) -> None:
+        """An engine dies inside its worker, or the worker dies; another engine still serves."""
+        index = data.draw(st.sampled_from(self._up()))
+
+        def die() -> None:
+            self.engines[index].die()
+            if with_worker:
+                self.crew.workers[index].die()
+
+        self._in_loop(die)
         self.deaths += 1
 
-    @precondition(lambda self: any(e.dead for e in self._unretired()))
+    @precondition(lambda self: self._up() and self._down())
     @rule(data=st.data())
     def revive(self, data: st.DataObject) -> None:
-        down = [i for i, e in enumerate(self.engines) if e.dead and i not in self.retired]
-        self._finish_update()
-        self.clock.run(self.pool.restart(data.draw(st.sampled_from(down))))
+        index = data.draw(st.sampled_from(self._down()))
+        self.clock.run(self.pool.stats())  # notices engines that died inside their workers
+        self._in_loop(lambda: self.crew.revive(index))
 
-    @precondition(lambda self: len(self._up()) > 1 and len(self.engines) < 6)
-    @rule(data=st.data(), pace=st.sampled_from([0.01, 0.2]))
-    def drain_one_and_add_one(self, data: st.DataObject, pace: float) -> None:
-        index = data.draw(st.sampled_from(self._up()))
-        self._finish_update()
-        self._in_loop(lambda: self.pool.retire(index))
-        self.retired.add(index)
-        self._in_loop(self.engines[index].die)  # a worker that is closed
-        self.deaths += 1
-        self.engines.append(self._engine(pace))
-        self.clock.run(self.pool.restart(self.pool.add(self.engines[-1])))
+    def _down(self) -> list[int]:
+        engines = self.pool._engines
+        return [e.index for e in engines if self.engines[e.index].dead and e.state not in ENDED]
+
+    def _last(self) -> int:
+        return max(e.index for e in self.pool._engines if e.state not in ENDED)
+
+    @precondition(lambda self: any(i != self._last() for i in self._up()) and len(self.engines) < 6)
+    @rule(pace=st.sampled_from([0.01, 0.2]))
+    def drain_one_and_add_one(self, pace: float) -> None:
+        self.clock.run(self.pool.scale(self.pool.count - 1))
+        self.deaths += 1  # requests that wait for a slot there are asked elsewhere
+        self.clock.run(self.crew.add(self._engine(pace)))
 
     @rule(data=st.data(), pace=st.sampled_from([0.01, 0.02, 0.3]))
     def change_pace(self, data: st.DataObject, pace: float) -> None:
@@ -164,8 +173,8 @@ class PoolMachine(RuleBasedStateMachine):
         """They come beside everything else; engines that come, return or are lent wait for them."""
         self._finish_update()
         self.version += 1
-        update = self.pool.update_weights(self.version, None)  # type: ignore[arg-type]
-        self.updating = self.clock.loop.create_task(update)
+        handle = WeightHandle(version=self.version, digest=f"digest-{self.version}", kind="none")
+        self.updating = self.clock.loop.create_task(self.pool.update_weights(self.version, handle))
         self.clock.settle()
 
     def _finish_update(self) -> None:
@@ -173,26 +182,18 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.clock.run(_result(self.updating)) == f"digest-{self.version}"
             self.updating = None
 
-    @precondition(lambda self: self.aside is None and len(self._up()) > 1)
+    @precondition(lambda self: self.lending is None)
     @rule()
     def set_aside(self) -> None:
-        self._finish_update()
-        if self.pool.alive == self._up():  # it has noticed every death
+        self.lending = self.pool.set_aside()
+        lent = self.clock.run(self.lending.__aenter__())
+        assert (lent is not None) or len(self.pool.serving) < 2
 
-            def set_aside() -> None:
-                self.aside = self.pool.set_aside()
-
-            self._in_loop(set_aside)
-
-    @precondition(lambda self: self.aside is not None)
+    @precondition(lambda self: self.lending is not None)
     @rule()
-    def take_in(self) -> None:
-        self._finish_update()
-        engine = self.engines[self.aside]
-        if not engine.dead:
-            self.clock.run(engine.update_weights(self.version))
-        self._in_loop(lambda: self.pool.take_in(self.aside))
-        self.aside = None
+    def take_back(self) -> None:
+        self.clock.run(self.lending.__aexit__(None, None, None))
+        self.lending = None
 
     def teardown(self) -> None:
         if hasattr(self, "clock"):
@@ -204,14 +205,16 @@ class PoolMachine(RuleBasedStateMachine):
     def _end(self) -> None:
         if self.paused:
             self.resume()
+        if self.lending is not None:
+            self.take_back()
         self._finish_update()
         self.clock.run(self._all_answered())
         for one in self.asked:
             if not one.task.cancelled():
                 self._check(one)
         assert self.pool._dispatcher.running == self.pool._dispatcher.waiting == 0
-        assert not self.pool._families
-        assert len(self.lines) <= len(self.engines)
+        assert not self.pool._batches
+        assert len(self._slow_lines()) <= len(self.engines)
         self.clock.run(self.pool.close())
 
     async def _all_answered(self) -> None:
@@ -235,7 +238,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert versions == sorted(versions)
             assert all(version >= one.least_version for version in versions)
             begun = sum(engine.begun.get(request.request_id, 0) for engine in self.engines)
-            assert begun <= 3 + self.deaths
+            assert begun <= 1 + self.deaths
 
 
 async def _result(task: asyncio.Task[str]) -> str:

@@ -30,7 +30,7 @@ from penstock.checkpoint import CheckpointStore
 from penstock.cli import main
 from penstock.journal import records, writer
 from penstock.launch.part_factories import TrainerService
-from penstock.pool.engines import Engines
+from penstock.pool.pool import EnginePool
 from penstock.produce.producer import Producer
 from penstock.supervise.trainer import RestartingTrainer, TrainerClient
 from penstock.track.jsonl import JsonlTracker
@@ -52,7 +52,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     "publish": [(InProcessSync, "publish"), (RestartingTrainer, "publish")],
     "engine update": [
         (engine.TransformersEngine, "update_weights"),
-        (Engines, "update_weights"),
+        (EnginePool, "update_weights"),
     ],
     "snapshot": [(TrainerService, "snapshot"), (RestartingTrainer, "snapshot")],
     "snapshot write": [

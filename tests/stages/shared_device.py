@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.launch.assemble import start_all
 from penstock.launch.colocated import ColocatedTrainer
-from penstock.pool.engines import Engines
+from penstock.pool.pool import EnginePool
 from penstock.supervise.supervised import Call, Supervised
 from penstock.types import Batch, StepReport, WeightHandle
 from stages.fake_engine import FakeEngine
@@ -153,7 +153,7 @@ class Shift(Crew):
     def kill(self, name: str) -> None:
         (self.trainers if name == "trainer" else self.made[name])[-1].die()
 
-    async def both(self, *, every: int = 1) -> tuple[Engines, ColocatedTrainer]:
+    async def both(self, *, every: int = 1) -> tuple[EnginePool, ColocatedTrainer]:
         async def spawn() -> Any:
             part = TrainerFake(self.device, lambda: self.during())
             self.trainers.append(Tenant("trainer", part, self.device))
@@ -170,7 +170,7 @@ class Shift(Crew):
         ]
         await start_all(trainer, engines, colocate=True)
         trainer.prepare = restore
-        together = Engines(engines, self.callbacks.waits, make=self._make)
+        together = EnginePool(engines, self.callbacks.waits, make=self._make)
         publishes = lambda step: step % every == 0  # noqa: E731
         part = ColocatedTrainer(trainer, together, publishes)
         self.supervised = trainer
@@ -189,7 +189,7 @@ class Shift(Crew):
         handle = await trainer.publish()
         return await trainer._engines.update_weights(handle.version, handle)
 
-    async def end(self, engines: Engines) -> None:
+    async def end(self, engines: EnginePool) -> None:
         await self.supervised.close()
         await engines.close()
         assert self.device.crowded == []
@@ -206,10 +206,10 @@ class Shift(Crew):
         assert isinstance(engine, Sleeper)
         return engine
 
-    def supervised_engine(self, engines: Engines, index: int) -> Supervised:
-        return engines._workers[index].supervised
+    def supervised_engine(self, engines: EnginePool, index: int) -> Supervised:
+        return engines._engines[index].supervised
 
-    def return_of(self, engines: Engines, index: int) -> asyncio.Event:
+    def return_of(self, engines: EnginePool, index: int) -> asyncio.Event:
         """Set once an engine that died is back among the others."""
         one, back = self.supervised_engine(engines, index), asyncio.Event()
         take_back = one.when_back

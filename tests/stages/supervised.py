@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from penstock.config import LaunchConfig
 from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.errors import WorkerDied
 from penstock.launch.processes.process_worker import ProcessWorker
-from penstock.pool.engines import Engines
+from penstock.pool.pool import EnginePool
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.types import WeightHandle
 from penstock.watch.waits import Waits
@@ -86,6 +87,44 @@ class FakeWorker:
         self.die()
 
 
+class EngineCrew(Play):
+    """A pool over these engines; `revive` lets the worker of a dead one be started again."""
+
+    def __init__(self, engines: Sequence[Any], **options: Any) -> None:
+        super().__init__()
+        self.engines = list(engines)
+        self.workers: dict[int, FakeWorker] = {}
+        self._revived = [asyncio.Event() for _ in engines]
+        supervised = [self._make(index) for index in range(len(engines))]
+        waits, note = self.callbacks.waits, self.notes.append
+        self.pool = EnginePool(supervised, waits, self._make, note=note, **options)
+
+    async def start(self) -> EnginePool:
+        for engine in self.pool._engines:
+            await engine.supervised.start()
+        return self.pool
+
+    def _make(self, index: int) -> Supervised:
+        async def spawn() -> FakeWorker:
+            if index in self.workers:
+                await self._revived[index].wait()
+                self._revived[index].clear()
+                await self.engines[index].start()
+            self.workers[index] = FakeWorker(f"engine-{index}", self.engines[index])
+            return self.workers[index]
+
+        many = settings(max_restarts=10**6)
+        return Supervised(f"engine-{index}", spawn, many, self.callbacks)
+
+    async def add(self, engine: Any) -> None:
+        self.engines.append(engine)
+        self._revived.append(asyncio.Event())
+        await self.pool.scale(self.pool.count + 1)
+
+    def revive(self, index: int) -> None:
+        self._revived[index].set()
+
+
 class Crew(Play):
     """Engines over fake workers; `made` lists every worker that was ever started, by its engine."""
 
@@ -95,14 +134,14 @@ class Crew(Play):
         self._poison = poison
         self._fields = fields
 
-    async def start(self) -> Engines:
+    async def start(self) -> EnginePool:
         supervised = [
             Supervised(name, self._spawner(name), settings(**self._fields), self.callbacks)
             for name in self.made
         ]
         for one in supervised:
             await one.start()
-        return Engines(supervised, self.callbacks.waits, make=self._make)
+        return EnginePool(supervised, self.callbacks.waits, make=self._make)
 
     def _make(self, number: int) -> Supervised:
         name = f"engine-{number}"

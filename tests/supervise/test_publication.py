@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import EngineError, WeightsGone
-from penstock.pool.engines import Engines
+from penstock.pool.pool import EnginePool
 from penstock.supervise.supervised import Supervised
 from penstock.supervise.trainer import RestartingTrainer
 from penstock.types import Batch, WeightHandle
@@ -118,7 +118,7 @@ class Picky(FakeEngine):
         return await super().update_weights(version, source)
 
 
-async def picky_engines(play: Play, renewed: str) -> tuple[Engines, Supervised]:
+async def picky_engines(play: Play, renewed: str) -> tuple[EnginePool, Supervised]:
     async def spawn() -> FakeWorker:
         return FakeWorker("engine-0", Picky(seconds_per_token=0))
 
@@ -127,7 +127,7 @@ async def picky_engines(play: Play, renewed: str) -> tuple[Engines, Supervised]:
 
     one = Supervised("engine-0", spawn, settings(), play.callbacks)
     await one.start()
-    return Engines([one], play.callbacks.waits, renew=renew), one
+    return EnginePool([one], play.callbacks.waits, renew=renew), one
 
 
 def test_engines_that_find_weights_gone_load_them_when_they_are_there_again() -> None:

@@ -19,8 +19,8 @@ from penstock.engine.protocol import EngineStats, SamplingParams
 from penstock.evaluation.background import Evaluations
 from penstock.evaluation.evaluate import EvalTask
 from penstock.journal import Journal
-from penstock.pool.distribution import Distribution
-from penstock.pool.engines import Engines
+from penstock.pool.node_copies import NodeCopies
+from penstock.pool.pool import EnginePool
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.supervise.supervised import CALLS, SupervisionCallbacks
@@ -167,20 +167,20 @@ async def a_group_that_does_not_meet(stage: WatchdogStage) -> None:
         return SilentWorker(name, folder="")
 
     callbacks = SupervisionCallbacks(waits=stage.waits, note=lambda text: None)
-    distribution = Distribution(spawn, LaunchConfig(), callbacks)
-    distribution.settle(0, "there")
-    await distribution.spread(replace(HANDLE, location={"node": "here"}), lambda: [0])
+    copies = NodeCopies(spawn, LaunchConfig(), callbacks)
+    copies.place_engine(0, "there")
+    await copies.copy_to_nodes(replace(HANDLE, location={"node": "here"}), lambda: [0])
 
 
 @hangs(WaitKind.SYNC, "engine-0 has not answered sync for 60 s")
 async def weights_that_never_arrive(stage: WatchdogStage) -> None:
-    engines = Engines([await stage.silent("engine-0", stats=NOTHING)], stage.waits)
+    engines = EnginePool([await stage.silent("engine-0", stats=NOTHING)], stage.waits)
     await engines.update_weights(2, HANDLE)
 
 
 def with_engine(method: str) -> Hang:
     async def hang(stage: WatchdogStage) -> None:
-        engines = Engines([await stage.silent("engine-0", stats=NOTHING)], stage.waits)
+        engines = EnginePool([await stage.silent("engine-0", stats=NOTHING)], stage.waits)
         await getattr(engines, method)()
 
     return hang

@@ -94,7 +94,6 @@ class EngineStats:
     paused: bool = False
     batch_invariant: bool = False  # a rollout has the same bits in any batch
     live: bool = True  # tokens are counted as they are sampled; False: per finished response
-    moved: int = 0  # responses taken from a slow engine and continued on another
 
 
 class InferenceEngine(Protocol):

@@ -1,4 +1,4 @@
-"""Workers of a run, started together and joined to what the loop drives."""
+"""Start the workers of a run and assemble them into what the loop drives."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from penstock.config import Config, EngineConfig
 from penstock.launch.colocated import ColocatedTrainer
 from penstock.launch.workers import Workers
-from penstock.pool.distribution import Distribution
-from penstock.pool.engines import Engines
+from penstock.pool.node_copies import NodeCopies
+from penstock.pool.pool import EnginePool
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RestartingTrainer
 from penstock.types import WeightHandle
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 async def all_or_first_error(*starting: Coroutine[Any, Any, T]) -> list[T]:
-    """Every result; at the first error the others are cancelled and it rises."""
+    """Return every result; at the first error cancel the others and raise it."""
     tasks = [asyncio.create_task(work) for work in starting]
     try:
         return list(await asyncio.gather(*tasks))
@@ -32,7 +32,7 @@ async def all_or_first_error(*starting: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def start_all(trainer: Supervised, engines: list[Supervised], *, colocate: bool) -> None:
-    """At the same time; on shared devices the trainer first, so that engines see what it leaves them."""
+    """Start all workers at once; colocated, the trainer first: engines size their caches by free memory."""
     if colocate:
         await trainer.start()
         await trainer.call("sleep")
@@ -42,7 +42,7 @@ async def start_all(trainer: Supervised, engines: list[Supervised], *, colocate:
 
 
 def turns(config: Config, total_steps: int) -> Callable[[int], bool] | None:
-    """Whether weights are published after a step, where parts take turns on shared devices."""
+    """Return what tells whether weights are published after a step; None unless colocated."""
     if not config.launch.colocate:
         return None
     return partial(config.publishes_after, total_steps=total_steps)
@@ -58,12 +58,12 @@ def join(
     make_engine: Callable[[int], Supervised] | None = None,
     *,
     publishes: Callable[[int], bool] | None = None,
-    distribution: Distribution | None = None,
+    copies: NodeCopies | None = None,
     settings: EngineConfig,
 ) -> Workers:
-    """What a launcher returns, from workers that have started; `clean_up` comes after their end.
+    """Return the `Workers` of a launcher; all workers have started, `clean_up` runs after their end.
 
-    `publishes` is given where they share devices: whether weights are published after a step.
+    publishes: given if colocated; tells whether weights are published after a step.
     """
     everyone = [trainer, *engines]
     places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
@@ -72,15 +72,15 @@ def join(
     async def renew(handle: WeightHandle) -> WeightHandle:
         return await part.renewed(handle)
 
-    engine = Engines(
+    engine = EnginePool(
         engines,
         callbacks.waits,
         make_engine,
-        distribution,
+        copies,
         renew,
         slots=settings.max_slots,
         update=settings.update,
-        note=lambda line: callbacks.note(line),  # where these go is said later
+        note=lambda line: callbacks.note(line),  # the job sets these callbacks later
         first_loaded=lambda version, digest: callbacks.first_loaded(version, digest),
     )
     part = RestartingTrainer(trainer, announces=announces)
@@ -96,9 +96,9 @@ def join(
         return line
 
     async def close() -> None:
-        if distribution is not None:
-            await distribution.close(trainer)
-        await asyncio.gather(*(one.close() for one in supervised.values()))
+        if copies is not None:
+            await copies.close(trainer)
+        await asyncio.gather(trainer.close(), engine.close())
         await clean_up()
 
     return Workers(

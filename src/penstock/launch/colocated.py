@@ -1,10 +1,10 @@
-"""A trainer that shares its devices with the engines: they take turns, memory and all.
+"""A trainer that shares its GPUs with the engines: each offloads to the host while the other works.
 
     engines: pause, sleep | trainer: wake, train, sleep | publish | engines: load, wake, resume
 
-Running responses finish before a turn and new ones wait, so taking turns loses nothing. Where no
-publication follows a step the engines wake with what they had. A trainer that is started again takes
-its turn first. What is moved to the host, and how, is the business of the parts.
+Running responses finish before the trainer takes the GPU and new ones wait, so no work is lost. If no
+publication follows a step, the engines wake with the weights that they had. A trainer that is restarted
+takes the GPU first. What is offloaded, and how, belongs to the parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from penstock.errors import WorkerDied
-from penstock.pool.engines import Engines
+from penstock.pool.pool import EnginePool
 from penstock.supervise.supervised import Supervised, nothing
 from penstock.supervise.trainer import RestartingTrainer
 from penstock.types import Batch, StepReport, WeightHandle
@@ -29,36 +29,36 @@ class ColocatedTrainer(RestartingTrainer):
     def __init__(
         self,
         supervised: Supervised,
-        engines: Engines,
+        engines: EnginePool,
         publishes: Callable[[int], bool],
         *,
         announces: bool = False,
     ) -> None:
         super().__init__(supervised, announces=announces)
         self._engines, self._publishes = engines, publishes
-        self._handing_over = asyncio.Lock()
-        self._has_devices = False  # the engines sleep
-        self._works = False  # a call is under way that needs them
-        self._comes_back = False  # it is being started again, and needs them
-        self._weights_due = False  # the engines are to wake with new ones
-        supervised.start_context = self._room
-        supervised.when_back = self._came_back
+        self._handover = asyncio.Lock()
+        self._engines_sleep = False
+        self._needs_gpu = False  # for a call that is under way
+        self._restarting = False  # the worker needs the GPU to load the model and redo steps
+        self._weights_due = False  # the engines wake after they have loaded new weights
+        supervised.start_context = self._reserve_start
+        supervised.when_back = self._restarted
 
     async def train(self, batch: Batch) -> StepReport:
         train = super().train
-        report = await self._in_its_turn(lambda: train(batch))
+        report = await self._with_gpu(lambda: train(batch))
         self._weights_due = self._publishes(batch.step)
-        await self._give_devices()
+        await self._release_gpu()
         return report
 
     async def load(self, folder: str) -> tuple[int, str]:
         load = super().load
-        identity = await self._in_its_turn(lambda: load(folder))
-        await self._give_devices()
+        identity = await self._with_gpu(lambda: load(folder))
+        await self._release_gpu()
         return identity
 
     async def publish(self) -> WeightHandle:
-        """After a step, the engines wake when they have loaded what this gives out."""
+        """Publish the weights. After a step, the engines wake when they have loaded them."""
         handle = await super().publish()
         if self._weights_due:
             self._engines.when_loaded = self._wake_engines
@@ -67,13 +67,13 @@ class ColocatedTrainer(RestartingTrainer):
     async def _wake_engines(self) -> None:
         self._engines.when_loaded = nothing
         self._weights_due = False
-        await self._give_devices()
+        await self._release_gpu()
 
-    async def _in_its_turn(self, act: Callable[[], Awaitable[T]]) -> T:
-        """What a worker has done that dies before it has given its memory back is done again."""
-        self._works = True
+    async def _with_gpu(self, act: Callable[[], Awaitable[T]]) -> T:
+        """Do `act` while the engines sleep; repeat it if the worker dies before it has offloaded."""
+        self._needs_gpu = True
         try:
-            await self._take_devices()
+            await self._acquire_gpu()
             while True:
                 try:
                     await self._supervised.call("wake")
@@ -83,34 +83,35 @@ class ColocatedTrainer(RestartingTrainer):
                 except WorkerDied:
                     await self._supervised.ready()
         finally:
-            self._works = False
+            self._needs_gpu = False
 
-    async def _take_devices(self, *, at_once: bool = False) -> None:
-        async with self._handing_over:
-            if not self._has_devices:
+    async def _acquire_gpu(self, *, wait_for_starts: bool = True) -> None:
+        async with self._handover:
+            if not self._engines_sleep:
                 await self._engines.pause("wait")
-            await self._engines.sleep(at_once=at_once)
-            self._has_devices = True
+            await self._engines.release_gpu(wait_for_starts=wait_for_starts)
+            self._engines_sleep = True
 
-    async def _give_devices(self) -> None:
-        async with self._handing_over:
-            if self._works or self._comes_back:
-                return  # they are given at the end of that
-            self._engines.take_devices()
-            if self._has_devices and not self._weights_due:
+    async def _release_gpu(self) -> None:
+        """Let engines start and load; wake them, unless new weights are due first."""
+        async with self._handover:
+            if self._needs_gpu or self._restarting:
+                return  # released at the end of that
+            self._engines.trainer_released_gpu()
+            if self._engines_sleep and not self._weights_due:
                 await self._engines.wake()
                 await self._engines.resume()
-                self._has_devices = False
+                self._engines_sleep = False
 
     @asynccontextmanager
-    async def _room(self) -> AsyncIterator[None]:
-        """To load the model and to redo steps; an engine that starts may wait for this very trainer."""
-        self._comes_back = True
-        await self._take_devices(at_once=True)
+    async def _reserve_start(self) -> AsyncIterator[None]:
+        """Acquire the GPU for a restart; not after engines that start, which may need this trainer."""
+        self._restarting = True
+        await self._acquire_gpu(wait_for_starts=False)
         yield
 
-    async def _came_back(self) -> None:
-        if not self._works:
+    async def _restarted(self) -> None:
+        if not self._needs_gpu:
             await self._supervised.call("sleep")
-        self._comes_back = False
-        await self._give_devices()
+        self._restarting = False
+        await self._release_gpu()

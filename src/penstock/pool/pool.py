@@ -1,10 +1,10 @@
-"""Several engines as one.
+"""Several supervised engines as one `InferenceEngine`.
 
-Requests go to engines as these have room for them (`dispatch.py` decides, this file does it); those of one
-prompt go together, and a rollout that goes on returns to the engine that knows it. A dead engine is
-taken out and its requests are retried elsewhere; its owner may restart it. Responses that a slow engine
-holds go on at an idle one. One engine can be set aside: it keeps its weights and takes no requests of the
-pool. Knows nothing of what an engine is inside.
+Requests wait in the driver until an engine has room for them (`dispatch.py` decides, this file acts). The
+requests of one prompt go to one engine together, and a rollout that continues returns to the engine that
+holds its prefix. The requests of a dead engine are retried on another one, or wait for the first that is
+back, so a death costs time and no group. Owns the newest weights: an engine serves only with those. How
+a worker is started belongs to `launch/`, when it is restarted to `supervise/`.
 """
 
 from __future__ import annotations
@@ -12,143 +12,278 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
 
-from penstock.engine.protocol import (
-    EngineStats,
-    Generation,
-    GenerationRequest,
-    InferenceEngine,
-    PauseMode,
-)
-from penstock.errors import EngineError, RunError, WorkerDied
+from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
+from penstock.errors import EngineError, PartFailed, RunError, UserError, WorkerDied
 from penstock.pool.dispatch import Dispatcher
-from penstock.pool.prompt_batch import Family
-from penstock.pool.rebalance import Slowness
+from penstock.pool.engine import ENDED, MOVES, WORKING, Engine, EngineState, LentEngine
+from penstock.pool.newest_weights import NewestWeights, Renew
+from penstock.pool.node_copies import NodeCopies
+from penstock.pool.prompt_batch import PromptBatch, empty_answer
+from penstock.supervise.supervised import Call, Supervised, nothing
 from penstock.types import WeightHandle
+from penstock.watch.waits import WaitKind, Waits
 
 T = TypeVar("T")
 UpdateOrder = Literal["together", "rolling"]
 _REMEMBERED = 65536  # rollouts whose engine is remembered
-
-
-class NoEngineLeft(EngineError):
-    """All that were asked died of it, or were dead; some may be back by now."""
+_LAST_ENGINE_DEATHS = 3  # a request fails after so many deaths of the only engine that served
 
 
 class EnginePool:
-    """See `InferenceEngine`. `alive` lists the engines that take requests.
+    """See `InferenceEngine`. An engine is in one of these states:
 
-    Requests wait for: room at an engine. Woken by: answers, engines that join, come back or resume.
+    starting   no worker serves: it died, or was just added. The supervision starts a worker, loads the
+               newest weights (`_prepare`) and moves it to serving (`_join`), or gives it up: dead.
+    serving    takes requests. A call that finds the worker dead moves it to starting.
+    set aside  lent to one user: keeps its weights and takes no requests of the pool. `set_aside` moves it
+               there and back; if it dies, it is starting, and then serves the pool.
+    dead       the supervision gave up, or the engine failed in this process. Final.
+    retired    drained by `scale`. Final.
+
+    Asleep is a state of the whole pool (`sleep`, `release_gpu`, `wake`): working engines hold no GPU memory and no request
+    is bound. An engine that is back meanwhile goes to sleep too.
+
+    Requests wait for: room at an engine, or one that serves. Woken by: answers, engines that join or resume.
     """
 
     def __init__(
         self,
-        engines: Sequence[InferenceEngine],
+        supervised: list[Supervised],
+        waits: Waits,
+        make: Callable[[int], Supervised] | None = None,
+        copies: NodeCopies | None = None,
+        renew: Renew | None = None,
         *,
-        update: UpdateOrder = "together",
         slots: int = 64,
-        name_of: Callable[[int], str] = "engine {}".format,
-        tell: Callable[[str], None] = lambda line: None,
+        update: UpdateOrder = "together",
+        note: Callable[[str], None] = lambda line: None,
         first_loaded: Callable[[int, str], None] = lambda version, digest: None,
-        stranded: set[str] | None = None,
     ) -> None:
-        """`slots`: requests that one engine runs at once. `tell` hears of slow engines, by name.
+        """Build the pool of workers that have started.
 
-        `first_loaded` hears of the first engine that has new weights, while the others still load:
-        from then on requests that come go only to engines that have them. Requests that fail since
-        no engine is left are put into `stranded`.
+        make: returns a further engine, by its index. copies: one copy of the weights per node.
+        renew: publishes weights again that cannot be read. slots: requests that an engine runs at once.
+        note: takes lines to the user. first_loaded: called when the first engine has new weights; requests
+        that come from then on go only to engines that have them.
         """
-        if not engines:
+        if not supervised:
             raise EngineError("engine pool: got 0 engines, allowed: at least 1")
-        self._engines, self._update, self._slots = list(engines), update, slots
-        self._dispatcher = Dispatcher(len(engines), slots)
-        self._slowness = Slowness(self._dispatcher, self._engines, name_of, tell)
-        self._families: dict[str, Family] = {}  # of requests that are not answered yet
-        self._dead: dict[int, str] = {}
-        self._aside: set[int] = set()
-        self._owner: OrderedDict[str, int] = OrderedDict()
-        self._latest: tuple[int, WeightHandle] | None = None
-        self._first_loaded, self._stranded = first_loaded, stranded
-        self._least_version = 0  # of the weights that new requests may be made with
-        self._moved = 0
+        self._waits, self._make = waits, make
+        self._weights = NewestWeights(copies, renew)
+        self._slots, self._update = slots, update
+        self._note, self._first_loaded = note, first_loaded
+        self._dispatcher = Dispatcher(len(supervised), slots)
+        self._engines: list[Engine] = []
+        self._batches: dict[str, PromptBatch] = {}  # by request that has no answer yet
+        self._owners: OrderedDict[str, Engine] = OrderedDict()  # by request: who generated it last
+        self._least_version = 0  # the oldest weights that new requests may be generated with
+        self.when_loaded: Callable[[], Awaitable[None]] = (
+            nothing  # after all engines loaded weights
+        )
+        self._scaling = asyncio.Lock()
+        self._switching = asyncio.Lock()  # held to load weights, to join, to fall asleep, to wake
+        self._gpu_released = asyncio.Event()  # not set: the trainer holds the GPU
+        self._gpu_released.set()
+        self._starts: set[Engine] = set()  # reserved: these hold GPU memory or will
+        self._asleep = self._closed = False
+        self._changed = asyncio.Event()  # a state, a reserved start or a waiting request
+        for one in supervised:
+            self._adopt(Engine(one, len(self._engines)))
+
+    def _adopt(self, engine: Engine) -> None:
+        self._engines.append(engine)
+        one = engine.supervised
+        one.start_context = partial(self._reserve_start, engine)
+        one.prepare = partial(self._prepare, engine)
+        one.when_back = partial(self._join, engine)
+        one.when_given_up = partial(self._given_up, engine)
+
+    # ---- states
 
     @property
-    def alive(self) -> list[int]:
+    def serving(self) -> list[int]:
+        """Indices of the engines that take requests."""
         return self._dispatcher.serving
 
     @property
-    def _living(self) -> list[int]:
-        return [i for i in range(len(self._engines)) if i not in self._dead]
+    def count(self) -> int:
+        """How many engines serve, or will."""
+        return len(self._engines) - len(self._in(*ENDED))
 
-    def _died(self, index: int, reason: str, *, retired: bool = False) -> None:
-        self._dead[index] = reason
-        self._dispatcher.let_serve(index, False, retired=retired)
-        if not self._dispatcher.is_served:  # whoever waits for room is told that none will come
-            for family in self._waiters():
-                self._give_up(family)
-        self._bind_waiting()  # those that are left are worth more now
+    def _in(self, *states: EngineState) -> list[Engine]:
+        return [engine for engine in self._engines if engine.state in states]
 
-    def _give_up(self, family: Family) -> None:
-        self._dispatcher.withdraw(family)
-        family.wake(False)
+    def _move(self, engine: Engine, state: EngineState, reason: str = "") -> None:
+        """Move an engine to another state and let requests follow; nothing else does that."""
+        assert state in MOVES[engine.state], f"{engine.state} -> {state}"
+        engine.state, engine.reason = state, reason
+        if engine.loaded is not None:
+            self._dispatcher.members[engine.index].version = engine.loaded[0]
+        self._dispatcher.let_serve(
+            engine.index, state is EngineState.SERVING, retired=state is EngineState.RETIRED
+        )
+        if not self.serving:  # what is queued for room waits for a restart now
+            for work in self._dispatcher.waiters():
+                assert isinstance(work, PromptBatch)
+                self._unqueue(work)
+        self._bind_queued()
+        self._changed.set()
 
-    def _end_waiting(self) -> None:
-        for family in self._waiters():
-            family.end("abort")
-            self._give_up(family)
+    def _lost(self, engine: Engine) -> None:
+        """Note that a call found the worker dead, unless its successor serves already."""
+        if engine.state in WORKING and engine.supervised.worker is None:
+            self._move(engine, EngineState.STARTING)
 
-    def _serves(self, index: int, version: int | None = None) -> None:
-        member = self._dispatcher.members[index]
-        member.version = member.version if version is None else version
-        self._dispatcher.let_serve(index, index not in self._dead and index not in self._aside)
-        self._bind_waiting()
+    def _given_up(self, engine: Engine) -> None:
+        if engine.state not in ENDED:
+            self._move(engine, EngineState.DEAD, str(engine.supervised.given_up))
 
-    def set_aside(self) -> int | None:
-        """The least busy engine gets no new requests and no new weights; None: no other would be left.
+    async def _end(self, engine: Engine, reason: str) -> None:
+        """End an engine that does not work; its worker is restarted if that is possible."""
+        if engine.supervised.can_restart:
+            await engine.supervised.replace(reason)
+            self._lost(engine)
+        elif engine.state not in ENDED:
+            self._move(engine, EngineState.DEAD, reason)
 
-        What runs there goes on. Pausing, sleeping and counting include it.
+    async def _until_one_serves(self, batch: PromptBatch | None = None) -> None:
+        """Wait until an engine serves, or `batch` has ended; raise EngineError if all are dead."""
+        while not self.serving and (batch is None or (batch.left and not self._closed)):
+            if not self.count:
+                reasons = [engine.reason for engine in self._in(EngineState.DEAD)]
+                raise EngineError("no engine is left: " + "; ".join(reasons))
+            await self._change("engines")
+
+    async def _change(self, what: str) -> None:
+        """Wait for a change, which `what` is to bring."""
+        self._changed.clear()
+        with self._waits.wait("driver", WaitKind.RESTART, what):
+            await self._changed.wait()
+
+    # ---- starting
+
+    @contextlib.asynccontextmanager
+    async def _reserve_start(self, engine: Engine) -> AsyncIterator[None]:
+        """Wait until the trainer has released the GPU, then reserve this engine's start."""
+        if engine.state in WORKING:
+            self._move(engine, EngineState.STARTING)
+        if not self._gpu_released.is_set():
+            what = f"{engine.name}, until the trainer releases the GPU"
+            with self._waits.wait("driver", WaitKind.RESTART, what):
+                await self._gpu_released.wait()
+        self._starts.add(engine)
+        try:
+            yield
+        except BaseException:
+            self._end_start(engine)
+            raise
+
+    def _end_start(self, engine: Engine) -> None:
+        self._starts.discard(engine)
+        self._changed.set()
+
+    async def _prepare(self, engine: Engine, call: Call) -> None:
+        """Load the newest weights into a worker that does not serve yet."""
+        engine.loaded = None
+        engine.earlier_tokens, engine.tokens = engine.earlier_tokens + engine.tokens, 0
+        await self._weights.renewing(lambda: self._weights.load_newest(engine, call))
+
+    async def _join(self, engine: Engine) -> None:
+        """Let a prepared engine serve, with weights that were published meanwhile."""
+
+        async def join() -> None:
+            async with self._switching:
+                if engine.state is not EngineState.STARTING:
+                    return
+                await self._weights.load_newest(engine, engine.supervised.call)
+                if self._asleep:
+                    await engine.supervised.call("pause", "wait")
+                    await engine.supervised.call("sleep")
+                self._move(engine, EngineState.SERVING)
+
+        try:
+            await self._weights.renewing(join)
+        finally:
+            self._end_start(engine)
+
+    # ---- scaling
+
+    async def scale(self, count: int) -> list[Supervised]:
+        """Start engines, or drain the last ones, until `count` serve; return those that started."""
+        if count < 1 or self._make is None:
+            raise UserError(f"producers: got {count}, allowed: 1 or more, in a run with workers")
+        async with self._scaling:
+            now = [engine for engine in self._engines if engine.state not in ENDED]
+            for engine in now[count:]:
+                await self._drain(engine)
+            return [await self._add(self._make) for _ in range(count - len(now))]
+
+    async def _add(self, make: Callable[[int], Supervised]) -> Supervised:
+        index = len(self._engines)
+        engine = Engine(make(index), index, EngineState.STARTING)
+        async with self._reserve_start(engine):
+            await engine.supervised.start()
+            self._dispatcher.add()
+            self._adopt(engine)
+            await self._prepare(engine, engine.supervised.call)
+        await self._join(engine)
+        return engine.supervised
+
+    async def _drain(self, engine: Engine) -> None:
+        """Let the engine's running requests finish, then close it."""
+        self._move(engine, EngineState.RETIRED)
+        one = engine.supervised
+        with contextlib.suppress(EngineError, WorkerDied):  # it died meanwhile: the same end
+            await one.call("pause", "wait")
+        await one.close()
+        one.given_up = WorkerDied(f"{one.name}: it was drained")
+
+    # ---- set aside
+
+    @contextlib.asynccontextmanager
+    async def set_aside(self) -> AsyncIterator[LentEngine | None]:
+        """Lend the least busy engine, which keeps its weights while the others get newer ones.
+
+        Yield None if no other engine would serve. At the end it loads the newest weights and serves.
         """
-        if len(self.alive) < 2:
-            return None
+        async with self._switching:
+            engine = self._least_busy() if len(self.serving) > 1 else None
+            if engine is not None:
+                self._move(engine, EngineState.ASIDE)
+        if engine is None:
+            yield None
+            return
+        try:
+            yield LentEngine(engine, self._generate_on, self._stats_of)
+        except RunError:
+            await self._take_back(engine)
+            raise
+        await self._take_back(engine)  # not if the run is ending
+
+    def _least_busy(self) -> Engine:
         members = self._dispatcher.members
-        newest = max(members[i].version for i in self.alive)
-        able = [i for i in self.alive if members[i].version == newest]
-        index = min(able, key=lambda i: members[i].tokens)
-        self._aside.add(index)
-        self._dispatcher.let_serve(index, False)
-        self._bind_waiting()
-        return index
+        newest = max(members[index].version for index in self.serving)
+        able = [index for index in self.serving if members[index].version == newest]
+        return self._engines[min(able, key=lambda index: members[index].tokens)]
 
-    def take_in(self, index: int) -> None:
-        """Undo `set_aside`; its owner has given it the newest weights."""
-        self._aside.discard(index)
-        self._serves(index, None if self._latest is None else self._latest[0])
+    async def _take_back(self, engine: Engine) -> None:
+        async def take_back() -> None:
+            async with self._switching_with_gpu():
+                if engine.state is EngineState.ASIDE:
+                    await self._weights.load_newest(engine, engine.supervised.call)
+                    self._move(engine, EngineState.SERVING)
 
-    async def start(self) -> None:
-        await asyncio.gather(*(engine.start() for engine in self._engines))
-
-    async def restart(self, index: int) -> None:
-        """Start a dead engine again, with the newest weights, and give it work."""
-        await self._engines[index].start()
-        version = None
-        if self._latest is not None:
-            version = self._latest[0]
-            await self._engines[index].update_weights(*self._latest)
-        self._dead.pop(index, None)
-        self._serves(index, version)
-
-    def add(self, engine: InferenceEngine) -> int:
-        """A further engine, by its index; `restart` gives it the newest weights and work."""
-        self._engines.append(engine)
-        index = self._dispatcher.add()
-        self._dead[index] = f"engine {index}: it has not joined yet"
-        return index
-
-    def retire(self, index: int) -> None:
-        """No new requests for this engine; those that run there go on."""
-        self._died(index, f"engine {index}: it was drained", retired=True)
+        try:
+            await self._weights.renewing(take_back)
+        except WorkerDied:
+            self._lost(engine)
+        except EngineError as error:
+            await self._end(engine, f"it did not get the newest weights: {error}")
 
     # ---- requests
 
@@ -165,162 +300,193 @@ class EnginePool:
             for start in range(0, len(places), self._slots)
         ]
         if len(parts) == 1:
-            return await self._place(requests)
-        made = await asyncio.gather(*(self._place([requests[p] for p in part]) for part in parts))
+            return await self._generate_batch(requests)
+        made = await asyncio.gather(
+            *(self._generate_batch([requests[p] for p in part]) for part in parts)
+        )
         results: dict[int, Generation] = {}
-        for places, family in zip(parts, made, strict=True):
-            results.update(zip(places, family, strict=True))
+        for places, answers in zip(parts, made, strict=True):
+            results.update(zip(places, answers, strict=True))
         return [results[place] for place in range(len(requests))]
 
-    async def _place(self, requests: list[GenerationRequest]) -> list[Generation]:
-        """Generate on one engine; what its death or a move leaves is made on another."""
-        family = Family.of(
+    async def _generate_batch(self, requests: list[GenerationRequest]) -> list[Generation]:
+        """Generate the responses of one prompt on one engine; if it dies, on another."""
+        owner = self._owners.get(requests[0].request_id)
+        batch = PromptBatch.of(
             requests,
-            wanted=self._owner.get(requests[0].request_id),
+            wanted=None if owner is None else owner.index,
             least_version=self._least_version,
         )
-        self._families.update((request.request_id, family) for request in requests)
+        self._batches.update((request.request_id, batch) for request in requests)
+        began = False
         try:
-            began = False
-            while family.left and await self._has_room(family, first=began):
-                began = True
-                await self._generate_there(family)
+            while batch.left and not self._closed:
+                await self._until_one_serves(batch)
+                if batch.left and await self._has_room(batch, first=began):
+                    began = True
+                    await self._run_on_engine(batch)
         finally:
             for request in requests:
-                if self._families.get(request.request_id) is family:
-                    del self._families[request.request_id]
-        if family.left:
-            if self._stranded is not None:
-                self._stranded.update(request.request_id for request in family.left)
-            reasons = "; ".join(self._dead.values())
-            family.end("error", error=f"no engine is left: {reasons}")
-        return [family.done[request.request_id] for request in requests]
+                if self._batches.get(request.request_id) is batch:
+                    del self._batches[request.request_id]
+        batch.end("error", error="engine pool: it is closed")  # if anything is left
+        return [batch.done[request.request_id] for request in requests]
 
-    async def _has_room(self, family: Family, *, first: bool) -> bool:
-        """It is bound to an engine; False: none is left, or it was aborted. Waits for: room."""
-        if not self._dispatcher.is_served:
-            return False
+    async def _has_room(self, batch: PromptBatch, *, first: bool) -> bool:
+        """Wait until the batch is bound to an engine; False if it left the queue. Waits for: room."""
         loop = asyncio.get_running_loop()
-        if self._dispatcher.offer(family, loop.time(), first=first) is not None:
+        if self._dispatcher.offer(batch, loop.time(), first=first) is not None:
             return True
-        family.room = loop.create_future()
-        self._bind_waiting()
+        batch.room = loop.create_future()
+        self._bind_queued()
         try:
-            return await family.room
+            return await batch.room
         except asyncio.CancelledError:
-            if family.engine is not None:  # bound and cancelled in one go
-                self._dispatcher.release(family, loop.time())
-                self._bind_waiting()
+            if batch.engine is not None:  # bound and cancelled at the same time
+                self._release(batch)
             raise
         finally:
-            self._dispatcher.withdraw(family)
-            family.room = None
+            self._dispatcher.withdraw(batch)
+            batch.room = None
 
-    async def _generate_there(self, family: Family) -> None:
-        index, asked = family.engine, family.left
-        assert index is not None
-        for request in asked:
-            self._owner[request.request_id] = index
-            self._owner.move_to_end(request.request_id)
-        while len(self._owner) > _REMEMBERED:
-            self._owner.popitem(last=False)
-        made: list[Generation] = []
-        self._slowness.changed()
+    async def _run_on_engine(self, batch: PromptBatch) -> None:
+        """Generate what is left of the batch on the engine that it is bound to."""
+        assert batch.engine is not None
+        engine, made, died = self._engines[batch.engine], list[Generation](), False
+        for request in batch.left:
+            self._owners[request.request_id] = engine
+            self._owners.move_to_end(request.request_id)
+        while len(self._owners) > _REMEMBERED:
+            self._owners.popitem(last=False)
         try:
-            made = await self._engines[index].generate_many(asked)
+            made, died = await self._generate_on(engine, batch.left)
         finally:
             whole = all(one.finish_reason not in ("error", "abort") for one in made)
-            lengths = [len(one.token_ids) for one in made] if whole else ()
-            self._dispatcher.release(family, asyncio.get_running_loop().time(), lengths)
-            self._bind_waiting()
-            self._slowness.changed()
-        family.take(made)
-        if family.left:
-            self._moved += len(family.left)
-            family.moves += 1
-            family.been_at += (index,)
-        family.wanted, family.moves_to = family.moves_to, None
-        if any(one.finish_reason == "error" for one in made) and not await self._is_alive(index):
-            family.retry(asked)
-        if family.aborted:
-            family.end("abort", family.aborted)
+            self._release(batch, [len(one.token_ids) for one in made] if whole else [])
+        if died and not any(other is not engine for other in self._in(EngineState.SERVING)):
+            batch.last_engine_deaths += 1
+        batch.take(made, retry_failed=died and batch.last_engine_deaths < _LAST_ENGINE_DEATHS)
+        batch.end("abort", batch.aborted)
+        self._tell_if_slow(engine)
 
-    def _bind_waiting(self) -> None:
-        if self._dispatcher.waiting:
-            for family in self._dispatcher.bindings(asyncio.get_running_loop().time()):
-                assert isinstance(family, Family)
-                family.wake(True)
-
-    def _waiters(self) -> list[Family]:
-        return [work for work in self._dispatcher.waiters() if isinstance(work, Family)]
-
-    async def _is_alive(self, index: int) -> bool:
+    async def _generate_on(
+        self, engine: Engine, requests: list[GenerationRequest]
+    ) -> tuple[list[Generation], bool]:
+        """Return an engine's answers, and whether it died, so that failed requests can be retried."""
         try:
-            await self._engines[index].stats()
-        except RunError as error:
-            self._died(index, f"engine {index}: {error}")
-        return index not in self._dead
+            made: list[Generation] = await engine.supervised.call("generate_many", requests)
+        except WorkerDied as error:
+            self._lost(engine)
+            return [empty_answer(r.request_id, "error", str(error)) for r in requests], True
+        except EngineError as error:
+            made = [empty_answer(request.request_id, "error", str(error)) for request in requests]
+        failed = any(one.finish_reason == "error" for one in made)
+        return made, failed and not await self._is_alive(engine)
+
+    def _release(self, batch: PromptBatch, lengths: list[int] | None = None) -> None:
+        self._dispatcher.release(batch, asyncio.get_running_loop().time(), lengths or ())
+        self._bind_queued()
+
+    def _bind_queued(self) -> None:
+        if self._dispatcher.waiting:
+            for work in self._dispatcher.bindings(asyncio.get_running_loop().time()):
+                assert isinstance(work, PromptBatch)
+                work.wake(True)
+
+    def _unqueue(self, batch: PromptBatch) -> None:
+        self._dispatcher.withdraw(batch)
+        batch.wake(False)
+
+    def _tell_if_slow(self, engine: Engine) -> None:
+        fastest = self._dispatcher.slower_than(engine.index)
+        if fastest is not None and not engine.is_slow:
+            engine.is_slow = True
+            pace, best = (self._dispatcher.members[n].pace for n in (engine.index, fastest))
+            self._note(
+                f"{engine.name}: it is slow, {pace:.3g} tokens/s for a response where "
+                f"{self._engines[fastest].name} makes {best:.3g}; a sync batch waits for it"
+            )
 
     async def abort(self, request_id: str) -> None:
-        family = self._families.get(request_id)
-        if family is not None:
-            family.aborted.add(request_id)
-            if family.waits:
-                family.end("abort", [request_id])
-                if not family.left:
-                    self._give_up(family)
+        batch = self._batches.get(request_id)
+        if batch is not None:
+            batch.aborted.add(request_id)
+            if batch.engine is None:
+                self._end_waiting(batch, [request_id])
                 return
-        owner = self._owner.get(request_id)
-        if owner is not None and owner not in self._dead:
-            await self._engines[owner].abort(request_id)
+        owner = self._owners.get(request_id)
+        if owner is not None and owner.state in WORKING:
+            with contextlib.suppress(EngineError, WorkerDied):  # its requests ended with it
+                await owner.supervised.call("abort", request_id)
+
+    def _end_waiting(self, batch: PromptBatch, names: list[str] | None = None) -> None:
+        """End requests that wait for an engine."""
+        batch.end("abort", names)
+        if not batch.left:
+            self._unqueue(batch)
+            self._changed.set()
+
+    def _end_all_waiting(self) -> None:
+        for batch in set(self._batches.values()):
+            if batch.engine is None:
+                self._end_waiting(batch)
+
+    # ---- all engines
+
+    async def start(self) -> None:
+        """Do nothing: the launcher has started the workers."""
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Requests that wait for an engine stay where they are, or come back empty (`abort`)."""
+        """Pause all engines. Requests that wait for an engine stay queued, or end (`abort`)."""
         self._dispatcher.held = True
         if mode == "abort":
-            self._end_waiting()
-            for family in self._families.values():
-                family.aborted.update(
-                    r.request_id for r in family.left if family.moves_to is not None
-                )
-        await self._all(lambda index: self._engines[index].pause(mode))
+            self._end_all_waiting()
+        await self._at_least_one(lambda: self._call_working("pause", mode))
 
     async def resume(self) -> None:
         self._dispatcher.held = False
-        await self._all(lambda index: self._engines[index].resume())
-        self._bind_waiting()
+        await self._at_least_one(lambda: self._call_working("resume"))
+        self._bind_queued()
 
     async def sleep(self) -> None:
-        await self._all(lambda index: self._engines[index].sleep())
+        async with self._switching:
+            self._asleep = True
+        await self._call_working("sleep")  # none may answer: the dead hold nothing
+
+    async def release_gpu(self, *, wait_for_starts: bool = True) -> None:
+        """Sleep until `wake`, and let no engine start or load weights until `trainer_released_gpu`.
+
+        Waits for: weights that are being loaded and, with `wait_for_starts`, engines that are starting.
+        """
+        async with self._switching:
+            self._gpu_released.clear()
+            self._asleep = True
+        while self._starts and wait_for_starts:
+            await self._change("engines")
+        await self._call_working("sleep")
+
+    def trainer_released_gpu(self) -> None:
+        """Let engines start and load weights again, still asleep."""
+        self._gpu_released.set()
 
     async def wake(self) -> None:
-        await self._all(lambda index: self._engines[index].wake())
+        self.trainer_released_gpu()
 
-    async def update_weights(self, version: int, source: WeightHandle) -> str:
-        """Returns when all engines have them. `rolling` switches one after another."""
+        async def wake_all() -> list[Any]:
+            async with self._switching:
+                answers = await self._call_working("wake")
+                self._asleep = self._asleep and not answers
+                return answers
 
-        async def load(index: int) -> str:
-            digest = await self._engines[index].update_weights(version, source)
-            self._serves(index, version)
-            if self._update == "together" and version > self._least_version:
-                self._least_version = version
-                self._first_loaded(version, digest)
-            return digest
-
-        alive = self.alive
-        digests: list[str] = []
-        for indices in [alive] if self._update == "together" else [[index] for index in alive]:
-            digests += await self._all(load, indices)
-        self._latest, self._least_version = (version, source), version
-        return digests[0]
+        await self._at_least_one(wake_all)
 
     async def stats(self) -> EngineStats:
-        """Sums; the version is the oldest one that still samples for the pool."""
-        all_stats: list[EngineStats] = await self._all(self._stats_of, self.alive)
+        """Return sums; the version is the oldest one that still samples for the pool."""
+        all_stats = await self._at_least_one(
+            lambda: self._each(self._stats_of, self._in(EngineState.SERVING))
+        )
         oldest = min(all_stats, key=lambda stats: stats.policy_version)
-        for index in self._aside.intersection(self._living):
-            with contextlib.suppress(EngineError):  # it died: whoever has it will find out
-                all_stats += await self._all(self._stats_of, [index])
+        all_stats += await self._each(self._stats_of, self._in(EngineState.ASIDE))
         return EngineStats(
             policy_version=oldest.policy_version,
             digest=oldest.digest,
@@ -330,40 +496,104 @@ class EnginePool:
             busy_s=sum(stats.busy_s for stats in all_stats),
             paused=any(stats.paused for stats in all_stats),
             batch_invariant=all(stats.batch_invariant for stats in all_stats),
-            moved=self._moved,
         )
 
-    async def _stats_of(self, index: int) -> EngineStats:
-        return await self._engines[index].stats()
-
     async def close(self) -> None:
-        self._slowness.close()
-        self._end_waiting()
-        await asyncio.gather(*(engine.close() for engine in self._engines))
-        for index in self._living:
-            self._died(index, f"engine {index}: it was closed")
+        self._closed = True
+        self._end_all_waiting()
+        for engine in self._engines:
+            if engine.state not in ENDED:
+                self._move(engine, EngineState.DEAD, f"{engine.name}: it was closed")
+        await asyncio.gather(*(engine.supervised.close() for engine in self._engines))
 
-    async def _all(
-        self, call: Callable[[int], Awaitable[T]], indices: list[int] | None = None
-    ) -> list[T]:
-        """The call on every live engine; one that is found dead drops out, any other error rises."""
-        chosen = self._living if indices is None else indices
+    async def _stats_of(self, engine: Engine) -> EngineStats:
+        """Ask one engine, and count the tokens of all its workers.
 
-        async def on(index: int) -> list[T]:
+        End the worker if the engine inside it is dead, and raise WorkerDied.
+        """
+        worker = engine.supervised.worker
+        try:
+            stats: EngineStats = await engine.supervised.call("stats")
+        except WorkerDied:
+            self._lost(engine)
+            raise
+        except (EngineError, PartFailed) as error:
+            if engine.supervised.worker is worker:  # else its successor serves already
+                await self._end(engine, str(error))
+            raise WorkerDied(str(error)) from error
+        engine.tokens = stats.tokens_generated
+        return replace(stats, tokens_generated=engine.tokens + engine.earlier_tokens)
+
+    async def _is_alive(self, engine: Engine) -> bool:
+        return bool(await self._each(self._stats_of, [engine]))
+
+    async def _call_working(self, method: str, *args: Any) -> list[Any]:
+        return await self._each(
+            lambda engine: engine.supervised.call(method, *args), self._in(*WORKING)
+        )
+
+    async def _at_least_one(self, call: Callable[[], Awaitable[list[T]]]) -> list[T]:
+        """Repeat a call of several engines until one of them has answered; return the answers."""
+        while not (answers := await call()):
+            await self._until_one_serves()
+        return answers
+
+    async def _each(self, call: Callable[[Engine], Awaitable[T]], engines: list[Engine]) -> list[T]:
+        """Return the answers of all engines that live; raise any other error after all answered."""
+
+        async def one(engine: Engine) -> list[T]:
             try:
-                return [await call(index)]
-            except EngineError as error:  # asked at once: it may be back before the others end
-                died = isinstance(error.__cause__, WorkerDied)
-                if await self._is_alive(index) and not died:
+                return [await call(engine)]
+            except WorkerDied:
+                self._lost(engine)
+                return []
+            except EngineError:
+                if await self._is_alive(engine):
                     raise
                 return []
 
-        results = await asyncio.gather(*(on(i) for i in chosen), return_exceptions=True)
-        good: list[T] = []
+        results = await asyncio.gather(*(one(e) for e in engines), return_exceptions=True)
+        answers: list[T] = []
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-            good += result
-        if not good:
-            raise NoEngineLeft("engine pool: no engine is left: " + "; ".join(self._dead.values()))
-        return good
+            answers += result
+        return answers
+
+    # ---- weights
+
+    async def update_weights(self, version: int, source: WeightHandle) -> str:
+        """Load weights into all engines that serve, together or one after another (`rolling`)."""
+        assert version == source.version
+        self._weights.publish(source)
+        digests = await self._at_least_one(lambda: self._weights.renewing(self._load_all))
+        self._least_version = version
+        await self.when_loaded()
+        return digests[0]
+
+    async def _load_all(self) -> list[str]:
+        async def load(engine: Engine) -> str:
+            assert handle is not None
+            digest = await self._weights.load(engine, handle, engine.supervised.call)
+            self._dispatcher.members[engine.index].version = handle.version
+            self._bind_queued()
+            if self._update == "together" and handle.version > self._least_version:
+                self._least_version = handle.version
+                self._first_loaded(handle.version, digest)
+            return digest
+
+        async with self._switching_with_gpu():
+            handle = await self._weights.copied(lambda: self.serving)
+            engines = self._in(EngineState.SERVING)
+            rounds = [engines] if self._update == "together" else [[one] for one in engines]
+            return [digest for some in rounds for digest in await self._each(load, some)]
+
+    @contextlib.asynccontextmanager
+    async def _switching_with_gpu(self) -> AsyncIterator[None]:
+        """Hold the lock while the trainer does not hold the GPU."""
+        while True:
+            await self._gpu_released.wait()
+            async with self._switching:
+                if self._gpu_released.is_set():
+                    yield
+                    return

@@ -20,7 +20,7 @@ from penstock.launch.assemble import all_or_first_error, join, start_all, turns
 from penstock.launch.ray.actor import ActorWorker
 from penstock.launch.ray.placement import Placement, PlacementSlot, bundles
 from penstock.launch.workers import Workers
-from penstock.pool.distribution import Distribution
+from penstock.pool.node_copies import NodeCopies
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RankGroup
 from penstock.supervise.worker import Worker
@@ -80,7 +80,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
     settings, callbacks, placement = actors.config.launch, actors.callbacks, actors.placement
     actors.log_folder.mkdir(parents=True, exist_ok=True)
     if actors.sync == "collective":
-        actors.distribution = Distribution(_spawn_distributor(actors), settings, callbacks)
+        actors.copies = NodeCopies(_spawn_distributor(actors), settings, callbacks)
     trainer = Supervised("trainer", _spawn_trainer(actors, total_steps), settings, callbacks)
 
     def make_engine(number: int) -> Supervised:
@@ -111,7 +111,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
         actors.sync,
         make_engine,
         publishes=turns(actors.config, total_steps),
-        distribution=actors.distribution,
+        copies=actors.copies,
         settings=actors.config.engine,
     )
 
@@ -125,7 +125,7 @@ class _Actors:
     placement: Placement
     sync: str
     callbacks: SupervisionCallbacks
-    distribution: Distribution | None = None
+    copies: NodeCopies | None = None
 
     async def create(self, name: str, threads: int, options: dict[str, Any]) -> ActorWorker:
         timeout_s, log = self.config.launch.start_timeout_s, self.log_folder / f"{name}.log"
@@ -163,8 +163,8 @@ def _spawn_engine(
 ) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
         worker = await actors.place(f"engine-{number}", actors.config.engine.threads, slot)
-        if actors.distribution is not None:
-            actors.distribution.settle(number, worker.node)
+        if actors.copies is not None:
+            actors.copies.place_engine(number, worker.node)
         return await actors.build(worker, "engine_part", actors.config, actors.sync, "", number)
 
     async def spawn_or_free() -> Worker:

@@ -29,7 +29,7 @@ _TIMES_SENT = 3
 _REMOVE_TIMEOUT_S = 30.0
 
 
-class Distribution:
+class NodeCopies:
     """Consumes the trainer's handles, produces handles that engines of every node can read."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Distribution:
         self._group: tuple[list[Worker], str] = ([], "")
         self._sending = asyncio.Lock()
 
-    def settle(self, engine: int, node: str) -> None:
+    def place_engine(self, engine: int, node: str) -> None:
         """An engine was started there."""
         self._engines[engine] = node
 
@@ -66,7 +66,9 @@ class Distribution:
             raise WeightsGone(f"weights of version {handle.version} have not reached node {node}")
         return replace(handle, kind="shared_memory", location=handle.location[node])
 
-    async def spread(self, handle: WeightHandle, engines: Callable[[], list[int]]) -> WeightHandle:
+    async def copy_to_nodes(
+        self, handle: WeightHandle, engines: Callable[[], list[int]]
+    ) -> WeightHandle:
         """Waits until the nodes of these engines have a copy; one that cannot be reached stays out.
 
         Engines there find no copy of theirs, and whether they are alive is asked then.

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.config import LaunchConfig
 from penstock.errors import RunError, WeightsGone, WorkerDied
 from penstock.launch.processes.process_worker import ProcessWorker
-from penstock.pool.distribution import Distribution
+from penstock.pool.node_copies import NodeCopies
 from penstock.supervise.supervised import SupervisionCallbacks
 from penstock.types import WeightHandle
 from penstock.watch.waits import Waits
@@ -69,7 +69,7 @@ class Site:
         self.started: list[str] = []
         self.gone: set[str] = set()
         callbacks = SupervisionCallbacks(waits=Waits(), note=self.notes.append)
-        self.distribution = Distribution(self._spawn, LaunchConfig(), callbacks)
+        self.copies = NodeCopies(self._spawn, LaunchConfig(), callbacks)
         self.workers: dict[str, ProcessWorker] = {}
 
     async def _spawn(self, name: str, node: str, folder: str) -> ProcessWorker:
@@ -93,12 +93,12 @@ class Site:
         (self._logs / f"kill-{node}").touch()
 
     async def spread(self, handle: WeightHandle, *engines: int) -> WeightHandle:
-        return await self.distribution.spread(handle, lambda: list(engines))
+        return await self.copies.copy_to_nodes(handle, lambda: list(engines))
 
     def check(self, spread: WeightHandle, *engines: int) -> None:
         """What these engines read is what was published under this version."""
         for engine in engines:
-            own = self.distribution.copy_for(engine, spread)
+            own = self.copies.copy_for(engine, spread)
             for number, (_, tensor) in enumerate(self.engine.fetch(own)):
                 assert bool((tensor == spread.version + number).all())
 
@@ -107,7 +107,7 @@ class Site:
             async def call(self, method: str) -> None: ...
 
         trainer: Any = Nobody()
-        await self.distribution.close(trainer)
+        await self.copies.close(trainer)
 
 
 def broken_weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -170,24 +170,24 @@ def test_whatever_fails_every_node_that_can_be_reached_gets_its_copy(rounds: lis
     async def story() -> None:
         callbacks = SupervisionCallbacks(waits=Waits(), note=notes.append)
         unbounded = LaunchConfig(max_restarts=1000)
-        distribution = Distribution(spawn, unbounded, callbacks)
+        copies = NodeCopies(spawn, unbounded, callbacks)
         for version, (nodes, faults, leaving) in enumerate(rounds, 1):
             gone.clear()
             gone.update(leaving)
             for node in leaving:
-                distribution._workers.pop(node, None)
+                copies._workers.pop(node, None)
             scripts.clear()
             for node, planned in faults.items():
                 scripts[node] = planned[: 2 - sum(map(len, scripts.values()))]
             for engine, node in enumerate(nodes):
-                distribution.settle(engine, node)
+                copies.place_engine(engine, node)
             handle = WeightHandle(
                 version=version, digest="d", kind="shared_memory", location={"node": "a"}
             )
-            spread = await distribution.spread(handle, list(range(len(nodes))).copy)
+            spread = await copies.copy_to_nodes(handle, list(range(len(nodes))).copy)
             for engine, node in enumerate(nodes):
                 if node not in gone:
-                    assert distribution.copy_for(engine, spread).location["node"] == node
+                    assert copies.copy_for(engine, spread).location["node"] == node
             assert set(spread.location) <= set("abcd") - gone | {"a"}
 
     asyncio.run(story())
@@ -205,11 +205,11 @@ def test_a_member_that_hangs_is_replaced_once_another_has_failed() -> None:
 
     async def story() -> None:
         callbacks = SupervisionCallbacks(waits=Waits(), note=notes.append)
-        distribution = Distribution(spawn, LaunchConfig(), callbacks, others_timeout_s=0.01)
-        distribution.settle(0, "b")
+        copies = NodeCopies(spawn, LaunchConfig(), callbacks, others_timeout_s=0.01)
+        copies.place_engine(0, "b")
         handle = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})
-        spread = await distribution.spread(handle, lambda: [0])
-        assert distribution.copy_for(0, spread).location == {"node": "b"}
+        spread = await copies.copy_to_nodes(handle, lambda: [0])
+        assert copies.copy_for(0, spread).location == {"node": "b"}
 
     asyncio.run(story())
     assert [one.closed for one in made] == [True, False, False]
@@ -233,18 +233,18 @@ def test_another_node_sends_where_the_trainers_has_left() -> None:
 
     async def story() -> None:
         callbacks = SupervisionCallbacks(waits=Waits(), note=lambda text: None)
-        distribution = Distribution(spawn, LaunchConfig(), callbacks)
+        copies = NodeCopies(spawn, LaunchConfig(), callbacks)
         for engine, node in enumerate("bc"):
-            distribution.settle(engine, node)
+            copies.place_engine(engine, node)
         handle = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})
-        await distribution.spread(handle, lambda: [0])
+        await copies.copy_to_nodes(handle, lambda: [0])
         gone.add("a")
-        distribution._workers.pop("a")
-        spread = await distribution.spread(handle, lambda: [0, 1])
-        assert distribution.copy_for(1, spread).location == {"node": "c"}
+        copies._workers.pop("a")
+        spread = await copies.copy_to_nodes(handle, lambda: [0, 1])
+        assert copies.copy_for(1, spread).location == {"node": "c"}
         lost = replace(handle, version=2)
         with pytest.raises(WeightsGone, match="no node is left that holds the newest weights"):
-            await distribution.spread(lost, lambda: [0, 1])
+            await copies.copy_to_nodes(lost, lambda: [0, 1])
 
     asyncio.run(story())
     assert sent == ["a", "b"]
@@ -258,7 +258,7 @@ needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path, backend: str) -> None:
     site = Site(tmp_path, backend)
     for engine, node in enumerate("abbc"):
-        site.distribution.settle(engine, node)
+        site.copies.place_engine(engine, node)
 
     async def story() -> None:
         published = site.trainer.publish(1, "d1", weights(1))
@@ -268,7 +268,7 @@ def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path, bac
         site.check(await site.spread(published, 3), 3)  # a node joins and gets the same
         assert sorted(site.started) == ["a", "b", "c"]
 
-        held = list(site.engine.fetch(site.distribution.copy_for(1, first)))
+        held = list(site.engine.fetch(site.copies.copy_for(1, first)))
         for version, node in ((2, "b"), (3, "a")):  # one that receives, the one that sends
             site.kill_in_the_middle(node)
             handle = site.trainer.publish(version, f"d{version}", weights(version))
@@ -281,7 +281,7 @@ def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path, bac
         left = await site.spread(site.trainer.publish(5, "d5", weights(5)), 0, 1, 3)
         site.check(left, 0, 1)
         with pytest.raises(WeightsGone, match="have not reached node c"):
-            site.distribution.copy_for(3, left)
+            site.copies.copy_for(3, left)
 
         announced = site.trainer.announce(6, "d6")  # the trainer fails in the middle
         assert announced is not None
@@ -292,7 +292,7 @@ def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path, bac
             await sending
         last = await site.spread(site.trainer.publish(7, "d7", weights(7)), 0, 1)
         site.check(last, 0, 1)
-        folders = {node: Path(name) for node, name in site.distribution._folders.items()}
+        folders = {node: Path(name) for node, name in site.copies._folders.items()}
         await site.close()
         assert {node for node, folder in folders.items() if folder.exists()} <= {"c"}
         sweep_stale(folders["c"].parent)  # as the next start does

@@ -1,0 +1,74 @@
+"""The newest weights of a pool: the only owner of their handle, and the way into one engine.
+
+Copies weights to the nodes of the engines first (`node_copies.py`), and has weights published again that
+can no longer be read. Which engines load, and when, belongs to `pool.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from penstock.errors import EngineError, WeightsGone
+from penstock.pool.engine import Engine
+from penstock.pool.node_copies import NodeCopies
+from penstock.supervise.supervised import Call
+from penstock.types import WeightHandle
+
+T = TypeVar("T")
+Renew = Callable[[WeightHandle], Awaitable[WeightHandle]]
+_TIMES_RENEWED = 3  # the run fails if weights cannot be read after so many publications
+
+
+class NewestWeights:
+    """Consumes published handles, produces engines that have loaded them."""
+
+    def __init__(self, copies: NodeCopies | None, renew: Renew | None) -> None:
+        """copies: needed if engines are on several nodes. renew: publishes weights again."""
+        self.handle: WeightHandle | None = None
+        self._copies, self._renew = copies, renew
+        self._times_renewed = 0
+
+    def publish(self, handle: WeightHandle) -> None:
+        self.handle, self._times_renewed = handle, 0
+
+    async def copied(self, engines: Callable[[], list[int]]) -> WeightHandle | None:
+        """Copy the newest weights to the nodes of these engines; return a handle for all of them."""
+        if self.handle is None or self._copies is None:
+            return self.handle
+        return await self._copies.copy_to_nodes(self.handle, engines)
+
+    async def load_newest(self, engine: Engine, call: Call) -> None:
+        """Load the newest weights, if there are any, into one engine."""
+        handle = await self.copied(lambda: [engine.index])
+        if handle is not None:
+            await self.load(engine, handle, call)
+
+    async def load(self, engine: Engine, handle: WeightHandle, call: Call) -> str:
+        """Load copied weights into one engine, unless it has them or newer ones; return its digest."""
+        held = engine.loaded
+        if held is not None and (
+            held[0] > handle.version or held == (handle.version, handle.digest)
+        ):
+            return held[1]
+        engine.loaded = None
+        if self._copies is not None:
+            handle = self._copies.copy_for(engine.index, handle)
+        digest: str = await call("update_weights", handle.version, handle)
+        engine.loaded = (handle.version, digest)
+        return digest
+
+    async def renewing(self, load: Callable[[], Awaitable[T]]) -> T:
+        """Repeat `load` until the newest weights can be read; publish them again in between."""
+        while True:
+            newest = self.handle
+            try:
+                return await load()
+            except WeightsGone:
+                if newest is None or newest is not self.handle:
+                    continue  # newer weights were published meanwhile
+                self._times_renewed += 1
+                if self._renew is None or self._times_renewed > _TIMES_RENEWED:
+                    line = f"weights of version {newest.version} cannot be read by all engines"
+                    raise EngineError(line) from None
+                self.handle = await self._renew(newest)
