@@ -88,6 +88,52 @@ def test_sampling_equals_the_reference(vocabulary: int, dtype: torch.dtype) -> N
     assert torch.allclose(logprob[same], expected_logprob[same], atol=1e-4)
 
 
+def adversarial_logits(rows: int, vocabulary: int) -> torch.Tensor:
+    """Peaked, flat, mostly masked, one finite, tiny tails: every row a distribution."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(rows, vocabulary, generator=generator)
+    logits[0::6] *= 30
+    logits[1::6] = 0
+    logits[2::6, vocabulary // 3 :] = -float("inf")
+    logits[3::6] = -float("inf")
+    logits[3::6, vocabulary - 1] = 5
+    logits[4::6, : vocabulary // 2] -= 80
+    return logits
+
+
+@pytest.mark.parametrize("vocabulary", [100, 5000])
+def test_no_token_outside_the_distribution_is_sampled(vocabulary: int) -> None:
+    rows = 48
+    logits = adversarial_logits(rows, vocabulary).to(DEVICE)
+    temperature = torch.ones(rows, device=DEVICE)
+    for index in range(20):
+        key = torch.arange(rows, device=DEVICE) * 7919 + index
+        token, logprob = kernels.sample_rows(
+            logits, key, torch.full((rows,), index, device=DEVICE), temperature
+        )
+        assert torch.isfinite(logits.gather(1, token[:, None])).all()
+        wanted = logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
+        assert torch.allclose(logprob, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_no_distribution_gives_nan_and_touches_no_other(wrong: float) -> None:
+    logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(5))
+    key, index = torch.arange(8, device=DEVICE), torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    temperature = torch.ones(8, device=DEVICE)
+    before = kernels.sample_rows(logits.to(DEVICE), key, index, temperature)
+    if wrong == -float("inf"):
+        logits[3] = wrong
+    else:
+        logits[3, 1234] = wrong
+    token, logprob = kernels.sample_rows(logits.to(DEVICE), key, index, temperature)
+    others = torch.arange(8, device=DEVICE) != 3
+    assert token[3] == 0
+    assert torch.isnan(logprob).tolist() == [False] * 3 + [True] + [False] * 4
+    assert torch.equal(token[others], before[0][others])
+    assert torch.equal(logprob[others], before[1][others])
+
+
 def test_the_same_uniforms_everywhere() -> None:
     import numpy as np
 

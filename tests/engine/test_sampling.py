@@ -8,6 +8,7 @@ import torch
 
 from penstock.engine.transformers.sampling import (
     RowSampling,
+    _first_past,
     filter_top_k_top_p,
     pick,
     sample,
@@ -101,3 +102,21 @@ def test_streams_are_uniform_and_unlike() -> None:
         assert abs(stream.mean() - 0.5) < 0.02
         assert abs(np.corrcoef(stream[:-1], stream[1:])[0, 1]) < 0.05
     assert abs(np.corrcoef(streams[0], streams[1])[0, 1]) < 0.05
+
+
+def test_a_prefix_sum_that_is_not_monotone_never_leads_outside() -> None:
+    """A parallel prefix sum may fall by a rounding error; counting ends below a target would stray."""
+    mass = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]])
+    ends = torch.tensor([[0.25, 0.2499, 0.75, 1.0, 0.9999]])
+    for target, cell in ((0.0, 0), (0.24999, 0), (0.25, 2), (0.9999, 3), (1.0, 3), (2.0, 3)):
+        assert _first_past(torch.tensor([target]), mass, ends).item() == cell
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_no_distribution_give_no_log_prob(wrong: float) -> None:
+    logits = torch.zeros(3, 700)
+    logits[1] = wrong
+    token, logprob = sample(logits, how(3))
+    assert torch.isnan(logprob).tolist() == [False, True, False]
+    assert int(token.min()) >= 0
+    assert int(token.max()) < 700

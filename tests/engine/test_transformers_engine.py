@@ -203,3 +203,33 @@ def test_a_model_that_cannot_load_says_why() -> None:
     )
     with pytest.raises(UserError, match="got x"):
         asyncio.run(engine.start())
+
+
+def test_a_request_whose_logits_are_nan_fails_alone() -> None:
+    """Token 60 embeds as NaN: its request ends with an error, its neighbours are not touched."""
+
+    def poison(
+        module: torch.nn.Module, ids: tuple[torch.Tensor], out: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.where((ids[0] == 60)[..., None], torch.nan, out)
+
+    requests = [
+        tiny.request("good", [5, 6], max_tokens=8),
+        tiny.request("bad", [5, 60], max_tokens=8),
+        tiny.request("fine", [7, 8], max_tokens=8),
+    ]
+
+    async def main() -> None:
+        engine = make_engine()
+        await engine.start()
+        alone = [await engine.generate(requests[0]), await engine.generate(requests[2])]
+        engine._live_runner.model.get_input_embeddings().register_forward_hook(poison)
+        good, bad, fine = await engine.generate_many(requests)
+        await engine.close()
+        assert bad.finish_reason == "error"
+        assert "no distribution" in bad.error
+        assert len(bad.token_ids) == 0
+        assert same_bits(good, alone[0])
+        assert same_bits(fine, alone[1])
+
+    run(main)

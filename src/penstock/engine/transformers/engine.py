@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _LOADING = threading.Lock()  # transformers can load only one model at a time in a process
 
+_NO_DISTRIBUTION = "the model's logits are no distribution (NaN, infinite, or all masked)"
+
 
 class TransformersEngine:
     """See `InferenceEngine`."""
@@ -298,7 +300,8 @@ class TransformersEngine:
         ids, logprobs = self._live_runner.table.output(sequence.slot)
         self._live_runner.release(sequence.slot)
         self._tokens_held -= sequence.request.num_tokens
-        sequence.deliver(sequence.generation(ids, logprobs, reason))
+        error = _NO_DISTRIBUTION if reason == "error" else ""
+        sequence.deliver(sequence.generation(ids, logprobs, reason, error))
 
     def _submit(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:

@@ -76,7 +76,10 @@ class RowSampling:
 
 
 def sample(logits_NV: torch.Tensor, how: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 tokens [N] and their float32 log-probs under the distribution they came from."""
+    """Return int64 tokens [N] and their float32 log-probs under the distribution they came from.
+
+    A row whose logits are no distribution (NaN, +inf, or none finite) gets log-prob NaN.
+    """
     scaled_NV = logits_NV.float() / how.temperature_N[:, None]
     if how.banned is not None:
         scaled_NV[how.banned] = -torch.inf
@@ -93,28 +96,38 @@ def pick(probs_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
     """Return, by inverse CDF, the token whose share of the row's total holds the uniform number."""
     rows, vocabulary = probs_NV.shape
     if vocabulary <= 2 * _BLOCK:
-        return _search(probs_NV.cumsum(dim=-1), uniform_N, None)
+        ends_NV = probs_NV.cumsum(dim=-1)
+        return _first_past(uniform_N * ends_NV[:, -1], probs_NV, ends_NV)
     padding = -vocabulary % _BLOCK
     if padding:
         probs_NV = torch.nn.functional.pad(probs_NV, (0, padding))
     blocks_NCB = probs_NV.view(rows, -1, _BLOCK)
-    ends_NC = blocks_NCB.sum(dim=-1).cumsum(dim=-1)
-    block_N = _search(ends_NC, uniform_N, None)
+    mass_NC = blocks_NCB.sum(dim=-1)
+    ends_NC = mass_NC.cumsum(dim=-1)
+    target_N = uniform_N * ends_NC[:, -1]
+    block_N = _first_past(target_N, mass_NC, ends_NC)
     row_N = torch.arange(rows, device=probs_NV.device)
     start_N = torch.where(block_N > 0, ends_NC[row_N, (block_N - 1).clamp_min(0)], 0.0)
-    target_N = uniform_N * ends_NC[:, -1] - start_N
-    inside_NB = blocks_NCB[row_N, block_N].cumsum(dim=-1)
-    return block_N * _BLOCK + _search(inside_NB, uniform_N, target_N)
+    chosen_NB = blocks_NCB[row_N, block_N]
+    inside_N = _first_past(target_N - start_N, chosen_NB, chosen_NB.cumsum(dim=-1))
+    return block_N * _BLOCK + inside_N
 
 
-def _search(
-    ends_NC: torch.Tensor, uniform_N: torch.Tensor, target_N: torch.Tensor | None
+def _first_past(
+    target_N: torch.Tensor, mass_NC: torch.Tensor, ends_NC: torch.Tensor
 ) -> torch.Tensor:
-    """Return the index of the first end above the target, never past the last positive cell."""
-    if target_N is None:
-        target_N = uniform_N * ends_NC[:, -1]
-    last_N = (ends_NC < ends_NC[:, -1:]).sum(dim=-1)  # the cell where the total is reached
-    return torch.minimum((ends_NC <= target_N[:, None]).sum(dim=-1), last_N)
+    """Return the first cell whose prefix sum passes the target, else the last; never one without mass.
+
+    A parallel prefix sum of floats is not monotone, so cells are tested one by one, not counted.
+    """
+    has_mass_NC = mass_NC > 0
+    past_NC = (has_mass_NC & (ends_NC > target_N[:, None])).to(torch.uint8)
+    found_N, first_N = past_NC.max(dim=-1)
+    if mass_NC.is_cpu and bool(found_N.all()):  # on a GPU the question would cost a wait
+        return first_N
+    cell_C = torch.arange(mass_NC.shape[1], device=mass_NC.device)
+    last_N = (has_mass_NC * cell_C).amax(dim=-1)
+    return torch.where(found_N.bool(), first_N, last_N)
 
 
 def filter_top_k_top_p(

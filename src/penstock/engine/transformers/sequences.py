@@ -193,18 +193,27 @@ class SlotTable:
     def record(
         self, slots_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, text_of: TextOf
     ) -> list[tuple[int, FinishReason]]:
-        """Append one token to each slot; return (slot, reason) for each that it finishes."""
+        """Append one token to each slot; return (slot, reason) for each that it finishes.
+
+        A row with log-prob NaN had no distribution to sample from: it finishes with an error.
+        """
         made_N = self.made[slots_N]
         self.out_ids[slots_N, made_N] = token_N
         self.out_logprobs[slots_N, made_N] = logprob_N
         self.last_token[slots_N] = token_N
-        self.made[slots_N] = made_N + 1
+        invalid_N = np.isnan(logprob_N)
+        self.made[slots_N] = made_N + ~invalid_N
         stopped_N = (self.stop_ids[slots_N] == token_N[:, None]).any(axis=1)
         for row in np.flatnonzero(self.has_stop_strings[slots_N] & ~stopped_N):
             stopped_N[row] = self._text_stops(int(slots_N[row]), text_of)
         full_N = made_N + 1 >= self.max_made[slots_N]
-        ended = np.flatnonzero(stopped_N | full_N)
-        return [(int(slots_N[row]), "stop" if stopped_N[row] else "length") for row in ended]
+        return [
+            (
+                int(slots_N[row]),
+                "error" if invalid_N[row] else "stop" if stopped_N[row] else "length",
+            )
+            for row in np.flatnonzero(stopped_N | full_N | invalid_N)
+        ]
 
     def _text_stops(self, slot: int, text_of: TextOf) -> bool:
         """Return whether the newest token completes a stop string; decodes only the end of the text."""

@@ -177,8 +177,9 @@ def _block_sums(
     )
     scaled = logit.to(tl.float32) / temperature
     peak = tl.max(scaled, 0)
+    mass = tl.sum(tl.exp(scaled - peak), 0)
     tl.store(Peak + row * BLOCKS + block, peak)
-    tl.store(Sum + row * BLOCKS + block, tl.sum(tl.exp(scaled - peak), 0))
+    tl.store(Sum + row * BLOCKS + block, tl.where(peak == -float("inf"), 0.0, mass))
     tl.store(Best + row * BLOCKS + block, block * COLUMNS + tl.argmax(scaled, 0))
 
 
@@ -196,6 +197,15 @@ def _uniform(key, index):
 
 
 @triton.jit
+def _first_past(target, mass, COUNT: tl.constexpr):
+    # The first cell whose prefix sum passes the target, else the last cell; never one without mass.
+    # A parallel prefix sum of floats is not monotone, so cells are tested one by one, not counted.
+    at = tl.arange(0, COUNT)
+    first = tl.min(tl.where((mass > 0.0) & (tl.cumsum(mass, 0) > target), at, COUNT), 0)
+    return tl.where(first < COUNT, first, tl.max(tl.where(mass > 0.0, at, 0), 0))
+
+
+@triton.jit
 def _pick(
     Logits, Key, Index, Temperature, Peak, Sum, Best, Token, Logprob, row_stride,
     VOCABULARY, BLOCKS, BLOCKS_PAD: tl.constexpr, COLUMNS: tl.constexpr,
@@ -207,30 +217,27 @@ def _pick(
     at = tl.arange(0, BLOCKS_PAD)
     peak = tl.load(Peak + row * BLOCKS + at, mask=at < BLOCKS, other=-float("inf"))
     top = tl.max(peak, 0)
-    mass = tl.load(Sum + row * BLOCKS + at, mask=at < BLOCKS, other=0.0) * tl.exp(peak - top)
-    ends = tl.cumsum(mass, 0)
-    total = tl.max(ends, 0)
+    mass = tl.load(Sum + row * BLOCKS + at, mask=at < BLOCKS, other=0.0)
+    mass = tl.where(peak == -float("inf"), 0.0, mass * tl.exp(peak - top))
+    total = tl.sum(mass, 0)
     target = _uniform(tl.load(Key + row), tl.load(Index + row)) * total
-    block = tl.sum((ends <= target).to(tl.int32), 0)
-    last_block = tl.sum((ends < total).to(tl.int32), 0)
-    block = tl.minimum(block, last_block)
-    before = tl.max(tl.where(at < block, ends, 0.0), 0)
+    block = _first_past(target, mass, BLOCKS_PAD)
+    before = tl.sum(tl.where(at < block, mass, 0.0), 0)
     column = tl.arange(0, COLUMNS)
     logit = tl.load(
         Logits + row * row_stride + block * COLUMNS + column,
         mask=block * COLUMNS + column < VOCABULARY,
         other=-float("inf"),
     )
-    inside = tl.cumsum(tl.exp(logit.to(tl.float32) / temperature - top), 0)
-    picked = tl.sum((inside <= target - before).to(tl.int32), 0)
-    last = tl.sum((inside < tl.max(inside, 0)).to(tl.int32), 0)
-    token = block * COLUMNS + tl.minimum(picked, last)
-    best_block = tl.argmax(peak, 0)
-    likeliest = tl.load(Best + row * BLOCKS + best_block)
-    token = tl.where(greedy, likeliest, token)
+    weight = tl.exp(logit.to(tl.float32) / temperature - top)
+    token = block * COLUMNS + _first_past(target - before, weight, COLUMNS)
+    likeliest = tl.load(Best + row * BLOCKS + tl.argmax(peak, 0))
+    # A row without a distribution (a NaN or +inf logit, or no finite one) gets token 0 and log-prob NaN.
+    valid = (total > 0.0) & (total < float("inf"))
+    token = tl.where(valid, tl.where(greedy, likeliest, token), 0)
     chosen = tl.load(Logits + row * row_stride + token).to(tl.float32) / temperature
     tl.store(Token + row, token.to(tl.int64))
-    tl.store(Logprob + row, chosen - top - tl.log(total))
+    tl.store(Logprob + row, tl.where(valid, chosen - top - tl.log(total), float("nan")))
 
 
 def sample_rows(
@@ -239,7 +246,10 @@ def sample_rows(
     index_B: torch.Tensor,
     temperature_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token and log-prob of each row; temperature 0: the likeliest token, log-prob at 1."""
+    """Return token and log-prob of each row; temperature 0: the likeliest token, log-prob at 1.
+
+    A row whose logits are no distribution (NaN, +inf, or none finite) gets log-prob NaN.
+    """
     rows, vocabulary = logits_BV.shape
     blocks = triton.cdiv(vocabulary, _COLUMNS)
     peak, mass = logits_BV.new_empty((2, rows, blocks), dtype=torch.float32)
