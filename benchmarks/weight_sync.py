@@ -1,16 +1,16 @@
-"""How long new weights take from the trainer to every engine, against a plain copy of as many bytes.
+"""Measure how long new weights take from the trainer to every engine, compared with a plain copy.
 
     python benchmarks/weight_sync.py [--gb 0.5 2] [--producers 1 4] [--paths shared_memory ...]
 
-The trainer's side is this process, every producer a process of its own that copies what it fetched
-into weights of its own, as an engine does. `publish` is what the trainer waits for; `all` is from its
-beginning until the last producer has its copy. The share is of memcpy: bytes / seconds / bandwidth.
-`collective` is `sync.kind=collective` on one machine; `two nodes` the same with all producers on another
-node: two distributors, between them gloo over the loopback network, or NCCL (`two nodes, nccl`).
+This process is the trainer; every producer is a process that copies what it fetched into its own weights,
+as an engine does. `publish` is how long the trainer waits; `all` ends when the last producer has its copy.
+The share is that of memcpy: bytes / seconds / bandwidth. `collective` is `sync.kind=collective` on one
+machine; in `two nodes` all producers are on another node: two distributors with gloo over the loopback
+network between them, or NCCL (`two nodes, nccl`).
 
     python benchmarks/weight_sync.py --device cuda --paths shared_memory cuda_ipc "two nodes, nccl"
 
-has the weights of the trainer and of all producers on one GPU, and compares with a copy on that GPU.
+puts the weights of the trainer and of all producers on one GPU and compares with a copy on that GPU.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ from penstock.supervise.supervised import SupervisionCallbacks
 from penstock.types import WeightHandle
 from penstock.watch.waits import Waits
 from penstock.weights.in_process import InProcessSync
-from penstock.weights.object_store import ObjectStoreSync
 from penstock.weights.shared_memory import Folder, SharedMemorySync
 
 TENSOR_BYTES = 32 * 2**20
-PATHS = ("in_process", "shared_memory", "object_store", "collective", "two nodes")
+PATHS = ("in_process", "shared_memory", "collective", "two nodes")
 GPU_PATHS = ("cuda_ipc", "two nodes, nccl")
-ROUNDS, UNCOUNTED = 6, 2  # both sides of the double buffer are touched first
+ROUNDS, WARM_UP = 6, 2  # the warm-up touches both weight buffers
 
 
 def make_weights(gigabytes: float, device: str = "cpu") -> list[tuple[str, torch.Tensor]]:
@@ -48,29 +47,29 @@ def make_weights(gigabytes: float, device: str = "cpu") -> list[tuple[str, torch
     return [(f"layer.{n}", torch.full(shape, float(n), device=device)) for n in range(count)]
 
 
-def settled(device: str) -> float:
-    """The time at which all copies are through."""
+def finished_at(device: str) -> float:
+    """Return the time at which all copies are done."""
     if device != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def memcpy_bandwidth(gigabytes: float, device: str, threads: int = 1) -> float:
-    """Bytes per second of threads that copy weights they have copied before."""
+    """Return the bytes per second of a copy between memory that was touched before."""
     torch.set_num_threads(threads)
     source, target = make_weights(gigabytes, device), make_weights(gigabytes, device)
     best = float("inf")
     for _ in range(4):
-        started = settled(device)
+        started = finished_at(device)
         for (_, one), (_, other) in zip(source, target, strict=True):
             other.copy_(one)
-        best = min(best, settled(device) - started)
+        best = min(best, finished_at(device) - started)
     torch.set_num_threads(1)
     return sum(tensor.nbytes for _, tensor in source) / best
 
 
 def producer(index: int, orders: Any, done: Any, device: str) -> None:
-    """Fetch and copy at each order, until an empty one."""
+    """Fetch and copy the weights of each handle, until None."""
     torch.set_num_threads(1)
     sync = SharedMemorySync()
     own: dict[str, torch.Tensor] = {}
@@ -85,11 +84,11 @@ def take(fetched: Any, own: dict[str, torch.Tensor], device: str = "cpu") -> Non
             own[name].copy_(tensor)
         else:
             own[name] = tensor.to(device, copy=True)
-    settled(device)
+    finished_at(device)
 
 
 def memory_needed(kind: str, size: int, producers: int) -> int:
-    """The trainer's weights, two published copies on each node, each producer's own."""
+    """Return the bytes of the trainer's weights, two buffers on each node and each producer's copy."""
     return size * (3 + producers + (2 if kind.startswith("two nodes") else 0))
 
 
@@ -104,7 +103,7 @@ Round = Callable[[int], tuple[float, float]]  # version -> seconds of publish, s
 
 
 def best_of(one_round: Round) -> tuple[float, float]:
-    counted = [one_round(version) for version in range(1, ROUNDS + 1)][UNCOUNTED:]
+    counted = [one_round(version) for version in range(1, ROUNDS + 1)][WARM_UP:]
     return min(publish for publish, _ in counted), min(all_s for _, all_s in counted)
 
 
@@ -122,7 +121,7 @@ def one_after_the_other(
 
 
 class Nodes:
-    """What spreads weights where the producers sit; distributors are processes of this machine."""
+    """Distributes weights to the nodes of the producers; distributors are processes of this machine."""
 
     def __init__(self, kind: str, producers: int, logs: Path) -> None:
         self._logs, self._apart = logs, kind.startswith("two nodes")
@@ -142,7 +141,7 @@ class Nodes:
         return await ProcessWorker.start(name, part, *given, log_path=log, threads=1, timeout_s=120)
 
     def for_each(self, handle: WeightHandle, producers: int) -> list[WeightHandle]:
-        """What each producer is told, once its node has a copy or will have it."""
+        """Return the handle for each producer, once its node has a copy."""
         spread = self.copies
         if spread is None:
             return [handle] * producers
@@ -161,7 +160,7 @@ class Nodes:
 
 
 def with_processes(kind: str, weights: Any, producers: int, device: str) -> tuple[float, float]:
-    """As a run does it: the handle goes out first, `publish` writes while others read."""
+    """Measure as a run works: the handle goes out first, producers read while `publish` writes."""
     folder = Folder.new()
     context = multiprocessing.get_context("spawn")
     orders, done = [context.Queue() for _ in range(producers)], context.Queue()
@@ -208,42 +207,6 @@ def with_processes(kind: str, weights: Any, producers: int, device: str) -> tupl
         logs.cleanup()
 
 
-def with_ray(weights: Any, producers: int) -> tuple[float, float]:
-    import ray
-
-    size = sum(tensor.nbytes for _, tensor in weights)
-    ray.init(
-        address="local",
-        num_cpus=producers + 1,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=max(int(size * 3.5), 2**28),
-    )
-
-    class Producer:
-        def __init__(self) -> None:
-            torch.set_num_threads(1)
-            self.own: dict[str, torch.Tensor] = {}
-
-        def take(self, handle: WeightHandle) -> None:
-            take(ObjectStoreSync().fetch(handle), self.own)
-
-    engines = [ray.remote(Producer).options(num_cpus=1).remote() for _ in range(producers)]
-    sync = ObjectStoreSync()
-
-    def publish(version: int) -> WeightHandle:
-        handle = sync.publish(version, "", weights)
-        chunks = [ray.put(sync.chunk(number)) for number in range(handle.location)]
-        return WeightHandle(version=version, digest="", kind="object_store", location=chunks)
-
-    try:
-        return best_of(
-            one_after_the_other(publish, lambda h: ray.get([one.take.remote(h) for one in engines]))
-        )
-    finally:
-        ray.shutdown()
-
-
 def in_process(weights: Any) -> tuple[float, float]:
     own: dict[str, torch.Tensor] = {}
     sync = InProcessSync()
@@ -279,8 +242,6 @@ def main() -> None:
                     continue
                 if kind == "in_process":
                     publish_s, all_s = in_process(weights)
-                elif kind == "object_store":
-                    publish_s, all_s = with_ray(weights, producers)
                 else:
                     publish_s, all_s = with_processes(kind, weights, producers, device)
                 print(

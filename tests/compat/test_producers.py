@@ -1,4 +1,4 @@
-"""Producers driven from plain Python: named tensors, new weights, whole passes, and a whole run."""
+"""Producers driven from plain Python: named tensors, new weights, episodes and a whole run."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_loop_goes_over_its_own_share_of_every_episode(producer: SimpleProducer)
 def test_figures_go_to_trackers_by_the_names_that_were_given(
     producer: SimpleProducer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W&B writes to disk here."""
+    """Let W&B write to disk."""
     pytest.importorskip("wandb")
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "elsewhere"))

@@ -1,4 +1,4 @@
-"""Who computes on which GPU of a machine with several, and how weights may travel."""
+"""Which worker uses which GPU of a machine, and which weight syncs each launcher allows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_named_device_is_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ("launch", "kinds"),
     [
         ("local", ["auto", "shared_memory", "cuda_ipc", "collective"]),
-        ("ray", ["auto", "object_store", "collective"]),
+        ("ray", ["auto", "collective"]),
         ("inline", ["auto", "in_process"]),
     ],
 )

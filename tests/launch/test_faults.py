@@ -1,4 +1,4 @@
-"""Workers that die are started again: nothing is lost, trained twice, or different from a quiet run."""
+"""Workers that die are restarted: nothing is lost or trained twice, and the weights are the same."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_killed_engine_and_trainer_and_one_more_engine_leave_no_trace_in_the_wei
 def test_colocated_engines_fed_by_broadcast_leave_the_same_weights_though_one_dies(
     quiet: RunFolder, tmp_path: Path
 ) -> None:
-    """It is killed while the first weights are being sent to both."""
+    """An engine is killed while the first weights are being sent to both engines."""
 
     async def disturb(job: Job, step: int) -> None:
         if step == 2:

@@ -1,4 +1,4 @@
-"""Runs on a GPU: weights that never leave it, and devices that change hands."""
+"""Runs on a GPU: weights that stay there, and trainer and engines that take turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def handles_of(job: Job, seen: list[WeightHandle]) -> None:
-    """Have what engines are told written down."""
+    """Record the handles that engines are given."""
     update = job.engine.update_weights
 
     async def noted(version: int, source: WeightHandle) -> str:
@@ -31,7 +31,7 @@ def handles_of(job: Job, seen: list[WeightHandle]) -> None:
 def run_with_kills(
     tmp_path: Path, name: str, kills: dict[int, str], *words: str
 ) -> tuple[RunFolder, list[str], list[WeightHandle]]:
-    """A run whose workers are killed before these steps: its folder, notes and handles."""
+    """Run and kill workers before these steps; return the folder, notes and handles."""
     seen: list[WeightHandle] = []
 
     async def disturb(job: Job, step: int) -> None:

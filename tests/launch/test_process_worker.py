@@ -1,4 +1,4 @@
-"""A part in a worker process: calls, errors, stops, and its death are all answered."""
+"""A part in a worker process: calls, errors, stops and the end of the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same run as Ray actors: the same bits, the same account after kills, and clear refusals."""
+"""A run as Ray actors gives the same bits, loses nothing when a node leaves, and refuses clearly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cluster() -> Iterator[Nodes]:
 def test_actors_give_the_bits_of_one_process_though_a_node_leaves_and_another_joins(
     cluster: Nodes, quiet: RunFolder, tmp_path: Path
 ) -> None:
-    """The one that joins takes the engine that was lost, and one more that is asked for."""
+    """The node that joins takes the lost engine, and one more that is asked for."""
     where: dict[str, str] = {}
 
     async def disturb(job: Job, step: int) -> None:

@@ -1,4 +1,4 @@
-"""A Ray actor that does not answer still shows where it is, and whether it works."""
+"""A Ray actor that does not answer still shows its stack and its activity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose node has left waits for another one, for as long as it takes, and is not given up."""
+"""A worker whose node has left waits for another node without a limit, and is not given up."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def placement_of(notes: list[str], **fields: Any) -> Placement:
 def test_an_engine_that_no_node_has_room_for_comes_back_on_one_that_joins_later(
     cluster: Nodes, quiet: RunFolder, tmp_path: Path
 ) -> None:
-    """A step is made by the other engine meanwhile; waiting is no restart."""
+    """The other engine makes a step meanwhile; waiting counts as no restart."""
     (second,) = cluster.ids
     seen: dict[str, str] = {}
     waits = asyncio.Event()
@@ -126,7 +126,7 @@ def test_of_two_that_lost_their_nodes_each_takes_the_first_place_there_is(cluste
 
 
 @pytest.mark.slow
-def test_ranks_that_sit_together_move_together_when_one_loses_its_node(cluster: Nodes) -> None:
+def test_ranks_of_one_group_move_together_when_one_loses_its_node(cluster: Nodes) -> None:
     notes: list[str] = []
 
     async def play() -> None:
@@ -161,7 +161,7 @@ async def sat(options: dict[str, Any]) -> str:
 
 
 class Moving:
-    """A bundle that is on these nodes, one look after another; then it stays on the last."""
+    """A reservation that is on the next of these nodes at every look; it stays on the last."""
 
     asked = ({"CPU": 1.0},)
 
@@ -185,7 +185,7 @@ def slot_on(*nodes: str) -> PlacementSlot:
 
 
 def test_an_actor_whose_node_leaves_before_it_is_there_is_asked_for_again(cluster: Nodes) -> None:
-    """Ray may hear of the node's end after the driver has; then it fails the actor, or waits for ever."""
+    """Ray may learn of the node's end after the driver; then it fails the actor or waits for ever."""
     notes: list[str] = []
     asked: list[str] = []
 

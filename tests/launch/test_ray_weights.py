@@ -1,4 +1,4 @@
-"""Weights between the nodes of a Ray cluster: one distributor a node, and one of them is killed."""
+"""Weights between the nodes of a Ray cluster: one distributor for each, one of them killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_weights_reach_every_node_though_a_distributor_is_killed(
     notes: list[str] = []
 
     async def disturb(job: Job, step: int) -> None:
-        """Before step 2 the first weights have been passed on; at step 3, the second ones."""
+        """Kill a distributor at step 3, after the second weights have been sent."""
         job.workers.callbacks.note = notes.append
         if step == 3:
             told = re.search(r"distributor-1: passes weights on, .* pid (\d+)", "\n".join(notes))

@@ -1,4 +1,4 @@
-"""A state machine of weight publications: any order of publishing, fetching, letting go and restarts."""
+"""A state machine of weight publications: publishes, fetches, releases and restarts in any order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def holds(tensors: list[tuple[str, torch.Tensor]], value: int) -> bool:
 
 
 class Publications(RuleBasedStateMachine):
-    """Any order of publishing, fetching, letting go, and of trainers that die and come back."""
+    """Publishes, fetches and releases in any order, by trainers that die and restart."""
 
     outlives_its_trainer = True  # the newest publication, for those that did not read it yet
 
@@ -48,7 +48,7 @@ class Publications(RuleBasedStateMachine):
     @precondition(lambda self: self.handles)
     @rule(engine=st.integers(0, 2), back=st.integers(0, 3))
     def fetch(self, engine: int, back: int) -> None:
-        """The newest is always there; older ones are there whole, or refused."""
+        """Fetch a version: the newest is always there, an older one is complete or refused."""
         handle = self.handles[-1 - min(back, len(self.handles) - 1)]
         try:
             tensors = list(self.engines[engine].fetch(handle))
@@ -61,14 +61,14 @@ class Publications(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 100), part=st.booleans())
     def let_go(self, which: int, part: bool) -> None:
-        """Of all, or of all but one tensor."""
+        """Release all tensors of a version, or all but one."""
         version, tensors = self.held.pop(which % len(self.held))
         if part and len(tensors) == 3:
             self.held.append((version, tensors[:1]))
 
     @rule()
     def the_trainer_comes_back(self) -> None:
-        """A new one finds the folder as the last one left it, in the middle of a publication."""
+        """Replace the trainer; the new one finds the folder in the middle of a publication."""
         self.trainer.announce(self.version + 1, "never written")
         self.trainer.close()
         self.trainer = self.new_trainer()

@@ -24,7 +24,7 @@ from penstock.pool.pool import EnginePool
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.supervise.supervised import CALLS, SupervisionCallbacks
-from penstock.supervise.trainer import RankGroup, RestartingTrainer
+from penstock.supervise.trainer import RestartingTrainer
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.watch.waits import WaitKind
 from stages.fake_engine import FakeEngine
@@ -142,23 +142,6 @@ for kind, method, arguments in (
     (WaitKind.ASK, "identity", []),
 ):
     HANGS[kind] = (with_trainer(method, *arguments), f"trainer has not answered {kind} for 60 s")
-
-
-@hangs(
-    WaitKind.OBJECT_STORE, "trainer has not answered object store (weights of version 2) for 60 s"
-)
-async def an_object_store_that_takes_nothing(stage: WatchdogStage) -> None:
-    from penstock.launch.ray.actor import ActorWorker
-    from penstock.launch.ray.cluster import _Site
-
-    class Rank(SilentWorker, ActorWorker):
-        place = "nowhere"
-        collect = staticmethod(never)
-
-    site = _Site(None, Path(), None, "object_store", stage.callbacks)  # type: ignore[arg-type]
-    supervised = await stage.silent("trainer")
-    supervised._worker = RankGroup([Rank("trainer", publish=HANDLE)], site.collect)
-    await RestartingTrainer(supervised).publish()
 
 
 @hangs(WaitKind.COLLECTIVE, "distributor-2 has not answered collective for 60 s")

@@ -134,10 +134,10 @@ def test_of_one_tasks_waits_the_last_one_is_the_culprit() -> None:
 
     async def publish() -> None:
         with stage.waits.wait("trainer", WaitKind.PUBLISH, responder="trainer"):
-            with stage.waits.wait("trainer", WaitKind.OBJECT_STORE, responder="the store"):
+            with stage.waits.wait("trainer", WaitKind.COLLECTIVE, responder="distributor-1"):
                 await never()
 
-    assert stage.run(publish()).startswith("stuck: the store has not answered object store")
+    assert stage.run(publish()).startswith("stuck: distributor-1 has not answered collective")
 
 
 def test_a_restart_is_told_of_and_left_to_its_own_time_out() -> None:

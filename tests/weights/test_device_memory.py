@@ -30,7 +30,7 @@ DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu:0")
 
 
 class StandInMemory:
-    """Memory of this process under a number, instead of a GPU's under a handle."""
+    """Memory of this process under a number, in place of GPU memory under a handle."""
 
     numbers = itertools.count()
     existing: dict[bytes, bytearray] = {}  # noqa: RUF012  # of all of them
@@ -79,7 +79,7 @@ def new_trainer(folder: str | Path) -> SharedMemorySync:
 
 
 class DevicePublications(Publications):
-    """One process has one driver: here a trainer that closes takes its memory along."""
+    """Without a GPU one process holds all memory: a trainer that closes frees its own."""
 
     outlives_its_trainer = False
 
@@ -101,7 +101,7 @@ def test_only_the_header_is_in_the_file(tmp_path: Path) -> None:
     assert all(tensor.device.type == DEVICE.type for _, tensor in fetched)
 
 
-def test_a_side_stays_locked_as_long_as_a_view_of_it_lives(tmp_path: Path) -> None:
+def test_a_buffer_stays_locked_as_long_as_a_view_of_it_lives(tmp_path: Path) -> None:
     trainer, engine = new_trainer(tmp_path), SharedMemorySync()
     name, kept = next(iter(engine.fetch(trainer.publish(1, "d", weights(1)))))
     view = kept.detach()[2:3]

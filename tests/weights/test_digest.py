@@ -1,4 +1,4 @@
-"""One identity, however the tensors come and on however many threads they are hashed."""
+"""A digest depends neither on the order of the tensors nor on the number of threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.weights import digest
 
 
 def tensors(count: int = 40) -> list[tuple[str, str, np.ndarray]]:
-    """Every other one is big enough for a thread."""
+    """Every second tensor is large enough to be hashed on a thread."""
     random = np.random.default_rng(0)
     sizes = (100, (1 << 18) + 3)
     return [

@@ -1,4 +1,4 @@
-"""Where weights lie: mapped files are passed on by name, all else is written once."""
+"""Tensors of mapped files are passed on by file name; all others are written once."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """Of a copy: memory that numpy has seen cannot be given back."""
+    """Return the bits of a copy: memory that numpy has seen cannot be freed."""
     return tensor.clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @st.composite
 def shared_tensors(draw: st.DrawFn) -> list[torch.Tensor]:
-    """Tensors over a few storages: wholes, slices, transposes, scalars, empty ones."""
+    """Draw tensors over a few storages: whole ones, slices, transposes, scalars, empty ones."""
     tensors: list[torch.Tensor] = []
     for seed in range(draw(st.integers(1, 5))):
         rows, columns = draw(st.integers(0, 9)), draw(st.integers(0, 9))
@@ -39,26 +39,26 @@ def shared_tensors(draw: st.DrawFn) -> list[torch.Tensor]:
 
 @settings(max_examples=150, deadline=None)
 @given(shared_tensors(), st.integers(1, 3))
-def test_parked_tensors_come_back_bit_for_bit(tensors: list[torch.Tensor], times: int) -> None:
+def test_offloaded_tensors_come_back_bit_for_bit(tensors: list[torch.Tensor], times: int) -> None:
     before = [bits(tensor) for tensor in tensors]
     host_offload = HostOffload(lambda: tensors, devices=("cpu",), chunk_bytes=128)
-    rooms = set()
+    sizes = set()
     for _ in range(times):
         host_offload.offload()
         assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
         assert [bits(host_offload.current(tensor)) for tensor in tensors] == before
         host_offload.offload()  # there is nothing left to move
-        rooms.add(host_offload.host_bytes)
+        sizes.add(host_offload.host_bytes)
         host_offload.reload()
         assert not host_offload.is_offloaded
         assert [bits(tensor) for tensor in tensors] == before
         assert all(host_offload.current(tensor) is tensor for tensor in tensors)
-    assert len(rooms) == 1  # host memory is made once
+    assert len(sizes) == 1  # host memory is allocated once
 
 
 @settings(max_examples=50, deadline=None)
 @given(shared_tensors())
-def test_what_is_written_while_parked_comes_back(tensors: list[torch.Tensor]) -> None:
+def test_what_is_written_while_offloaded_comes_back(tensors: list[torch.Tensor]) -> None:
     host_offload = HostOffload(lambda: tensors, devices=("cpu",), chunk_bytes=128)
     host_offload.offload()
     for tensor in tensors:
@@ -67,7 +67,7 @@ def test_what_is_written_while_parked_comes_back(tensors: list[torch.Tensor]) ->
     assert all(bool((tensor == 1).all()) for tensor in tensors)
 
 
-def test_tensors_that_come_later_join_and_the_room_of_the_first_stays() -> None:
+def test_tensors_that_come_later_join_and_host_memory_is_reused() -> None:
     tensors = [torch.arange(100.0)]
     host_offload = HostOffload(lambda: tensors, devices=("cpu",), chunk_bytes=512)
     host_offload.offload()
@@ -117,7 +117,7 @@ def test_on_a_gpu_the_memory_is_free_for_others_meanwhile() -> None:
         assert [bits(tensor.cpu()) for tensor in tensors] == before
 
 
-def test_memory_that_runs_out_on_the_way_back_leaves_all_of_it_parked() -> None:
+def test_memory_that_runs_out_on_the_way_back_leaves_all_of_it_offloaded() -> None:
     tensors = [torch.arange(10.0), torch.arange(20.0)]
     host_offload = HostOffload(lambda: tensors, devices=("cpu",))
     host_offload.offload()
@@ -150,7 +150,7 @@ def test_out_of_memory_is_one_line_with_what_to_change() -> None:
 
 
 class RunnerOnCpu(CudaRunner):
-    """The part of a CUDA runner that gives memory away, over a model on the CPU."""
+    """The part of a CUDA runner that offloads, over a model on the CPU."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.prompts, self._options = model, {}, TransformersOptions()

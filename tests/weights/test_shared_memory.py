@@ -1,4 +1,4 @@
-"""What was fetched never changes while it is held; what is not whole is never taken for whole."""
+"""Fetched tensors never change while they are held; an incomplete publication is never read."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ sys.stdin.buffer.read()
 """
 
 
-def test_a_reader_that_is_killed_gives_its_side_back(tmp_path: Path) -> None:
+def test_a_reader_that_is_killed_frees_its_buffer(tmp_path: Path) -> None:
     trainer = SharedMemorySync(tmp_path)
     handle = trainer.publish(1, "d", weights(1))
     process = subprocess.Popen(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 from penstock.errors import RunError
 from penstock.weights.in_process import InProcessSync
-from penstock.weights.object_store import ObjectStoreSync, tensor_of
 from penstock.weights.protocol import WeightSync
 from penstock.weights.shared_memory import Folder, SharedMemorySync, sweep_stale
 
@@ -25,32 +22,16 @@ def weights(value: float) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-class Stored(ObjectStoreSync):
-    """The object store without a store: chunks are handed over as they are."""
-
-    def publish(self, version, digest, weights):
-        handle = super().publish(version, digest, weights)
-        chunks = [pickle.loads(pickle.dumps(self.chunk(n))) for n in range(handle.location)]
-        return replace(handle, location=chunks)
-
-    def fetch(self, handle):
-        for chunk in handle.location:
-            for name, dtype, array in chunk:
-                yield name, tensor_of(dtype, array)
-
-
-@pytest.fixture(params=["in_process", "shared_memory", "object_store"])
-def sides(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[WeightSync, WeightSync]:
-    if request.param == "object_store":
-        return Stored(chunk_bytes=64), Stored()
+@pytest.fixture(params=["in_process", "shared_memory"])
+def ends(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[WeightSync, WeightSync]:
     if request.param == "in_process":
         both = InProcessSync()
         return both, both
     return SharedMemorySync(tmp_path), SharedMemorySync(tmp_path)
 
 
-def test_what_is_published_is_what_is_fetched(sides: tuple[WeightSync, WeightSync]) -> None:
-    consumer, engine = sides
+def test_what_is_published_is_what_is_fetched(ends: tuple[WeightSync, WeightSync]) -> None:
+    consumer, engine = ends
     handle = consumer.publish(1, "digest", weights(1.5))
     fetched = dict(engine.fetch(handle))
     assert (handle.version, handle.digest) == (1, "digest")
@@ -59,8 +40,8 @@ def test_what_is_published_is_what_is_fetched(sides: tuple[WeightSync, WeightSyn
         assert fetched[name].dtype == tensor.dtype
 
 
-def test_the_next_publication_does_not_touch_the_last(sides: tuple[WeightSync, WeightSync]) -> None:
-    consumer, engine = sides
+def test_the_next_publication_does_not_touch_the_last(ends: tuple[WeightSync, WeightSync]) -> None:
+    consumer, engine = ends
     first = consumer.publish(1, "d1", weights(1.0))
     views = dict(engine.fetch(first))
     second = consumer.publish(2, "d2", weights(2.0))
@@ -69,8 +50,8 @@ def test_the_next_publication_does_not_touch_the_last(sides: tuple[WeightSync, W
     assert torch.equal(views["a"], torch.full((3, 5), 1.0))
 
 
-def test_publishing_copies(sides: tuple[WeightSync, WeightSync]) -> None:
-    consumer, engine = sides
+def test_publishing_copies(ends: tuple[WeightSync, WeightSync]) -> None:
+    consumer, engine = ends
     live = [("a", torch.ones(4))]
     handle = consumer.publish(1, "d", live)
     live[0][1].zero_()

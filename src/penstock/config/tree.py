@@ -277,7 +277,7 @@ class SyncConfig(Section):
     every_steps: int = Field(1, ge=1)
     """Updates between two publications of the weights."""
     kind: str = "auto"
-    """auto | in_process | shared_memory | cuda_ipc | object_store | collective."""
+    """auto | in_process | shared_memory | cuda_ipc | collective."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Backend of `collective` between nodes; nccl needs a GPU on every node."""
 

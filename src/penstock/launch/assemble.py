@@ -67,7 +67,7 @@ def join(
     """
     everyone = [trainer, *engines]
     places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
-    announces = sync not in ("object_store", "in_process")
+    announces = sync != "in_process"
 
     async def renew(handle: WeightHandle) -> WeightHandle:
         return await part.renewed(handle)

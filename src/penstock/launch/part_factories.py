@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from penstock.config import Config
 from penstock.engine import ENGINES
@@ -68,10 +68,6 @@ class TrainerService:
                 pass
             return WeightHandle(version=consumer.policy_version, digest=self._digest, kind="rank")
         return self._sync.publish(consumer.policy_version, self._digest, consumer.weights())
-
-    def weight_chunk(self, number: int) -> Any:
-        """Return one chunk of the last publication, for the object store."""
-        return cast(Any, self._sync).chunk(number)
 
     def announce(self) -> WeightHandle | None:
         """Return the handle of the next publication, so that engines can begin to read early; or None."""
@@ -151,13 +147,13 @@ def trainer_part(
 ) -> TrainerService:
     """Build a trainer rank. `node`: the name of its node in a cluster, where it has its own folder."""
     _set_rank_variables(config, rank, meeting)
-    own: Folder | None = None
-    if kind == "collective" and node and rank == 0:
-        from penstock.weights.shared_memory import Folder
+    from penstock.weights.shared_memory import Folder, SharedMemorySync
 
+    own: Folder | None = None
+    if node and rank == 0:
         own = Folder(Path(folder)) if folder else Folder.new()
         folder = str(own.path)
-    sync = _make_sync(kind, folder, node, on_device=_shares_device(config, kind))
+    sync = SharedMemorySync(folder, node=node, on_device=_shares_device(config, kind))
     return TrainerService(config, total_steps, sync, own)
 
 
@@ -175,11 +171,13 @@ def _shares_device(config: Config, kind: str) -> bool:
     return device == "cuda" and (kind == "cuda_ipc" or not config.launch.colocate)
 
 
-def engine_part(config: Config, kind: str, folder: str, index: int) -> InferenceEngine:
+def engine_part(config: Config, index: int) -> InferenceEngine:
     """Build an engine."""
-    sync = _make_sync(kind, folder)
+    from penstock.weights.shared_memory import SharedMemorySync
+
     engine_class = load("engine.name", config.engine.name, ENGINES)
-    engine: InferenceEngine = engine_class.from_config(config, fetch=sync.fetch, index=index)
+    fetch = SharedMemorySync().fetch
+    engine: InferenceEngine = engine_class.from_config(config, fetch=fetch, index=index)
     return engine
 
 
@@ -188,16 +186,6 @@ def distributor_part(folder: str, node: str, address: str, backend: str = "gloo"
     from penstock.weights.collective import Distributor
 
     return Distributor(folder, node=node, address=address, backend=backend)
-
-
-def _make_sync(kind: str, folder: str, node: str = "", *, on_device: bool = False) -> WeightSync:
-    if kind != "object_store":  # between nodes, distributors do the rest
-        from penstock.weights.shared_memory import SharedMemorySync
-
-        return SharedMemorySync(folder, node=node, on_device=on_device)
-    from penstock.weights.object_store import ObjectStoreSync
-
-    return ObjectStoreSync()
 
 
 def _set_rank_variables(config: Config, rank: int, meeting: Meeting) -> None:

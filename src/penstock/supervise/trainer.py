@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,7 +18,6 @@ from penstock.supervise.supervised import Call, Supervised
 from penstock.supervise.worker import Worker
 from penstock.types import Batch, StepReport, WeightHandle
 
-Collect = Callable[[Worker, WeightHandle], Awaitable[WeightHandle]]
 _OTHERS_TIMEOUT_S = 30.0
 # Methods without a collective inside: no rank waits for one that failed.
 _EACH_BY_ITSELF = ("write_snapshot", "progress")
@@ -53,14 +52,13 @@ class TrainerPart(Protocol):
 
 
 class RankGroup:
-    """See `Worker`: trainer ranks as one. `collect` completes a handle that rank 0 published."""
+    """See `Worker`: trainer ranks as one."""
 
     can_be_killed = True
 
-    def __init__(self, ranks: Sequence[Worker], collect: Collect | None = None) -> None:
+    def __init__(self, ranks: Sequence[Worker]) -> None:
         self.name = "trainer"
         self._ranks = list(ranks)
-        self._collect = collect
 
     @property
     def place(self) -> str:
@@ -76,8 +74,6 @@ class RankGroup:
         else:
             wait = _all_ended if method in _EACH_BY_ITSELF else self._each
             results = await wait(*(rank.call(method, *args) for rank in self._ranks))
-        if method == "publish" and self._collect is not None:
-            return await self._collect(self._ranks[0], results[0])
         return tuple(results) if method == "progress" else results[0]
 
     def _shares(self, batch: Batch) -> list[tuple[Worker, Batch]]:

@@ -27,7 +27,6 @@ class WaitKind(StrEnum):
     JOURNAL = "journal"  # a step being written to the journal
     TRAIN = "train"  # one update
     PUBLISH = "publish"  # weights leaving the trainer
-    OBJECT_STORE = "object store"  # published weights entering Ray's object store
     COLLECTIVE = "collective"  # the group that weights are broadcast to
     SYNC = "sync"  # an engine loading weights
     EVAL = "eval"  # one evaluation

@@ -9,16 +9,16 @@ from __future__ import annotations
 from penstock.config import Config
 from penstock.errors import UserError
 
-SHARED = "auto"  # memory that processes of one machine share: the GPU's, or the host's
-SYNC_KINDS = {  # what each launcher can use, the first one where the config says auto
+SHARED = "auto"  # memory that processes of one machine share: the GPU's or the host's
+SYNC_KINDS = {  # what each launcher can use; `auto` is the first
     "local": (SHARED, "shared_memory", "cuda_ipc", "collective"),
-    "ray": ("object_store", "collective"),
+    "ray": ("collective",),
     "inline": ("in_process",),
 }
 
 
 def sync_kind(config: Config) -> str:
-    """The weight sync of a launcher that ships; a UserError where it cannot use what is asked for."""
+    """Return the weight sync of a built-in launcher; raise a UserError if `sync.kind` does not fit it."""
     kind, allowed = config.sync.kind, SYNC_KINDS[config.launch.kind]
     if kind == "auto":
         return allowed[0]

@@ -40,9 +40,8 @@ class BufferWriter:
         self.number, size, written = (
             _HEADER.unpack(header) if len(header) == _HEADER.size else (0, 0, 0)
         )
-        in_file = (
-            os.fstat(self._file).st_size == HEADER_BYTES + size
-        )  # else on the GPU of a dead writer
+        # false if the bytes were on the GPU of a dead writer
+        in_file = os.fstat(self._file).st_size == HEADER_BYTES + size
         self.is_complete = self.number > 0 and size == written and in_file
         self._size, self._device = 0, _HOST
         self._map: mmap.mmap | None = None
@@ -68,9 +67,8 @@ class BufferWriter:
     def _allocate(self, size: int, device: torch.device) -> None:
         self._size = self.number = 0
         self._device, self.device_handle = device, None
-        os.pwrite(
-            self._file, bytes(_HEADER.size), 0
-        )  # a writer that dies here leaves no publication
+        # a writer that dies from here on leaves no publication
+        os.pwrite(self._file, bytes(_HEADER.size), 0)
         in_file = HEADER_BYTES + (size if device == _HOST else 0)
         try:
             self._reserve(in_file)

@@ -34,7 +34,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     )
 
     def make_engine(number: int) -> Supervised:
-        spawn = _spawn_engine(config, log_folder, link, number)
+        spawn = _spawn_engine(config, log_folder, number)
         return Supervised(f"engine-{number}", spawn, settings, callbacks)
 
     engines = [make_engine(number) for number in range(settings.num_producers)]
@@ -61,15 +61,12 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     )
 
 
-def _spawn_engine(
-    config: Config, log_folder: Path, link: tuple[str, str], number: int
-) -> Callable[[], Awaitable[Worker]]:
+def _spawn_engine(config: Config, log_folder: Path, number: int) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
         return await ProcessWorker.start(
             f"engine-{number}",
             "penstock.launch.part_factories:engine_part",
             config,
-            *link,
             number,
             log_path=log_folder / f"engine-{number}.log",
             threads=config.engine.threads,

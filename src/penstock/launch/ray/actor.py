@@ -24,10 +24,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from penstock.errors import PartFailed, RunError, WorkerDied
 from penstock.launch.ray.faults import ACTOR_IS_GONE, why
-from penstock.launch.ray.object_store_retry import with_room
+from penstock.launch.ray.object_store_retry import retry_while_full
 from penstock.launch.rpc_server import RpcServer, portable_error, stacks, with_log_path
 from penstock.supervise.activity import activity_of
-from penstock.types import WeightHandle
 
 _CALLS_AT_ONCE = 4096
 # Calls with many small objects, several hundred times a second: pickle takes half of Ray's time.
@@ -80,10 +79,6 @@ class ServingActor:
 
     async def packed_call(self, packed: bytes) -> bytes:
         return _packed(await self.call(*pickle.loads(packed)))
-
-    async def chunk(self, number: int) -> tuple[Any, bool]:
-        """An object of its own in the store, which the caller owns; and that it is there."""
-        return await self._server.call("weight_chunk", (number,)), True
 
     @ray.method(concurrency_group=_WATCH)
     async def stack(self) -> str:
@@ -164,12 +159,12 @@ class ActorWorker:
     async def call(self, method: str, *args: Any) -> Any:
         packed = _packed((method, args)) if method in _PACKED else None
 
-        async def send() -> list[Any]:  # large arguments go through the object store
+        def send() -> Any:  # large arguments become objects of the store
             if packed is not None:
-                return [self._actor.packed_call.remote(packed)]
-            return [self._actor.call.remote(method, args)]
+                return self._actor.packed_call.remote(packed)
+            return self._actor.call.remote(method, args)
 
-        (reference,) = await with_room(f"{self.name}: {method}", send, self.note)
+        reference = await retry_while_full(f"{self.name}: {method}", send, self.note)
         return await self._ask(reference)
 
     async def _ask(self, reference: Any) -> Any:
@@ -191,24 +186,6 @@ class ActorWorker:
             return WorkerDied(f"{self.name}: {why(fault)}")
         _append(self._log_path, str(fault))
         return with_log_path(PartFailed(f"{self.name}: {why(fault)}"), self._log_path)
-
-    async def collect(self, handle: WeightHandle) -> WeightHandle:
-        """Take the staged chunks into the object store; they are owned here."""
-
-        async def store() -> list[Any]:
-            chunk = self._actor.chunk.options(num_returns=2)
-            pairs = [chunk.remote(number) for number in range(handle.location)]
-            await asyncio.gather(*(_awaited(stored) for _, stored in pairs))
-            return [reference for reference, _ in pairs]
-
-        try:
-            what = f"weights of version {handle.version}"
-            references = await with_room(what, store, self.note)
-        except RayError as fault:
-            raise self._translated(fault) from None
-        return WeightHandle(
-            version=handle.version, digest=handle.digest, kind=handle.kind, location=references
-        )
 
     async def ended(self) -> str:
         await asyncio.wait([self._end])

@@ -1,7 +1,8 @@
 """The launcher of a Ray cluster: engines and trainer ranks are actors, placed by the nodes' resources.
 
 Without an address it starts a cluster of this machine alone and stops it after the run; with an address it
-joins that cluster. `placement.py` decides which actor runs on which node.
+joins that cluster. `placement.py` decides which actor runs on which node. Weights go through shared memory,
+and between nodes by broadcast (`pool/node_copies.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,7 @@ from penstock.pool.node_copies import NodeCopies
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RankGroup
 from penstock.supervise.worker import Worker
-from penstock.types import WeightHandle
-from penstock.watch.waits import WaitKind, Waits
+from penstock.watch.waits import Waits
 from penstock.weights import sync_kind
 
 
@@ -79,8 +79,6 @@ def disconnect(ours: bool) -> None:
 async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers:
     settings, callbacks, placement = actors.config.launch, actors.callbacks, actors.placement
     actors.log_folder.mkdir(parents=True, exist_ok=True)
-    if actors.sync == "collective":
-        actors.copies = NodeCopies(_spawn_distributor(actors), settings, callbacks)
     trainer = Supervised("trainer", _spawn_trainer(actors, total_steps), settings, callbacks)
 
     def make_engine(number: int) -> Supervised:
@@ -125,7 +123,11 @@ class _Actors:
     placement: Placement
     sync: str
     callbacks: SupervisionCallbacks
-    copies: NodeCopies | None = None
+    copies: NodeCopies = field(init=False)
+
+    def __post_init__(self) -> None:
+        spawn = self._spawn_distributor
+        self.copies = NodeCopies(spawn, self.config.launch, self.callbacks)
 
     async def create(self, name: str, threads: int, options: dict[str, Any]) -> ActorWorker:
         timeout_s, log = self.config.launch.start_timeout_s, self.log_folder / f"{name}.log"
@@ -135,14 +137,6 @@ class _Actors:
 
     async def place(self, name: str, threads: int, slot: PlacementSlot) -> ActorWorker:
         return await self.placement.start_actor(name, slot, partial(self.create, name, threads))
-
-    async def collect(self, rank: Worker, handle: WeightHandle) -> WeightHandle:
-        """Take the weights that a trainer rank has staged into the object store."""
-        assert isinstance(rank, ActorWorker)
-        detail = f"weights of version {handle.version}"
-        waits = self.callbacks.waits
-        with waits.wait("trainer", WaitKind.OBJECT_STORE, detail, responder="trainer"):
-            return await rank.collect(handle)
 
     async def build(self, worker: ActorWorker, factory: str, *args: Any) -> ActorWorker:
         timeout_s = self.config.launch.start_timeout_s
@@ -157,15 +151,22 @@ class _Actors:
             raise
         return worker
 
+    async def _spawn_distributor(self, name: str, node: str, folder: str) -> Worker:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        worker = await self.create(name, 1, {"num_cpus": 0, "scheduling_strategy": where})
+        backend = self.config.sync.backend
+        return await self.build(worker, "distributor_part", folder, node, worker.address, backend)
+
 
 def _spawn_engine(
     actors: _Actors, number: int, slot: PlacementSlot
 ) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
         worker = await actors.place(f"engine-{number}", actors.config.engine.threads, slot)
-        if actors.copies is not None:
-            actors.copies.place_engine(number, worker.node)
-        return await actors.build(worker, "engine_part", actors.config, actors.sync, "", number)
+        actors.copies.place_engine(number, worker.node)
+        return await actors.build(worker, "engine_part", actors.config, number)
 
     async def spawn_or_free() -> Worker:
         try:
@@ -205,19 +206,6 @@ def _spawn_trainer(actors: _Actors, total_steps: int) -> Callable[[], Awaitable[
         for slot in slots:
             slot.has_served = True
         folders[node] = await ranks[0].call("weights_folder")
-        return RankGroup(ranks, actors.collect if actors.sync == "object_store" else None)
-
-    return spawn
-
-
-def _spawn_distributor(actors: _Actors) -> Callable[[str, str, str], Awaitable[Worker]]:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    backend = actors.config.sync.backend
-
-    async def spawn(name: str, node: str, folder: str) -> Worker:
-        where = NodeAffinitySchedulingStrategy(node, soft=False)
-        worker = await actors.create(name, 1, {"num_cpus": 0, "scheduling_strategy": where})
-        return await actors.build(worker, "distributor_part", folder, node, worker.address, backend)
+        return RankGroup(ranks)
 
     return spawn

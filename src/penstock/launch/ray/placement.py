@@ -108,9 +108,7 @@ class Reservation:
     def _create(self, target: str = "") -> Any:
         from ray.util.placement_group import placement_group
 
-        if (
-            target
-        ):  # Ray heeds it with this strategy only; for one bundle all strategies are the same
+        if target:  # heeded with this strategy only; for one bundle all strategies are the same
             return placement_group(self.asked, "STRICT_PACK", _soft_target_node_id=target)
         return placement_group(self.asked, self._strategy)
 
@@ -243,7 +241,7 @@ class Placement:
         return reservation
 
     def take(self, name: str) -> PlacementSlot:
-        """Return a producer's slot: that of a drained or abandoned one, else a new slot."""
+        """Return a producer's slot: that of one that was drained or given up, else a new slot."""
         for slot in self.producers:
             if slot.is_free:
                 slot.worker, slot.has_served = None, False
@@ -301,7 +299,7 @@ class Placement:
     async def _has_started(
         self, creating: asyncio.Task[Any], slot: PlacementSlot, node: str
     ) -> bool:
-        """Wait for the actor; return False if its node left, which Ray does not report: look for it."""
+        """Wait for the actor; return False if its node left. Ray does not report that, so this looks."""
         look_s = _FIRST_LOOK_S
         while not (await asyncio.wait([creating], timeout=look_s))[0]:
             look_s *= 2
