@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
 from penstock import cli
+from stages.command_line import commands
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -31,19 +29,6 @@ def write_lines(path: Path, *lines: object) -> str:
         "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
     )
     return str(path)
-
-
-def commands() -> dict[str, Any]:
-    """Return every command of the command line by its words, such as `sandbox serve`."""
-
-    def walk(command: Any, words: str) -> Iterator[tuple[str, Any]]:
-        below = getattr(command, "commands", {})
-        if not below:
-            yield words, command
-        for word, inner in below.items():
-            yield from walk(inner, f"{words} {word}".strip())
-
-    return dict(walk(typer.main.get_command(cli.app), ""))
 
 
 def test_help_is_a_page_with_every_command(
