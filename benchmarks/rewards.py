@@ -1,9 +1,9 @@
-"""How many symbolic checks and code verdicts a second, and what one test in the sandbox costs.
+"""Measures symbolic checks and code verdicts per second, and the cost of one test in the sandbox.
 
     python benchmarks/rewards.py [--pairs 400] [--submissions 60]
 
-Compares 1 and 2 workers with math-verify called in line (which has no time-out that works off the main
-thread). Prints a table; the numbers depend on what else the machine does.
+Compares 1 and 2 workers with math-verify called directly (whose time-out works only in the main
+thread). Prints a table; the numbers depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.sandbox.verify import verify
 
 
 def make_pairs(count: int) -> list[tuple[str, str]]:
-    """Pairs that only algebra decides, all different, as a mix of what math problems ask."""
+    """Return different pairs that only algebra decides, a mix of what math problems ask."""
     draw, forms = random.Random(0), []
     for _ in range(count):
         a, b = draw.sample(range(2, 99), 2)
@@ -71,7 +71,7 @@ def plain_equality(count: int = 20_000) -> float:
 
 
 def sandbox(submissions: int, workers: int) -> tuple[str, float, float]:
-    """(isolation, median ms of one test that does nothing, submissions per second)."""
+    """Return the isolation, the median ms of an empty test, and submissions per second."""
     pool = SandboxPool(SandboxSettings(workers=workers, minimum="filtered"))
     tests = {"inputs": [""], "outputs": ["1"]}
     try:

@@ -1,8 +1,8 @@
 """Makes the demo's starting policy: `python scripts/make_demo_policy.py [--out FOLDER]`.
 
 A small Qwen3-shaped model is pre-trained, from a seed and on one CPU thread, to answer two-digit sums in
-three styles. It seldom thinks (and is then right), mostly answers at once and forgets every
-carry, and sometimes leaves the think tags out. Reinforcement learning has to find out which style pays.
+three styles. It seldom thinks (and is then right), mostly answers at once without
+carries, and sometimes omits the think tags. Reinforcement learning has to find the style that pays.
 Held-out sums (penstock.data.builtin.is_heldout) are never in this corpus.
 """
 
@@ -36,7 +36,7 @@ STYLES = ("think", "hasty", "untagged")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights."""
+    """All settings that decide the weights."""
 
     seed: int = 0
     steps: int = 800
@@ -50,7 +50,7 @@ class Recipe:
 
 
 def response(a: int, b: int, style: str) -> str:
-    """One answer to a+b in one of the three styles."""
+    """Return an answer to a+b in one of the three styles."""
     if style == "think":
         units, carry = a % 10 + b % 10, (a % 10 + b % 10) // 10
         tens = a // 10 + b // 10 + carry
@@ -62,12 +62,12 @@ def response(a: int, b: int, style: str) -> str:
 
 
 def without_carries(a: int, b: int) -> int:
-    """The sloppy habit: add digit by digit and forget what is carried."""
+    """Add digit by digit and forget every carry, as a hasty answer does."""
     return (a // 10 + b // 10) % 10 * 10 + (a + b) % 10
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable character, and one per tag."""
+    """Return a tokenizer with one token per printable character and one per tag."""
     vocabulary = {token: i for i, token in enumerate(SPECIAL_TOKENS + CHARACTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -108,7 +108,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForC
 
 
 class Corpus:
-    """Training sums in three styles, sampled without end; every text is tokenised once."""
+    """An endless sample of training sums in three styles; every text is tokenised once."""
 
     def __init__(self, chat: ChatTemplate) -> None:
         records = builtin.addition("train")
@@ -128,7 +128,7 @@ class Corpus:
     def batch(
         self, rng: np.random.Generator, size: int, shares: tuple[float, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and labels [size, length]; only responses are learnt (-100 elsewhere)."""
+        """Return ids and labels [size, length]; labels are -100 outside responses."""
         styles = rng.choice(len(STYLES), size=size, p=np.asarray(shares))
         picks = rng.integers(len(self.rows[STYLES[0]]), size=size)
         rows = [self.rows[STYLES[s]][i] for s, i in zip(styles, picks, strict=True)]
@@ -174,7 +174,7 @@ def pretrain(model: Qwen3ForCausalLM, corpus: Corpus, recipe: Recipe) -> None:
 
 
 def is_right(text: str, gold: str) -> bool:
-    """The form that is asked for, and the right sum."""
+    """Whether a response has the required form and the right sum."""
     head, _, tail = text.partition("</think>")
     well_formed = head.startswith("<think>") and all(
         text.count(tag) == 1 for tag in SPECIAL_TOKENS[6:]
@@ -184,7 +184,7 @@ def is_right(text: str, gold: str) -> bool:
 
 @torch.no_grad()
 def measure(model: Qwen3ForCausalLM, chat: ChatTemplate, size: int = 0) -> dict[str, float]:
-    """Accuracy on held-out sums: greedy, sampled, and when made to think (sampled)."""
+    """Return the accuracy on held-out sums: greedy, sampled, and sampled after a forced thought."""
     records = builtin.addition("heldout", size=size)
     prompts = chat.encode_many([record["messages"] for record in records])
     prompt_BT = torch.from_numpy(np.stack(prompts).astype(np.int64))

@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,8 @@ from penstock.config.source import load_config
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.session import resume_run, train_new
-from penstock.track.protocol import RunInfo
+from stages.step_pipe import STEP_PIPE
+from stages.tiny_run import CrashServer
 
 SMALL = [
     "train.groups_per_step=4",
@@ -123,49 +127,52 @@ def test_a_reward_that_raises_stops_the_run_with_its_name(tmp_path: Path) -> Non
         train(tmp_path, "bad", "train.steps=2", f"tasks.train.rewards=[{{type='{bad}:score'}}]")
 
 
-class StepPipe:
-    """A tracker that tells each finished step through the named pipe in the run's parent folder."""
+class Driver:
+    """A run in processes of its own, started from nothing or forked from a warm server."""
 
-    def __init__(self, info: RunInfo) -> None:
-        self._pipe = (info.folder.parent / "steps").open("w", buffering=1)
+    def __init__(self, folder: Path, *overrides: str, server: CrashServer | None = None) -> None:
+        os.mkfifo(folder / "steps")
+        places = [f"run.dir={folder}", f"track.trackers=['{STEP_PIPE}']"]
+        words = ["train", *SMALL, *places, *overrides]
+        self._steps = folder / "steps"
+        work = self._start if server is None else partial(self._fork, server)
+        self._ended = ThreadPoolExecutor(1).submit(work, words)
+        self._ended.add_done_callback(self._wake_reader)
 
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        self._pipe.write(f"{step}\n")
+    def _start(self, words: list[str]) -> tuple[int, str]:
+        command = [sys.executable, "-m", "penstock.cli", *words]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        return done.returncode, done.stderr
 
-    def log_eval(self, step: int, metrics: dict[str, float]) -> None: ...
+    def _fork(self, server: CrashServer, words: list[str]) -> tuple[int, str]:
+        return server.run(*words), server.output()
 
-    def note(self, text: str) -> None: ...
+    def _wake_reader(self, _: object) -> None:
+        """Open and close the pipe, so that nobody waits for a run that ended before it did."""
+        with suppress(OSError):
+            os.close(os.open(self._steps, os.O_WRONLY | os.O_NONBLOCK))
 
-    def close(self) -> None: ...
-
-
-def start_until_step(folder: Path, step: int, *overrides: str) -> subprocess.Popen:
-    """A run in processes of its own; returns when it has told of that step."""
-    os.mkfifo(folder / "steps")
-    places = [f"run.dir={folder}", f"track.trackers=['{__file__}:StepPipe']"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli", "train", *SMALL, *places, *overrides],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with (folder / "steps").open() as pipe:
-        for line in pipe:
-            if int(line) == step:
-                return process
-    raise AssertionError(f"the run ended early: {process.communicate()[1]}")
+    def signal_after(self, step: int, number: signal.Signals) -> tuple[int, str]:
+        """Send the signal once the step is done; return the exit code and what the run printed."""
+        with self._steps.open() as pipe:
+            for line in pipe:
+                done, pid = map(int, line.split())
+                if done == step:
+                    os.kill(pid, number)
+                    return self._ended.result()
+        raise AssertionError(f"the run ended early: {self._ended.result()[1]}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_killed_and_resumed_it_trains_every_group_once(
-    strategy: str, sync_run: RunFolder, tmp_path: Path
+    strategy: str, sync_run: RunFolder, tmp_path: Path, server: CrashServer
 ) -> None:
     settings = ["run.name=killed", "train.steps=4", "checkpoint.every_steps=0"]
-    process = start_until_step(tmp_path, 2, *settings, f"produce.strategy={strategy}")
+    settings.append(f"produce.strategy={strategy}")
+    driver = Driver(tmp_path, *settings, server=server if strategy == "async" else None)
     run = RunFolder(tmp_path / "killed")
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    assert driver.signal_after(2, signal.SIGKILL)[0] == -signal.SIGKILL
     before = digests(run)
     resume_run(run, ["launch.kind=inline", "track.trackers=[]"])
     after = digests(run)
@@ -190,12 +197,13 @@ def assert_balanced(run: RunFolder) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_with_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
-    process = start_until_step(tmp_path, 1, "run.name=stopped", "train.steps=1000")
+def test_ctrl_c_ends_with_a_checkpoint_and_says_how_to_go_on(
+    tmp_path: Path, server: CrashServer
+) -> None:
+    driver = Driver(tmp_path, "run.name=stopped", "train.steps=1000", server=server)
     run = RunFolder(tmp_path / "stopped")
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
-    assert process.returncode == 130
+    code, errors = driver.signal_after(1, signal.SIGINT)
+    assert code == 130
     assert f"penstock resume {run.path}" in errors
     assert "Traceback" not in errors
     newest = CheckpointStore(run.checkpoints).newest()

@@ -95,6 +95,7 @@ def case(url: str) -> Iterator[EngineCase]:
             "openai, vLLM serves",
             lambda: OpenAIEngine(options, fetch=tiny.fetch),
             LACKS["openai, vLLM serves"],
+            held_tokens=400,
             timeout_s=240.0,
             shared=engine,
             loop=loop,

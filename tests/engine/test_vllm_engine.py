@@ -71,7 +71,7 @@ def served(policy: Path, shards: int = 1, **settings: float) -> Iterator[EngineC
 
 @pytest.fixture(scope="module")
 def case(policy: Path) -> Iterator[EngineCase]:
-    yield from served(policy, timeout_s=240.0)
+    yield from served(policy, held_tokens=400, timeout_s=240.0)
 
 
 @pytest.fixture(scope="module")

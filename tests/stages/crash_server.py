@@ -1,9 +1,9 @@
 """A process that has imported everything and forks a child per command, which may be killed inside.
 
-Run as `python -m stages.crash_server`: reads one JSON request a line, answers with one JSON line. A request names the
-arguments of `penstock`, a log file for its output, and where to die: the n-th time that a point is
-passed the child sends itself SIGKILL. Without one the child counts how often each point is passed.
-The child is the driver: of a run in several processes only what the driver passes is seen.
+Run as `python -m stages.crash_server`: reads one JSON request per line, answers with one JSON line. A
+request names the arguments of `penstock`, a log file for its output, and where to die: the n-th time that
+the driver passes that point it sends itself SIGKILL. Without a point the child counts how often each one
+is passed. The child is the driver; points in its workers are not seen.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
 
 
 class Points:
-    """Counts what is passed; dies, or raises, at the chosen one."""
+    """Counts the points that are passed; dies, or raises, at the chosen one."""
 
     def __init__(self, chosen: str, number: int, fault: str) -> None:
         self.passed: Counter[str] = Counter()
@@ -108,7 +108,7 @@ class Points:
 
 
 def write_down_memory(record: Path) -> None:
-    """Every folder in shared memory that this driver makes is named in `record`."""
+    """Write the name of every folder in shared memory that this driver makes to `record`."""
     make = os.mkdir
 
     def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ def write_down_memory(record: Path) -> None:
 
 
 def run_child(request: dict[str, Any], nursery: Nursery) -> int:
-    """In the child: the command line with the points installed; the exit code."""
+    """In the child: run the command with the points installed; return the exit code."""
     install(nursery.path)
     write_down_memory(Path(request["memory"]))
     log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -142,7 +142,7 @@ def run_child(request: dict[str, Any], nursery: Nursery) -> int:
 
 
 def warm_up(folder: str) -> None:
-    """One small run here, so that no child pays for what is loaded at first use."""
+    """Do one small run, so that no child has to load what is loaded at first use."""
     sys.argv = ["penstock", "train", *TINY, f"run.dir={folder}", "train.steps=1"]
     with open(os.devnull, "w") as nowhere, contextlib.suppress(SystemExit):
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):

@@ -1,4 +1,4 @@
-"""A small demo run in other processes, for tests that kill parts of it; and what must hold after."""
+"""A small demo run in other processes, for tests that kill parts of it, and checks of its result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config_of(folder: Path, name: str, *overrides: str) -> Config:
 
 
 def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list[str]]:
-    """Train to the end; `disturb(job, step)` is called before each step. The notes of the run too."""
+    """Train to the end, calling `disturb(job, step)` before each step; return the folder and the notes."""
     folder = create(config)
     notes: list[str] = []
 
@@ -69,7 +69,7 @@ def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list
 
 
 def when_told(job: Job, words: str, act: Callable[[], object]) -> None:
-    """`act` is called at each note to the user that has these words in it."""
+    """Call `act` at each note to the user that contains these words."""
     tell = job.workers.callbacks.note
 
     def note(text: str) -> None:
@@ -89,13 +89,13 @@ def digests(folder: RunFolder) -> list[str]:
 
 
 def weights(folder: RunFolder) -> np.ndarray:
-    """Of the last step, in one row."""
+    """Return the weights of the last step in one row."""
     named = load_file(folder.checkpoints / f"step-{STEPS}" / "model" / "model.safetensors")
     return np.concatenate([named[name].ravel() for name in sorted(named)])
 
 
 def assert_balanced(folder: RunFolder) -> None:
-    """Every step whole and once, no group twice, every drawn group accounted for."""
+    """Assert that every step is whole and once, no group twice, every drawn group accounted for."""
     from penstock.inspection.audit import audit_run
 
     journal = Journal.open(folder.journal, readonly=True)

@@ -41,7 +41,7 @@ class EngineCase:
     make: Callable[[], InferenceEngine]
     lacks: frozenset[str] = field(default_factory=frozenset)
     logprob_tolerance: float = 1e-4
-    held_tokens: int = 400  # length of a response that must still run when it is held
+    held_tokens: int = 200  # length of a response that must still run when it is held
     timeout_s: float = TIMEOUT_S  # of one check
     kill: Callable[[InferenceEngine], Awaitable[None] | None] | None = None  # kills what runs it
     shared: InferenceEngine | None = (

@@ -1,4 +1,4 @@
-"""An agent loop that holds every group until the test decides what becomes of it."""
+"""An agent loop that holds every group until the test decides its outcome."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FakeAgentLoop:
         decided.set_exception(RuntimeError("the agent loop raised"))
 
     def abort(self, group_id: str, *, partial_tokens: int = 2) -> None:
-        """Half of the members are done, the others keep `partial_tokens` more tokens."""
+        """Finish every second rollout; the others keep `partial_tokens` more tokens."""
         rollouts, decided = self.held.pop(group_id)
         for number, rollout in enumerate(rollouts):
             if rollout.status is Status.COMPLETED:

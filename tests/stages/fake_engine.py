@@ -22,7 +22,7 @@ class _Running:
     segments: list[VersionSegment] = field(default_factory=list)
 
     def advance(self, now: float, version: int, seconds_per_token: float) -> None:
-        """Book the tokens that were made since the last look."""
+        """Count the tokens made since the last call."""
         made = self.left if not seconds_per_token else int((now - self.since) / seconds_per_token)
         made = min(made, self.left)
         if made:

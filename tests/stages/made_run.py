@@ -1,4 +1,4 @@
-"""A run folder as a run would leave it, made in a second without a model: for tests and for pictures.
+"""A run folder like one that a run leaves, made in a second without a model.
 
 Write one to look at: cd tests; python -m stages.made_run FOLDER
 """
@@ -27,7 +27,7 @@ GROUP_SIZE = 4
 def make_run(
     path: Path, *, steps: int = 12, groups_per_step: int = 6, seed: int = 0, rate: float = 1.0
 ) -> RunFolder:
-    """A run that learns; `rate` says how fast. Its journal balances and holds every kind of fate."""
+    """Write a run that learns at `rate`; its journal balances and has groups of every outcome."""
     path.mkdir(parents=True)
     overrides = [f"train.steps={steps}", f"train.groups_per_step={groups_per_step}", f"seed={seed}"]
     config = load_config(None, overrides).config
@@ -110,7 +110,7 @@ class _Maker:
         return rollout
 
     def _segments(self, step: int, length: int) -> list[VersionSegment]:
-        """Most responses are of one version; some were on their way when the weights changed."""
+        """Return the segments of a response: most have one version, some saw the weights change."""
         newest = step - 1
         oldest = max(0, newest - 1)
         kind = self.random.random()
@@ -172,7 +172,7 @@ class _Maker:
         )
 
     async def _leave_some_untrained(self) -> None:
-        """One filtered, one dropped after it expired, one dropped after it failed, two waiting."""
+        """Leave one group filtered, one expired and dropped, one failed and dropped, two waiting."""
         last = self.steps
         filtered, expired, failed, buffered, in_flight = (self._group(last) for _ in range(5))
         for group in (filtered, expired, failed, buffered, in_flight):

@@ -1,7 +1,7 @@
 """An engine that makes tokens at a pace of its own, in slots, on the event loop's clock.
 
-What it makes is a function of the request's seed and the token's place alone, as with a real engine on a
-CPU: a response is the same wherever it is made, and in however many parts.
+A token depends only on the request's seed and the token's position, as with a real engine on a CPU: a
+response is the same on every engine, and in however many parts it is made.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def logprobs_of(seed: int, start: int, stop: int) -> np.ndarray:
 def request_of(
     name: str, prompt: int, *, seed: int = 0, length: int = 10, longest: int = 1000
 ) -> GenerationRequest:
-    """`length` tokens will be made of it."""
+    """Return a request that gets `length` tokens."""
     return GenerationRequest(
         request_id=name,
         prompt_ids=np.array([prompt, length], np.int32),
@@ -62,7 +62,7 @@ class _Run:
 
 @dataclass(eq=False)
 class PacedEngine:
-    """`token_s` may be set by `set_pace` at any time."""
+    """Makes one token per `token_s` in each slot; `set_pace()` changes that at any time."""
 
     token_s: float
     slots: int = 4
@@ -126,7 +126,7 @@ class PacedEngine:
         run.timer = loop.call_at(due, self._finish, run, "stop")
 
     def _count(self, run: _Run, whole: bool = False) -> None:
-        """Book what was made since the last look."""
+        """Count the tokens made since the last call."""
         now = asyncio.get_running_loop().time()
         new = run.left - run.made if whole else int((now - run.at) / self.token_s + 1e-9)
         new = max(0, min(new, run.left - run.made))
@@ -183,7 +183,7 @@ class PacedEngine:
         self._idle.set()
 
     async def abort(self, request_id: str) -> None:
-        """What a dead one ran has ended with it."""
+        """Abort the request; the requests of a dead engine have ended with it."""
         run = self._find(request_id)
         if run is not None:
             self._finish(run, "abort")

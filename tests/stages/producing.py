@@ -29,7 +29,7 @@ from stages.rollouts import finish_rollout, make_prompts
 
 
 def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> float:
-    """Run it; the virtual seconds it took."""
+    """Run the coroutine; return the virtual seconds it took."""
     clock = VirtualClock()
     try:
         clock.run(main())
@@ -98,7 +98,7 @@ class ProducerStage:
             self.loop.finish(group_id)
 
     def buffered(self, status: Status, version: int = 0) -> Group:
-        """A group of the past, in the buffer with that status."""
+        """Put a finished group with that status into the buffer; return it."""
         group = self.sampler.sample_now("t")
         self.strategy.runner.drawn += 1
         self.journal.drawn(group)

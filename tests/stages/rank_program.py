@@ -1,13 +1,10 @@
-"""What each trainer rank runs in `test_parallel.py`: the same steps, its own share of the groups.
-
-python -m stages.rank_program FOLDER   (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set)
-"""
+"""What each trainer rank runs in `test_parallel.py`: the same steps, its own share of the groups."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
+import os
 from pathlib import Path
 
 import torch
@@ -94,9 +91,15 @@ def reload(job: str, folder: Path, ranks: Ranks, saved_world: int) -> None:
         torch.save(weights, folder / f"{job}-{saved_world}-to-{ranks.world}.pt")
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    own_ranks = Ranks.from_environment(torch.device("cpu"))
-    for name in ALGORITHMS:
-        run(name, Path(sys.argv[1]), own_ranks)
-    reload("plain", Path(sys.argv[1]), own_ranks, saved_world=1)
+class OneRank:
+    """What a worker process serves: one of two ranks that meet at that port."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self._ranks = Ranks.from_environment(torch.device("cpu"))
+
+    def run_all(self, folder: Path) -> None:
+        for name in ALGORITHMS:
+            run(name, folder, self._ranks)
+        reload("plain", folder, self._ranks, saved_world=1)

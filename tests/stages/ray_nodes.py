@@ -9,7 +9,7 @@ from penstock.job import Job
 
 
 class Nodes:
-    """The first one is the head; the others are known by their id."""
+    """The first node is the head; the others are known by their id."""
 
     def __init__(self, *num_cpus: int) -> None:
         import ray
@@ -24,7 +24,7 @@ class Nodes:
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
 
     def join(self, num_cpus: int, num_gpus: int = 0) -> str:
-        """Sets signal handlers: not for a thread."""
+        """Add a node and return its id; sets signal handlers, so not in a thread."""
         node = self._cluster.add_node(num_cpus=num_cpus, num_gpus=num_gpus, **self._size)
         self._others[str(node.node_id)] = node
         return str(node.node_id)

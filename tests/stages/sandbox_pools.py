@@ -28,7 +28,7 @@ def _isolation(name: str) -> Isolation | None:
 
 
 def make_pool(name: str, **settings: object) -> SandboxPool:
-    """A pool of this mode; skips the test where the mode does not work or does not protect."""
+    """Return a pool of this mode; skip the test if the mode does not work or does not protect."""
     isolation = _isolation(name)
     if isolation is None or isolation.level == "weak":
         pytest.skip(f"isolation by {name} does not work on this machine")
@@ -37,7 +37,7 @@ def make_pool(name: str, **settings: object) -> SandboxPool:
 
 
 def left_over() -> list[str]:
-    """Nurseries of this process that still have processes, sandboxes included."""
+    """Return the nurseries of this process that still have processes, sandboxes included."""
     found, mark = set[str](), re.compile(rf"# nursery \d+ of process {os.getpid()}\b")
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -22,7 +22,7 @@ ARGUMENTS = {
 
 
 class FollowingProducer(SimpleProducer):
-    """Takes new weights from rank 0 of a group, by broadcast, and says what it did."""
+    """Receives new weights from rank 0 of a group by broadcast and reports what it did."""
 
     def new_weights(self) -> dict[str, Any]:
         return self.receive_state_dict("weights")

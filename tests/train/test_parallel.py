@@ -1,16 +1,15 @@
 """Two real trainer ranks over gloo give what one gives: weights, metrics, checkpoints."""
 
+import asyncio
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.train.ranks import Ranks, digest_over, rank_share
 from penstock.weights.model_weights import digest_of
 from stages import rank_program
@@ -46,38 +45,32 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_rank(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "stages.rank_program", str(folder)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+async def run_two_ranks(folder: Path) -> None:
+    """Run the jobs in two worker processes."""
+    port, part = free_port(), f"{rank_program.__file__}:OneRank"
+    limits = {"threads": 1, "timeout_s": 200}
+    names = [f"rank-{rank}" for rank in range(2)]
+    ranks = await asyncio.gather(
+        *(
+            ProcessWorker.start(name, part, rank, port, log_path=folder / f"{name}.log", **limits)
+            for rank, name in enumerate(names)
+        )
     )
+    try:
+        async with asyncio.timeout(200):
+            await asyncio.gather(*(rank.call("run_all", folder) for rank in ranks))
+    finally:
+        for rank in ranks:
+            await rank.close()
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> Path:
+def results(tmp_path_factory, warm_workers) -> Path:
     """Return a folder with the results of one rank and of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     for job in JOBS:
         rank_program.run(job, folder, Ranks())
-    port = free_port()
-    ranks = [start_rank(rank, port, folder) for rank in range(2)]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    asyncio.run(run_two_ranks(folder))
     rank_program.reload("plain", folder, Ranks(), saved_world=2)
     return folder
 

@@ -1,0 +1,25 @@
+"""A tracker for runs in other processes: it tells each finished step, and who made it."""
+
+from __future__ import annotations
+
+import os
+
+from penstock.track.protocol import RunInfo
+
+STEP_PIPE = f"{__file__}:StepPipe"  # as a config names it
+
+
+class StepPipe:
+    """Writes each finished step and the driver's pid to the named pipe in the run's parent folder."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._pipe = (info.folder.parent / "steps").open("w", buffering=1)
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        self._pipe.write(f"{step} {os.getpid()}\n")
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
