@@ -23,7 +23,7 @@ from penstock.supervise.supervised import SupervisionCallbacks
 from penstock.types import WeightHandle
 from penstock.watch.waits import Waits
 from penstock.weights.broadcast import BUCKET_BYTES
-from penstock.weights.collective import Distributor
+from penstock.weights.distributor import Distributor
 from penstock.weights.shared_memory import SharedMemorySync, sweep_stale
 
 pytestmark = pytest.mark.usefixtures("warm_workers")

@@ -24,7 +24,7 @@ from penstock.weights import SHARED
 from penstock.weights.protocol import Announcing, WeightSync
 
 if TYPE_CHECKING:
-    from penstock.weights.collective import Distributor
+    from penstock.weights.distributor import Distributor
     from penstock.weights.shared_memory import Folder
 
 
@@ -146,9 +146,9 @@ def trainer_part(
     node: str = "",
 ) -> TrainerService:
     """Build a trainer rank. `node`: the name of its node in a cluster, where it has its own folder."""
-    _set_rank_variables(config, rank, meeting)
     from penstock.weights.shared_memory import Folder, SharedMemorySync
 
+    _set_rank_variables(config, rank, meeting)
     own: Folder | None = None
     if node and rank == 0:
         own = Folder(Path(folder)) if folder else Folder.new()
@@ -183,7 +183,7 @@ def engine_part(config: Config, index: int) -> InferenceEngine:
 
 def distributor_part(folder: str, node: str, address: str, backend: str = "gloo") -> Distributor:
     """Build a distributor, which sends weights from node to node."""
-    from penstock.weights.collective import Distributor
+    from penstock.weights.distributor import Distributor
 
     return Distributor(folder, node=node, address=address, backend=backend)
 

@@ -1,6 +1,6 @@
 """Broadcast of weights within a process group: rank 0 sends, all other ranks receive.
 
-The one broadcaster: between the distributors of a run (`collective.py`), from a vLLM engine to its
+The one broadcaster: between the distributors of a run (`distributor.py`), from a vLLM engine to its
 workers, and between the processes of a user (`compat/weight_broadcast.py`). The group is its own, beside
 whatever else its members use torch.distributed for. gloo sends from host memory, NCCL from a GPU;
 tensors that lie elsewhere pass through a bucket there. A dead member ends a transfer after `timeout_s`.
