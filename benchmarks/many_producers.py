@@ -1,12 +1,11 @@
-"""What the driver spends on a group with many producers: 64 light Ray actors and the real control plane.
+"""Measure the driver's CPU time per group with many producers: light Ray actors, real control plane.
 
     python benchmarks/many_producers.py [--producers 64] [--groups 2000] [--profile]
 
-Every producer is an actor that answers each request at once with a response of the wanted length, so what
-is measured is the driver: sampler, strategy, pool, supervision, waits, Ray calls, journal, buffer, batches.
-CPU time is that of the driver process: of its event loop's thread, which bounds the groups a second, and of
-all its threads (the journal's and those of Ray's client too). The actors' own time and what a busy machine
-takes are left out.
+Every producer is an actor that answers each request at once with a response of the wanted length, so only
+the driver is measured: sampler, strategy, pool, supervision, waits, Ray calls, journal, buffer, batches.
+Prints the CPU time of its event loop's thread, which bounds the groups per second, and of all its threads
+(journal and Ray client included). The actors' CPU time is not counted.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ FACTORY = f"{Path(__file__).resolve()}:InstantEngine"
 
 
 class InstantEngine:
-    """Answers at once; lives in an actor."""
+    """An engine in an actor that answers at once."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens, self._made = tokens, 0

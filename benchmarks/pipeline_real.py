@@ -1,4 +1,4 @@
-"""The real engine, trainer and journal with the demo model: idle time of both sides, speed over sync.
+"""Measure idle time and speed over sync with the real engine, trainer and journal (demo model).
 
 Run by `pipeline.py --real` (the demo as it is) and `pipeline.py --real --matched` (rates made equal, lengths
 log-normal). Expected of `--matched`, before it was run: overlap alone is at most 2x, as the two sides take
@@ -48,7 +48,7 @@ class EvenTokens:
 
 
 class ProcessClock:
-    """A tracker: when each step ended, and the CPU time of the driver and of each worker until then."""
+    """A tracker that records when each step ended, and the CPU time of every process until then."""
 
     def __init__(self, info: RunInfo) -> None:
         self._file = (info.folder / "clock.jsonl").open("a", encoding="utf-8")
@@ -66,7 +66,7 @@ class ProcessClock:
 
 
 def _children() -> dict[int, float]:
-    """CPU seconds of every child of this process."""
+    """Return the CPU seconds of every child of this process."""
     found = {}
     for listed in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, listed.read_text().split()):
@@ -80,7 +80,7 @@ def _children() -> dict[int, float]:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Load:
-    """What one run is given; `bound` None: the sync strategy."""
+    """The settings of one run; with `bound` None it runs the sync strategy."""
 
     sigma: float
     passes: int = 1
@@ -95,7 +95,7 @@ class Load:
 
     @property
     def batch_tokens(self) -> float:
-        """Of a step's responses, on average."""
+        """Return the expected number of tokens of a step's responses."""
         return GROUPS * GENERATIONS * float(np.mean([self.skew.length(n) for n in range(4000)]))
 
     def words(self, folder: Path, model: Path, meter: Path) -> list[str]:
@@ -133,7 +133,7 @@ class Load:
 
 @dataclass(slots=True, kw_only=True)
 class Figures:
-    """Of one run in its steady state; seconds are those of one step unless it says otherwise."""
+    """Figures of one run in its steady state; seconds are per step unless noted."""
 
     load: Load
     step_s: float
@@ -156,7 +156,7 @@ class Figures:
 
     @property
     def other_s(self) -> float:
-        """Of the trainer's side: the step is journalled, figures are written, calls go there and back."""
+        """Return the trainer's other seconds: journal, metrics and calls."""
         return self.step_s - self.train_s - self.publish_s - self.groups_s
 
     @property
@@ -231,7 +231,7 @@ def read(load: Load, path: Path, meter: Path, wall_s: float) -> Figures:
 
 
 def _publishing(path: Path, first: int, last: int) -> float:
-    """Seconds that the trainer took to write out the weights of these steps (counted from 0)."""
+    """Return the seconds that the trainer took to publish the weights of these steps (counted from 0)."""
     events = _lines(path / "timeline" / "events.jsonl")
     lengths = [e["end"] - e["start"] for e in events if e["what"] == "publish"]
     return sum(lengths[first:last])
@@ -242,7 +242,7 @@ def _publishing(path: Path, first: int, last: int) -> float:
 
 @dataclass(slots=True, frozen=True)
 class EngineModel:
-    """CPU seconds of one engine step: fixed, and for each row and each new request."""
+    """A model of the CPU seconds of an engine step: fixed, per row and per new request."""
 
     fixed: float
     row: float
@@ -250,19 +250,19 @@ class EngineModel:
 
     @classmethod
     def fit(cls, steps: np.ndarray) -> EngineModel:
-        """Least squares; the slowest hundredth (somebody else's time) is left out."""
+        """Fit by least squares without the slowest hundredth, which other processes disturbed."""
         kept = steps[steps[:, 1] <= np.quantile(steps[:, 1], 0.99)]
         columns = np.stack([np.ones(len(kept)), kept[:, 2], kept[:, 3]], axis=1)
         found = np.linalg.lstsq(columns, kept[:, 1], rcond=None)[0]
         return cls(*np.maximum(found, 0))
 
     def batch_s(self, tokens: float, slots: int) -> float:
-        """With all slots in use throughout."""
+        """Return the seconds if all slots were always in use."""
         return tokens / slots * (self.fixed + self.row * slots) + self.new * GROUPS * GENERATIONS
 
 
 def trainer_that_takes(seconds: float, one: Figures) -> Load:
-    """Passes over a batch and texts in each with which the trainer's CPU time becomes `seconds`."""
+    """Return passes over a batch, and texts per pass, that cost the trainer `seconds` of CPU time."""
     responses = GROUPS * GENERATIONS
     tokens = one.load.batch_tokens + responses * PROMPT_TOKENS + one.load.texts * TEXT_TOKENS
     a_pass = one.trainer_cpu_s / one.load.passes
@@ -274,7 +274,7 @@ def trainer_that_takes(seconds: float, one: Figures) -> Load:
 
 
 def match(sigma: float, folder: Path, model: Path) -> tuple[Load, Figures]:
-    """What makes both sides take as long for a step, by their CPU time; and the last warm-up."""
+    """Return settings with which both sides need equal CPU time per step, and the last warm-up."""
     first = run(Load(sigma=sigma, steps=6), folder, model)
     engine = EngineModel.fit(first.steps)
     full_s = engine.batch_s(first.load.batch_tokens, SLOTS)
@@ -297,13 +297,13 @@ def match(sigma: float, folder: Path, model: Path) -> tuple[Load, Figures]:
 
 
 def steps_within(seconds: float, warm_up: Figures, runs: int) -> int:
-    """Of each async run, where the sync run does half as many and takes about 2.5 times as long for one."""
+    """Return the steps of each async run; the sync run does half as many, each about 2.5 times as long."""
     start_s = warm_up.wall_s - warm_up.load.steps * warm_up.whole_s
     return int(np.clip((seconds - (runs + 1) * start_s) / warm_up.whole_s / (runs + 1.25), 14, 40))
 
 
 def matched(minutes: float, sigmas: list[float], bounds: list[int]) -> None:
-    """As many steps as fit into the time."""
+    """Measure with both sides matched, for as many steps as fit into the time."""
     for sigma in sigmas:
         began, given_s = time.monotonic(), minutes * 60 / len(sigmas)
         with tempfile.TemporaryDirectory() as place:
@@ -327,7 +327,7 @@ def matched(minutes: float, sigmas: list[float], bounds: list[int]) -> None:
 
 
 def _lengthened_demo(folder: Path) -> None:
-    """The demo policy with more positions (rotary ones, so its weights stay as they are), and texts."""
+    """Write the demo policy with more positions (rotary, so its weights stay the same), and texts."""
     from penstock.demo import resolve_model_path
 
     shutil.copytree(resolve_model_path("demo"), folder)
@@ -360,7 +360,7 @@ def _print_line(one: Figures, sync: Figures) -> None:
 
 
 def _print_times(figures: list[Figures]) -> None:
-    """Where a step's seconds go on each side, and the CPU seconds of each process."""
+    """Print where a step's seconds go on each side, and the CPU seconds of each process."""
     print(
         "  seconds a step       trainer: train  publish  waits for groups  other | engine: decode"
         "  switch  waits  other   rows | CPU: driver  engine  trainer  of 2 cores"
@@ -382,7 +382,7 @@ def _print_times(figures: list[Figures]) -> None:
 
 
 def demo_run(steps: int, bound: int | None, folder: str) -> tuple[float, float, float]:
-    """Seconds a step, and the idle shares, of a run whose first third is left out."""
+    """Return seconds per step and the idle shares of a run, without its first third."""
     name = "sync" if bound is None else f"staleness-{bound}"
     strategy = ["strategy=sync"] if bound is None else ["strategy=async", f"max_staleness={bound}"]
     words = [f"run.dir={folder}", f"run.name={name}", f"train.steps={steps}", *QUIET]
@@ -399,7 +399,7 @@ def demo_run(steps: int, bound: int | None, folder: str) -> tuple[float, float, 
 
 
 def as_it_is(steps: int, bounds: list[int]) -> None:
-    """Idle: the trainer waits for groups; nothing is in flight to the engine."""
+    """Measure the demo unchanged. Idle: the trainer waits for groups; the engine has no request."""
     print("demo model, engine and trainer in processes of one thread each; times of the wall clock")
     print("  max_staleness   s/step  speed  trainer idle  engine idle")
     with tempfile.TemporaryDirectory() as folder:

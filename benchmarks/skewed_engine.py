@@ -1,8 +1,8 @@
-"""The transformers engine with response lengths that are drawn, not chosen by the policy.
+"""The transformers engine with response lengths from a distribution, for `pipeline_real.py`.
 
-What `pipeline_real.py` runs as `engine.name`. Each request gets min_tokens = max_tokens from a log-normal
-distribution seeded by the request's own seed. Every call of `stats` (one a training step) appends a line to
-`meter`: what the engine's thread did until then. The rest is the engine that ships, unchanged.
+Each request gets min_tokens = max_tokens from a log-normal distribution, seeded by the request's seed.
+Every call of `stats` (once per training step) appends to the file `meter` what the engine's thread did.
+Everything else is the transformers engine, unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.engine.transformers.mailbox import Inbox, Order
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Skew:
-    """[engine.options] of this engine; all others are the transformers engine's."""
+    """The [engine.options] of this engine, beside those of the transformers engine."""
 
     sigma: float = 0.0
     mean_tokens: float = 64.0
@@ -38,7 +38,7 @@ class Skew:
 
 
 class TimedInbox(Inbox):
-    """Counts how long the thread slept for want of anything to do."""
+    """An inbox that counts how long the thread waited for work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,9 @@ class SkewedEngine(TransformersEngine):
     def _reset(self) -> None:
         super()._reset()
         self._inbox: Any = TimedInbox()
-        self._steps: list[tuple[float, float, int, int]] = []  # seconds, of CPU; rows, new requests
+        self._steps: list[
+            tuple[float, float, int, int]
+        ] = []  # seconds, CPU seconds, rows, new requests
         self._switch_s, self._switches = 0.0, 0
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:

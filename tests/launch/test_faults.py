@@ -72,14 +72,14 @@ def test_a_colocated_trainer_that_dies_in_its_turn_leaves_the_same_weights(
 ) -> None:
     async def disturb(job: Job, step: int) -> None:
         if step == 2:
-            fall_asleep = job.engine.sleep
+            release_gpu = job.engine.release_gpu
 
-            async def sleep(**how: bool) -> None:
-                await fall_asleep(**how)
-                job.engine.sleep = fall_asleep  # type: ignore[method-assign]
+            async def released(**how: bool) -> None:
+                await release_gpu(**how)
+                job.engine.release_gpu = release_gpu  # type: ignore[method-assign]
                 kill(job, "trainer")
 
-            job.engine.sleep = sleep  # type: ignore[method-assign,assignment]
+            job.engine.release_gpu = released  # type: ignore[method-assign,assignment]
 
     config = config_of(tmp_path, "turns", SYNC, "launch.colocate=true")
     folder, notes = run(config, disturb)

@@ -1,4 +1,4 @@
-"""Who takes which requests: on a clock of its own, with engines that come, go and are slow."""
+"""The dispatcher on a made-up clock, with engines that join, leave and are slow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def work(size: int = 1, *, longest: int = 100, prompt: int = 10, least_version: 
 
 
 def measured(dispatcher: Dispatcher, index: int, *, seconds: float, length: int) -> None:
-    """One answer of this engine, to know it by."""
+    """Let an engine answer once, so that the dispatcher knows its speed."""
     known = work()
     known.wanted = index
     assert dispatcher.offer(known, 0.0) == index
@@ -47,7 +47,7 @@ def test_one_engine_alone_takes_all_at_once() -> None:
 
 
 def test_responses_that_end_before_the_longest_of_their_work_make_room_for_more() -> None:
-    """Half of what is bound runs on the average, so twice as much is bound."""
+    """On average half of the bound requests run, so twice as many are bound."""
     dispatcher = Dispatcher(2, SLOTS)
     for _ in range(50):
         first = work(2)
@@ -115,7 +115,7 @@ def test_an_engine_several_times_slower_than_the_fastest_is_named() -> None:
 
 
 class DispatcherMachine(RuleBasedStateMachine):
-    """Work is offered, bound, answered, taken back; engines come and go."""
+    """Offers, answers and withdrawals of work; engines that join and leave."""
 
     @initialize(engines=st.integers(1, 4))
     def begin(self, engines: int) -> None:
@@ -191,7 +191,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_waits_has_something_to_wait_for(self) -> None:
-        """An engine that is at work, or one that comes."""
+        """It waits for an engine that runs something, or for one that joins."""
         if hasattr(self, "dispatcher") and self.waiting and not self.dispatcher.held:
             serving = self.dispatcher.serving
             assert not serving or any(self.dispatcher.members[i].requests for i in serving)

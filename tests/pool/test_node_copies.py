@@ -1,4 +1,4 @@
-"""Real distributors over gloo, each as if on a machine of its own: one copy a node, whoever dies."""
+"""One copy of the weights per node, with real distributors over gloo that die or hang."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def weights(value: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Mortal(Distributor):
-    """Dies between two buckets where a file says so."""
+    """A distributor that dies between two buckets if a file tells it to."""
 
     def __init__(self, folder: str, node: str, order: str, backend: str) -> None:
         super().__init__(folder, node=node, backend=backend)
@@ -56,7 +56,7 @@ class Mortal(Distributor):
 
 
 class Site:
-    """A trainer on node a in this process; distributors are processes; nodes may be gone."""
+    """A trainer on node a in this process, distributors in processes of their own; nodes can leave."""
 
     def __init__(self, folder: Path, backend: str) -> None:
         self._backend = backend
@@ -96,7 +96,7 @@ class Site:
         return await self.copies.copy_to_nodes(handle, lambda: list(engines))
 
     def check(self, spread: WeightHandle, *engines: int) -> None:
-        """What these engines read is what was published under this version."""
+        """Assert that these engines read what was published under this version."""
         for engine in engines:
             own = self.copies.copy_for(engine, spread)
             for number, (_, tensor) in enumerate(self.engine.fetch(own)):
@@ -116,7 +116,7 @@ def broken_weights() -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Scripted:
-    """A distributor in memory: does what its node's script says, else its duty."""
+    """A distributor in memory that fails as its node's script says."""
 
     def __init__(self, name: str, node: str, scripts: dict[str, list[str]]) -> None:
         self.name, self.place, self._node, self._scripts = name, f"on {node}", node, scripts
@@ -157,7 +157,7 @@ FAULTS = st.lists(st.sampled_from(["dies", "fails"]), max_size=2)
 )
 @settings(max_examples=80, deadline=None)
 def test_whatever_fails_every_node_that_can_be_reached_gets_its_copy(rounds: list) -> None:
-    """Two faults a publication are borne."""
+    """Two faults per publication are survived."""
     scripts: dict[str, list[str]] = {}
     gone: set[str] = set()
     notes: list[str] = []
@@ -194,7 +194,7 @@ def test_whatever_fails_every_node_that_can_be_reached_gets_its_copy(rounds: lis
 
 
 def test_a_member_that_hangs_is_replaced_once_another_has_failed() -> None:
-    """As they do within the time of a bucket."""
+    """The others fail within the timeout of a bucket."""
     scripts = {"b": ["hangs"], "a": ["fails"]}
     notes: list[str] = []
     made: list[Scripted] = []

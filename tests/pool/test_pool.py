@@ -1,4 +1,4 @@
-"""Several engines as one: the contract, balance, stickiness, deaths and the order of updates."""
+"""The pool: engine contract, balance, stickiness, deaths and the order of updates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stages.tiny_engine import make_engine
 
 
 class StartingPool(EnginePool):
-    """Starts its workers itself; else the launcher does, before it builds the pool."""
+    """A pool that starts its workers; in a run the launcher does that before."""
 
     async def start(self) -> None:
         for engine in self._engines:
@@ -31,7 +31,7 @@ class StartingPool(EnginePool):
 
 
 def make_pool(update: UpdateOrder = "together") -> EnginePool:
-    """Two engines in workers of this process, as the inline launcher has them."""
+    """Return a pool of two engines in workers of this process, as the inline launcher has one."""
 
     def spawn(name: str) -> Callable[[], Awaitable[Worker]]:
         return lambda: ThreadWorker.start(name, make_engine)
@@ -50,7 +50,7 @@ def test_contract(check: str) -> None:
 
 
 class Recorder:
-    """Engine calls as they happened, in place of engines that compute."""
+    """An engine that only records its calls, in their order."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.gate = name, log, asyncio.Event()

@@ -1,4 +1,4 @@
-"""A pool of engines that die, are drained, set aside, paused, slow or late with new weights.
+"""A pool whose engines die, are drained, set aside, paused, slow or late with new weights.
 
 Whatever happens, every request has one answer: whole, or as far as it was when its asker cut it short.
 """
@@ -170,7 +170,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def new_weights(self) -> None:
-        """They come beside everything else; engines that come, return or are lent wait for them."""
+        """Publish weights; the engines load them while everything else happens."""
         self._finish_update()
         self.version += 1
         handle = WeightHandle(version=self.version, digest=f"digest-{self.version}", kind="none")
@@ -182,12 +182,12 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.clock.run(_result(self.updating)) == f"digest-{self.version}"
             self.updating = None
 
-    @precondition(lambda self: self.lending is None)
+    @precondition(lambda self: self.lending is None and len(self._up()) > 1)
     @rule()
     def set_aside(self) -> None:
+        self.clock.run(self.pool.stats())  # notices deaths: another engine has to be alive
         self.lending = self.pool.set_aside()
-        lent = self.clock.run(self.lending.__aenter__())
-        assert (lent is not None) or len(self.pool.serving) < 2
+        assert self.clock.run(self.lending.__aenter__()) is not None
 
     @precondition(lambda self: self.lending is not None)
     @rule()
@@ -218,7 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.clock.run(self.pool.close())
 
     async def _all_answered(self) -> None:
-        """Sooner than this, in virtual seconds."""
+        """Wait for all answers, at most this long in virtual seconds."""
         async with asyncio.timeout(100_000):
             await asyncio.gather(*(one.task for one in self.asked), return_exceptions=True)
 

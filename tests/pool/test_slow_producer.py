@@ -30,13 +30,13 @@ def clock() -> Iterator[VirtualClock]:
 
 
 def lengths(seed: int, sigma: float) -> np.ndarray:
-    """Of a batch's responses: 100 tokens in the middle, log-normal."""
+    """Return the response lengths of a batch: log-normal, median 100 tokens."""
     drawn = np.random.default_rng(seed).lognormal(np.log(100), sigma, (GROUPS, GROUP))
     return np.clip(drawn, 1, 2000).astype(int)
 
 
 def batch(number: int, sigma: float = 0.5) -> list[list[GenerationRequest]]:
-    """Groups, as many agent loops ask for them at once."""
+    """Return the groups of a batch, which many agent loops request at once."""
     return [
         [
             request_of(
@@ -65,7 +65,7 @@ class Crew(EngineCrew):
 
 
 def seconds_for(clock: VirtualClock, crew: Crew, batches: int, sigma: float = 0.5) -> list[float]:
-    """Of each batch, which begins when the one before it is whole (sync mode)."""
+    """Return the seconds of each batch; the next begins when all of it is generated (sync mode)."""
 
     async def run() -> list[float]:
         found = []
@@ -87,7 +87,7 @@ def seconds_for(clock: VirtualClock, crew: Crew, batches: int, sigma: float = 0.
 def test_an_engine_ten_times_slower_is_named_and_begins_less(
     clock: VirtualClock, sigma: float
 ) -> None:
-    """Nothing is known of it in the first batch; later it begins what the other one has no time for."""
+    """Its speed is unknown in the first batch; later it gets what the other engine has no time for."""
     crew = Crew(FAST_S, SLOW_S)
     seconds_for(clock, crew, 6, sigma)
     assert crew.engines[1].calls < SLOW_SHARE * 6 * GROUPS * GROUP
@@ -105,7 +105,7 @@ def test_engines_of_about_one_pace_share_a_batch(clock: VirtualClock, pace: floa
 
 
 def test_work_that_comes_as_it_is_finished_goes_to_the_fast_one(clock: VirtualClock) -> None:
-    """As many callers as slots, who ask again when they are answered: none is bound to an engine."""
+    """A closed loop with as many callers as slots; no caller is tied to an engine."""
 
     async def closed_loop() -> tuple[int, int]:
         crew = Crew(FAST_S, SLOW_S)
@@ -139,7 +139,7 @@ def test_an_engine_that_recovers_gets_its_share_again(clock: VirtualClock) -> No
 
 
 def test_engines_serve_from_the_moment_on_that_they_have_new_weights(clock: VirtualClock) -> None:
-    """Sync mode: a batch begins when the first engine has them; the other one joins in later."""
+    """In sync mode a batch begins when the first engine has new weights; the other engine joins later."""
 
     async def run() -> tuple[float, list[int]]:
         began = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Fakes of engines and a trainer that share a device, which sees when both hold its memory."""
+"""Fake engines and a fake trainer on a device that notices when both hold its memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from stages.supervised import Crew, FakeWorker, settings
 
 
 class Device:
-    """Who holds its memory, in the order of things; engine and trainer together are one too many."""
+    """A device that logs events and records when an engine and the trainer hold its memory together."""
 
     def __init__(self) -> None:
         self.holders: set[str] = set()
         self.log: list[str] = []
         self.crowded: list[str] = []
-        self.at: dict[int, Callable[[], None]] = {}  # what befalls after so many lines
+        self.at: dict[int, Callable[[], None]] = {}  # what happens after so many lines
 
     def note(self, line: str) -> None:
-        """The last thing that a part does before it may die of it."""
+        """Log an event; then do what the test planned for this line, such as a death."""
         self.log.append(line)
         self.at.pop(len(self.log), lambda: None)()
 
@@ -39,7 +39,7 @@ class Device:
 
 
 class Sleeper(FakeEngine):
-    """Holds memory while it is awake; takes weights asleep too."""
+    """An engine that holds memory while it is awake, and loads weights asleep too."""
 
     asleep = paused = False
 
@@ -96,7 +96,7 @@ class Tenant(FakeWorker):
 
 
 class TrainerFake:
-    """Holds memory from its start on; `during` is what happens in each of its steps."""
+    """A trainer that holds memory from its start; `during` runs in each of its steps."""
 
     def __init__(self, device: Device, during: Callable[[], Awaitable[None]]) -> None:
         self._device, self._during, self.step = device, during, 0
@@ -129,7 +129,7 @@ class TrainerFake:
 
 
 class Shift(Crew):
-    """Engines that share a device with a trainer, whose every step does `during`."""
+    """A pool that shares a device with a trainer; each training step runs `during`."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -178,7 +178,7 @@ class Shift(Crew):
         return together, part
 
     async def step(self, trainer: ColocatedTrainer, number: int, *, publish: bool = True) -> None:
-        """As the loop does it."""
+        """Train and publish one step as the loop does."""
         report = await trainer.train(Batch(step=number, groups=()))
         assert (report.step, self.trainers[-1].engine.step) == (number, number)  # type: ignore[attr-defined]
         self.committed = number
@@ -195,7 +195,7 @@ class Shift(Crew):
         assert self.device.crowded == []
 
     async def die(self, name: str) -> Sleeper:
-        """The one that is started in its place."""
+        """Kill an engine's worker; return the engine that is started in its place."""
         while not self.started.empty():
             self.started.get_nowait()
         self.made[name][-1].die()
@@ -210,7 +210,7 @@ class Shift(Crew):
         return engines._engines[index].supervised
 
     def return_of(self, engines: EnginePool, index: int) -> asyncio.Event:
-        """Set once an engine that died is back among the others."""
+        """Return an event that is set when a dead engine serves again."""
         one, back = self.supervised_engine(engines, index), asyncio.Event()
         take_back = one.when_back
 

@@ -1,4 +1,4 @@
-"""Supervised workers: real processes that serve an Echo, and engines over workers in memory."""
+"""Supervised workers: real processes that serve an Echo, and pools over workers in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def settings(**fields: Any) -> LaunchConfig:
 
 
 class Play:
-    """Supervised workers and what was told of them."""
+    """Supervised workers and the notes about them."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -48,7 +48,7 @@ async def nothing(worker: Any) -> None: ...
 
 
 class FakeWorker:
-    """A worker in memory around a FakeEngine; `die` is its kill -9."""
+    """A worker in memory around a fake engine; `die` acts like kill -9."""
 
     def __init__(self, name: str, engine: FakeEngine) -> None:
         self.name, self.place, self.engine = name, "memory", engine
@@ -88,7 +88,7 @@ class FakeWorker:
 
 
 class EngineCrew(Play):
-    """A pool over these engines; `revive` lets the worker of a dead one be started again."""
+    """A pool over given engines; the worker of a dead one starts again after `revive`."""
 
     def __init__(self, engines: Sequence[Any], **options: Any) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class EngineCrew(Play):
 
 
 class Crew(Play):
-    """Engines over fake workers; `made` lists every worker that was ever started, by its engine."""
+    """A pool over fake workers; `made` lists all workers that were started, by engine."""
 
     def __init__(self, count: int, *, poison: str = "", **fields: Any) -> None:
         super().__init__()

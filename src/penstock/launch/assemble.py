@@ -41,14 +41,14 @@ async def start_all(trainer: Supervised, engines: list[Supervised], *, colocate:
         await all_or_first_error(*(one.start() for one in (trainer, *engines)))
 
 
-def turns(config: Config, total_steps: int) -> Callable[[int], bool] | None:
+def colocated_publishes(config: Config, total_steps: int) -> Callable[[int], bool] | None:
     """Return what tells whether weights are published after a step; None unless colocated."""
     if not config.launch.colocate:
         return None
     return partial(config.publishes_after, total_steps=total_steps)
 
 
-def join(
+def assemble(
     kind: str,
     trainer: Supervised,
     engines: list[Supervised],

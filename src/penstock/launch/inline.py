@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.engine import ENGINES
-from penstock.launch.assemble import join
+from penstock.launch.assemble import assemble
 from penstock.launch.part_factories import TrainerService
 from penstock.launch.rpc_server import RpcServer
 from penstock.launch.workers import Workers
@@ -89,6 +89,6 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
 
     await trainer.start()  # one after the other: imports must not race
     await engine.start()
-    return join(
+    return assemble(
         "inline", trainer, [engine], clean_up, callbacks, "in_process", settings=config.engine
     )

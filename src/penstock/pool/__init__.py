@@ -1,5 +1,5 @@
-"""Many engines as one: which engine takes which request, what happens when one dies, who has which weights.
+"""Many engines as one: which engine takes which request, what happens when one dies, which weights it has.
 
-`dispatch.py` decides on a clock it is given, the rest acts. May import the engine protocol and
-`supervise/`; how a worker is started belongs to `launch/`.
+`pool.py` is the one class that others use, `dispatch.py` its pure scheduler. May import the engine protocol
+and `supervise/`; how a worker is started belongs to `launch/`.
 """

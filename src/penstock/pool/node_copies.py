@@ -1,9 +1,9 @@
-"""One copy of published weights on every node that has engines, before they are told of it.
+"""One copy of the published weights on every node that has engines.
 
-The trainer has written its own node's copy. For each other node a distributor is started, once; they
-receive the weights together, and engines read the copy of their node. A distributor that dies or does
-not answer is started again (a bounded number of times) and the group meets anew; engines decode
-on with the weights before all the while. On one machine there is nothing to do and nobody is started.
+The trainer writes the copy of its own node. Every other node gets one distributor; all of them receive
+the weights in one broadcast, and engines then read the copy of their node. A distributor that dies or
+does not answer is restarted a bounded number of times, in a new group; engines keep decoding with the
+weights that they have meanwhile. On one machine no distributor is started.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from penstock.supervise.supervised import Supervised, SupervisionCallbacks, call
 from penstock.supervise.worker import Worker
 from penstock.types import WeightHandle
 
-Spawn = Callable[[str, str, str], Awaitable[Worker]]  # name, node, folder of the one before
-COLLECTIVE = "collective"  # the kind of a handle with a copy on several nodes
+Spawn = Callable[[str, str, str], Awaitable[Worker]]  # name, node, folder of its predecessor
+COLLECTIVE = "collective"  # the kind of a handle with copies on several nodes
 _TIMES_SENT = 3
 _REMOVE_TIMEOUT_S = 30.0
 
@@ -40,28 +40,28 @@ class NodeCopies:
         *,
         others_timeout_s: float = 30.0,
     ) -> None:
-        """`others_timeout_s`: within it, members learn of one that failed, or count as gone too."""
+        """others_timeout_s: how long after one member failed the others may still be silent."""
         self._others_timeout_s = others_timeout_s
         self._spawn, self._settings, self._callbacks = spawn, settings, callbacks
         self._workers: dict[str, Worker] = {}  # distributors, by node
         self._folders: dict[str, str] = {}
         self._names: dict[str, str] = {}
-        self._ends: defaultdict[str, deque[float]] = defaultdict(deque)
-        self._engines: dict[int, str] = {}  # the node of each
+        self._ends: defaultdict[str, deque[float]] = defaultdict(deque)  # times, by node
+        self._nodes: dict[int, str] = {}  # by engine
         self._copies: dict[str, WeightHandle] = {}  # of the newest weights, by node
         self._numbers = itertools.count(1)
         self._group: tuple[list[Worker], str] = ([], "")
         self._sending = asyncio.Lock()
 
     def place_engine(self, engine: int, node: str) -> None:
-        """An engine was started there."""
-        self._engines[engine] = node
+        """Note that an engine was started on a node."""
+        self._nodes[engine] = node
 
     def copy_for(self, engine: int, handle: WeightHandle) -> WeightHandle:
-        """The handle that this engine can read."""
+        """Return the handle that this engine can read; raise WeightsGone if its node has no copy."""
         if handle.kind != COLLECTIVE:
             return handle
-        node = self._engines[engine]
+        node = self._nodes[engine]
         if node not in handle.location:
             raise WeightsGone(f"weights of version {handle.version} have not reached node {node}")
         return replace(handle, kind="shared_memory", location=handle.location[node])
@@ -69,9 +69,9 @@ class NodeCopies:
     async def copy_to_nodes(
         self, handle: WeightHandle, engines: Callable[[], list[int]]
     ) -> WeightHandle:
-        """Waits until the nodes of these engines have a copy; one that cannot be reached stays out.
+        """Copy weights to the nodes of these engines; return a handle with all copies.
 
-        Engines there find no copy of theirs, and whether they are alive is asked then.
+        A node that cannot be reached gets no copy: `copy_for` raises for its engines.
         """
         async with self._sending:
             newest = next(iter(self._copies.values()), None)
@@ -79,16 +79,20 @@ class NodeCopies:
                 self._copies = {}
             self._copies[handle.location["node"]] = handle
             for _ in range(_TIMES_SENT):
-                needed = {self._engines[engine] for engine in engines()}
-                lacking = [n for n in sorted(needed - self._copies.keys()) if await self._starts(n)]
+                needed = {self._nodes[engine] for engine in engines()}
+                lacking = [
+                    n
+                    for n in sorted(needed - self._copies.keys())
+                    if await self._has_distributor(n)
+                ]
                 if not lacking:
                     break
                 await self._send(await self._sender(), lacking)
             copies = {node: copy.location for node, copy in self._copies.items()}
             return replace(handle, kind=COLLECTIVE, location=copies)
 
-    async def _starts(self, node: str) -> bool:
-        """Whether a distributor runs there, from now on if not before."""
+    async def _has_distributor(self, node: str) -> bool:
+        """Start a distributor on a node that has none; return whether one runs."""
         if node in self._workers:
             return True
         name = self._names.setdefault(node, f"distributor-{len(self._names) + 1}")
@@ -108,15 +112,15 @@ class NodeCopies:
         return True
 
     async def _sender(self) -> str:
-        """A node that holds the weights and can send them: the trainer's, or any other."""
+        """Return a node that holds the weights and can send them."""
         for node in list(self._copies):
-            if await self._starts(node):
+            if await self._has_distributor(node):
                 return node
             del self._copies[node]
         raise WeightsGone("no node is left that holds the newest weights")
 
     async def _send(self, sender: str, lacking: list[str]) -> None:
-        """One broadcast. Who received it has a copy; who failed is asked again by the caller."""
+        """Broadcast the weights once; a member that fails gets no copy, and its distributor is ended."""
         members = [sender, *lacking]
         workers = [self._workers[node] for node in members]
         if self._group[0] != workers:
@@ -138,7 +142,7 @@ class NodeCopies:
                 await self._fault(node, answer)
 
     async def _answers(self, calls: Sequence[Awaitable[Any]]) -> list[Any]:
-        """Every result or error. Members that still wait long after one failed count as gone."""
+        """Return every result or error; TimeoutError for members that are silent after one failed."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -156,7 +160,7 @@ class NodeCopies:
         return await call_worker(self._workers[node], self._callbacks.waits, method, *args)
 
     async def _fault(self, node: str, fault: BaseException) -> None:
-        """What a failed member means: it is gone, the weights are, or another member is."""
+        """End a member that died or was silent; raise if the weights are gone; ignore a lost peer."""
         self._group = ([], "")
         if isinstance(fault, WorkerDied | TimeoutError):
             await self._lost(node, str(fault) or f"{self._names[node]}: it did not answer")
@@ -179,7 +183,7 @@ class NodeCopies:
         return len(ends)
 
     async def close(self, trainer: Supervised) -> None:
-        """Memory of the nodes is given back; who does not answer leaves it to the next start."""
+        """Remove the copies and end the distributors; the next start removes what is left."""
         workers, self._workers = list(self._workers.values()), {}
         removing = [trainer.call("remove_weights"), *(one.call("remove") for one in workers)]
         with contextlib.suppress(TimeoutError):

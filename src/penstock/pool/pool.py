@@ -82,9 +82,7 @@ class EnginePool:
         self._batches: dict[str, PromptBatch] = {}  # by request that has no answer yet
         self._owners: OrderedDict[str, Engine] = OrderedDict()  # by request: who generated it last
         self._least_version = 0  # the oldest weights that new requests may be generated with
-        self.when_loaded: Callable[[], Awaitable[None]] = (
-            nothing  # after all engines loaded weights
-        )
+        self.when_loaded: Callable[[], Awaitable[None]] = nothing  # called after an update
         self._scaling = asyncio.Lock()
         self._switching = asyncio.Lock()  # held to load weights, to join, to fall asleep, to wake
         self._gpu_released = asyncio.Event()  # not set: the trainer holds the GPU
@@ -160,7 +158,7 @@ class EnginePool:
             await self._change("engines")
 
     async def _change(self, what: str) -> None:
-        """Wait for a change, which `what` is to bring."""
+        """Wait until a state, a reserved start or a waiting request changes."""
         self._changed.clear()
         with self._waits.wait("driver", WaitKind.RESTART, what):
             await self._changed.wait()
@@ -204,7 +202,8 @@ class EnginePool:
                 if self._asleep:
                     await engine.supervised.call("pause", "wait")
                     await engine.supervised.call("sleep")
-                self._move(engine, EngineState.SERVING)
+                if engine.state is EngineState.STARTING:  # it was not drained meanwhile
+                    self._move(engine, EngineState.SERVING)
 
         try:
             await self._weights.renewing(join)
@@ -276,6 +275,7 @@ class EnginePool:
             async with self._switching_with_gpu():
                 if engine.state is EngineState.ASIDE:
                     await self._weights.load_newest(engine, engine.supervised.call)
+                if engine.state is EngineState.ASIDE:  # it did not die meanwhile
                     self._move(engine, EngineState.SERVING)
 
         try:
@@ -398,8 +398,8 @@ class EnginePool:
         batch.wake(False)
 
     def _tell_if_slow(self, engine: Engine) -> None:
-        fastest = self._dispatcher.slower_than(engine.index)
-        if fastest is not None and not engine.is_slow:
+        fastest = None if engine.is_slow else self._dispatcher.slower_than(engine.index)
+        if fastest is not None:
             engine.is_slow = True
             pace, best = (self._dispatcher.members[n].pace for n in (engine.index, fastest))
             self._note(

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from penstock.config import Config
-from penstock.launch.assemble import all_or_first_error, join, start_all, turns
+from penstock.launch.assemble import all_or_first_error, assemble, colocated_publishes, start_all
 from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.launch.workers import Workers
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
@@ -48,7 +48,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         await clean_up()
         raise
-    return join(
+    return assemble(
         "local",
         trainer,
         engines,
@@ -56,7 +56,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         callbacks,
         kind,
         make_engine,
-        publishes=turns(config, total_steps),
+        publishes=colocated_publishes(config, total_steps),
         settings=config.engine,
     )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.config import Config, LaunchConfig
 from penstock.errors import UserError, WorkerDied
-from penstock.launch.assemble import all_or_first_error, join, start_all, turns
+from penstock.launch.assemble import all_or_first_error, assemble, colocated_publishes, start_all
 from penstock.launch.ray.actor import ActorWorker
 from penstock.launch.ray.placement import Placement, PlacementSlot, bundles
 from penstock.launch.workers import Workers
@@ -100,7 +100,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
     except BaseException:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         raise
-    return join(
+    return assemble(
         "ray",
         trainer,
         engines,
@@ -108,7 +108,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
         callbacks,
         actors.sync,
         make_engine,
-        publishes=turns(actors.config, total_steps),
+        publishes=colocated_publishes(actors.config, total_steps),
         copies=actors.copies,
         settings=actors.config.engine,
     )
