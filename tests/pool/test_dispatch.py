@@ -76,19 +76,19 @@ def test_a_slow_engine_does_not_begin_what_the_others_will_soon_be_through_with(
     fast = [work() for _ in range(5)]
     assert [dispatcher.offer(one, 0.0) for one in fast] == [0] * 5
     assert dispatcher.offer(work(), 0.0) is None  # in a slot of the fast one soon, and done at 2 s
-    for _ in range(40):
+    for _ in range(80):
         dispatcher.offer(work(), 0.0)
     assert len(list(dispatcher.bindings(0.0))) == 5  # with so much to do it helps
 
 
 def test_an_engine_that_was_slow_is_tried_again_now_and_then() -> None:
-    dispatcher = Dispatcher(2, 64)
+    dispatcher = Dispatcher(2, 1024)
     measured(dispatcher, 0, seconds=1.0, length=100)
     measured(dispatcher, 1, seconds=10.0, length=100)
     dispatcher.let_serve(0, True)
-    taken = [dispatcher.offer(work(), 0.0) for _ in range(40)]
+    taken = [dispatcher.offer(work(), 0.0) for _ in range(600)]
     assert taken.count(1) == 2
-    assert taken[:16].count(1) == 0
+    assert taken[:256].count(1) == 0
 
 
 def test_work_that_comes_back_is_before_all_that_waits() -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("warm_workers")
 
 FAST_S, SLOW_S, SLOTS = 0.01, 0.1, 8
 GROUPS, GROUP = 24, 4
-SLOW_SHARE = 0.2  # of all responses; by pace alone it would be 0.09, split evenly 0.5
+SLOW_SHARE = 0.15  # of all responses; by pace alone it would be 0.09, split evenly 0.5
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ _NEWEST_SHARE = 0.2  # weight of the last answer in a running average
 _AHEAD = 1.25  # requests to bind per request that can run, so that a free slot is refilled at once
 _LEAST_FILL = 0.125
 _UNKNOWN_FILL = 0.5
-_WORTH_WAITING = 2.0  # skip an engine if the others would finish so many times sooner
-_REFUSALS = 16  # skips in a row, after which a slow engine gets work, to be measured again
+_REFUSALS = 256  # skips in a row, after which a slow engine gets work, to be measured again
 _SLOW = 4.0  # times slower than the fastest engine: worth a line to the user
 _ANSWERS_TO_JUDGE = 4  # measured before an engine is called slow
 
@@ -184,14 +183,13 @@ class Dispatcher:
         ]
 
     def _worth_using(self, work: Work, able: list[int]) -> list[int]:
-        """Skip an engine if the others would finish the queue in half the time."""
+        """Skip an engine if the others would finish the queue before it finishes one response."""
         paces = [member.pace for member in self.members if member.serves and member.pace]
         if not paces:
             return able
         waiting = self.waiting if work.waits else self.waiting + work.size
         others = 1 / max(paces) + waiting / (self._slots * sum(paces))
-        least_pace = 1 / (_WORTH_WAITING * others)
-        return [i for i in able if (self.members[i].pace or math.inf) >= least_pace]
+        return [i for i in able if 1 / (self.members[i].pace or math.inf) <= others]
 
     def _capacity_at(self, fill: float) -> float:
         """Return how many requests to bind per engine if a share of `fill` of bound ones still runs.
