@@ -15,7 +15,7 @@ from penstock.engine.protocol import Generation, GenerationRequest, InferenceEng
 from penstock.reward.protocol import Reward
 from penstock.types import Rollout, Status
 
-_NOT_SEARCHED = 31  # groups whose error is not traced to one request while the engine is to blame
+_NOT_SEARCHED = 31  # failed groups to skip before requests are sent one by one again
 
 
 def annealed_temperature(sampling: SamplingConfig, policy_version: int) -> float:
@@ -48,7 +48,7 @@ class SingleTurn:
         self._requests = 0
         self._aborting: set[asyncio.Task[None]] = set()
         self._searching = asyncio.Lock()  # one group at a time is asked one by one
-        self._not_searched: int | None = None  # groups since the engine was blamed; None: it works
+        self._not_searched: int | None = None  # groups since then; None: no blame
 
     async def generate_group(
         self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
@@ -92,7 +92,7 @@ class SingleTurn:
         try:
             generations = await self._ask_engine(requests)
         except asyncio.CancelledError:
-            self._abort_later(ids)  # nobody waits for the requests: free the engine
+            self._abort_later(ids)  # the caller was cancelled: free the engine
             raise
         finally:
             self._running.difference_update(ids)

@@ -1,8 +1,8 @@
 """Which settings a resumed run may change, and when a change takes effect.
 
 A resumed run redoes the steps that are journalled but in no checkpoint. A setting that the update reads
-would change those steps, so it is applied after they were redone with the old value and saved. A setting
-that would change the meaning of the journal is refused.
+would change those steps, so it is applied after those steps were redone with the old value and
+saved. A setting that would change the meaning of the journal is refused.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class AlgorithmConfig(Section):
     aggregation: Literal["token", "sequence", "constant"] | None = None
     """How token losses become one number; None: the algorithm's own."""
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] | None = None
-    """What is subtracted from a reward to give the advantage; None: the algorithm's own."""
+    """Baseline that is subtracted from the rewards; None: the algorithm's own."""
     normalize: Literal["group", "batch", "none"] | None = None
     """Whose standard deviation divides the advantage; None: the algorithm's own."""
     kl_in: Literal["loss", "reward", "none"] | None = None
@@ -294,7 +294,7 @@ class EvalTaskConfig(TaskDataConfig):
     @model_validator(mode="before")
     @classmethod
     def _drop_keys_of_training(cls, given: Any) -> Any:
-        """Refuse keys that only training reads. Their defaults stand in older run folders: drop those."""
+        """Refuse keys that only training reads; drop the defaults of them in older run folders."""
         if not isinstance(given, dict):
             return given
         for key, default in _ONLY_TRAINING.items():

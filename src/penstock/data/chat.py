@@ -2,7 +2,7 @@
 
 Prompts are encoded once, with the generation prompt; sampled tokens are never tokenised again. Without
 a chat template the contents of the messages are joined by line breaks, so a single message is its own
-prompt. Prompts are not cut here, and datasets are not known here. transformers is imported when first needed.
+prompt. Does not cut prompts and does not know datasets. transformers is imported when first needed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ChatTemplate:
         return int(pad) if pad is not None else (self.eos_ids or (0,))[0]
 
     def encode(self, messages: Sequence[Message], system_prompt: str = "") -> np.ndarray:
-        """Return prompt ids, int32, that end where the assistant's answer begins."""
+        """Return the prompt's ids, int32, up to where the assistant's answer begins."""
         return self.encode_many([messages], system_prompt)[0]
 
     def encode_many(

@@ -33,7 +33,7 @@ REWARDS_THAT_NEED_AN_ANSWER = frozenset({"think_answer_tags", "boxed", "code"})
 class Example:
     """One checked record of a source, before tokenisation."""
 
-    line: int  # in the file, or the index of a generated problem; counts from 1
+    line: int  # line number in the file, or index of a generated problem; counts from 1
     messages: tuple[dict[str, Any], ...]
     gt_answer: str | None
     test_cases: dict[str, Any] | None

@@ -86,7 +86,7 @@ class Sampler:
     def sample_now(
         self, task_name: str, group_status: Status | Sequence[Status] | None = None
     ) -> Group:
-        """Do what `sample` does, without a turn of the event loop."""
+        """Do what `sample` does, without yielding to the event loop."""
         if task_name != self.task_name:
             raise UserError(f"sampler: got task {task_name!r}, allowed: {self.task_name!r}")
         statuses = (group_status,) if isinstance(group_status, Status) else (group_status or ())

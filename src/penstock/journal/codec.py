@@ -21,7 +21,7 @@ CODEC_VERSION = 1
 
 _HEADER = struct.Struct("<BBHIIQdq")  # codec, flags, segments, tokens, tail bytes, seed, T, issued
 _GROUP = struct.Struct("<BHI")  # codec, rollouts, bytes of the JSON head
-_CHECK = struct.Struct("<I")  # at the end of a payload
+_CHECK = struct.Struct("<I")  # the checksum at the end of a payload
 _SEGMENT = struct.Struct("<II")  # version, tokens
 _ALL_TRAINED = 1  # flags
 _KEYED = 2

@@ -33,8 +33,8 @@ class InFlightRecord:
     group_id: str
     task: str
     cursor: int
-    tries: int  # as they were when it was issued
-    group: Group | None  # with what an earlier try left; None: nothing was generated yet
+    tries: int  # tries at the time the group was issued
+    group: Group | None  # with the tokens of an earlier try; None: nothing was generated yet
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

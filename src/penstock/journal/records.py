@@ -27,7 +27,7 @@ _INSERT_GROUP = (
     "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)"
     " VALUES (?, ?, ?, ?, ?, 'in_flight', ?)"
 )
-_AS_DRAWN = ("in_flight", "init", 0, *(None,) * 8)  # the columns that are not given then
+_AS_DRAWN = ("in_flight", "init", 0, *(None,) * 8)  # values of all other columns
 
 
 def _update_group(*columns: str, where: str = "", **fixed: str) -> str:

@@ -38,7 +38,7 @@ class ColocatedTrainer(RestartingTrainer):
         self._engines, self._publishes = engines, publishes
         self._handover = asyncio.Lock()
         self._engines_sleep = False
-        self._needs_gpu = False  # for a call that is under way
+        self._needs_gpu = False  # a call that needs the GPU is under way
         self._restarting = False  # the worker needs the GPU to load the model and redo steps
         self._weights_due = False  # the engines wake after they have loaded new weights
         supervised.start_context = self._reserve_start
@@ -96,7 +96,7 @@ class ColocatedTrainer(RestartingTrainer):
         """Let engines start and load; wake them, unless new weights are due first."""
         async with self._handover:
             if self._needs_gpu or self._restarting:
-                return  # released at the end of that
+                return  # that call or restart releases the GPU when it ends
             self._engines.trainer_released_gpu()
             if self._engines_sleep and not self._weights_due:
                 await self._engines.wake()
@@ -105,7 +105,7 @@ class ColocatedTrainer(RestartingTrainer):
 
     @asynccontextmanager
     async def _reserve_start(self) -> AsyncIterator[None]:
-        """Acquire the GPU for a restart; not after engines that start, which may need this trainer."""
+        """Acquire the GPU for a restart, without waiting for starting engines: they may need us."""
         self._restarting = True
         await self._acquire_gpu(wait_for_starts=False)
         yield

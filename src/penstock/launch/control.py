@@ -1,7 +1,7 @@
-"""The control channel of a run that is under way: one line asks, one line answers.
+"""The control channel of a run that is under way: one line per command, one line per answer.
 
 The driver listens on a Unix socket that only its user can reach. RUN/control holds the socket's path,
-because a socket's own path may not be as long as that of a run folder. Nothing polls.
+because the path of a run folder may be too long for a socket. Nothing polls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A trainer without engines, for steps that a journal already has.
 
-Runs as many ranks as the run had, because the order of sums is part of the digest: one rank on a thread
-of this process, several in worker processes of this machine, wherever the run had them. The end of a
-rank is final unless somebody says how to restore it (`Workers.restore_trainer_with`).
+Runs as many ranks as the run had, because the order of sums is part of the digest: one rank on a
+thread of this process, several in worker processes of this machine, even if the run had them on a
+cluster. The end of a rank is final unless somebody says how to restore it
+(`Workers.restore_trainer_with`).
 """
 
 from __future__ import annotations

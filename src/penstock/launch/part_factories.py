@@ -1,4 +1,4 @@
-"""The parts that run inside workers, and the functions that build them there.
+"""The parts that run inside workers, and the functions that build these parts in the worker.
 
 A part is a trainer rank, an engine or a distributor, joined to its weight sync. Worker processes and Ray
 actors build it by the name of its factory here; `inline.py` uses the classes directly.

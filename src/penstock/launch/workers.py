@@ -27,7 +27,7 @@ class Workers:
     set_aside: SetAside | None = None  # lends out an engine, which keeps its weights meanwhile
 
     def restore_trainer_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
-        """From now on, restart a trainer that dies and let `restore` bring it to the state it had."""
+        """From now on, restart a trainer that dies; `restore` brings it to its last state."""
         self.supervised["trainer"].prepare = lambda call: restore(TrainerClient(call))
 
     async def stack_of(self, name: str) -> str:

@@ -1,7 +1,7 @@
-"""Producing groups: when to launch them, what becomes of each, and which batch a step gets.
+"""Producing groups: when to launch a group, what happens to it, and which groups a step trains.
 
 The producer, its strategies, the replay buffer and the progress counts. May import the journal and
-data; it knows no engine and no trainer: weights are a version number here.
+data; knows no engine and no trainer, and weights only by their version number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state of one task, and the parts that its strategy works with.
 
-The producer makes one `ProduceContext` per task and moves its step and version on; the strategy and its
-group runner read it. A user who drives a strategy without a producer fills one in by hand.
+The producer makes one `ProduceContext` per task and updates its step and version; the strategy and
+its group runner read it. A user who drives a strategy without a producer fills one in by hand.
 """
 
 from __future__ import annotations

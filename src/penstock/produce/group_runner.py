@@ -2,7 +2,7 @@
 
 Every launched group is one asyncio task that ends by landing its own group: completed, refused, aborted,
 or failed for good. An error in a group stays in that group. Only a journal that cannot write and the
-limits on failures and refusals end the run: they are kept in `fault` for whoever waits.
+limits on failures and refusals end the run: that error is kept in `fault` for whoever waits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FailurePolicy:
 
 
 class GroupRunner:
-    """Owns the groups of one task that are in flight, and the counts of what became of the others."""
+    """Owns the groups of one task that are in flight, and counts the outcomes of the others."""
 
     def __init__(self, settings: ProduceSettings, is_valid_sample_fn: IsValidSample) -> None:
         self._settings = settings
@@ -123,7 +123,7 @@ class GroupRunner:
         return group
 
     def _is_tail(self, group: Group) -> bool:
-        """Return whether the group was tried so often that it goes first and steps wait for it."""
+        """Return whether the group had `max_tries` tries, so that steps wait for it."""
         return group.tries >= self._settings.max_tries
 
     def _renew(self, ctx: ProduceContext, group: Group) -> None:
@@ -157,7 +157,7 @@ class GroupRunner:
                     await self._abort_instead_of_retry(ctx, entry)
                     return
                 if entry.landing:
-                    return  # a pause gave up on the group
+                    return  # a pause has taken the group back
                 ctx.journal.retried(entry.group, "failed")
                 self.counters["retried"] += 1
                 self._renew(ctx, entry.group)
@@ -314,7 +314,7 @@ class GroupRunner:
                 await _call(ctx.agent_loop, "pause")
         except TimeoutError:
             self.counters["abort_timeouts"] += 1
-        except Exception:  # the agent loop cannot abort: the time-out of the pause takes over
+        except Exception:  # the agent loop cannot abort: wait for the pause's time-out
             self.counters["abort_errors"] += 1
 
     async def _until_empty(self, until: float) -> None:

@@ -22,8 +22,8 @@ class PendingGroup:
 
     group: Group
     oldest_version: int  # version of the oldest token that the group will have when it lands
-    tail: bool  # left behind `max_tries` times: steps wait for it
-    landing: bool = False  # claimed: somebody is recording its outcome
+    tail: bool  # tried `max_tries` times: steps wait for it
+    landing: bool = False  # whether a caller is recording the group's outcome
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -57,7 +57,7 @@ class PendingSet:
             return True
 
     def claim(self, entry: PendingGroup) -> bool:
-        """Return True to exactly one caller, who lands the group and then calls `remove`."""
+        """Return True to exactly one caller, which lands the group and then calls `remove`."""
         if entry.landing or self._entries.get(entry.group.group_id) is not entry:
             return False
         entry.landing = True

@@ -7,7 +7,7 @@
           GroupRunner         the groups in flight, their retries, drops and counts
     ReplayBuffer, Journal     groups that landed; shared by all tasks
 
-Tasks do not wait for each other. No engine and no trainer is known here.
+Tasks do not wait for each other. Knows no engine and no trainer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ProduceTask:
         return self.strategy.pending_task_count() > 0
 
     def take(self, step: int, num_groups: int) -> list[Group]:
-        """Take the step's groups from the buffer, in cursor order; expired ones are gone already."""
+        """Take the step's groups from the buffer, in cursor order; none of them has expired."""
         taken: list[Group] = []
         for _ in range(num_groups):
             group = self.ctx.replay_buffer.take_now(self.name, Status.COMPLETED)
@@ -76,7 +76,7 @@ class ProduceTask:
         group = record.group
         if group is None:
             group = self.sampler.group_at(record.cursor)
-        elif group.status is Status.COMPLETED:  # it had expired before it was issued again
+        elif group.status is Status.COMPLETED:  # the group had expired before it was issued again
             group.move_to(Status.EXPIRED)
         else:
             group.abort_unfinished()
@@ -226,7 +226,7 @@ class Producer:
         return f"weights newer than version {self.model_version}"
 
     def _aim(self, task: ProduceTask) -> None:
-        """Set the task's step, version and target to what the staleness bound allows now."""
+        """Set the task's step, version and target as far as the staleness bound allows now."""
         ctx, strategy = task.ctx, task.strategy
         next_step = self.progress.next_consumer_step
         step = strategy.furthest_step(self.model_version, next_step)
@@ -371,7 +371,7 @@ class Producer:
             self._waiting_for.pop(who, None)
 
     def snapshot(self) -> ProducerSnapshot:
-        """Return where every group is, and who waits for what and how long."""
+        """Return the counts of groups by state, and the open waits with their durations."""
         now = self._clock()
         idle_now = 0.0 if self._idle_since is None else now - self._idle_since
         return ProducerSnapshot(

@@ -2,7 +2,8 @@
 
 Targets are cumulative over the run: available = consumed + COMPLETED in the buffer, so a group that was
 consumed never looks missing. `TaskShares` divides each step's batch among the tasks. The dicts of a
-`ProduceProgress` stay the same objects over `load_state_dict`, because others hold them.
+`ProduceProgress` stay the same objects over `load_state_dict`, because other parts hold references
+to them.
 """
 
 from __future__ import annotations

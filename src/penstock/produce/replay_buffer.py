@@ -28,7 +28,7 @@ class _Entry:
     status: Status
     oldest_version: int | None
     priority: int
-    since_step: int  # the train step at which it got this status; 0: unknown
+    since_step: int  # the train step at which the group got this status; 0: unknown
 
 
 class _Shelf:
@@ -89,7 +89,7 @@ class ReplayBuffer:
                 f"max_groups_per_task: got {max_groups_per_task}, allowed: 0 (no bound) or more"
             )
         self.order = order
-        self.max_groups_per_task = max_groups_per_task  # of COMPLETED groups; 0: no bound
+        self.max_groups_per_task = max_groups_per_task  # bound on COMPLETED groups; 0: no bound
         self._shelves: dict[tuple[str, Status], _Shelf] = {}
         self._ids: set[str] = set()
         self._changed = Signal()
@@ -135,7 +135,7 @@ class ReplayBuffer:
         while self.count_now(task_name, group_status) < num:
             await self._changed.wait_after(self._changed.count)
 
-    # -- the same without a turn of the event loop --------------------------------------------
+    # -- the same without yielding to the event loop ------------------------------------------
 
     def put_now(self, group: Group, *, priority: int = 0, train_step: int = 0) -> None:
         if group.group_id in self._ids:
@@ -173,9 +173,9 @@ class ReplayBuffer:
         tail_tries: int = 0,
         statuses: Sequence[Status] = _EXPIRABLE,
     ) -> list[Group]:
-        """Move stale groups to EXPIRED and return them; a group that stays costs nothing.
+        """Move stale groups to EXPIRED and return them; fresh groups are not looked at.
 
-        With `tail_tries` > 0 a group that was tried so often goes to the front.
+        With `tail_tries` > 0, a group that was tried at least that often goes to the front.
         """
         expired: list[Group] = []
         for status in statuses:

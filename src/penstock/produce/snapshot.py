@@ -1,6 +1,6 @@
 """The producing side at one instant, for displays, trackers and the watchdog.
 
-Holds numbers and words only; `Producer.snapshot` fills them in.
+Holds numbers and strings only; `Producer.snapshot` fills them in.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProducerWait:
 
     who: str
     what: str
-    seconds: float  # so far
+    seconds: float  # how long the wait has lasted
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

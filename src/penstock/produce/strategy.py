@@ -109,7 +109,7 @@ class ProduceStrategy:
     the end of a back-off. Woken by: `changed`.
     """
 
-    runs_ahead = True  # past the step that is consumed next
+    runs_ahead = True  # may produce for steps after the one that is consumed next
 
     def __init__(
         self, config: AsyncProduceStrategyConfig, *, sync_weights_interval: int = 1
@@ -142,7 +142,8 @@ class ProduceStrategy:
         """Return whether a group in flight would expire if `train_step` did not wait for it.
 
         Without oversampling a step waits for all such groups, so none is generated in vain. With
-        oversampling a step leaves stragglers behind, but waits for those that were tried `max_tries` times.
+        oversampling a step leaves stragglers behind, but waits for groups that were tried
+        `max_tries` times.
         """
         tail_only = self.config.over_sample_threshold > 0
         oldest = self.runner.pending.oldest_version(tail_only=tail_only)
@@ -211,7 +212,7 @@ class ProduceStrategy:
             ctx.journal.expired(group)
 
     def plan(self, ctx: ProduceContext) -> tuple[tuple[Status, ...], int]:
-        """Return which buffered groups this call draws before fresh prompts, and the oversampling."""
+        """Return the statuses of groups to draw before fresh prompts, and the oversampling."""
         if self._is_tail_call(ctx):
             return (Status.EXPIRED, Status.ABORTED), 0
         extra = math.ceil(self.config.over_sample_threshold * ctx.task_batch_size)
@@ -220,7 +221,7 @@ class ProduceStrategy:
         return (Status.ABORTED, Status.EXPIRED), extra
 
     def _is_tail_call(self, ctx: ProduceContext) -> bool:
-        """Return whether this call draws the groups that were left behind first."""
+        """Return whether this call draws expired and aborted groups before anything else."""
         buffer, trigger = ctx.replay_buffer, self.config.tail_batch_trigger_size
         if trigger > 0:
             if buffer.count_now(ctx.task_name, Status.EXPIRED) >= trigger:

@@ -26,9 +26,9 @@ class CodeOptions(Section):
     right: float = 1.0
     """Value when all tests pass."""
     wrong: float = 0.0
-    """Value when none does, or there is no program."""
+    """Value when no test passes, or the response has no program."""
     credit: Literal["all", "share"] = "all"
-    """all: right or wrong, nothing between; share: by the share of tests that pass."""
+    """all: every test must pass; share: the value grows with the share of tests that pass."""
     source: Literal["block", "response"] = "block"
     """block: the last fenced python block; response: the whole text is the program."""
     timeout_s: float = Field(6.0, gt=0)
@@ -74,7 +74,7 @@ class CodeReward:
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         """Run the program of one response against the prompt's tests."""
-        read_tests(prompt.test_cases)  # broken data is a fault whatever the response says
+        read_tests(prompt.test_cases)  # broken test cases are a fault, whatever the response is
         if rollout.finish_reason == "length":
             return self._score(False, 0.0, "truncated")
         found = self._extract(rollout.text)

@@ -16,7 +16,7 @@ _INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _OUTER_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|boxed|fbox)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"\s+")
 _CHOICE = re.compile(r"\(?([A-Za-z])[).]?")
-_WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")  # longer than a product
+_WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")  # too long for a product
 
 
 def decide(gold: str, answer: str) -> bool | None:
@@ -34,7 +34,7 @@ def decide(gold: str, answer: str) -> bool | None:
 
 
 def _unwrap(text: str) -> str:
-    """Remove a \\text{...} or \\boxed{...} around the whole."""
+    """Remove a \\text{...} or \\boxed{...} around the whole answer."""
     while match := _OUTER_TEXT.fullmatch(text):
         text = clean(match.group(1))
     return text

@@ -17,7 +17,7 @@ _PYTHON = frozenset({"python", "python3", "py", "py3"})
 
 @dataclass(slots=True, frozen=True)
 class Extract:
-    """The answer that was found, or None; `note` says what the form lacks."""
+    """The answer that was found, or None; `note` says what is wrong with the response's form."""
 
     answer: str | None
     format_ok: bool
@@ -25,7 +25,7 @@ class Extract:
 
 
 def tagged_answer(text: str, think_tag: str = "think", answer_tag: str = "answer") -> Extract:
-    """Return the text of the last answer tag. Form: each tag once, in order, nothing after the last."""
+    """Return the text of the last answer tag. Required: each tag once, in order, no text after."""
     tags = [f"<{answer_tag}>", f"</{answer_tag}>"]
     if think_tag:
         tags = [f"<{think_tag}>", f"</{think_tag}>", *tags]

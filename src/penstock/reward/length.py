@@ -16,11 +16,11 @@ from penstock.types import Prompt, Rollout, Score
 
 class SoftOverlongOptions(Section):
     scale: float = Field(1.0, ge=0)
-    """What a truncated response loses; use that of a right answer."""
+    """Penalty of a truncated response; use the value of a right answer."""
     buffer_tokens: int = Field(0, ge=0)
-    """Length of the slope before the limit; 0: the smaller of 1024 and a quarter of max_tokens."""
+    """Tokens before the limit over which the penalty grows; 0: min(1024, max_tokens / 4)."""
     max_tokens: int = Field(0, ge=0)
-    """The limit; 0: that of the sampling."""
+    """The limit in tokens; 0: sampling.max_tokens."""
 
 
 class SoftOverlong:
@@ -50,13 +50,13 @@ class SoftOverlong:
 
 class LengthOptions(Section):
     target_tokens: int = Field(0, ge=0)
-    """Length that earns the most."""
+    """Length that gets the full reward."""
     span_tokens: int = Field(0, ge=0)
-    """Distance from the target at which nothing is earned; 0: max_tokens."""
+    """Distance from the target at which the reward reaches 0; 0: sampling.max_tokens."""
     scale: float = Field(1.0, ge=0)
-    """What the target length earns."""
+    """Reward of the target length."""
     shape: Literal["below", "around"] = "below"
-    """below: anything up to the target earns the most; around: shorter ones earn less, too."""
+    """below: any length up to the target gets the full reward; around: shorter ones get less."""
 
     @model_validator(mode="after")
     def _around_needs_a_target(self) -> Self:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from penstock.errors import RewardError
 
 MAX_REPLY_BYTES = 16 << 20
-MAX_STRETCH = 10  # wall time over processor time, at most, before a process counts as stuck
+MAX_STRETCH = 10  # a process is stuck after this many times the limit in wall time
 
 
 class ProcessGone(Exception):
@@ -83,7 +83,7 @@ class LineProcess:
     def _processor_s(self) -> float:
         """Return the processor time that the process has used; 0 if it has ended."""
         try:
-            return time.clock_gettime(~self._process.pid << 3 | 2)  # the clock of another process
+            return time.clock_gettime(~self._process.pid << 3 | 2)  # the clock of that process
         except OSError:
             return 0.0
 

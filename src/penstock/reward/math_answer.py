@@ -26,9 +26,9 @@ class AnswerOptions(Section):
     wrong: float = 0.0
     """Value of a wrong or missing answer."""
     format: Literal["gate", "add", "ignore"] = "gate"
-    """gate: a right answer in the wrong form is wrong; add: form earns format_value; ignore."""
+    """gate: an answer in the wrong form is wrong; add: the right form adds format_value; ignore."""
     format_value: float = Field(0.1, ge=0)
-    """What the right form adds with format = add."""
+    """Value that the right form adds if format = add."""
     equality: Literal["symbolic", "numeric", "exact"] = "symbolic"
     """symbolic: algebra decides; numeric: equal numbers or equal text; exact: equal text."""
     workers: int = Field(2, ge=1)

@@ -67,7 +67,7 @@ class MathPool:
         return comparison
 
     def _ask(self, gold: str, answer: str) -> Comparison:
-        for _ in range(2):  # the first death may be another pair's doing, the second is this pair's
+        for _ in range(2):  # another pair may have caused the first death
             worker = self._take()
             try:
                 pair = json.dumps([gold, answer])

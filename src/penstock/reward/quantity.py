@@ -11,7 +11,7 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_NUMBER_CHARS = 200  # longer ones are compared as text; Python would refuse or crawl
+MAX_NUMBER_CHARS = 200  # longer numbers are compared as text: Python is slow or refuses
 CLOSE = Fraction(1, 10**6)  # relative gap that a decimal with six or more places may have
 
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
@@ -177,7 +177,7 @@ def _read_unit(rest: str, letter_units: bool) -> tuple[int, str] | None:
             return None  # 5xy is a product, 5cm is not
         letters = len(words) == 1 and words[0].isalpha() and len(words[0]) < 3
         if letters and not letter_units:
-            return None  # 5 x, too
+            return None  # 5 x is a product as well
     return scale, " ".join(map(_singular, words)) + (power.group(1) if power else "")
 
 

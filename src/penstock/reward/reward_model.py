@@ -37,7 +37,7 @@ class RewardModelOptions(Section):
     label: int = Field(0, ge=0)
     """Which output is the reward, for models with several."""
     transform: Literal["none", "sigmoid", "softmax"] = "none"
-    """What is done to the outputs before one is taken."""
+    """Function that is applied to the outputs before one of them is chosen."""
     truncated: float | None = None
     """Value of a truncated response; None: the model scores it like any other."""
     threads: int = Field(1, ge=1)
@@ -62,7 +62,7 @@ class RewardModel:
         self._thread: threading.Thread | None = None
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
-        """Return the model's score of one rollout; it is computed with a batch of others."""
+        """Return the model's score of one rollout, computed in a batch with other rollouts."""
         if rollout.finish_reason == "length" and self._settings.truncated is not None:
             return Score(value=self._settings.truncated, note="truncated")
         if self._thread is None:

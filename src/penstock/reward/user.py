@@ -73,7 +73,7 @@ class UserFunction:
                 return await asyncio.wait_for(asyncio.wrap_future(outcome), self._timeout_s)
             except TimeoutError:
                 if outcome.done():
-                    raise  # the function's own
+                    raise  # raised by the function itself
                 raise RewardError(f"no result after {self._timeout_s:g} s (timeout_s)") from None
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 
 Parts are scored at the same time; the Score keeps every part's own value and note. A fault in a part
 becomes a `RewardError` with the rollout's id and the part's name, so that it counts as a failure and
-never as a zero. Retries are the producer's business.
+never as a zero. Retries are made by the producer.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class VerifiableReward:
     async def score_group(
         self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
     ) -> list[Score]:
-        """Judge the finished rollouts of one group; parts that can do it see them all at once."""
+        """Judge the finished rollouts of one group; parts with `score_group` get them in one call."""
         if len(rollouts) != len(prompts):
             raise ValueError(
                 f"score_group: got {len(rollouts)} rollouts and {len(prompts)} prompts, "
@@ -138,7 +138,7 @@ class VerifiableReward:
         )
 
     async def close(self) -> None:
-        """End every part's workers, whatever happens in the others."""
+        """End every part's workers, even if ending those of another part raises."""
         outcomes = await asyncio.gather(
             *(part.reward.close() for part in self.parts), return_exceptions=True
         )

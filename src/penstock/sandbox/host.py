@@ -26,7 +26,7 @@ from penstock.sandbox.inside import namespaces, wire
 from penstock.sandbox.settings import SandboxSettings
 
 START_TIMEOUT_S = 60.0
-GRACE_S = 10.0  # past a job's own limit, before the sandbox itself is given up
+GRACE_S = 10.0  # wait this much longer than a job's own limit, then give the sandbox up
 _PACKAGE_ROOT = str(Path(penstock.__file__).resolve().parent.parent)
 _BOOTSTRAP = (
     "import sys; sys.path.insert(0, {root!r}); "
@@ -59,13 +59,13 @@ class Outcome:
     """The result of one job."""
 
     status: int  # exit code, or minus the signal
-    stopped: str  # wall | output: why it was stopped; empty: it ended by itself
+    stopped: str  # why the job was stopped: wall | output; empty: it ended by itself
     stdout: str
     stderr: str
     report: str  # JSON lines that the child wrote
     wall_s: float
     cpu_s: float
-    clean: bool  # the scratch is empty again
+    clean: bool  # whether the scratch folder is empty again
 
 
 class SandboxLost(Exception):
@@ -124,7 +124,7 @@ def _bootstrap(descriptor: int) -> str:
 
 
 class Nursery:
-    """The process that makes sandboxes. `SandboxPool` starts another one if it has died."""
+    """The process that makes sandboxes. `SandboxPool` starts a new nursery if this one has died."""
 
     def __init__(self, mode: Mode, settings: SandboxSettings) -> None:
         self.mode, self._settings = mode, settings

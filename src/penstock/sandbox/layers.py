@@ -1,7 +1,8 @@
 """Which layers of isolation work on this machine, found by trying them.
 
-`find_isolation()` tries the modes from the strongest down and takes the first that is full, else the
-strongest that works. `check()` reports to the user, after a few real attempts to break out.
+`find_isolation()` tries the modes from the strongest to the weakest and returns the first with
+level `full`, else the strongest that works. `check()` reports to the user, after a few real
+attempts to break out.
 """
 
 from __future__ import annotations

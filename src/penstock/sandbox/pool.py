@@ -93,7 +93,7 @@ class SandboxPool:
         try:
             fresh = nursery.spawn()
         except SandboxError:
-            return  # the next caller meets the same error and reports it
+            return  # the next caller gets the same error and reports it
         with self._lock:
             if self._nursery is nursery:
                 self._warm.append(fresh)

@@ -21,7 +21,7 @@ class SandboxSettings(Section):
     workers: int = Field(2, ge=1)
     """Submissions that run at the same time."""
     timeout_s: float = Field(6.0, gt=0)
-    """Wall time of one test; processor time is held to about the same."""
+    """Wall time of one test; its processor time is limited to about the same."""
     submission_timeout_s: float = Field(60.0, gt=0)
     """Wall time of all tests of one submission together."""
     memory_mb: int = Field(1024, ge=64)

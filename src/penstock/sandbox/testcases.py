@@ -81,7 +81,7 @@ def _read_pairs(test_cases: Mapping[str, Any]) -> Tests:
 
 
 def _call_pair(given: Any, expected: Any) -> tuple[list[Any], Any]:
-    """Read arguments given as a list, or as text with one JSON value a line (then so is the output)."""
+    """Read one call: a list as it is, text as one JSON value per line (the output likewise)."""
     if not isinstance(given, str):
         return (given if isinstance(given, list) else [given]), expected
     try:

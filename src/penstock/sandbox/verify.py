@@ -103,7 +103,7 @@ def _verify_pairs(
                         _fill(verdict, total, ERROR, "not run: an earlier test failed")
                         return verdict
                     if not outcome.clean:
-                        break  # it left files behind: the next test gets a fresh sandbox
+                        break  # the test left files behind: the next one gets a fresh sandbox
             except SandboxLost:
                 lost += 1
                 if lost > 1:

@@ -36,7 +36,7 @@ def _read_times(proc: Path) -> tuple[dict[int, float], defaultdict[int, list[int
     for path in proc.glob("[0-9]*/stat"):
         try:
             fields = path.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         pid = int(path.parent.name)
         times[pid] = sum(map(int, fields[_TIMES])) / ticks
@@ -47,7 +47,7 @@ def _read_times(proc: Path) -> tuple[dict[int, float], defaultdict[int, list[int
 def _bytes_moved(process: Path) -> int:
     try:
         lines = (process / "io").read_text().splitlines()
-    except OSError:  # it ended, or belongs to somebody else
+    except OSError:  # the process has ended, or belongs to another user
         return 0
     counts = dict(line.split(": ") for line in lines)
     return int(counts["rchar"]) + int(counts["wchar"])

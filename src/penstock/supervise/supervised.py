@@ -1,6 +1,6 @@
 """A worker that is restarted when it ends: with a back-off, and a bounded number of times.
 
-The same for every kind of worker. Calls under way when a worker ends fail at once with WorkerDied; the
+Serves every kind of worker. Calls under way when a worker ends fail at once with WorkerDied; the
 owner of the part (`trainer.py`, `pool/`) decides whether to repeat them. Before a new worker serves,
 `prepare` brings it to the state of the old one. Every event is one line to the user.
 
@@ -157,7 +157,7 @@ class Supervised:
         """Restart the worker whenever it ends. Waits for: its end. Woken by: that end."""
         try:
             await self._restart_until_given_up()
-        except Exception as error:  # a fault of ours: whoever waits for the worker must hear of it
+        except Exception as error:  # a bug of ours: callers must get the error
             self._callbacks.note(f"{self.name}: supervision failed\n{traceback.format_exc()}")
             line = f"{self.name}: supervision failed: {type(error).__name__}: {error}"
             self.given_up = WorkerDied(line)

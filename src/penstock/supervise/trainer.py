@@ -1,8 +1,9 @@
-"""The trainer as the loop sees it: one or several rank workers that may die and come back.
+"""The trainer as the loop sees it: one or several rank workers that are restarted when they die.
 
-`RankGroup` makes several rank workers one worker: each rank gets its share of a batch's groups, and the
-end of one rank ends all. `RestartingTrainer` repeats a call after a restart; `Supervised.prepare` (newest
-checkpoint, then redo from the journal) has brought the new worker to the state of the old one.
+`RankGroup` presents several rank workers as one worker: each rank gets its share of a batch's
+groups, and the end of one rank ends all of them. `RestartingTrainer` repeats a call after a
+restart; `Supervised.prepare` (newest checkpoint, then redo from the journal) has brought the new
+worker to the state of the old one.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class RankGroup:
     async def _each(self, *calls: Awaitable[Any]) -> list[Any]:
         """Return all answers. If one rank raises, kill the ranks that still wait for it in a collective.
 
-        A death is the reason to report: other ranks may notice it before the driver does.
+        If a rank died, report that death: the other ranks' errors only follow from it.
         """
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
@@ -245,7 +246,7 @@ class RestartingTrainer(TrainerClient):
         while True:
             await self._supervised.ready()
             try:
-                await self._supervised.call("progress")  # answers at once: a dead worker shows here
+                await self._supervised.call("progress")  # raises at once if the worker is dead
                 await self._publish_again()
                 break
             except WorkerDied:
@@ -258,7 +259,7 @@ class RestartingTrainer(TrainerClient):
         return newest
 
     async def write_snapshot(self) -> None:
-        """Not repeated: the copied state died with the worker."""
+        """Do not repeat this call after a death: the copied state was lost with the worker."""
         await self._supervised.call("write_snapshot")
 
     async def request_stop(self) -> None:

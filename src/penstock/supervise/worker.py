@@ -1,4 +1,4 @@
-"""What a worker is to its callers: a process, a Ray actor, a thread, or several trainer ranks as one."""
+"""The protocol of a worker: a process, a Ray actor, a thread, or several trainer ranks as one."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _PLAIN_INTERVAL_S = 5.0
 
 
 class ConsoleTracker:
-    """Shows step, reward, held-out accuracy, tokens/s, staleness and who is waiting."""
+    """Shows step, reward, held-out accuracy, tokens/s, staleness and the open waits."""
 
     def __init__(self, info: RunInfo, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a step, always on."""
+"""metrics.jsonl: one line per step, always written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class JsonlTracker:
         self._file.flush()
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        """Evaluations have a file of their own (eval/summary.jsonl)."""
+        """Do nothing: evaluations are written to eval/summary.jsonl."""
 
     def note(self, text: str) -> None:
         """Leave notes out."""

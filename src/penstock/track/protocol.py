@@ -19,7 +19,7 @@ class RunInfo:
     name: str
     total_steps: int
     first_step: int  # 0 for a new run, the last finished step after a resume
-    live: Callable[[], str]  # who waits for what now, then a line per task
+    live: Callable[[], str]  # returns the open waits, then a line per task
 
 
 class Tracker(Protocol):

@@ -1,4 +1,4 @@
-"""rollouts.jsonl: every so many updates, a few trained groups for a person to read."""
+"""rollouts.jsonl: a few trained groups for a person to read, every n-th update."""
 
 from __future__ import annotations
 

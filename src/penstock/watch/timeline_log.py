@@ -1,4 +1,4 @@
-"""Writes closed waits to RUN/timeline/events.jsonl: who was busy with what, from when to when.
+"""Writes closed waits to RUN/timeline/events.jsonl: which worker did what, from when to when.
 
 Lines are collected in memory and written in batches. Times are seconds since the epoch, by the
 driver's clock.

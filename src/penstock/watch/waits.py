@@ -1,4 +1,4 @@
-"""Every wait of the driver, by name: who must answer, what was asked, since when.
+"""Every wait of the driver, by name: which worker must answer, what was asked, since when.
 
 A wait is open from the request until its answer. The watchdog reads the open waits, the timeline
 log the closed ones; this file only counts time. Every kind of wait has a test that makes it hang

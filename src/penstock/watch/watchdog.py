@@ -3,9 +3,10 @@
 Reads the open waits of the driver (`waits.py`). A wait is late when its responder answered nothing
 for `stall_s` (or five times the longest answer of its kind so far, if that is more). Half-way and at
 the end of that time the watchdog asks the responder for its progress: a responder that progressed is
-alive. It acts at once on a responder that neither progressed nor used the processor. A responder that
-cannot tell, or is busy with something uncounted (compiling, one huge micro-batch), is only reported,
-and acted upon after six times as long. Waits for: the time of its next look.
+alive. It acts at once on a responder that neither progressed nor used the processor. A responder
+that cannot report progress, or is busy with work that counts none (compiling, one huge
+micro-batch), is only reported; the watchdog acts on it after six times as long. Waits for: the time
+of its next look.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from penstock.config import WatchdogConfig
 from penstock.errors import RunError
 from penstock.watch.waits import OpenWait, WaitKind, Waits
 
-PATIENCE = 5.0  # times the longest answer so far
-LONG_PATIENCE = 6.0  # times the limit, if nothing proves a hang
-BUSY_SHARE = 0.05  # of one core; an idle worker's own threads use less
+PATIENCE = 5.0  # a wait is late after this many times the longest answer so far
+LONG_PATIENCE = 6.0  # act after this many times the limit, if no hang is proven
+BUSY_SHARE = 0.05  # share of one core that counts as busy; the threads of an idle worker use less
 _PROBE_TIMEOUT_S = 10.0
 _NO_ANSWER = object()
 
 
 @dataclass(slots=True, frozen=True)
 class _Look:
-    """What one look at a responder showed; None where it cannot tell."""
+    """Progress and activity of a responder at one time; None if unknown."""
 
     at: float
     progress: object
@@ -68,10 +69,10 @@ class Watchdog:
         self._waits, self._settings, self._note = waits, settings, note
         self._stack_of, self._restart = stack_of, restart
         self._progress_of, self._activity_of = progress_of, activity_of
-        self._producer_waits = producer_waits  # in words
-        self._looks: dict[tuple[str, WaitKind], _Look] = {}  # the last one at each kind of wait
-        self._moved: dict[str, float] = {}  # responder -> when it was last seen to move
-        self._told: dict[str, float] = {}  # responder -> when it was last told of
+        self._producer_waits = producer_waits  # returns a sentence per wait
+        self._looks: dict[tuple[str, WaitKind], _Look] = {}  # the last look at each kind of wait
+        self._moved: dict[str, float] = {}  # responder -> when it last made progress
+        self._told: dict[str, float] = {}  # responder -> when it was last reported
 
     async def run(self) -> None:
         """Look at waits until cancelled. Woken by: a timer set to the next look."""
@@ -119,7 +120,7 @@ class Watchdog:
         before, responder = self._glance_at(wait), wait.responder
         look = await self._look(responder)
         if wait.until is not None:
-            return  # answered meanwhile
+            return  # the responder has answered meanwhile
         if before is None:
             self._looks[responder, wait.what] = look
         elif look.moved_on(before):
@@ -142,7 +143,7 @@ class Watchdog:
         try:
             async with asyncio.timeout(min(_PROBE_TIMEOUT_S, self._settings.stall_s / 4)):
                 return await question(responder)
-        except Exception:  # no failure of a question may end the run
+        except Exception:  # a failed probe must not end the run
             return _NO_ANSWER
 
     def _is_deadlock(self) -> bool:
@@ -201,7 +202,7 @@ class Watchdog:
         if self._stack_of is not None:
             try:
                 text = await self._stack_of(wait.responder)
-            except Exception as error:  # nor may a stack that cannot be read
+            except Exception as error:  # a stack that cannot be read must not end the run either
                 text = f"(no stack: {type(error).__name__}: {error})"
         return text or (coroutine_stack(wait.task) if wait.task is not None else "")
 

@@ -1,4 +1,4 @@
-"""Weights: their identity (digest), where their bytes lie, and how they travel from trainer to engines.
+"""Weights: their identity (digest), their memory, and the way from trainer to engines.
 
 A new way to move weights is one file that keeps `protocol.py` and one entry in `SYNC_KINDS`. May
 import config, errors and types. When to publish is decided by the loop, which engine loads by the pool.

@@ -1,9 +1,10 @@
 """Broadcast of weights within a process group: rank 0 sends, all other ranks receive.
 
-The one broadcaster: between the distributors of a run (`distributor.py`), from a vLLM engine to its
-workers, and between the processes of a user (`compat/weight_broadcast.py`). The group is its own, beside
-whatever else its members use torch.distributed for. gloo sends from host memory, NCCL from a GPU;
-tensors that lie elsewhere pass through a bucket there. A dead member ends a transfer after `timeout_s`.
+Used between the distributors of a run (`distributor.py`), from a vLLM engine to its
+workers, and between the processes of a user (`compat/weight_broadcast.py`). The group is
+independent of any other torch.distributed group of its members. gloo sends from host memory, NCCL
+from a GPU; tensors on another device are copied through a bucket. A dead member ends a transfer
+after `timeout_s`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class BufferWriter:
         self._size, self._device = 0, _HOST
         self._map: mmap.mmap | None = None
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        self.device_handle: DeviceHandle | None = None  # of the bytes, if they are on a GPU
+        self.device_handle: DeviceHandle | None = None  # names the bytes if they are on a GPU
 
     def begin(self, number: int, size: int, device: torch.device = _HOST) -> bool:
         """Take the buffer for publication `number`; return False if somebody still reads it."""
@@ -61,7 +61,7 @@ class BufferWriter:
         self._lock_bytes(fcntl.F_WRLCK, 0, size)
         self.number, self.is_complete = number, False
         _HEADER.pack_into(self._map, 0, number, size, 0)
-        fcntl.flock(self._file, fcntl.LOCK_UN)  # readers of this publication may come
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # readers may open this publication from now on
         return True
 
     def _allocate(self, size: int, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from penstock.weights.digest import LEAF_BYTES, LEAF_DIGEST_BYTES, combine_leave
 
 HELD_BYTES = 1 << 30  # hashed in one launch: enough leaves for a large GPU
 Shaped = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
-BLOCK_BYTES = 64  # of SHA-256
+BLOCK_BYTES = 64  # one block of SHA-256
 _LANES = 32
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 FORM = "leaves-"  # the prefix names the form: digests of other forms cannot be compared with it
-DIGEST_BYTES = 16  # of a tensor
+DIGEST_BYTES = 16  # length of a tensor's digest
 LEAF_BYTES = 32 << 10
 LEAF_DIGEST_BYTES = 32
 BIG_BYTES = 1 << 20  # a tensor of this size is hashed on a thread

@@ -1,4 +1,4 @@
-"""A distributor: sends published weights from machine to machine, one copy over the network for each.
+"""A distributor: sends published weights to other machines, one copy over the network per machine.
 
 Each node has one distributor, a process of its own. The distributor of a node that holds a publication
 broadcasts it (`broadcast.py`); the others receive it into weight buffers of their own node
@@ -91,7 +91,7 @@ class Distributor:
         world: int,
         wait_until_written: Callable[[int], None],
     ) -> None:
-        """Broadcast all buckets. A member that sees another one die leaves the group, and so on."""
+        """Broadcast all buckets. A member that sees another one die leaves, so that all fail."""
         fault = ""
         try:
             self._join(key, meeting, rank, world)
@@ -103,7 +103,7 @@ class Distributor:
         except RunError:
             self._leave()
             raise
-        except RuntimeError as error:  # from torch
+        except RuntimeError as error:  # torch raises this
             fault = str(error).splitlines()[0]
         if fault:
             self._leave()
@@ -129,6 +129,6 @@ def _prepare_nccl(node: str) -> None:
     """Set what NCCL reads from the environment; for a process that does nothing else with NCCL."""
     if not torch.cuda.is_available():
         raise UserError("sync.backend: got nccl on a node without a visible GPU, allowed: gloo")
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait ends with its timeout
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # and the process survives it
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait that times out raises
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # and does not end the process
     os.environ.setdefault("NCCL_HOSTID", node)  # distributors of one machine count as two nodes

@@ -24,7 +24,7 @@ _ALIGN = 64
 @dataclass(slots=True, frozen=True)
 class _Offloaded:
     storage: torch.UntypedStorage
-    host: torch.Tensor  # its bytes
+    host: torch.Tensor  # the copy of its bytes
 
 
 class HostOffload:

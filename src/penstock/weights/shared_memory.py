@@ -25,7 +25,7 @@ from penstock.weights.buffer import CAN_WAIT_FOR_BYTES, BufferReader, BufferWrit
 from penstock.weights.mapped_files import memory_folder
 
 WAKE_BYTES = 8 * 2**20  # wake waiting readers after every so many bytes
-DEVICE_WAKE_BYTES = 256 * 2**20  # the same on a GPU, where each time waits for the device
+DEVICE_WAKE_BYTES = 256 * 2**20  # the same on a GPU, where each wake-up first waits for the device
 _PREFIX = "penstock-weights-"
 _ALIGN = 64
 Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, offset

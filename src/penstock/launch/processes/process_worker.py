@@ -161,7 +161,7 @@ class ProcessWorker:
         if pipe < 0:
             return "(it was closed)"
         with contextlib.suppress(BlockingIOError):
-            os.read(pipe, 4096)  # bytes of stacks that nobody waited for
+            os.read(pipe, 4096)  # drop the bytes of earlier stacks
         before = self._log_path.stat().st_size
         loop.add_reader(pipe, written.set)
         try:

@@ -43,7 +43,7 @@ class Where(NamedTuple):
     address: str
     pid: int
     free_port: int
-    logs_to_run: bool  # its output is in the run's own log
+    logs_to_run: bool  # the actor's output goes to the run's own log
 
 
 class ServingActor:
@@ -208,7 +208,7 @@ class ActorWorker:
         return bool(self.address == ray.util.get_node_ip_address())
 
     async def activity(self) -> float | None:
-        if self._is_here:  # without asking it: it may be blocked
+        if self._is_here:  # send the signal from outside: the actor may be blocked
             return await asyncio.to_thread(activity_of, self.pid)
         with contextlib.suppress(TimeoutError, RayError):
             async with asyncio.timeout(_STACK_TIMEOUT_S):

@@ -184,7 +184,7 @@ def _spawn_engine(
 def _spawn_trainer(actors: _Actors, total_steps: int) -> Callable[[], Awaitable[Worker]]:
     config, world = actors.config, actors.config.launch.num_consumers
     names = ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
-    folders: dict[str, str] = {}  # of weights, by node: a restarted trainer uses its predecessor's
+    folders: dict[str, str] = {}  # node -> folder of weights, which a restarted trainer uses again
 
     async def spawn() -> Worker:
         slots = actors.placement.consumers

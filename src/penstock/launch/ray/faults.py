@@ -1,4 +1,4 @@
-"""Ray's errors in one line: what an actor raised, or what Ray knows of its end.
+"""Ray's errors in one line: the exception that an actor raised, or Ray's reason for its end.
 
 Ray wraps both into pages of text. A person needs the exception's own type and message; the rest belongs
 in the log.
@@ -35,7 +35,7 @@ ACTOR_IS_GONE = (
     RuntimeEnvSetupError,
 )
 _FRAME = re.compile(r'^ *File "')
-_GROUP_MARGIN = re.compile(r"^ *[|+][ -]?")  # before each line of an exception group's traceback
+_GROUP_MARGIN = re.compile(r"^ *[|+][ -]?")  # before the lines of an exception group's traceback
 _EXIT = re.compile(r"Worker exit type: (\S+) Worker exit detail: (.*)")
 _IDS = re.compile(r"^\t(class_name|actor_id|pid|name|namespace|ip): ")
 _ADVICE = re.compile(r"Some common causes include|Object store memory usage:")

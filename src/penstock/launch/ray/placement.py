@@ -4,8 +4,8 @@ Consumers are packed, producers spread; if colocated, each producer shares a bun
 cannot fit is refused before any actor starts. A slot whose node has left gets another node as soon as one
 has room, without a time limit: a worker that only lacks a place is never given up.
 
-Every producer has a placement group of its own. Ray would place the lost bundles of a larger group only
-together, and try that before anything else in the cluster: while it fails, nobody gets a place.
+Every producer has a placement group of its own. Ray would place the lost bundles of a larger group
+only together, and would place nothing else in the cluster until that succeeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.supervise.supervised import Supervised
 
 T = TypeVar("T")
 Resources = dict[str, float]
-Options = dict[str, Any]  # of an actor
+Options = dict[str, Any]  # Ray's options of an actor
 _FIRST_LOOK_S = 1.0
 _ANYWHERE = "anywhere"
 
@@ -108,7 +108,7 @@ class Reservation:
     def _create(self, target: str = "") -> Any:
         from ray.util.placement_group import placement_group
 
-        if target:  # heeded with this strategy only; for one bundle all strategies are the same
+        if target:  # only this strategy reads it; for one bundle all strategies are the same
             return placement_group(self.asked, "STRICT_PACK", _soft_target_node_id=target)
         return placement_group(self.asked, self._strategy)
 
@@ -190,7 +190,7 @@ class Placement:
     """The placement slots of a run. Consumes nodes as they join and leave, produces actors' options."""
 
     def __init__(self, settings: LaunchConfig, ours: bool, note: Callable[[str], None]) -> None:
-        """`ours`: this run has started the cluster and is alone there."""
+        """`ours`: this run has started the cluster and is its only user."""
         self._settings, self._ours, self._note = settings, ours, note
         self._reservations: list[Reservation] = []
         self.consumers: list[PlacementSlot] = []
@@ -241,7 +241,7 @@ class Placement:
         return reservation
 
     def take(self, name: str) -> PlacementSlot:
-        """Return a producer's slot: that of one that was drained or given up, else a new slot."""
+        """Return the slot of a producer that was drained or given up, else a new slot."""
         for slot in self.producers:
             if slot.is_free:
                 slot.worker, slot.has_served = None, False
@@ -274,7 +274,7 @@ class Placement:
             )
 
     async def find_nodes(self, names: list[str], slots: list[PlacementSlot]) -> None:
-        """Find a node for each of several actors before the first starts: they lose their nodes together."""
+        """Find nodes for all actors before the first starts: they lose their nodes together."""
         for name, slot in zip(names, slots, strict=True):
             await self._find_node(name, slot)
 
@@ -351,7 +351,7 @@ class Placement:
 def spread_over(
     nodes: Mapping[str, Resources], taken: list[tuple[str, Resources]], asked: list[Resources]
 ) -> list[str]:
-    """Choose a node for each bundle: the one with the fewest, then with most left; empty if none fits."""
+    """Choose a node per bundle: the one with fewest bundles, then most left; empty if none fits."""
     left = {name: dict(node) for name, node in nodes.items()}
     for name, bundle in taken:
         _subtract(left.get(name, {}), bundle)

@@ -99,7 +99,7 @@ def _exit_code(code: object) -> int:
 
 
 def _finish(code: int) -> int:
-    """Do what the interpreter does at its end, except for what the fork inherited."""
+    """Do what the interpreter does at exit, except for state that the fork inherited."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -173,7 +173,7 @@ def _solution(job: dict[str, Any]) -> int:
 class TestTimeout(BaseException):
     """One test, or the solution's own start, took too long."""
 
-    __module__ = "builtins"  # for a short name in notes
+    __module__ = "builtins"  # notes show this short name
 
 
 def _on_alarm(number: int, frame: object) -> None:

@@ -68,7 +68,7 @@ def identities() -> dict[str, str]:
 
 
 def enter(plan: Plan) -> None:
-    """Put this process into new namespaces; the process namespace holds for its children."""
+    """Put this process into new namespaces; the new process namespace applies to its children."""
     kernel.unshare(_FLAGS | (kernel.CLONE_NEWUSER if plan.user_namespace else 0))
 
 

@@ -1,8 +1,8 @@
-"""A small trusted process that makes sandboxes by forking, and ends them. Inside the sandbox code.
+"""A small trusted process that makes sandboxes by forking, and ends them. Inside the sandbox.
 
 Consumes `spawn` and `end` requests of the host, produces the pid of each new sandbox. Woken only by
-the host's socket; ends when the host hangs up. It stays a bare interpreter with one thread, so that a
-fork costs milliseconds and copies no secret.
+the host's socket; ends when the host hangs up. It stays a bare interpreter with one thread, so that
+a fork costs milliseconds and copies no secret.
 """
 
 from __future__ import annotations
