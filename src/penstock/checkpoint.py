@@ -24,7 +24,7 @@ from penstock.config import CheckpointConfig
 from penstock.errors import RunError, WorkerDied
 
 MANIFEST = "manifest.json"
-MAX_FAILURES = 3  # in a row; then the run stops
+MAX_FAILURES = 3  # failures in a row after which the run stops
 
 
 class SnapshotSource(Protocol):
@@ -41,7 +41,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    digest: str  # of the weights, as the trainer computed it
+    digest: str  # digest of the weights, as the trainer computed it
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,7 +16,7 @@ class UserError(PenstockError, ValueError):
 
 
 class RunError(PenstockError, RuntimeError):
-    """The run cannot go on. Nothing that was journalled is lost."""
+    """The run cannot continue. Nothing that was journalled is lost."""
 
 
 class EngineError(RunError):
@@ -40,15 +40,15 @@ class WorkerDied(RunError):
 
 
 class PartFailed(RunError):
-    """A part in a worker raised a foreign exception; the line has the part, the type and the text."""
+    """A part in a worker raised a foreign exception; the message names the part and the exception."""
 
 
 class TooManyFailures(RunError):
-    """The share of failing groups went past its limit (law 7)."""
+    """The share of failing groups went past its limit (docs/architecture.md, law 7)."""
 
 
 class DigestMismatch(RunError):
-    """Weights do not match their digest; they are refused and the run does not train on."""
+    """Weights do not match their digest; they are refused and the run stops."""
 
 
 class JournalDamaged(RunError):

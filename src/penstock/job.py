@@ -68,10 +68,10 @@ class BatchSource(Protocol):
         """Wait for the batch of a step; it is journalled when this returns."""
 
     def weights_updated(self, version: int) -> None:
-        """The engines confirmed these weights."""
+        """Note that the engines confirmed these weights."""
 
     def snapshot(self) -> ProducerSnapshot:
-        """Where every group is, and who waits for what."""
+        """Return the counts of groups by state, and the open waits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Job:
 
     @property
     def engine(self) -> InferenceEngine | None:
-        """The engines as one; None where nothing is generated."""
+        """The engines as one engine; None if the run generates nothing."""
         return self.workers.engine
 
     @property
@@ -104,7 +104,7 @@ class Job:
         return self.workers.callbacks.waits
 
     def producer_waits(self) -> list[str]:
-        """Who waits for what on the producing side, since when."""
+        """Return the open waits of the producing side, each as a phrase with its duration."""
         return [
             f"{wait.who} waits for {wait.what} ({wait.seconds:.1f} s)"
             for wait in self.source.snapshot().waits
@@ -112,7 +112,7 @@ class Job:
         ]
 
     def live(self) -> str:
-        """What the loop does and who waits for what, then where the groups of each task are."""
+        """Return what the loop does, the open waits, then the group counts of each task."""
         first = "; ".join([self.activity, *self.producer_waits()])
         return "\n".join([first, *map(str, self.source.snapshot().tasks)])
 
@@ -221,7 +221,7 @@ async def _load_and_launch(
 
 @asynccontextmanager
 async def open_trainer(config: Config, log_folder: Path) -> AsyncIterator[Workers]:
-    """Start the trainer of a run and no engine, to train on what is journalled."""
+    """Start the trainer of a run without an engine, to train on journalled batches."""
     steps = config.train.steps
     if steps is None:
         steps = count_steps(config, (await asyncio.to_thread(_Data.load, config)).train)

@@ -1,8 +1,8 @@
 """Before the first step: bring trainer and engine to the same weights, new or from a journal.
 
 Recovery = newest valid checkpoint + redo of the journalled steps, without generation. On a CPU each
-redone step must give the journalled digest, bit for bit; a difference stops the run. The journal is
-the truth: a checkpoint newer than its last step is put aside.
+redone step must give the journalled digest, bit for bit; a difference stops the run. The journal
+decides: a checkpoint newer than its last step is renamed to `lost-*`.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Let one process write the run; the lock of a dead process is gone with it."""
+        """Let only one process write the run; the lock ends with the process."""
         with (self.path / "lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,8 +105,8 @@ class Origin:
     """Where the rollouts of a fork came from."""
 
     run: str  # folder of the run that generated them
-    steps: int  # of that run, whose groups are used
-    digest: str  # of its weights after the last of them
+    steps: int  # number of steps of that run whose groups are used
+    digest: str  # digest of its weights after the last of these steps
 
 
 @dataclass(slots=True, frozen=True)

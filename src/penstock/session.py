@@ -1,4 +1,4 @@
-"""One command's worth of work: a new run, a resumed run, one evaluation.
+"""What one command does: train a new run, resume a run, replay a run, evaluate once.
 
 Owns the event loop, the signals and the closing summary; the work itself is in `run.py`.
 """
@@ -162,7 +162,7 @@ async def _until_stopped(work: Coroutine[Any, Any, object]) -> bool:
 
 
 def _first_cause(group: BaseExceptionGroup) -> BaseException:
-    """Return the error to show: the first of ours, else the first."""
+    """Return the error to show: the first PenstockError in the group, else the first error."""
     leaves = list(_leaves(group))
     ours = [leaf for leaf in leaves if isinstance(leaf, PenstockError)]
     return (ours or leaves)[0]

@@ -134,7 +134,7 @@ class Rollout:
 
     rollout_id: str  # "group_id.index", unique for the life of the run
     prompt_ids: np.ndarray  # int32 [prompt length]
-    seed: int  # of this rollout's own random stream
+    seed: int  # seed of this rollout's own random stream
     response_ids: np.ndarray = field(default_factory=_no_ids)  # int32
     logprobs: np.ndarray = field(default_factory=_no_logprobs)  # float32, sampling distribution
     loss_mask: np.ndarray = field(default_factory=_no_mask)  # True: sampled by the policy, trained
@@ -146,10 +146,10 @@ class Rollout:
     score: Score | None = None
     error: str = ""  # why it failed
     extra: dict[str, Any] = field(default_factory=dict)
-    issued_version: int = 0  # policy version when an agent loop last got it
+    issued_version: int = 0  # policy version when an agent loop last got the rollout
     prompt: Prompt | None = field(
         default=None, repr=False
-    )  # that of the group, shared by reference
+    )  # the group's prompt, shared by reference
 
     def __post_init__(self) -> None:
         self.check()
@@ -232,10 +232,10 @@ class Group:
 
     group_id: str  # "task:cursor", unique for the life of the run
     task: str
-    cursor: int  # prompts that the task had drawn before this one
+    cursor: int  # number of prompts that the task had drawn before this one
     prompt: Prompt
     rollouts: list[Rollout]
-    tries: int = 0  # times that an agent loop got it
+    tries: int = 0  # times that an agent loop got the group
     error: str = ""
 
     def __post_init__(self) -> None:
@@ -303,7 +303,7 @@ class StepReport:
 
     step: int
     policy_version: int  # updates done, including this one
-    digest: str  # of the weights after the update
+    digest: str  # digest of the weights after the update
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -24,8 +24,8 @@ class AlgorithmSettings:
     """All settings of one algorithm. The defaults are those of GRPO."""
 
     name: str = ""
-    baseline: Baseline = "group_mean"  # what is subtracted from a reward
-    normalize: Literal["group", "batch", "none"] = "group"  # whose standard deviation divides it
+    baseline: Baseline = "group_mean"  # baseline that is subtracted from a reward
+    normalize: Literal["group", "batch", "none"] = "group"  # whose deviation divides rewards
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, ...
     clip_high: float = 0.2  # ... 1 + clip_high]
     dual_clip: float | None = None  # bounds the loss of negative advantages

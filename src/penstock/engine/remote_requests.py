@@ -1,7 +1,7 @@
 """Requests that vLLM or a server runs for us, each followed by one of our tasks.
 
 `RemoteRequests` keeps the tokens that have arrived, so that an abort can return them, and a gate that
-holds new requests back during a pause or an update. Does not know who samples the tokens.
+holds new requests back during a pause or an update. Does not know which backend samples the tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RemoteRequest:
     """One request and the tokens that have arrived for it."""
 
     request: GenerationRequest
-    admitted: bool = False  # it has passed the gate
+    admitted: bool = False  # the request has passed the gate
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: tuple[VersionSegment, ...] = ()
@@ -55,7 +55,7 @@ class RemoteRequests:
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()  # set: new requests may pass
-        self._tokens = 0  # that have arrived, for all requests
+        self._tokens = 0  # tokens that have arrived, for all requests
         self._by_id: dict[str, RemoteRequest] = {}
 
     def stats(self, version: int, digest: str, *, paused: bool, live: bool = True) -> EngineStats:
@@ -83,7 +83,7 @@ class RemoteRequests:
         try:
             return await asyncio.shield(remote.task)
         except asyncio.CancelledError:
-            if remote.task.cancelled():  # by abort, pause or close, not by our caller
+            if remote.task.cancelled():  # cancelled by abort, pause or close, not by the caller
                 return remote.generation("abort")
             remote.task.cancel()
             raise

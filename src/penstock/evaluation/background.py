@@ -26,7 +26,7 @@ from penstock.evaluation.evaluate import (
 )
 from penstock.watch.waits import WaitKind, Waits
 
-_ATTEMPTS = 3  # an evaluation whose engine dies is repeated
+_ATTEMPTS = 3  # tries of an evaluation whose engine dies
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Evaluations:
                         for one in waiting:
                             await self._one(engine, one, step)
                 break
-            except (EngineError, OtherWeights):  # the engine died, and may have newer weights now
+            except (EngineError, OtherWeights):  # it died, and may have newer weights now
                 if not left:
                     raise
         pinned.set()

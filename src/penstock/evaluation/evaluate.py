@@ -1,6 +1,6 @@
 """Evaluation: one exact pass over a fixed list of problems.
 
-No padding, no duplicates, no drift: each problem is asked `num_generations` times with seeds that
+Without padding or duplicates: each problem is asked `num_generations` times with seeds that
 depend on the problem alone. A failed request counts as a wrong answer and as a failure.
 """
 
@@ -260,7 +260,7 @@ def append_summary(folder: Path, result: EvalResult) -> None:
 
 
 def restore_summaries(folder: Path, last_step: int) -> None:
-    """Before a run continues: remove a torn line, and lines of steps that were lost."""
+    """Remove a torn line and lines of lost steps, before a run continues."""
     path = folder / SUMMARY
     if path.is_file():
         lines = [json.dumps(line) for line in _summaries(folder) if line["step"] <= last_step]

@@ -79,7 +79,7 @@ class ScoreSummary:
 class Record:
     """One input line: a finished rollout and its prompt."""
 
-    number: int  # of the line, from 1
+    number: int  # number of the line, from 1
     group: str
     rollout: Rollout
     prompt: Prompt
@@ -240,7 +240,7 @@ async def _score_all(
     return summary
 
 
-Scored = tuple[Score | None, str, float]  # score or None, why not, seconds
+Scored = tuple[Score | None, str, float]  # (score or None, reason for None, seconds)
 
 
 def _groups(path: Path, whole: bool) -> Iterator[list[Record]]:

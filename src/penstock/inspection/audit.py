@@ -1,4 +1,4 @@
-"""`penstock audit RUN`: check every law that the journal can prove. Changes nothing.
+"""`penstock audit RUN`: check every law that can be proven from the journal. Changes nothing.
 
 Conservation per task, a reason for every drop, batches that match their groups, no group trained twice,
 the staleness bound by each rollout's oldest token, weights confirmed with the committed digest. Warns
@@ -33,7 +33,7 @@ _ENOUGH = 50  # fewest groups for which a difference is reported
 class EraBounds:
     """The staleness bound of one config, and the last step that was trained under it."""
 
-    last_step: int | None  # None: the config is in force
+    last_step: int | None  # None: this config is still in force
     allowed: dict[str, int]  # per task, in updates
 
 
@@ -46,7 +46,7 @@ class TaskAudit:
     buffered: int = 0
     in_flight: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    length_drawn: float | None = None  # mean response tokens per group, when it first completed
+    length_drawn: float | None = None  # mean response tokens of a group when it first completed
     length_trained: float | None = None
     reward_drawn: float | None = None
     reward_trained: float | None = None

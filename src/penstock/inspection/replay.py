@@ -2,8 +2,8 @@
 
 The check recomputes every step and compares its digest with the journalled one. A fork is a run
 folder of its own: it trains on the recorded groups in their order, generates nothing, and corrects for
-the policy that sampled them. Its journal holds the groups, the steps, and who published the versions
-that its rollouts name; `origin.json` says where the groups came from.
+the policy that sampled them. Its journal holds the groups, the steps, and the publications of the
+versions that its rollouts name; `origin.json` says where the groups came from.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class RecordedBatches:
         self._resumed: Batch | None = None
 
     async def restore(self, journal: Journal) -> None:
-        """Continue after the fork's last step; a new fork copies who published which weights."""
+        """Continue after the fork's last step; a new fork first copies the weights records."""
         if not journal.query("SELECT 1 FROM weights LIMIT 1"):
             for kind, engine, version, digest in self._recorded.query(
                 "SELECT kind, engine, version, digest FROM weights ORDER BY at"
@@ -160,11 +160,11 @@ class RecordedBatches:
         self._known = dict(journal.query("SELECT group_id, state FROM groups"))
 
     async def run(self) -> None:
-        """Nothing is generated: wait for the end of the run."""
+        """Generate nothing; wait for the end of the run."""
         await asyncio.get_running_loop().create_future()
 
     async def take_batch(self, step: int) -> Batch:
-        """Take the next groups that the fork's algorithm keeps, and journal their whole life."""
+        """Take the next groups that the fork's algorithm keeps, and journal their draw and landing."""
         if self._resumed is not None:
             batch, self._resumed = self._resumed, None
             return batch
@@ -191,7 +191,7 @@ class RecordedBatches:
         return keep
 
     def weights_updated(self, version: int) -> None:
-        """Nothing depends on the version."""
+        """Do nothing: recorded batches do not depend on the version."""
 
     def snapshot(self) -> ProducerSnapshot:
         return ProducerSnapshot(

@@ -1,7 +1,7 @@
-"""`penstock rollouts`: each rollout with its prompt, response, reward, versions and fate.
+"""`penstock rollouts`: each rollout with its prompt, response, reward, versions and outcome.
 
-Reads the journal through its public views, read-only, also while the run is under way. Choosing, reading
-and printing rollouts is here; checking them is in `audit.py`.
+Reads the journal through its public views, read-only, also while the run is under way. Chooses,
+reads and prints rollouts; `audit.py` checks them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLUMNS = (
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RolloutView:
-    """One rollout as a person reads it, with its prompt and what became of it."""
+    """One rollout as a person reads it, with its prompt and its outcome."""
 
     rollout_id: str
     group_id: str
@@ -51,15 +51,15 @@ class RolloutView:
     temperature: float
     finish_reason: str
     status: str
-    state: str  # of its group: in_flight | buffered | taken | trained | dropped
+    state: str  # state of its group: in_flight | buffered | taken | trained | dropped
     step: int | None  # the step that trained it
-    staleness: int | None  # at that step, by the group's oldest token
+    staleness: int | None  # staleness at that step, by the group's oldest token
     drop_reason: str | None
     error: str
 
     @property
     def fate(self) -> str:
-        """Return what became of the rollout, in words."""
+        """Return the outcome of the rollout as a phrase."""
         if self.state == "trained":
             return f"trained in step {self.step}, staleness {self.staleness}"
         if self.state == "taken":

@@ -18,7 +18,7 @@ from penstock.run_folder import RunFolder
 from penstock.watch.timeline_log import FILE
 from penstock.watch.waits import WaitKind
 
-_WAITING = (WaitKind.WAIT, WaitKind.RESTART)  # such a call is no work of its lane
+_WAITING = (WaitKind.WAIT, WaitKind.RESTART)  # calls in which a lane waits and does no work
 
 
 @dataclass(slots=True, frozen=True)

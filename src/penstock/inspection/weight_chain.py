@@ -1,8 +1,8 @@
 """The chain of weights in a journal: trained, published, loaded, sampled from, trained again.
 
 Each step commits the digest of its weights; the trainer publishes a version with its digest; engines
-confirm the digest of what they loaded; each rollout says which versions its tokens came from. A link
-that is missing or does not match is a fault: samples came from weights that nobody can name. Used by
+confirm the digest of what they loaded; each rollout says which versions its tokens came from. A
+link that is missing or does not match is a fault: the samples came from unknown weights. Used by
 `audit.py`, which prints the faults.
 """
 

@@ -1,9 +1,10 @@
-"""Decide which engine takes which requests, and when; pure, on the clock that its owner passes in.
+"""Decide which engine takes which requests, and when: pure logic, with the time passed in.
 
 The requests of one prompt are one `Work`. Work is bound to an engine only when that engine has room for
 it; until then it waits here, first come first served, so that a slow engine takes no more than it can
-finish. Among engines with room, the one takes it that would finish its outstanding tokens first; work
-that runs is never moved (docs/cluster.md has the measurements). Makes no calls: `pool.py` acts.
+finish. Among engines with room, work goes to the one that would finish its outstanding tokens
+first; running work is never moved (docs/cluster.md has the measurements). Makes no calls: `pool.py`
+acts.
 """
 
 from __future__ import annotations
@@ -17,38 +18,38 @@ _NEWEST_SHARE = 0.2  # weight of the last answer in a running average
 _AHEAD = 1.25  # requests to bind per request that can run, so that a free slot is refilled at once
 _LEAST_FILL = 0.125
 _UNKNOWN_FILL = 0.5
-_REFUSALS = 256  # skips in a row, after which a slow engine gets work, to be measured again
-_SLOW = 4.0  # times slower than the fastest engine: worth a line to the user
-_ANSWERS_TO_JUDGE = 4  # measured before an engine is called slow
+_REFUSALS = 256  # after so many skips in a row a slow engine gets work, to measure it again
+_SLOW = 4.0  # tell the user of an engine this many times slower than the fastest
+_ANSWERS_TO_JUDGE = 4  # answers to measure before an engine is called slow
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Work:
     """Requests that share a prompt and go to one engine together."""
 
-    size: int  # requests
+    size: int  # number of requests
     tokens: int  # the most that the requests can hold, prompts and responses
-    least_version: int = 0  # the oldest weights that may generate it
-    wanted: int | None = None  # the engine that holds its prefix
-    engine: int | None = None  # the engine that it is bound to
-    waits: bool = False  # in the queue
-    since: float = 0.0  # when it was bound
-    ahead: int = 0  # tokens outstanding at its engine when it was bound, its own included
+    least_version: int = 0  # version of the oldest weights that may generate this work
+    wanted: int | None = None  # the engine that holds the work's prefix in its cache
+    engine: int | None = None  # the engine that the work is bound to
+    waits: bool = False  # whether it is in the queue
+    since: float = 0.0  # time at which it was bound
+    ahead: int = 0  # outstanding tokens of the engine when this work was bound, its own included
 
 
 @dataclass(slots=True, eq=False)
 class Member:
     """One engine as the dispatcher sees it."""
 
-    serves: bool = True  # takes work
-    retired: bool = False  # never again
-    version: int = 0  # of its weights
-    requests: int = 0  # bound
-    tokens: int = 0  # bound
-    speed: float | None = None  # outstanding tokens per second
+    serves: bool = True  # whether the engine takes work
+    retired: bool = False  # the engine never takes work again
+    version: int = 0  # policy version of its weights
+    requests: int = 0  # requests bound to it
+    tokens: int = 0  # tokens of these requests
+    speed: float | None = None  # outstanding tokens finished per second
     pace: float | None = None  # tokens per second of one response
-    answers: int = 0  # measured
-    refused: int = 0  # times in a row that work waited for the others instead
+    answers: int = 0  # answers measured so far
+    refused: int = 0  # skips in a row: work waited for another engine instead
 
 
 class Dispatcher:

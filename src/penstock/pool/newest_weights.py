@@ -1,7 +1,7 @@
-"""The newest weights of a pool: the only owner of their handle, and the way into one engine.
+"""The newest weights of a pool: owns their handle and loads them into one engine.
 
-Copies weights to the nodes of the engines first (`node_copies.py`), and has weights published again that
-can no longer be read. Which engines load, and when, belongs to `pool.py`.
+Copies weights to the nodes of the engines first (`node_copies.py`), and asks the trainer to publish
+weights again that can no longer be read. Which engines load, and when, belongs to `pool.py`.
 """
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ class NodeCopies:
         self._workers: dict[str, Worker] = {}  # distributors, by node
         self._folders: dict[str, str] = {}
         self._names: dict[str, str] = {}
-        self._ends: defaultdict[str, deque[float]] = defaultdict(deque)  # times, by node
-        self._nodes: dict[int, str] = {}  # by engine
-        self._copies: dict[str, WeightHandle] = {}  # of the newest weights, by node
+        self._ends: defaultdict[str, deque[float]] = defaultdict(deque)  # node -> times
+        self._nodes: dict[int, str] = {}  # engine -> its node
+        self._copies: dict[str, WeightHandle] = {}  # node -> its copy of the newest weights
         self._numbers = itertools.count(1)
         self._group: tuple[list[Worker], str] = ([], "")
         self._sending = asyncio.Lock()

@@ -79,17 +79,17 @@ class EnginePool:
         self._note, self._first_loaded = note, first_loaded
         self._dispatcher = Dispatcher(len(supervised), slots)
         self._engines: list[Engine] = []
-        self._batches: dict[str, PromptBatch] = {}  # by request that has no answer yet
-        self._owners: OrderedDict[str, Engine] = OrderedDict()  # by request: who generated it last
+        self._batches: dict[str, PromptBatch] = {}  # request without an answer -> its batch
+        self._owners: OrderedDict[str, Engine] = OrderedDict()  # request -> its last engine
         self._least_version = 0  # the oldest weights that new requests may be generated with
         self.when_loaded: Callable[[], Awaitable[None]] = nothing  # called after an update
         self._scaling = asyncio.Lock()
         self._switching = asyncio.Lock()  # held to load weights, to join, to fall asleep, to wake
         self._gpu_released = asyncio.Event()  # not set: the trainer holds the GPU
         self._gpu_released.set()
-        self._starts: set[Engine] = set()  # reserved: these hold GPU memory or will
+        self._starts: set[Engine] = set()  # engines that hold GPU memory, or will when they start
         self._asleep = self._closed = False
-        self._changed = asyncio.Event()  # a state, a reserved start or a waiting request
+        self._changed = asyncio.Event()  # a state, a reserved start or a waiting request changed
         for one in supervised:
             self._adopt(Engine(one, len(self._engines)))
 
@@ -125,7 +125,7 @@ class EnginePool:
         self._dispatcher.let_serve(
             engine.index, state is EngineState.SERVING, retired=state is EngineState.RETIRED
         )
-        if not self.serving:  # what is queued for room waits for a restart now
+        if not self.serving:  # queued requests now wait for a restart
             for work in self._dispatcher.waiters():
                 assert isinstance(work, PromptBatch)
                 self._unqueue(work)
@@ -262,7 +262,7 @@ class EnginePool:
         except RunError:
             await self._take_back(engine)
             raise
-        await self._take_back(engine)  # not if the run is ending
+        await self._take_back(engine)  # skipped if the run is ending (cancelled)
 
     def _least_busy(self) -> Engine:
         members = self._dispatcher.members
@@ -329,7 +329,7 @@ class EnginePool:
             for request in requests:
                 if self._batches.get(request.request_id) is batch:
                     del self._batches[request.request_id]
-        batch.end("error", error="engine pool: it is closed")  # if anything is left
+        batch.end("error", error="engine pool: it is closed")  # only requests that are still left
         return [batch.done[request.request_id] for request in requests]
 
     async def _has_room(self, batch: PromptBatch, *, first: bool) -> bool:
@@ -416,7 +416,7 @@ class EnginePool:
                 return
         owner = self._owners.get(request_id)
         if owner is not None and owner.state in WORKING:
-            with contextlib.suppress(EngineError, WorkerDied):  # its requests ended with it
+            with contextlib.suppress(EngineError, WorkerDied):  # a dead engine has no requests
                 await owner.supervised.call("abort", request_id)
 
     def _end_waiting(self, batch: PromptBatch, names: list[str] | None = None) -> None:
@@ -451,7 +451,7 @@ class EnginePool:
     async def sleep(self) -> None:
         async with self._switching:
             self._asleep = True
-        await self._call_working("sleep")  # none may answer: the dead hold nothing
+        await self._call_working("sleep")  # dead engines need not answer: they hold no GPU memory
 
     async def release_gpu(self, *, wait_for_starts: bool = True) -> None:
         """Sleep until `wake`, and let no engine start or load weights until `trainer_released_gpu`.
@@ -518,7 +518,7 @@ class EnginePool:
             self._lost(engine)
             raise
         except (EngineError, PartFailed) as error:
-            if engine.supervised.worker is worker:  # else its successor serves already
+            if engine.supervised.worker is worker:  # otherwise a restarted worker serves already
                 await self._end(engine, str(error))
             raise WorkerDied(str(error)) from error
         engine.tokens = stats.tokens_generated

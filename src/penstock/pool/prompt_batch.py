@@ -20,8 +20,8 @@ class PromptBatch(Work):
     left: list[GenerationRequest]
     done: dict[str, Generation] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)  # request ids that a caller aborted
-    room: asyncio.Future[bool] | None = None  # set while it is queued; False: it left the queue
-    last_engine_deaths: int = 0  # engines that died under it while no other one served
+    room: asyncio.Future[bool] | None = None  # set while queued; False: left the queue
+    last_engine_deaths: int = 0  # engines that died with this batch while no other engine served
 
     @classmethod
     def of(

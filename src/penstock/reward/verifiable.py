@@ -110,7 +110,7 @@ class VerifiableReward:
     async def score_group(
         self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
     ) -> list[Score]:
-        """Judge the finished rollouts of one group; parts with `score_group` get them in one call."""
+        """Judge the finished rollouts of one group; parts with `score_group` get all at once."""
         if len(rollouts) != len(prompts):
             raise ValueError(
                 f"score_group: got {len(rollouts)} rollouts and {len(prompts)} prompts, "

@@ -57,9 +57,9 @@ class _BatchInTraining:
     advantages_N: np.ndarray
     learning_rate: float
     stats: TokenStats
-    grad_norms: list[float] = field(default_factory=list)  # of each update, before clipping
-    skipped_updates: int = 0  # their loss or gradient was not finite
-    ptx_losses: list[float] = field(default_factory=list)  # of each update
+    grad_norms: list[float] = field(default_factory=list)  # norm of each update before clipping
+    skipped_updates: int = 0  # updates whose loss or gradient was not finite
+    ptx_losses: list[float] = field(default_factory=list)  # loss of each update
 
     @property
     def is_updated(self) -> bool:
@@ -181,7 +181,7 @@ class Consumer:
         return take_snapshot(self, folder)
 
     def load(self, folder: Path) -> None:
-        """Restore what a snapshot wrote; training goes on bitwise as it would have there."""
+        """Restore what a snapshot wrote; training continues bitwise as it would have from there."""
         self.reload()
         load_snapshot(self, folder)
 

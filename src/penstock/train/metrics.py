@@ -19,12 +19,12 @@ class TokenStats:
     """Figures of each trained token of the batch, from its first or its last forward pass."""
 
     def __init__(self, num_tokens: int) -> None:
-        self.logprob_N = np.full(num_tokens, np.nan)  # first pass
-        self.entropy_N = np.full(num_tokens, np.nan)  # first pass
+        self.logprob_N = np.full(num_tokens, np.nan)  # of the first pass
+        self.entropy_N = np.full(num_tokens, np.nan)  # of the first pass
         self.before_update_N = np.zeros(num_tokens, dtype=bool)  # first pass was before any update
-        self.ratio_N = np.full(num_tokens, np.nan)  # last pass
-        self.clipped_N = np.full(num_tokens, np.nan)  # last pass
-        self.kl_N = np.full(num_tokens, np.nan)  # last pass
+        self.ratio_N = np.full(num_tokens, np.nan)  # of the last pass
+        self.clipped_N = np.full(num_tokens, np.nan)  # of the last pass
+        self.kl_N = np.full(num_tokens, np.nan)  # of the last pass
         self.losses: list[float] = []  # one per update, over all ranks
         self._pending: list[tuple[PackResult, bool]] = []
 

@@ -86,7 +86,7 @@ class Policy(nn.Module):
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no other for float32
+                module.set_force_sum_reduction_for_comms(True)  # gloo has only sums for float32
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """The text stream of the auxiliary language-modelling loss (PTX).
 
 Reads a JSONL file in order and begins again at its end. The cursor counts texts since the start of
-the run, so a resumed run goes on with the next text. A line with `text` is learned whole, a line with
-`messages` only in its last message. `consumer.py` computes the loss.
+the run, so a resumed run continues with the next text. The loss covers all of a line with `text`,
+and only the last message of a line with `messages`. `consumer.py` computes the loss.
 """
 
 from __future__ import annotations

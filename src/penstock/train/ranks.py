@@ -1,7 +1,7 @@
 """Trainer ranks: reductions over them, and each rank's share of the work.
 
-`Ranks` is all that the rest of the trainer knows of its fellow processes; a single rank adds nothing
-and costs nothing. gloo on CPUs, NCCL on GPUs. The launcher starts the processes and sets the
+The rest of the trainer reaches other ranks only through `Ranks`; with a single rank its methods
+return their argument. gloo on CPUs, NCCL on GPUs. The launcher starts the processes and sets the
 variables that torch.distributed reads (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). `policy.py`
 shards the model.
 """

@@ -1,12 +1,12 @@
-"""A consumer's part of a checkpoint folder. Exact: training after a load goes on bitwise.
+"""A consumer's part of a checkpoint folder. Training after a load continues bitwise.
 
     model/                   transformers safetensors of the policy (adapters merged), and its tokenizer
     consumer.pt              counters and random state; one rank: also masters and optimizer moments
     shards/rank-R-of-W.pt    several ranks: masters and moments, the rows that each rank holds
     config.toml              the config that was in force
 
-No rank needs another one to write or to read, and any number of ranks loads what any number wrote.
-`checkpoint.py` makes the folder atomic and writes its manifest.
+Each rank writes and reads without the others, and any number of ranks can load what any number
+wrote. `checkpoint.py` makes the folder atomic and writes its manifest.
 """
 
 from __future__ import annotations

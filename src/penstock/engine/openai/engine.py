@@ -59,7 +59,7 @@ class OpenAIOptions:
     api_key_variable: str = ""  # environment variable that holds the key
     timeout_s: float = 600.0  # longest wait for a token, or for an answer
     retries: int = 3  # further tries of one request
-    backoff_s: float = 0.5  # before the second try, doubling; also before a lost server is retried
+    backoff_s: float = 0.5  # wait before the second try or a lost server's next one; doubles
     max_model_len: int = 0  # most tokens of a request; 0: the server's limit
     reload_path: str = ""  # e.g. /update_weights_from_disk (SGLang); vLLM servers need none
     weights_folder: str = ""  # where new weights are written; servers must see it too
@@ -336,7 +336,7 @@ class OpenAIEngine:
         """Stop generation; running requests continue after `_release`."""
         if natively and not self._held_natively:
             self._sending.clear()
-            self._held_natively = True  # first, because a restored server follows this flag
+            self._held_natively = True  # set first, because a restored server follows this flag
             try:
                 await self._pause_all(True)
             except EngineError:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 _MOST_BODY = 256 * 1024 * 1024
 _MOST_EVENT = 16 * 1024 * 1024
-_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # to notice a dead host
+_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # notices a dead host
 Headers = dict[str, str]
 
 

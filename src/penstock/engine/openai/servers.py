@@ -20,7 +20,7 @@ from penstock.errors import EngineError, UserError
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 65536  # rollouts whose server is remembered
-_NO_ANSWER = (0, 502, 503, 504)  # no process answers, or a proxy says so
+_NO_ANSWER = (0, 502, 503, 504)  # HTTP states of a server whose process does not answer
 _FAULTS_IN_A_ROW = 3
 _LONGEST_BACKOFF_S = 30.0
 
@@ -31,11 +31,11 @@ class Server:
     def __init__(self, client: JsonClient) -> None:
         self.client = client
         self.outstanding = 0  # tokens of the requests that run there
-        self.ready = True  # it answers, and holds the engine's current weights
+        self.ready = True  # the server answers and holds the engine's current weights
         self.epoch = 0
-        self.given_up = False  # it answers, but can never serve again in this run
-        self.reason = ""  # why it is not ready
-        self.faults = 0  # in a row
+        self.given_up = False  # the server answers, but can never serve again in this run
+        self.reason = ""  # why the server is not ready
+        self.faults = 0  # failed requests in a row
         self.tries = 0  # restores tried since it was lost
         self.try_at = 0.0  # time of the next restore, while other servers are ready
         self.restoring: asyncio.Task[None] | None = None

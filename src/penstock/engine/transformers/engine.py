@@ -201,7 +201,7 @@ class TransformersEngine:
                     elif self._can_step():
                         self._step()
             self._end("it was closed", None)
-        except Exception as error:  # the thread's edge: every waiting caller must be told
+        except Exception as error:  # the thread ends here: every waiting caller must get the error
             if current is not None:
                 known = isinstance(error, PenstockError)
                 current.fail(error if known else EngineError(f"{self._name}: {_describe(error)}"))
@@ -221,7 +221,7 @@ class TransformersEngine:
         for sequence in list(self._by_id.values()):
             if error is None:
                 self._finish(sequence, "abort")
-            else:  # the fault may have spoilt the tokens so far
+            else:  # the fault may have corrupted the tokens so far
                 sequence.deliver(sequence.empty("error", str(failure)))
         for reply in self._pausing:
             reply.fail(failure)

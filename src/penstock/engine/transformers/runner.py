@@ -20,7 +20,7 @@ class CachedPrompt:
 
     keys: torch.Tensor  # [layers, length, kv heads, size]
     values: torch.Tensor
-    logits_V: torch.Tensor  # of the last token
+    logits_V: torch.Tensor  # logits of the last token
 
 
 class Runner(Protocol):
@@ -29,7 +29,7 @@ class Runner(Protocol):
     model: torch.nn.Module
     table: SlotTable
     prompts: dict[bytes, CachedPrompt]
-    vocabulary: int  # token ids are below it
+    vocabulary: int  # size of the vocabulary
     longest: int  # most tokens of one request, prompt and response
     batch_invariant: bool
 

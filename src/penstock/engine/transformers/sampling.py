@@ -123,7 +123,7 @@ def _first_past(
     has_mass_NC = mass_NC > 0
     past_NC = (has_mass_NC & (ends_NC > target_N[:, None])).to(torch.uint8)
     found_N, first_N = past_NC.max(dim=-1)
-    if mass_NC.is_cpu and bool(found_N.all()):  # on a GPU the question would cost a wait
+    if mass_NC.is_cpu and bool(found_N.all()):  # on a GPU this check would wait for the device
         return first_N
     cell_C = torch.arange(mass_NC.shape[1], device=mass_NC.device)
     last_N = (has_mass_NC * cell_C).amax(dim=-1)

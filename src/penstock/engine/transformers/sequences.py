@@ -25,7 +25,7 @@ class Sequence:
 
     request: GenerationRequest
     deliver: Callable[[Generation], None]
-    slot: int = -1  # -1: it waits for one
+    slot: int = -1  # -1: the request waits for a slot
     marks: list[tuple[int, int]] = field(default_factory=list)  # (new tokens so far, version)
     prompt_key: bytes = b""  # equal prompts have equal keys and share one prefill
 

@@ -85,9 +85,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """The digest of the new weights, and where they are: one of the last three fields."""
 
     digest: str
-    places: list[Any] = field(default_factory=list)  # within mapped files
+    places: list[Any] = field(default_factory=list)  # places within mapped files
     folder: str = ""  # a safetensors folder
-    shapes: list[Any] = field(default_factory=list)  # of tensors sent over the group
+    shapes: list[Any] = field(default_factory=list)  # of the tensors sent over the group
 
 
 class PenstockTransfer(WeightTransferEngine):
@@ -255,7 +255,7 @@ class VllmEngine:
         if self._llm is not None:
             if not self._llm.errored:
                 raise EngineError("engine vllm: it is running already")
-            await self.close()  # clean up after the dead one
+            await self.close()  # clean up after an engine that died
         options = self._options
         vllm_backend = options.transfer in ("nccl", "ipc")
         arguments = {
@@ -386,7 +386,7 @@ class VllmEngine:
             if own:
                 await _checked(llm.pause_generation(mode="keep", clear_cache=False))
         except EngineError:
-            self._open_unless_held()  # so that requests at the gate see the fault
+            self._open_unless_held()  # requests at the gate must see the fault
             raise
         yield
         if own and self._paused is None:

@@ -33,8 +33,8 @@ class VllmOptions:
     sleep_level: int = 1  # 1: weights move to the host; 2: they are dropped and loaded again
     transfer: Transfer = "memory"  # how weights reach the workers
     transfer_folder: str = ""  # visible to all workers; empty: /dev/shm, or the temporary folder
-    transfer_address: str = "127.0.0.1"  # of this host, for gloo and nccl groups
-    transfer_timeout_s: float = 300.0  # for joining a group, and for each step of a transfer
+    transfer_address: str = "127.0.0.1"  # address of this host, for gloo and nccl groups
+    transfer_timeout_s: float = 300.0  # longest wait to join a group, or for a transfer's step
     extra: dict[str, Any] = field(default_factory=dict)  # further AsyncEngineArgs
 
     OPTION_NAMES = (

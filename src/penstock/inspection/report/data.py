@@ -56,8 +56,8 @@ class RunRecord:
         default_factory=list
     )  # one sentence for each thing that could not be read
     steps: list[int] = field(default_factory=list)
-    curves: dict[str, list[float | None]] = field(default_factory=dict)  # by name, one per step
-    evaluations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by task
+    curves: dict[str, list[float | None]] = field(default_factory=dict)  # metric -> value per step
+    evaluations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by task name
     staleness: dict[int, int] = field(default_factory=dict)  # staleness -> trained groups
     length_bin: int = 1  # tokens in one bin of `lengths`
     lengths: list[tuple[int, int, int]] = field(default_factory=list)  # (start, finished, trained)

@@ -22,7 +22,7 @@ class Figures:
 
     steps: int
     planned_steps: int | None
-    seconds: float | None  # of all steps together
+    seconds: float | None  # time of all steps together
     held_out: dict[str, Change]  # accuracy by evaluation task
     reward: Change | None
     accuracy: Change | None
@@ -30,7 +30,7 @@ class Figures:
     largest_staleness: int | None
     trainer_waited: float | None  # share of the time, 0 to 1
     producer_waited: float | None
-    drawn: int | None  # groups
+    drawn: int | None  # number of groups
     trained: int | None
     dropped: int | None
 

@@ -20,7 +20,7 @@ class NotPlain(TypeError):
 
 
 def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """Return the JSON form; `other` encodes a value that is not plain; without it, raise NotPlain."""
+    """Return the JSON form; `other` encodes values that are not plain; without it they raise."""
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 QUANTA = (2, 4, 8, 16, 32, 64)
 _MOST_ROWS = 208
 _VECTOR = 32  # numbers per step of the widest vector loop; a remainder takes another code path
-_MOST_OUTPUTS = 65536  # of a probed product; larger vocabularies only cost time
+_MOST_OUTPUTS = 65536  # most outputs of a probed product; more would only cost time
 
 
 def find_row_quantum(

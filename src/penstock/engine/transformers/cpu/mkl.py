@@ -15,12 +15,12 @@ from torch import nn
 from penstock.engine.transformers.fuse import PlainLinear
 
 PACKED_FOR_ROWS = 32  # the row count that MKL chooses the layout for; any count may be multiplied
-LEAST_BYTES = 16 * 2**20  # of all weights together; what fits a cache gains nothing
-MEMORY_SHARE = 0.25  # most of this machine's memory for packed copies
+LEAST_BYTES = 16 * 2**20  # least size of all weights; smaller ones fit a cache and gain nothing
+MEMORY_SHARE = 0.25  # largest share of this machine's memory for packed copies
 
 
 class MklLinear(PlainLinear):
-    """Compute the same from a packed copy of the weight."""
+    """Compute the same product as `PlainLinear`, from a packed copy of the weight."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)

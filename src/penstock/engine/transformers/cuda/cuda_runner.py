@@ -27,7 +27,7 @@ from penstock.errors import UserError
 from penstock.weights.model_weights import load_weights, named_weights
 from penstock.weights.offload import HostOffload, explain_out_of_memory
 
-_LAG = 1  # launches that may run ahead of what the host has read
+_LAG = 1  # launches that the host may not have read yet
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class CudaRunner:
     def _pool_tokens(self) -> int:
         """Return the pool's size in tokens: the configured budget, or a share of the free memory."""
         options = self._options
-        torch.cuda.empty_cache()  # the copies that fusing left
+        torch.cuda.empty_cache()  # free the copies that fusing left
         free, _ = torch.cuda.mem_get_info(self._device)
         fits = int(free * options.kv_memory_share) // self._shape.bytes_per_token
         ceiling = options.max_slots * (longest_request(self.model, options) + 2)
