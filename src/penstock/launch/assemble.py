@@ -19,15 +19,20 @@ from penstock.types import WeightHandle
 T = TypeVar("T")
 
 
-async def all_or_first_error(*starting: Coroutine[Any, Any, T]) -> list[T]:
-    """Return every result; at the first error cancel the others and raise it."""
+async def all_or_first_error(
+    *starting: Coroutine[Any, Any, T], discard: Callable[[T], Awaitable[None]] | None = None
+) -> list[T]:
+    """Return every result; at the first error cancel the others, `discard` their results and raise it."""
     tasks = [asyncio.create_task(work) for work in starting]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        if discard is not None:
+            made = [one for one in results if not isinstance(one, BaseException)]
+            await asyncio.gather(*map(discard, made), return_exceptions=True)
         raise
 
 

@@ -87,8 +87,13 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     async def clean_up() -> None:
         sync.close()
 
-    await trainer.start()  # one after the other: imports must not race
-    await engine.start()
+    try:
+        await trainer.start()  # one after the other: imports must not race
+        await engine.start()
+    except BaseException:
+        await trainer.close()
+        await clean_up()
+        raise
     return assemble(
         "inline", trainer, [engine], clean_up, callbacks, "in_process", settings=config.engine
     )

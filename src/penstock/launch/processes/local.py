@@ -100,7 +100,8 @@ def spawn_trainer(
                     timeout_s=config.launch.start_timeout_s,
                 )
                 for rank, name in enumerate(names)
-            )
+            ),
+            discard=ProcessWorker.close,
         )
         return RankGroup(ranks)
 
