@@ -16,7 +16,7 @@ from rich.text import Text
 
 from penstock.evaluation.evaluate import EvalResult
 from penstock.inspection.report.data import RunRecord, read_run
-from penstock.inspection.report.figures import Change, Figures, take_figures
+from penstock.inspection.report.figures import FigureChange, Figures, take_figures
 from penstock.run_folder import RunFolder
 from penstock.types import StepReport
 
@@ -118,7 +118,7 @@ def _lines(
     return lines
 
 
-def _change(change: Change, plot: str) -> Text:
+def _change(change: FigureChange, plot: str) -> Text:
     return Text.assemble(
         f"{change.first:.3f} -> ", (f"{change.last:.3f}", "bold"), ("  " + plot, "cyan")
     )

@@ -9,7 +9,7 @@ from penstock.inspection.report.data import RunRecord
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Change:
+class FigureChange:
     """A figure at the first and at the last step that has it."""
 
     first: float
@@ -23,9 +23,9 @@ class Figures:
     steps: int
     planned_steps: int | None
     seconds: float | None  # time of all steps together
-    held_out: dict[str, Change]  # accuracy by evaluation task
-    reward: Change | None
-    accuracy: Change | None
+    held_out: dict[str, FigureChange]  # accuracy by evaluation task
+    reward: FigureChange | None
+    accuracy: FigureChange | None
     tokens_per_s: float | None  # generated tokens per second of training time
     largest_staleness: int | None
     trainer_waited: float | None  # share of the time, 0 to 1
@@ -47,7 +47,7 @@ def take_figures(record: RunRecord) -> Figures:
         planned_steps=record.planned_steps,
         seconds=seconds,
         held_out={
-            task: Change(first=rows[0]["accuracy"], last=rows[-1]["accuracy"])
+            task: FigureChange(first=rows[0]["accuracy"], last=rows[-1]["accuracy"])
             for task, rows in record.evaluations.items()
         },
         reward=_change(curves.get("reward/mean")),
@@ -62,9 +62,9 @@ def take_figures(record: RunRecord) -> Figures:
     )
 
 
-def _change(values: Sequence[float | None] | None) -> Change | None:
+def _change(values: Sequence[float | None] | None) -> FigureChange | None:
     present = [value for value in values or () if value is not None]
-    return Change(first=present[0], last=present[-1]) if present else None
+    return FigureChange(first=present[0], last=present[-1]) if present else None
 
 
 def _total(values: Sequence[float | None] | None) -> float | None:
