@@ -55,10 +55,13 @@ class Loop:
         waited = time.monotonic() - started
         if job.config.launch.colocate:
             await self._settle()  # an evaluation cannot run while the engines sleep
+        tokens = 0 if job.engine is None else (await job.engine.stats()).tokens_generated
         job.activity = f"training step {step}"
         report = await job.trainer.train(batch)
-        report = await self._with_times(report, started, waited)
-        await job.journal.commit_step(report)
+        report = self._with_times(report, tokens, started, waited)
+        await job.journal.commit_step(
+            report
+        )  # nothing is awaited between the update and its commit
         self.step = step
         if job.engine is not None and job.config.publishes_after(step, job.total_steps):
             await self._publish(job.engine)
@@ -105,16 +108,13 @@ class Loop:
             await self._updating
         await self._job.evaluations.pinned()
 
-    async def _with_times(self, report: StepReport, started: float, waited: float) -> StepReport:
-        engine, tokens = self._job.engine, 0
-        if engine is not None:
-            tokens = (await engine.stats()).tokens_generated
+    def _with_times(
+        self, report: StepReport, tokens: int, started: float, waited: float
+    ) -> StepReport:
         producer_waited = self._job.source.snapshot().producer_wait_s
         times = {
             "policy_version": float(report.policy_version),
-            "tokens/generated": float(
-                max(0, tokens - self._tokens_before)
-            ),  # 0: an engine restarted
+            "tokens/generated": float(max(0, tokens - self._tokens_before)),  # 0: engine restarted
             "time/step_s": time.monotonic() - started,
             "time/consumer_wait_s": waited,
             "time/producer_wait_s": producer_waited - self._waited_before,

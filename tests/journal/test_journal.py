@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -260,3 +262,32 @@ def test_files_that_are_no_journal_are_refused(tmp_path: Path) -> None:
     reading.close()
     with pytest.raises(RunError, match="closed"):
         journal.record_published(1, "d")
+
+
+LOOK = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1])
+print(connection.execute("SELECT count(*) FROM groups").fetchone()[0])
+connection.close()
+"""
+
+
+def test_a_look_from_another_process_after_a_sync_loses_nothing(tmp_path: Path) -> None:
+    """The last connection to close deletes the write-ahead log; a looker must see that it is not the last."""
+    path = tmp_path / "journal.db"
+    journal = Journal.open(path)
+
+    def look() -> int:
+        command = [sys.executable, "-c", LOOK, str(path)]
+        return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+
+    sampler = Sampler(make_prompts(2), task_name="t", prompt_repeat_k=1, seed=0)
+    journal.drawn(sampler.sample_now("t"))
+    journal.sync()
+    assert look() == 1
+    assert path.with_name("journal.db-wal").exists()
+    journal.drawn(sampler.sample_now("t"))
+    journal.sync()
+    assert look() == 2
+    journal.close()
+    assert look() == 2

@@ -54,6 +54,9 @@ class Journal:
         self._writer: Writer | None = None
         if not readonly:
             self._writer = Writer(open_database(path), path, threaded=threaded)
+        # Closing any descriptor of a file drops all locks that the process has on it, those of
+        # SQLite too; so what `sync` opens stays open until the connections are closed.
+        self._descriptors: dict[Path, int] = {}
         self._reader = open_database(path, readonly=True)
         self._known_prompts: set[tuple[str, str]] = set()
 
@@ -157,18 +160,20 @@ class Journal:
         if self._writer is not None:
             self._writer.wait_durable()
         for path in (self.path, self.path.with_name(f"{self.path.name}-wal")):
-            if path.exists():
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+            if path not in self._descriptors and path.exists():
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if path in self._descriptors:
+                os.fsync(self._descriptors[path])
 
     def close(self) -> None:
         """Write the queued records and close; raise the error that stopped the writer, if any."""
-        self._reader.close()
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            self._reader.close()
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
 
     def _submit(self, record: records.Record) -> None:
         self._writing().submit(record)

@@ -1,0 +1,53 @@
+"""One step of the loop: what happens between an update and its commit."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.config.source import load_config
+from penstock.engine.protocol import EngineStats
+from penstock.run import Loop
+from penstock.types import Batch, StepReport
+
+NO_EVALUATION = ["eval.at_start=false", "eval.every_steps=0", "sync.every_steps=5", "train.steps=9"]
+
+
+def test_no_engine_is_asked_between_an_update_and_its_commit() -> None:
+    """An engine that stalls there would keep the update out of the journal while the trainer may die."""
+    calls: list[str] = []
+
+    def noted(name: str, answer: Any = None) -> Any:
+        async def call(*args: Any) -> Any:
+            calls.append(name)
+            return answer
+
+        return call
+
+    stats = EngineStats(
+        policy_version=0, digest="", running=0, waiting=0, tokens_generated=7, busy_s=0.0
+    )
+    committed: list[StepReport] = []
+
+    async def commit(report: StepReport) -> None:
+        calls.append("commit")
+        committed.append(report)
+
+    job = SimpleNamespace(
+        config=load_config(None, NO_EVALUATION).config,
+        total_steps=9,
+        take_batch=noted("take", Batch(step=1, groups=())),
+        engine=SimpleNamespace(stats=noted("stats", stats)),
+        trainer=SimpleNamespace(
+            train=noted("train", StepReport(step=1, policy_version=1, digest="d"))
+        ),
+        source=SimpleNamespace(snapshot=lambda: SimpleNamespace(producer_wait_s=0.0)),
+        journal=SimpleNamespace(commit_step=commit),
+        tracker=SimpleNamespace(log_step=lambda *args: None),
+        rollout_log=SimpleNamespace(write=lambda batch: None),
+        checkpoints=SimpleNamespace(due=lambda step: False),
+    )
+    asyncio.run(Loop(job)._one_step(1))  # type: ignore[arg-type]
+    assert calls == ["take", "stats", "train", "commit"]
+    assert committed[0].metrics["tokens/generated"] == 7
