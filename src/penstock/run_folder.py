@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.config.source import load_config, to_toml
 from penstock.errors import UserError
+from penstock.journal import Journal, is_empty
 
 _UNTIL = "until-step-"
 CONFIG, JOURNAL, METRICS, ORIGIN = "config.toml", "journal.db", "metrics.jsonl", "origin.json"
@@ -118,20 +120,27 @@ class Era:
 
 
 def create(config: Config) -> RunFolder:
-    """Make the folder of a new run. Replace a folder without progress, refuse any other."""
-    parent = Path(config.run.dir)
-    if parent.exists() and not parent.is_dir():
-        raise UserError(f"run.dir: got {str(parent)!r}, allowed: a folder")
-    path = parent / config.run.name if config.run.name else _unused(parent, _automatic_name(config))
-    if path.exists():
-        if not path.is_dir() or has_progress(path):
-            raise UserError(
-                f"run.name: {path} exists already; allowed: another run.name, "
-                f"or go on with: penstock resume {path}"
-            )
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
-    (path / CONFIG).write_text(to_toml(config), encoding="utf-8")
+    """Make the folder of a new run; refuse a folder that exists, and never delete anything."""
+    parent, name = Path(config.run.dir), config.run.name
+    if name in (".", "..") or name != Path(name).name:
+        raise UserError(f"run.name: got {name!r}, allowed: one folder name, without separators")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"run.dir: got {str(parent)!r}, allowed: a folder") from None
+    path = parent / (name or _automatic_name(config))
+    for number in itertools.count(2):
+        try:
+            path.mkdir()  # exclusively: of two starts with one name, one is refused
+            break
+        except FileExistsError:
+            if name:
+                raise UserError(
+                    f"run.name: {path} exists already; allowed: another run.name, "
+                    f"or go on with: penstock resume {path}"
+                ) from None
+            path = parent / f"{_automatic_name(config)}-{number}"
+    _write_whole(path / CONFIG, to_toml(config))
     return RunFolder(path)
 
 
@@ -161,19 +170,22 @@ def remove(folder: RunFolder) -> None:
 
 
 def has_progress(path: Path) -> bool:
-    """Whether the folder holds metrics or checkpoints, which a new run would destroy."""
+    """Whether the folder holds groups, metrics or checkpoints, which a removal would destroy."""
     metrics = path / METRICS
-    checkpoints = path / "checkpoints"
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(checkpoints.glob("step-*"))
+    told = metrics.exists() and metrics.stat().st_size > 0
+    return told or any((path / "checkpoints").glob("step-*")) or _has_groups(path / JOURNAL)
+
+
+def _has_groups(path: Path) -> bool:
+    if not path.exists() or is_empty(path):
+        return False
+    journal = Journal.open(path, readonly=True)
+    try:
+        return bool(journal.query("SELECT 1 FROM groups LIMIT 1"))
+    finally:
+        journal.close()
 
 
 def _automatic_name(config: Config) -> str:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     return f"{'-'.join(config.tasks)}-{config.algorithm.name.split(':')[-1]}-{stamp}"
-
-
-def _unused(parent: Path, name: str) -> Path:
-    path, number = parent / name, 2
-    while path.exists():
-        path, number = parent / f"{name}-{number}", number + 1
-    return path
