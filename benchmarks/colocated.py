@@ -1,4 +1,4 @@
-"""One GPU for engine and trainer: what each holds in its turn, and what handing it over costs.
+"""One GPU for engine and trainer: the memory of each in its turn, and the cost of a hand-over.
 
     python benchmarks/colocated.py                      # CPU: a tiny size, to see that it works
     python benchmarks/colocated.py --size 1.5b          # one GPU, a Qwen3 shape of 1.5B parameters
@@ -7,7 +7,8 @@
 
 A real local run (launch.colocate=true) in a process of its own, which is ended after --timeout seconds
 whatever happens. Device memory is sampled from outside (mem_get_info; nvidia-smi by process where it
-tells) and laid over the run's own timeline. Weights are random; the reward is a sum of token ids.
+tells) and matched with the run's own timeline. Weights are random; the reward is a sum of token
+ids.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Size:
     head_dim: int
     intermediate: int
     vocabulary: int
-    groups: int  # of 8 responses, in a step
-    tokens: int  # of a response
+    groups: int  # groups of 8 responses in a step
+    tokens: int  # tokens of a response
     slots: int
 
 
@@ -62,7 +63,7 @@ SIZES = {
 
 
 def reward(rollout) -> float:
-    """Differs within nearly every group."""
+    """Return a reward that differs within nearly every group."""
     return float(int(rollout.response_ids.sum()) % 5) / 4
 
 
@@ -70,7 +71,7 @@ def reward(rollout) -> float:
 
 
 def make_model(size: Size, folder: Path) -> int:
-    """Random weights and the demo's tokenizer; the number of parameters."""
+    """Save random weights and the demo's tokenizer; return the number of parameters."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(
@@ -127,7 +128,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> None:
-    """Train; with --snapshot, copy a offloaded trainer's state at the end."""
+    """Train; with --snapshot, copy an offloaded trainer's state at the end."""
     from penstock.job import open_job
     from penstock.recover import begin
     from penstock.run import Loop
@@ -164,7 +165,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
 
 @dataclass
 class Watch:
-    """Device memory over time, from outside."""
+    """Samples device memory over time, from outside the run."""
 
     used: list[tuple[float, int]] = field(default_factory=list)  # bytes of the whole device
     by_process: list[tuple[float, dict[int, int]]] = field(default_factory=list)
@@ -220,7 +221,7 @@ class Watch:
         return [used for at, used in self.used if any(start <= at <= end for start, end in spans)]
 
     def most_of(self, name: str, start: float, end: float) -> float | None:
-        """None: nvidia-smi does not tell of this process."""
+        """Return the most memory of a process; None if nvidia-smi does not report it."""
         pids = {pid for pid, known in self.names.items() if known == name}
         found = [
             held[pid]
@@ -232,7 +233,7 @@ class Watch:
 
 
 def _workers(logs: Path) -> dict[int, str]:
-    """Process ids of the workers, known by the log that each writes."""
+    """Return the process ids of the workers, found by the log that each writes."""
     found = {}
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -248,7 +249,7 @@ def _workers(logs: Path) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Turns:
-    """The run's timeline as turns: `of(lane, what)` are its events in order."""
+    """The run's timeline as turns; `of(lane, what)` returns the events of one kind in order."""
 
     events: list[Event]
 
@@ -256,17 +257,17 @@ class Turns:
         return [event for event in self.events if event.lane == lane and event.what == what]
 
     def trainers(self) -> list[tuple[float, float]]:
-        """From the engine asleep to the trainer asleep."""
+        """Return the trainer's turns: from the engine asleep to the trainer asleep."""
         asleep, offloaded = self.of("engine-0", "sleep"), self.of("trainer", "sleep")
         return [(one.end, other.start) for one, other in zip(asleep, offloaded, strict=False)]
 
     def between(self) -> list[tuple[float, float]]:
-        """Both asleep: the trainer has given its memory back, the engine has not taken it."""
+        """Return the times when both sleep: between the trainer's release and the engine's wake-up."""
         offloaded, awake = self.of("trainer", "sleep"), self.of("engine-0", "wake")
         return [(one.end, other.start) for one, other in zip(offloaded, awake, strict=False)]
 
     def engines(self) -> list[tuple[float, float]]:
-        """From the engine awake to its pause; the first from its start."""
+        """Return the engine's turns: from its wake-up (first from its start) to its pause."""
         first = min((event.start for event in self.of("engine-0", "generate")), default=0.0)
         begins = [first, *(event.end for event in self.of("engine-0", "wake"))]
         ends = [event.start for event in self.of("engine-0", "sleep")]
@@ -301,7 +302,7 @@ def table(turns: Turns, watch: Watch) -> None:
 
 
 def verdict(arguments: argparse.Namespace, turns: Turns, watch: Watch, found: dict) -> bool:
-    """Whether what one held in its turn was free for the other."""
+    """Return whether the memory that one side held in its turn was free for the other."""
     trained = len(turns.of("trainer", "train"))
     good = trained == arguments.steps and bool(found.get("same_weights"))
     print(f"\nsteps trained: {trained} of {arguments.steps}")
@@ -376,7 +377,7 @@ def watched_run(arguments: argparse.Namespace, folder: Path) -> int:
         except subprocess.TimeoutExpired:
             code = -1
             print(f"not through after {arguments.timeout:g} s: it is stopped", flush=True)
-            child.send_signal(signal.SIGINT)  # so that it writes its timeline
+            child.send_signal(signal.SIGINT)  # lets the run write its timeline
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=STOP_S)
         finally:
@@ -387,7 +388,7 @@ def watched_run(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 def report(arguments: argparse.Namespace, folder: Path, watch: Watch, code: int) -> int:
-    """Everything that is known, also of a run that failed."""
+    """Print everything that is known, also of a run that failed."""
     from penstock.errors import PenstockError
     from penstock.run_folder import RunFolder
 
@@ -414,7 +415,7 @@ def report(arguments: argparse.Namespace, folder: Path, watch: Watch, code: int)
 
 
 def _trainer_peak(folder: Path) -> float:
-    """Of the newest step (max_memory_allocated; on a CPU the process's memory)."""
+    """Return the peak of the newest step (max_memory_allocated; on a CPU the process's memory)."""
     path = folder / "colocated" / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     peaks = [json.loads(line).get("memory/peak_mib", 0.0) for line in lines]

@@ -4,9 +4,10 @@
     python benchmarks/durability.py --steps 0 --groups 0      # the digest alone; with a GPU, on both sides
 
 Three parts. A real run of the built-in demo in this process, with a checkpoint every fourth step, where the
-calls that wait are timed: their shares of a step, in the first and in the last third of the run. Then the
-journal alone over a long run, to see whether a record costs more when many are there. Then the digest
-alone on weights of big models' sizes, and how long a step must last for it to be one per cent.
+calls that wait are timed: their shares of a step, in the first and in the last third of the run.
+Then the journal alone over a long run, to see whether a record costs more as the journal grows.
+Then the digest alone on weights of big models' sizes, and how long a step must last for it to be
+one per cent.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def made_group(number: int) -> Any:
 
 
 def measure_digest(gibibytes: list[float]) -> None:
-    """Hash weights of those sizes: pieces of 16 MiB, of which 64 differ (more than any cache holds)."""
+    """Hash weights of those sizes: tensors of 16 MiB, 64 different ones, more than a cache holds."""
     from penstock.weights import digest
 
     pieces = [np.full(4 * 2**20, float(i), dtype=np.float32) for i in range(64)]

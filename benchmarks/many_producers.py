@@ -102,7 +102,7 @@ async def engines(count: int, tokens: int, folder: Path) -> EnginePool:
         return Supervised(name, spawn, settings, callbacks)
 
     made = [make(number) for number in range(count)]
-    for start in range(0, count, 8):  # so many processes at once
+    for start in range(0, count, 8):  # many processes start at once
         await asyncio.gather(*(one.start() for one in made[start : start + 8]))
     return EnginePool(made, callbacks.waits)
 

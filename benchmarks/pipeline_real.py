@@ -31,7 +31,7 @@ GROUPS, GENERATIONS = 16, 8
 MEAN_TOKENS, MOST_TOKENS = 48, 480
 SLOTS = 32  # four responses of a step for each, as on the virtual clock
 FIRST_TEXTS, TEXT_TOKENS = 8, 32
-PROMPT_TOKENS = 12  # about
+PROMPT_TOKENS = 12  # approximate
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 

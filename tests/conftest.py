@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two co
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-LONGEST_FIRST = (  # so that no process is left with one of these when the other has nothing to do
+LONGEST_FIRST = (  # so that neither test process is left with one of these while the other is idle
     "train/test_learning.py",
     "sandbox/test_server.py",
     "durability/test_crashes.py",
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """One undisturbed run, sync and in this process, that disturbed ones are compared with."""
+    """Return an undisturbed sync run in this process, to compare disturbed runs with."""
     from stages.disturbed_run import config_of, run
 
     folder = tmp_path_factory.mktemp("quiet")
@@ -53,7 +53,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashServer]:
-    """One crash server for all tests: imports are paid once."""
+    """Return one crash server for all tests, so that imports are done once."""
     from stages.tiny_run import CrashServer
 
     server = CrashServer(tmp_path_factory.mktemp("runs"))

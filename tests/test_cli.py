@@ -58,7 +58,7 @@ def test_a_group_without_a_command_shows_its_help(
         assert "--help" in "".join(capsys.readouterr())
 
 
-WRONG = {  # for each command an argument that is wrong, and words of the line that says so
+WRONG = {  # for each command a wrong argument, and words of its error message
     "train": (["no-such.toml"], "no-such.toml"),
     "resume": (["no-such-run"], "no-such-run"),
     "replay": (["no-such-run", "--to", "0"], "--to"),

@@ -57,7 +57,7 @@ PROMISED_METRICS = [
 
 
 def train(folder: Path, name: str, *overrides: str) -> RunFolder:
-    """A run inside this process."""
+    """Train inside this process; return the run folder."""
     inline = ["launch.kind=inline", f"run.dir={folder}", f"run.name={name}"]
     train_new(load_config(None, [*SMALL, *inline, *overrides]).config)
     return RunFolder(folder / name)
@@ -148,7 +148,7 @@ class Driver:
         return server.run(*words), server.output()
 
     def _wake_reader(self, _: object) -> None:
-        """Open and close the pipe, so that nobody waits for a run that ended before it did."""
+        """Open and close the pipe, so that no reader waits for a run that never opened it."""
         with suppress(OSError):
             os.close(os.open(self._steps, os.O_WRONLY | os.O_NONBLOCK))
 
@@ -211,7 +211,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_says_how_to_go_on(
         assert newest is not None
         assert newest.step == len(digests(run))
     else:  # the signal came between an update and its commit
-        assert "the step under way is done again" in errors
+        assert "the step under way will be repeated" in errors
         assert newest is None or newest.step <= len(digests(run))
 
 

@@ -1,4 +1,4 @@
-"""Imports only go down the layers, there is no ring, and the heavy or optional stays where it is."""
+"""Imports only go down the layers, there is no ring, and heavy packages stay in their units."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unit_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every dotted name that a file imports, lazily or not."""
+    """Return every dotted name that a file imports, lazily or not."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""Redo compares digests: strict where bits repeat, told and recorded where they do not."""
+"""Redo compares digests: a difference stops the run if the device repeats bits, else it is noted."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def redone(journal: Journal, trainer: Trainer, notes: list[str], **options: bool
 
 
 class StoppedTrainer:
-    """One that has done so many updates."""
+    """A trainer that has done a given number of updates."""
 
     def __init__(self, updates: int) -> None:
         self._updates = updates

@@ -44,8 +44,8 @@ def check_journal(folder: RunFolder) -> list[str]:
         raise JournalDamaged(with_way_out(str(error), folder)) from error
     if told > committed:
         return [
-            f"the journal ends at step {committed}, but {folder.metrics.name} tells of step {told}: "
-            f"the journal's end was lost; going on from step {committed}"
+            f"the journal ends at step {committed}, but {folder.metrics.name} has step {told}: "
+            f"the end of the journal was lost; continuing from step {committed}"
         ]
     return []
 
@@ -119,22 +119,22 @@ def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> C
     store.sweep()
     for path in store.set_aside(beyond=committed):
         note(
-            f"the journal ends at step {committed}: its end was lost, since a newer checkpoint is "
-            f"there (kept as {path}); going on from step {committed}"
+            f"the journal ends at step {committed}, but a newer checkpoint exists (kept as {path}): "
+            f"the end of the journal was lost; continuing from step {committed}"
         )
     found = store.search()
     for damage in found.damaged:
-        note(f"damaged: {damage}; taking the next older state")
+        note(f"damaged: {damage}; using the next older checkpoint")
     checkpoint = found.checkpoint
     if checkpoint is None:
         if found.damaged:
-            note("no checkpoint is good: every step is redone from the journal")
+            note("no checkpoint is valid: every step is redone from the journal")
         return None
     journalled = _digests(journal).get(checkpoint.step, checkpoint.digest)
     if checkpoint.digest != journalled:
         raise DigestMismatch(
             f"checkpoint {checkpoint.path}: its weights have digest {checkpoint.digest}, the journal "
-            f"has {journalled} for that step; they are of different runs"
+            f"has {journalled} for that step; they belong to different runs"
         )
     return checkpoint
 
@@ -164,7 +164,7 @@ async def redo(
                 raise DigestMismatch(_difference(report, before))
             if not told:
                 told = True
-                note(f"step {step} redone: this device does not repeat bits; going on from there")
+                note(f"step {step} redone: this device does not repeat bits; continuing")
             await journal.commit_step(replace(report, metrics=before.metrics))
         yield report
 
@@ -172,8 +172,8 @@ async def redo(
 def _difference(report: StepReport, before: StepReport) -> str:
     return (
         f"step {report.step}: redone weights have digest {report.digest}, the journal has "
-        f"{before.digest}; other thread counts, another machine, other library versions or a damaged "
-        "journal do that; nothing was changed on disk"
+        f"{before.digest}; possible causes: another thread count, machine or library version, or "
+        "a damaged journal; nothing was changed on disk"
     )
 
 
@@ -247,7 +247,7 @@ def _digests(journal: Journal) -> dict[int, str]:
         if not digest.startswith(FORM):
             raise UserError(
                 f"journal {journal.path}: got weights with digests of an older form ({digest}), "
-                f"allowed: {FORM}...; the version of penstock that began the run can go on with it"
+                f"allowed: {FORM}...; the version of penstock that began the run can continue it"
             )
     return found
 

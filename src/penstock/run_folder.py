@@ -131,13 +131,13 @@ def create(config: Config) -> RunFolder:
     path = parent / (name or _automatic_name(config))
     for number in itertools.count(2):
         try:
-            path.mkdir()  # exclusively: of two starts with one name, one is refused
+            path.mkdir()  # exclusive: if two runs start with one name, one is refused
             break
         except FileExistsError:
             if name:
                 raise UserError(
                     f"run.name: {path} exists already; allowed: another run.name, "
-                    f"or go on with: penstock resume {path}"
+                    f"or continue it with: penstock resume {path}"
                 ) from None
             path = parent / f"{_automatic_name(config)}-{number}"
     _write_whole(path / CONFIG, to_toml(config))

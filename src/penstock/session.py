@@ -135,10 +135,10 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
         done = job.journal.last_committed_step()
     write_report([folder])
     if stopped:
-        state = "checkpoint written" if kept else "the step under way is done again"
+        state = "checkpoint written" if kept else "the step under way will be repeated"
         raise StopRequested(
             f"stopped after step {done} of {job.total_steps}, {state}; "
-            f"go on with: penstock resume {folder.path}"
+            f"continue with: penstock resume {folder.path}"
         )
     print_summary(Console(), folder, seconds=time.monotonic() - started)
 

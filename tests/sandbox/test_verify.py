@@ -163,7 +163,7 @@ def test_the_time_of_a_submission_is_bounded_over_all_tests() -> None:
             pool, {"inputs": [""] * 50, "outputs": ["1"] * 50}, "while True: pass", 0.2
         )
         assert verdict.result == [-1] * 50
-        assert verdict.metadata[-1]["note"] == "not run: the submission's time is over"
+        assert verdict.metadata[-1]["note"] == "not run: the submission's time limit has passed"
     finally:
         pool.close()
 

@@ -1,9 +1,9 @@
 """A process that has imported everything and forks a child per command, which may be killed inside.
 
-Run as `python -m stages.crash_server`: reads one JSON request per line, answers with one JSON line. A
-request names the arguments of `penstock`, a log file for its output, and where to die: the n-th time that
-the driver passes that point it sends itself SIGKILL. Without a point the child counts how often each one
-is passed. The child is the driver; points in its workers are not seen.
+Run as `python -m stages.crash_server`: reads one JSON request per line, answers with one JSON line.
+A request names the arguments of `penstock`, a log file for its output, and a point to die at: the
+driver sends itself SIGKILL when it passes that point for the n-th time. Without a point the child
+counts how often it passes each point. The child is the driver; points in its workers are not seen.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
 
 
 class Points:
-    """Counts the points that are passed; dies, or raises, at the chosen one."""
+    """Counts the points that are passed; kills the process, or raises, at the chosen point."""
 
     def __init__(self, chosen: str, number: int, fault: str) -> None:
         self.passed: Counter[str] = Counter()
@@ -121,7 +121,7 @@ def write_down_memory(record: Path) -> None:
 
 
 def run_child(request: dict[str, Any], nursery: Nursery) -> int:
-    """In the child: run the command with the points installed; return the exit code."""
+    """Run the command in the child with the points installed; return the exit code."""
     install(nursery.path)
     write_down_memory(Path(request["memory"]))
     log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)

@@ -69,7 +69,7 @@ def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list
 
 
 def when_told(job: Job, words: str, act: Callable[[], object]) -> None:
-    """Call `act` at each note to the user that contains these words."""
+    """Call `act` for each note to the user that contains these words."""
     tell = job.workers.callbacks.note
 
     def note(text: str) -> None:
@@ -95,7 +95,7 @@ def weights(folder: RunFolder) -> np.ndarray:
 
 
 def assert_balanced(folder: RunFolder) -> None:
-    """Assert that every step is whole and once, no group twice, every drawn group accounted for."""
+    """Assert that each step is complete and done once, and each drawn group is counted once."""
     from penstock.inspection.audit import audit_run
 
     journal = Journal.open(folder.journal, readonly=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from penstock.errors import UserError
 
-ECHO = f"{__file__}:Echo"  # as a worker is told what to serve
+ECHO = f"{__file__}:Echo"  # the name that a worker builds the part by
 
 
 class Echo:
-    """What the worker serves in these tests."""
+    """The part that a worker serves in these tests."""
 
     def __init__(self, greeting: str) -> None:
         if greeting == "refuse":
@@ -53,7 +53,7 @@ class Echo:
         self._stopped.wait()
 
     async def block_every_thread(self) -> None:
-        ctypes.PyDLL(None).pause()  # in C, and the interpreter lock is kept
+        ctypes.PyDLL(None).pause()  # blocks in C and keeps the interpreter lock
 
     def load(self, folder: str) -> None:
         self.wait_for_stop()

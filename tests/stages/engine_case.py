@@ -24,7 +24,7 @@ CAPABILITIES = {
     "same bits": "a rollout has the same bits in any batch",
 }
 
-# by engine; for openai by what serves, as much depends on that
+# engine -> what it cannot do; for openai also by server
 LACKS: dict[str, frozenset[str]] = {
     "transformers": frozenset(),
     "vllm": frozenset({"same bits"}),
@@ -42,11 +42,9 @@ class EngineCase:
     lacks: frozenset[str] = field(default_factory=frozenset)
     logprob_tolerance: float = 1e-4
     held_tokens: int = 200  # length of a response that must still run when it is held
-    timeout_s: float = TIMEOUT_S  # of one check
-    kill: Callable[[InferenceEngine], Awaitable[None] | None] | None = None  # kills what runs it
-    shared: InferenceEngine | None = (
-        None  # for an engine that starts slowly: all checks use it in turn
-    )
+    timeout_s: float = TIMEOUT_S  # limit of one check
+    kill: Callable[[InferenceEngine], Awaitable[None] | None] | None = None  # kills its process
+    shared: InferenceEngine | None = None  # for an engine that starts slowly: all checks share it
     loop: asyncio.Runner | None = None  # the event loop of the shared engine
 
     @property

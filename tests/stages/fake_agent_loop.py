@@ -18,7 +18,7 @@ class FakeAgentLoop:
         self.held: dict[str, tuple[list[Rollout], asyncio.Future[None]]] = {}
         self.calls = 0
         self.pauses = 0
-        self.deaf = False  # does not hear aborts
+        self.deaf = False  # ignores aborts
 
     async def generate_group(
         self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False

@@ -22,7 +22,7 @@ PIECE = 4  # tokens per chunk
 
 
 class FakeServer:
-    """Shows one of `faults` per completion call after the probe, then behaves.
+    """Shows one of `faults` per completion call after the probe, then answers correctly.
 
     `streams`: it can stream, as most servers can; `rl`: it has vLLM's calls for RL.
     """
@@ -36,8 +36,8 @@ class FakeServer:
     ) -> None:
         self.faults, self.streams, self.rl = list(faults), streams, rl
         self.raw_logprobs = raw_logprobs
-        self.completions = 0  # after the client's probe
-        self.calls: list[str] = []  # other paths, in order
+        self.completions = 0  # calls after the client's probe
+        self.calls: list[str] = []  # calls of other paths, in order
         self._engine = TransformersEngine(
             lambda: tiny.tiny_model(0, "penstock"),
             fetch=self._read_weights,
@@ -239,7 +239,7 @@ class FakeServer:
     async def _piece(
         self, request: GenerationRequest
     ) -> tuple[Generation, GenerationRequest, bool]:
-        """Return the next few tokens, the request that continues after them, and whether they are all."""
+        """Return the next few tokens, the request that continues after them, and if it is done."""
         sampling, made = request.sampling, len(request.response_ids)
         most = sampling.max_tokens if sampling.stop else min(sampling.max_tokens, made + PIECE)
         part = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))

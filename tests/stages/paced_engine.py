@@ -1,7 +1,7 @@
 """An engine that makes tokens at a pace of its own, in slots, on the event loop's clock.
 
-A token depends only on the request's seed and the token's position, as with a real engine on a CPU: a
-response is the same on every engine, and in however many parts it is made.
+A token depends only on the request's seed and the token's position, as with a real engine on a CPU:
+a response is the same on every engine and for any number of interruptions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Run:
     request: GenerationRequest
     answer: asyncio.Future[Generation]
     left: int
-    at: float = 0.0  # tokens were counted, or its prefill will be done
+    at: float = 0.0  # time up to which tokens were counted, or at which the prefill ends
     made: int = 0
     segments: tuple[VersionSegment, ...] = ()
     timer: asyncio.TimerHandle | None = None
@@ -66,8 +66,8 @@ class PacedEngine:
 
     token_s: float
     slots: int = 4
-    prefill_s: float = 0.0  # of a token of prompt and partial response
-    load_s: float = 0.0  # of weights
+    prefill_s: float = 0.0  # seconds per token of prompt and partial response
+    load_s: float = 0.0  # seconds to load weights
     version: int = 0
     tokens: int = 0
     calls: int = 0

@@ -39,7 +39,7 @@ def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> float:
 
 
 class ProducerStage:
-    """A strategy with everything around it; the context is for direct calls, the producer for runs."""
+    """A strategy with its parts; tests call it directly with the context, or run the producer."""
 
     def __init__(
         self,

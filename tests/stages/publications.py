@@ -24,7 +24,7 @@ def holds(tensors: list[tuple[str, torch.Tensor]], value: int) -> bool:
 class Publications(RuleBasedStateMachine):
     """Publishes, fetches and releases in any order, by trainers that die and restart."""
 
-    outlives_its_trainer = True  # the newest publication, for those that did not read it yet
+    outlives_its_trainer = True  # the newest publication, for readers that have not read it yet
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ class Device:
         self.holders: set[str] = set()
         self.log: list[str] = []
         self.crowded: list[str] = []
-        self.at: dict[int, Callable[[], None]] = {}  # what happens after so many lines
+        self.at: dict[int, Callable[[], None]] = {}  # number of lines -> what happens then
 
     def note(self, line: str) -> None:
         """Log an event; then do what the test planned for this line, such as a death."""
@@ -84,7 +84,7 @@ class Sleeper(FakeEngine):
 
 
 class Tenant(FakeWorker):
-    """A worker whose death frees the device's memory."""
+    """A worker whose memory on the device is freed when it dies."""
 
     def __init__(self, name: str, part: Any, device: Device) -> None:
         super().__init__(name, part)

@@ -1,4 +1,4 @@
-"""A SimpleProducer in the names of the system that it comes from, and one that runs as a Ray actor."""
+"""A SimpleProducer built with ColossalAI's parameter names, and one that runs as a Ray actor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tracker for runs in other processes: it tells each finished step, and who made it."""
+"""A tracker for runs in other processes: it reports each finished step and the driver's pid."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class FakeWorker:
 
 
 class EngineCrew(Play):
-    """A pool over given engines; the worker of a dead one starts again after `revive`."""
+    """A pool over given engines; the worker of a dead engine is restarted after `revive`."""
 
     def __init__(self, engines: Sequence[Any], **options: Any) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from stages.rewards import ODD_REWARD
 STEPS, GROUPS = 4, 2
 SEED = int(os.environ.get("PENSTOCK_CRASH_SEED", "0"))
 KILLED = -9
-LEAVING_S = 60.0  # for workers whose driver is gone; they need a fraction of a second
+LEAVING_S = 60.0  # longest wait for workers whose driver is gone; they take a fraction of a second
 TINY = [
     "launch.kind=inline",
     f"train.steps={STEPS}",
@@ -64,7 +64,7 @@ class CrashServer:
         assert self.nursery.is_socket(), "the crash server does not start"
 
     def run(self, *arguments: str, point: str = "", number: int = 0, fault: str = "") -> int:
-        """The exit code of `penstock ARGUMENTS`; -9: killed. Its output is in `output()`."""
+        """Return the exit code of `penstock ARGUMENTS` (-9: killed); `output()` has its output."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.log.unlink(missing_ok=True)
@@ -90,11 +90,11 @@ class CrashServer:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def counts(self) -> dict[str, int]:
-        """How often the last command that ended by itself passed each point."""
+        """Return how often the last command that ended by itself passed each point."""
         return json.loads((self.folder / "counts.json").read_text())
 
     def memory_left(self) -> list[str]:
-        """Folders in shared memory that drivers made for their workers and that are still there."""
+        """Return the folders in shared memory that drivers made for workers and did not remove."""
         made = self._memory.read_text().splitlines() if self._memory.exists() else []
         return [path for path in made if Path(path).exists()]
 
@@ -105,7 +105,7 @@ class CrashServer:
 
 
 def death(choice: random.Random, counts: dict[str, int]) -> dict[str, str | int]:
-    """A boundary, and which of its passings; every boundary is as likely as any other."""
+    """Return a random boundary, and at which of its passings to die; all are equally likely."""
     point = choice.choice(sorted(counts))
     return {"point": point, "number": choice.randint(1, counts[point])}
 
@@ -119,7 +119,7 @@ def digests(run: RunFolder) -> list[str]:
 
 
 def assert_sound(run: RunFolder, *, steps: int = STEPS, groups: int = GROUPS) -> None:
-    """Every step once and whole, no group twice, nothing lost, and a good checkpoint of the end."""
+    """Assert that each step is complete and done once, no group is lost, the last step is saved."""
     journal = Journal.open(run.journal, readonly=True)
     try:
         batches = journal.query("SELECT step, group_ids FROM steps WHERE committed ORDER BY step")
@@ -142,7 +142,7 @@ def assert_sound(run: RunFolder, *, steps: int = STEPS, groups: int = GROUPS) ->
 
 
 def assert_no_worker_is_left(run: RunFolder) -> None:
-    """Workers and actors whose driver is gone leave by themselves; waits for them, woken by each."""
+    """Wait until the workers and actors of a dead driver have ended by themselves."""
     until = time.monotonic() + LEAVING_S
     for pid in workers_of(run):
         try:
@@ -155,7 +155,7 @@ def assert_no_worker_is_left(run: RunFolder) -> None:
 
 
 def workers_of(run: RunFolder) -> list[int]:
-    """Processes that write to a log of the run."""
+    """Return the processes that write to a log of the run."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,8 +1,8 @@
-"""Worker processes that are forked from a warm one instead of started from nothing: imports are paid once.
+"""Worker processes that are forked from a process with all imports done, to start quickly.
 
 `Nursery` forks itself off the crash server and serves a socket. `install` makes the drivers of this
-process ask there instead of starting processes. A worker has no parent among the drivers, shares no
-descriptor with one but those it was given, and runs the real worker program.
+process ask there instead of starting processes. A worker is not a child of the driver, shares only
+the descriptors that the driver gave it, and runs the real worker program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Nursery:
 
 
 def install(nursery: Path) -> None:
-    """Take the workers of this process from the nursery that serves that socket."""
+    """Make this process get its workers from the nursery that serves that socket."""
 
     def spawn(descriptors: tuple[int, ...], log_path: Path, *_: Any) -> ForkedWorker:
         with socket.socket(socket.AF_UNIX) as asking:
@@ -50,7 +50,7 @@ def install(nursery: Path) -> None:
 
 
 def _serve(listener: socket.socket, end_of_server: int) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave nothing to wait for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap ended workers automatically
     while end_of_server not in select.select([listener, end_of_server], [], [])[0]:
         asked, _ = listener.accept()
         with asked:
@@ -86,7 +86,7 @@ def _be_a_worker(log: str, descriptors: list[int]) -> None:
 
 
 class ForkedWorker:
-    """As much of subprocess.Popen as a driver uses, for a process that is nobody's child here."""
+    """The part of subprocess.Popen that a driver uses, for a process that is not its child."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -86,7 +86,7 @@ class SilentWorker:
 
 
 class WatchdogStage:
-    """The watchdog and what it told. Every responder is seen to stand still unless callbacks differ."""
+    """The watchdog and its notes. Without other callbacks, no responder makes progress."""
 
     def __init__(self, action: str = "stop", **callbacks: Any) -> None:
         self.clock = VirtualClock()
@@ -98,7 +98,7 @@ class WatchdogStage:
         self.watchdog = Watchdog(self.waits, settings, note=self.notes.append, **callbacks)
 
     def run(self, work: Any, seconds: float = 1000.0) -> str:
-        """Run the work beside the watchdog; the error that stopped it, or nothing."""
+        """Run the work beside the watchdog; return the error that stopped it, or None."""
 
         async def both() -> str:
             task = asyncio.create_task(work, name="the waiter")
@@ -111,7 +111,7 @@ class WatchdogStage:
                 return ""
             finally:
                 if task.done():
-                    task.result()  # it was to hang, not to fail
+                    task.result()  # the work must hang, not fail
                 task.cancel()
                 await asyncio.wait([task])
             return ""
@@ -122,7 +122,7 @@ class WatchdogStage:
             self.clock.close()
 
     async def silent(self, name: str, **answers: Any) -> Supervised:
-        """A supervised worker that answers nothing else."""
+        """Return a supervised worker that answers only these methods."""
 
         async def spawn() -> SilentWorker:
             return SilentWorker(name, **answers)

@@ -145,5 +145,5 @@ def check_algorithm(config: Config) -> None:
     if train.schedule != "constant" and not (train.steps or train.episodes):
         raise UserError(
             f"train.schedule: got {train.schedule!r} without train.steps or train.episodes, "
-            "allowed: constant, or a run with an end"
+            "allowed: constant, or one of these two keys"
         )

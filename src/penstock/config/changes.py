@@ -16,26 +16,26 @@ from penstock.errors import UserError
 
 FREE, UPDATE = "free", "update"
 _FOLDER = "a run keeps its folder; move the folder instead"
-_SIZE = "the groups that wait in the journal have the old size"
+_SIZE = "the unfinished groups in the journal have the old size"
 
 # The first pattern that matches decides: FREE (applied at once), UPDATE (after the redo), or why it is refused.
 RULES = (
     ("run.dir", _FOLDER),
     ("run.name", _FOLDER),
     ("run.*", FREE),
-    ("seed", "prompts and samples already follow from it"),
+    ("seed", "earlier prompts and samples were drawn with it"),
     ("model.device", UPDATE),
-    ("model.*", "the run's weights and their digests follow from it"),
+    ("model.*", "the run's weights and their digests depend on it"),
     ("sampling.num_generations", _SIZE),
     ("sampling.max_tokens", UPDATE),  # the overlong penalty reads it
     ("sampling.*", FREE),
     ("engine.*", FREE),
     ("produce.*", FREE),
     ("algorithm.*", UPDATE),
-    ("train.groups_per_step", "what was produced counts in batches of this size"),
-    ("train.ptx.data", "the place in the text stream counts in it"),
+    ("train.groups_per_step", "the recorded progress counts batches of this size"),
+    ("train.ptx.data", "the position in the text stream refers to it"),
     ("train.*", UPDATE),
-    ("sync.every_steps", "the staleness of the recorded groups counts in it"),
+    ("sync.every_steps", "the staleness of the recorded groups is measured in it"),
     ("sync.*", FREE),
     ("launch.num_consumers", UPDATE),
     ("launch.*", FREE),
@@ -50,7 +50,7 @@ RULES = (
     ("tasks.*.weight", FREE),
     ("tasks.*.rewards", FREE),
     ("tasks.*.agent*", FREE),
-    ("tasks.*", "the journal's groups are places in the tasks' data as it was"),
+    ("tasks.*", "the journal's groups refer to positions in the tasks' original data"),
 )
 
 

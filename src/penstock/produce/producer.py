@@ -215,7 +215,7 @@ class Producer:
             status = await task.strategy.produce_batch(ctx)
         except PromptsExhausted as ended:
             ctx.exhausted = ended
-            return "nothing: its prompts have ended"
+            return "nothing: it has no prompts left"
         if status is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT:
             return ""
         if (
@@ -339,7 +339,8 @@ class Producer:
             if short <= 0 or task.has_work():
                 continue
             line = (
-                f"step {step}: {short} groups of task {task.name} are missing and none will come: "
+                f"step {step}: {short} groups of task {task.name} are missing and nothing will "
+                "produce them: "
             )
             if self._ended:
                 raise RunError(line + "the producer was stopped")

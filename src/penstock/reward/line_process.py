@@ -92,7 +92,7 @@ class LineProcess:
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - 2000))
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else "it ended or hung without a word"
+        return lines[-1][:300] if lines else "it ended or hung without a message"
 
     def kill(self) -> None:
         """Kill the process and close its pipes."""

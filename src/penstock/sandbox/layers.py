@@ -148,7 +148,7 @@ def find_isolation(settings: SandboxSettings) -> Isolation:
         raise SandboxError(
             f"sandbox: isolation here is {found.level!r} ({', '.join(found.layers)}), allowed: "
             f"{settings.minimum!r} or stronger; `penstock sandbox check` says what is missing, "
-            f"the option minimum lowers the bar"
+            f"the option minimum accepts weaker isolation"
         )
     return found
 

@@ -88,7 +88,9 @@ def _verify_pairs(
                 while index < total:
                     limit_s = clock.next_limit()
                     if limit_s <= 0:
-                        _fill(verdict, total, ERROR, "not run: the submission's time is over")
+                        _fill(
+                            verdict, total, ERROR, "not run: the submission's time limit has passed"
+                        )
                         return verdict
                     outcome = sandbox.run(
                         _job(tests, index, source), job_limits(pool.settings, limit_s)
@@ -107,7 +109,7 @@ def _verify_pairs(
             except SandboxLost:
                 lost += 1
                 if lost > 1:
-                    verdict.add(ERROR, "the sandbox ended under this test, twice")
+                    verdict.add(ERROR, "the sandbox ended twice during this test")
                     index, lost = index + 1, 0
     return verdict
 
@@ -177,13 +179,13 @@ def _fault(
     if outcome.stopped == "wall":
         return ERROR, f"time-out after {limit_s:g} s"
     if outcome.stopped == "output":
-        return ERROR, "printed more than it may"
+        return ERROR, "printed more than the output limit"
     error = next((report for report in reports if "error" in report), None)
     if error is not None and outcome.status != 0:
         code = COMPILE_ERROR if error["error"] == "compile" else ERROR
         return code, _said(error.get("text"))
     if outcome.status == -signal.SIGXCPU or outcome.status == -signal.SIGKILL:
-        return ERROR, "killed: processor time is over"
+        return ERROR, "killed: out of processor time"
     if outcome.status < 0:
         return ERROR, f"killed by signal {-outcome.status}"
     if outcome.status > 0:
@@ -244,4 +246,4 @@ def _last_words(solution: Sandbox) -> tuple[int, str] | None:
         outcome = solution.result(wall_s=0, grace_s=LAST_WORDS_S)
     except SandboxLost:
         return None
-    return _fault(outcome, _reports(outcome), outcome.wall_s) or (ERROR, "it left before the end")
+    return _fault(outcome, _reports(outcome), outcome.wall_s) or (ERROR, "it exited early")

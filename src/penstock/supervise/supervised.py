@@ -177,7 +177,7 @@ class Supervised:
         try:
             await self.when_back()
         except PenstockError as error:
-            await self.replace(f"it came back but cannot serve: {error}")
+            await self.replace(f"it was restarted but cannot serve: {error}")
 
     async def _restart(self, reason: str) -> bool:
         """Start workers until one is prepared; False when the allowed number is used up."""

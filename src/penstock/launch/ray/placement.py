@@ -208,8 +208,8 @@ class Placement:
         except TimeoutError:
             free = ray.available_resources()
             raise RunError(
-                f"launch: no place after {settings.start_timeout_s:g} s; free in the cluster: "
-                f"{amount(free)}, the rest is in use"
+                f"launch: Ray could not place all workers within {settings.start_timeout_s:g} s; "
+                f"free in the cluster: {amount(free)}, the rest is in use"
             ) from None
 
     async def _reserve_all(self) -> None:
