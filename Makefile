@@ -50,7 +50,7 @@ test-ray: $(DEV_STAMP)  ## the tests that start Ray clusters
 test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in an environment of its own
 	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh
 
-format: $(DEV_STAMP)  ## rewrite to the project's format; draw the house in CONTRIBUTING.md
+format: $(DEV_STAMP)  ## format the code; update the picture of the packages in CONTRIBUTING.md
 	$(BIN)/ruff format src tests benchmarks scripts
 	$(BIN)/ruff check --fix src tests benchmarks scripts
 	$(BIN)/python scripts/draw_house.py --write

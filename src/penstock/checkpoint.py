@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer: complete or absent, written while training goes on.
+"""Checkpoints of the trainer: complete or absent, written during training.
 
     checkpoints/step-N/ model/ (HF safetensors)  trainer state  manifest.json (written last)
 

@@ -313,7 +313,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
-    """Run the command line; print an error of ours as one line and exit with its code."""
+    """Run the command line; print a PenstockError as one line and exit with its code."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would break up our display
     try:
         raise SystemExit(app(prog_name="penstock", standalone_mode=False) or 0)

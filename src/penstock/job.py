@@ -135,7 +135,7 @@ class Job:
 
 @asynccontextmanager
 async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
-    """Build the parts of a run, and close every one of them at the end, whatever happened."""
+    """Build the parts of a run, and close every one of them at the end, also after an error."""
     async with AsyncExitStack() as closing:
         journal = Journal.open(folder.journal)
         closing.callback(journal.close)

@@ -1,4 +1,4 @@
-"""Resolving and checking settings: published defaults, overrides, and errors before any weight."""
+"""Settings are resolved and checked before weights are loaded: published defaults, overrides, errors."""
 
 import subprocess
 import sys

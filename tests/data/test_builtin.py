@@ -53,7 +53,7 @@ def test_size_takes_the_first_of_the_same_order() -> None:
 
 
 def test_first_problems_are_a_fair_sample() -> None:
-    """Not sorted by size: the mean of the first 256 lies close to the mean of all."""
+    """Problems are not sorted by size: the mean of the first 256 is close to the mean of all."""
     answers = [int(record["gt_answer"]) for record in builtin.addition("heldout")]
     assert abs(sum(answers[:256]) / 256 - sum(answers) / len(answers)) < 6
 

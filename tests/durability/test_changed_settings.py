@@ -1,4 +1,4 @@
-"""A resumed run with other settings: steps that were done stay what they were, later ones follow."""
+"""A resumed run with other settings: finished steps stay the same, later ones use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def original(server: CrashServer) -> RunFolder:
     run, code = server.train("changed", *words, point="after take", number=4)
     assert code == -9, server.output()
     assert len(digests(run)) == 3
-    # that of step 2 was whole before that of step 3 was begun; whether this one is, is chance
+    # the checkpoint of step 2 is complete; that of step 3 may or may not be
     assert (run.checkpoints / "step-2").is_dir()
     shutil.rmtree(run.checkpoints / "step-3", ignore_errors=True)
     return run
@@ -29,7 +29,7 @@ def original(server: CrashServer) -> RunFolder:
 
 @pytest.fixture
 def killed(original: RunFolder, tmp_path: Path) -> RunFolder:
-    """A copy of that run to go on with."""
+    """Return a copy of that run to continue."""
     shutil.copytree(original.path, tmp_path / "run")
     return RunFolder(tmp_path / "run")
 
@@ -70,7 +70,7 @@ def test_a_lost_checkpoint_is_made_up_for_across_the_change(
 def changed(
     server: CrashServer, original: RunFolder, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[str], dict[str, int]]:
-    """That run gone on with changes and not killed: its digests, and how often points were passed."""
+    """Continue that run with changes, unkilled; return its digests and its passed points."""
     folder = tmp_path_factory.mktemp("changed") / "run"
     shutil.copytree(original.path, folder)
     assert server.run("resume", str(folder), *CHANGES) == 0, server.output()

@@ -1,4 +1,5 @@
-"""kill -9 of the driver at any boundary, then resume to the end: nothing lost, nothing twice, the same bits.
+"""kill -9 of the driver at any boundary, then resume to the end: no group is lost or trained twice,
+and the bits are the same.
 
 25 crashes by default, in one process, in workers of this machine and on a Ray cluster;
 PENSTOCK_CRASHES=100 for more in the same shares. PENSTOCK_CRASH_SEED chooses others.
@@ -38,7 +39,7 @@ class Kind:
 
     @classmethod
     def of(cls, number: int) -> Kind:
-        """Of 25 in a row: 13 inline, 9 local, 3 on Ray; every other one is sync."""
+        """Return a kind by number: of 25, 13 are inline, 9 local, 3 on Ray; every other one is sync."""
         place = number % 25
         launch = "ray" if place % 9 == 4 else "local" if place % 3 == 0 else "inline"
         return cls(launch, ("sync", "async")[number % 2])
@@ -52,23 +53,23 @@ class Kind:
         ]
 
     def words_after(self, number: int) -> list[str]:
-        """Changes when it goes on: one of three leaves its cluster for a single process."""
+        """Return the settings to resume with: one run in three moves to a single process."""
         return ["launch.kind=inline"] if self.launch == "ray" and number % 25 == 22 else []
 
 
 class Whole:
-    """Runs that were never killed, made when first asked for."""
+    """Runs that were never killed; each is made at its first use."""
 
     def __init__(self, server: CrashServer) -> None:
         self._server = server
         self._runs: dict[Kind, tuple[RunFolder, dict[str, int]]] = {}
 
     def counts(self, kind: Kind) -> dict[str, int]:
-        """How often a run's driver passes each point; on Ray it is the driver of local workers."""
+        """Return how often a driver passes each point; Ray's counts are those of local workers."""
         return self._run("inline" if kind.launch == "inline" else "local", kind.strategy)[1]
 
     def digests(self) -> list[str]:
-        """Of a sync run, wherever it runs."""
+        """Return the digests of a sync run; they are the same for every launcher."""
         return digests(self._run("inline", "sync")[0])
 
     def _run(self, launch: str, strategy: str) -> tuple[RunFolder, dict[str, int]]:
@@ -77,7 +78,7 @@ class Whole:
             run, code = self._server.train(f"whole-{launch}-{strategy}", *kind.words())
             assert code == 0, self._server.output()
             assert_sound(run)
-            assert len(set(digests(run))) > 1  # it does train
+            assert len(set(digests(run))) > 1  # the weights do change
             self._runs[kind] = (run, self._server.counts())
         return self._runs[kind]
 
@@ -89,7 +90,7 @@ def whole(server: CrashServer) -> Whole:
 
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
-    """A cluster with room for one run: what a dead driver still held would keep the next one out."""
+    """Return a cluster with room for one run: what a dead driver kept would block the next run."""
     pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster
@@ -138,4 +139,4 @@ def test_killed_anywhere_it_goes_on_to_the_same_end(
     if kind.strategy == "sync":
         assert digests(run) == whole.digests(), f"{place}, then {again}"
     if kind.launch == "local":
-        assert not server.memory_left()  # what a killed driver left was removed by the next one
+        assert not server.memory_left()  # the next driver has removed what a killed driver left

@@ -1,4 +1,4 @@
-"""Full disks, failing disks and damaged files: one line that names the fault, and a way on."""
+"""Full disks, failing disks and damaged files: one line names the fault and how to continue."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SYNC = "produce.strategy=sync"
 
 @pytest.fixture(scope="module")
 def stopped(server: CrashServer) -> RunFolder:
-    """Killed in step 4: three steps journalled, checkpoints of step 2 and 1."""
+    """Return a run killed in step 4: three steps are journalled, steps 1 and 2 have checkpoints."""
     words = ("checkpoint.every_steps=1", "checkpoint.keep=3", SYNC)
     run, code = server.train("stopped", *words, point="after take", number=4)
     assert code == -9, server.output()
-    # that of step 3 was being written beside step 4: whether it was done before the kill is chance
+    # the checkpoint of step 3 was being written during step 4: it may or may not be complete
     shutil.rmtree(run.checkpoints / "step-3", ignore_errors=True)
     return run
 
 
 @pytest.fixture
 def broken(stopped: RunFolder, tmp_path: Path) -> RunFolder:
-    """A copy of that run to be damaged."""
+    """Return a copy of that run to damage."""
     shutil.copytree(stopped.path, tmp_path / "run")
     return RunFolder(tmp_path / "run")
 
@@ -205,7 +205,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_room_lets_it_go_on(
     _, code = server.train("full", f"run.dir={small_disk}", "checkpoint.every_steps=1", SYNC)
     run = RunFolder(small_disk / "full")
     assert code == 1, server.output()
-    # whoever meets the full disk first says so: the journal or a checkpoint
+    # the journal or a checkpoint reports the full disk, whichever writes first
     assert "No space left" in server.output() or "disk is full" in server.output()
     assert "MiB free there" in error_line(server)
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)

@@ -1,4 +1,4 @@
-"""Evaluations inside a run are each of exactly one policy, and one can be made of what it left."""
+"""Each evaluation inside a run uses exactly one policy; `penstock eval` evaluates what a run left."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_sample_of_an_evaluation_is_of_one_version(evaluated: RunFolder) -
 
 
 def test_an_evaluation_that_a_kill_cut_short_is_made_up_for(server: CrashServer) -> None:
-    """Killed while the start is being evaluated, and again after the last step was committed."""
+    """Kill the run during its first evaluation, and again after the last step was committed."""
     name, place = "evaluated-killed", ["eval.every_steps=2", "produce.strategy=sync"]
     run, code = server.train(name, *TASKS, *place, point="before step", number=1)
     assert code == -9

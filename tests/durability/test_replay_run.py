@@ -1,4 +1,4 @@
-"""A run computes again bit for bit from its journal; forks train on its rollouts without an engine."""
+"""A run is recomputed bit for bit from its journal; forks train on its rollouts without an engine."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_fork_with_another_algorithm_stands_on_its_own(
 
 
 def recorded_versions(run: RunFolder) -> set[tuple]:
-    """What the run's journal says of the weights that its rollouts were sampled from."""
+    """Return the journal's records of the weights that the rollouts were sampled from."""
     journal = Journal.open(run.journal, readonly=True)
     try:
         return set(journal.query("SELECT kind, version, digest FROM weights"))

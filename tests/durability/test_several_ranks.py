@@ -40,13 +40,13 @@ def killed(server: CrashServer) -> RunFolder:
     assert code == -9, server.output()
     assert_no_worker_is_left(run)
     assert len(digests(run)) == 3
-    # that of step 2 was whole before that of step 3 was begun; whether this one is, is chance
+    # the checkpoint of step 2 is complete; that of step 3 may or may not be
     shutil.rmtree(run.checkpoints / "step-3", ignore_errors=True)
     return run
 
 
 def test_two_ranks_are_recomputed_by_two_ranks(server: CrashServer, killed: RunFolder) -> None:
-    """Through a changed setting, a changed number of ranks, a replay of all that, and a fork."""
+    """Change a setting, change the number of ranks, replay the whole run, and fork it."""
     before = digests(killed)
     assert server.run("resume", str(killed.path), "train.lr=2e-3") == 0, server.output()
     assert "redoing step 3 of 3 with the settings it had" in server.output()
@@ -78,7 +78,7 @@ def check_replay(server: CrashServer, run: RunFolder, *, steps: int) -> None:
 
 
 class BrokenStore(CheckpointStore):
-    """What rank 1 writes to is not a file: a folder (it fails), or a pipe (it blocks)."""
+    """Replaces the file that rank 1 writes by a folder (the write fails) or a pipe (it blocks)."""
 
     kind = "folder"
 
@@ -113,7 +113,7 @@ def test_training_goes_on_beside_the_ranks_writing_and_a_kill_there_leaves_the_p
 async def write_with_two_ranks(
     config: Config, batches: list[Batch], broken: BrokenStore, notes: list[str], logs: Path
 ) -> str:
-    """The digest of the checkpoint of step 1; those of steps 2 and 3 fail, and training goes on."""
+    """Return the digest of step 1's checkpoint; those of steps 2 and 3 fail, and training continues."""
     async with open_trainer(config, logs) as workers:
         trainer = workers.trainer
         await trainer.train(batches[0])
@@ -128,7 +128,7 @@ async def write_with_two_ranks(
         await trainer.train(batches[2])
         broken.kind = "pipe"
         await broken.begin(trainer)
-        report = await trainer.train(batches[3])  # rank 1 can write nothing meanwhile
+        report = await trainer.train(batches[3])  # rank 1 cannot write during this time
         assert report.step == 4
         os.kill(trainer._supervised.worker._ranks[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
         await broken.settle()

@@ -184,7 +184,7 @@ def test_one_that_comes_back_and_takes_no_weights_is_left_out(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It was restarted without our backend: one line names it, and the other server goes on."""
+    """It was restarted without our backend: one line names it, and the other server continues."""
     first, second = both
 
     async def main() -> None:

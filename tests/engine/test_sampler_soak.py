@@ -14,7 +14,7 @@ ROWS, VOCABULARY, ROUNDS = 4096, 49152, 12_250  # 50.2 million rows
 
 
 def hostile_logits() -> torch.Tensor:
-    """Rows as models make them, and as they make them when they are sure, masked or broken off."""
+    """Return logits as models produce them: ordinary, very certain, masked, or with broken values."""
     generator = torch.Generator(device="cuda").manual_seed(1)
     logits = torch.randn(ROWS, VOCABULARY, generator=generator, device="cuda")
     logits[0::8] *= 3

@@ -1,4 +1,4 @@
-"""The weighted sum: parts, notes, options, failures, and that being cut off never pays."""
+"""The weighted sum: parts, notes, options, failures, and the value of truncated responses."""
 
 from __future__ import annotations
 

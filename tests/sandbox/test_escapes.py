@@ -31,7 +31,7 @@ def pool(request: pytest.FixtureRequest, host: dict[str, Any]) -> Iterator[Sandb
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What the attempts are after."""
+    """Return the targets of the attempts."""
     folder = tmp_path_factory.mktemp("host")
     (folder / "secret").write_text("the secret")
     os.environ["PENSTOCK_TEST_SECRET"] = "swordfisher"

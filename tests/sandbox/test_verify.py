@@ -1,4 +1,4 @@
-"""Codes per test, in all three forms, and solutions that go for the checker instead of the problem."""
+"""Codes per test, in all three forms, and solutions that attack the checker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The activity of a process is its own and that of all it started, from a made-up /proc."""
+"""The activity of a process includes that of its descendants, read from a made-up /proc."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def handle(where: str, version: int = 1) -> WeightHandle:
 
 
 class TrainerFake:
-    """Answers as a trainer does; one that `hangs` never finishes writing."""
+    """Answers as a trainer does; with `hangs` it never finishes writing."""
 
     def __init__(self, number: int, log: list[str], *, hangs: bool) -> None:
         self._number, self._log, self._hangs = number, log, hangs

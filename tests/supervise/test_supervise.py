@@ -1,4 +1,4 @@
-"""Restarts: bounded, prepared, told in one line; requests of a dead engine find another one."""
+"""Restarts are bounded, prepared and noted; requests of a dead engine go to another one."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_scaling_up_gives_a_new_engine_the_newest_weights_and_work() -> None:
         assert crew.made["engine-2"][0].engine.version == 1
         await engines.generate_many([request("a" * n) for n in range(1, 7)])
         assert all(crew.made[f"engine-{n}"][0].engine.calls for n in range(3))
-        crew.made["engine-2"][0].die()  # it is tended like the first ones
+        crew.made["engine-2"][0].die()  # it is supervised like the first ones
         assert (await engines.generate(request("later"))).finish_reason == "stop"
         await engines.close()
 

@@ -1,4 +1,4 @@
-"""Figures reach their files; a faulty tracker is put aside and the others go on."""
+"""Metrics reach their files; a faulty tracker is dropped and the others continue."""
 
 from __future__ import annotations
 

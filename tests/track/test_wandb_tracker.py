@@ -1,4 +1,4 @@
-"""W&B without a network: a run is written to disk, and a resumed run goes on under the same id."""
+"""W&B without a network: a run is written to disk, and a resumed run continues under the same id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every algorithm raises the demo policy's accuracy; the decoupled objective bears staleness."""
+"""Every algorithm raises the demo policy's accuracy; the decoupled objective learns from stale data."""
 
 import asyncio
 import importlib.util

@@ -1,6 +1,7 @@
-"""Every kind of wait is made to hang once, in the real part that opens it, and the right one is named.
+"""Every kind of wait is made to hang once, in the real part that opens it, and the watchdog names
+it.
 
-The kinds come from the code: one without a hang here fails the first test.
+The kinds come from the code: the first test fails if a kind has no hang here.
 """
 
 from __future__ import annotations

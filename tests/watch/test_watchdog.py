@@ -1,4 +1,4 @@
-"""What hangs is told from what is slow, shown with its stack, and acted upon. Names: `test_hangs.py`."""
+"""The watchdog tells a hang from slow work, shows the stack and acts; see also `test_hangs.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_an_engine_that_never_answers_is_named() -> None:
     line = stage.run(work)
     assert line.startswith("stuck: engine-0 has not answered generate for 60 s")
     assert "the waiter waits for it" in line
-    assert "single_turn.py" in stage.notes[0]  # the stack of who waits, since it is in this process
+    assert "single_turn.py" in stage.notes[0]  # the stack of the task that waits
 
 
 def test_parts_of_the_driver_that_wait_for_each_other_are_named() -> None:
@@ -65,7 +65,7 @@ def test_progress_without_an_answer_is_not_stuck() -> None:
 
 
 def test_only_the_second_half_of_a_silence_must_show_something() -> None:
-    """A micro-batch that ended just before the first look is no sign of life at the second."""
+    """A micro-batch that ended just before the first look does not count as progress at the second."""
     stage = WatchdogStage(progress_of=lambda name: at(stage, 29.0))
     line = stage.run(Called("trainer", Silent(), stage.waits).train())
     assert line.startswith("stuck: trainer has not answered train for 60 s")
@@ -75,7 +75,7 @@ def test_only_the_second_half_of_a_silence_must_show_something() -> None:
 
 
 async def at(stage: WatchdogStage, seconds: float) -> int:
-    """Something that gets one piece of work done, at that time."""
+    """Return a part that does one piece of work, at that time."""
     return int(stage.clock.now > seconds)
 
 

@@ -1,6 +1,6 @@
 """Weights that stay on a GPU: the same promises as those in the host's memory.
 
-Where there is no GPU, memory that is found again by a handle stands in for the driver's.
+Without a GPU, memory of this process under a handle replaces the driver's memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every path carries every byte, keeps the last version readable, and leaves nothing behind."""
+"""Every weight sync transfers every byte, keeps the last version readable and leaves no files."""
 
 from __future__ import annotations
 

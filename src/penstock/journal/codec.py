@@ -205,7 +205,7 @@ def is_intact(data: bytes, text: str | None = None, key: str = "") -> bool:
 
 
 def described(data: bytes) -> tuple:
-    """Return what an intact payload repeats of the columns beside it.
+    """Return the values that an intact payload repeats from the other columns of its row.
 
     These are status, finish reason, tokens, oldest and newest version, temperature, reward, error.
     """

@@ -79,7 +79,7 @@ class Drawn:
 
 @dataclass(slots=True, frozen=True)
 class Landed:
-    """A group came back, whatever its status; its payload replaces an earlier one."""
+    """A group came back, with any status; its payload replaces an earlier one."""
 
     at: float
     group: Group

@@ -47,7 +47,7 @@ async def start_all(trainer: Supervised, engines: list[Supervised], *, colocate:
 
 
 def colocated_publishes(config: Config, total_steps: int) -> Callable[[int], bool] | None:
-    """Return what tells whether weights are published after a step; None unless colocated."""
+    """Return a test of whether weights are published after a step; None unless colocated."""
     if not config.launch.colocate:
         return None
     return partial(config.publishes_after, total_steps=total_steps)

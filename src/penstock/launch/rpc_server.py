@@ -75,7 +75,7 @@ def portable_error(name: str, error: Exception) -> Exception:
         try:
             pickle.loads(pickle.dumps(error))
             return error
-        except Exception:  # an error of ours whose constructor pickle cannot call
+        except Exception:  # a PenstockError whose constructor pickle cannot call
             return PartFailed(f"{name}: {one_line(error)}")
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, end="", flush=True)

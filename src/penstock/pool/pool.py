@@ -202,7 +202,7 @@ class EnginePool:
                 if self._asleep:
                     await engine.supervised.call("pause", "wait")
                     await engine.supervised.call("sleep")
-                if engine.state is EngineState.STARTING:  # it was not drained meanwhile
+                if engine.state is EngineState.STARTING:  # not drained during the load
                     self._move(engine, EngineState.SERVING)
 
         try:
@@ -237,7 +237,7 @@ class EnginePool:
         """Let the engine's running requests finish, then close it."""
         self._move(engine, EngineState.RETIRED)
         one = engine.supervised
-        with contextlib.suppress(EngineError, WorkerDied):  # it died meanwhile: the same end
+        with contextlib.suppress(EngineError, WorkerDied):  # a dead engine ends the same way
             await one.call("pause", "wait")
         await one.close()
         one.given_up = WorkerDied(f"{one.name}: it was drained")
@@ -275,7 +275,7 @@ class EnginePool:
             async with self._switching_with_gpu():
                 if engine.state is EngineState.ASIDE:
                     await self._weights.load_newest(engine, engine.supervised.call)
-                if engine.state is EngineState.ASIDE:  # it did not die meanwhile
+                if engine.state is EngineState.ASIDE:  # the engine did not die during the load
                     self._move(engine, EngineState.SERVING)
 
         try:

@@ -333,7 +333,7 @@ class Producer:
         return ", ".join(missing)
 
     def _raise_if_hopeless(self, step: int, shares: dict[str, int]) -> None:
-        """Raise a RunError if nobody will produce the missing groups."""
+        """Raise a RunError if no task will produce the missing groups."""
         for task in self._tasks:
             ctx, short = task.ctx, shares.get(task.name, 0) - task.ctx.completed()
             if short <= 0 or task.has_work():

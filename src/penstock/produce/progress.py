@@ -169,7 +169,7 @@ class TaskShares:
         return self._steps[step]
 
     def forget_before(self, step: int) -> None:
-        """Forget the steps below `step`: nobody will ask for them again."""
+        """Forget the steps below `step`, which no caller needs any more."""
         for old in [known for known in self._steps if known < step]:
             del self._steps[old]
 

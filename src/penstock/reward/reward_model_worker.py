@@ -78,7 +78,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             reply: dict[str, Any] = {"scores": scorer.score(json.loads(line))}
-        except Exception as error:  # one batch's edge: the run is told and fails its rollouts
+        except Exception as error:  # the edge of one batch: its rollouts fail
             reply = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         print(json.dumps(reply), file=answers, flush=True)
 

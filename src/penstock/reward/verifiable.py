@@ -164,7 +164,7 @@ async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 async def _score_part(part: Part, rollout: Rollout, prompt: Prompt) -> Score:
     try:
         score = await part.reward.score(rollout, prompt)
-    except Exception as error:  # one rollout's edge: a fault is named and isolated
+    except Exception as error:  # the edge of one rollout: a fault is named and isolated
         raise _named(error, part.name, rollout.rollout_id) from error
     return _checked(score, part.name, rollout.rollout_id)
 
@@ -178,7 +178,7 @@ async def _score_column(
     ids = ", ".join(rollout.rollout_id for rollout in rollouts)
     try:
         scores = await part.score_group(rollouts, prompts)
-    except Exception as error:  # one group's edge: a fault is named and isolated
+    except Exception as error:  # the edge of one group: a fault is named and isolated
         raise _named(error, part.name, ids) from error
     if len(scores) != len(rollouts):
         raise RewardError(

@@ -206,7 +206,7 @@ class Nursery:
                 wire.send(self._link, {"op": "end", "pid": pid})
                 self._receive()
             except (wire.Closed, SandboxError, OSError):
-                return  # the nursery is gone, and all its sandboxes with it
+                return  # the nursery has ended, and all its sandboxes with it
 
     @property
     def alive(self) -> bool:
@@ -226,7 +226,7 @@ class Nursery:
 
 
 def _ids_for(count: int) -> tuple[int, int]:
-    """Return a user and group of its own for each sandbox if we are root, else our own."""
+    """Return a separate user and group per sandbox if we are root, else our own."""
     if os.geteuid() != 0:
         return os.geteuid(), os.getegid()
     mapped = int(Path("/proc/self/uid_map").read_text().split()[2])

@@ -46,7 +46,7 @@ CALLS = {  # the kind of wait that a method of a worker opens; any other is a sh
 
 
 async def call_worker(worker: Worker, waits: Waits, method: str, *args: Any) -> Any:
-    """Call a method of a worker; the wait for its answer is open meanwhile."""
+    """Call a method of a worker; keep the wait for its answer open until the answer comes."""
     lane = "checkpoint" if method == "write_snapshot" else worker.name
     kind = CALLS.get(method, WaitKind.ASK)
     with waits.wait(lane, kind, responder=worker.name):
@@ -55,7 +55,7 @@ async def call_worker(worker: Worker, waits: Waits, method: str, *args: Any) -> 
 
 @dataclass(slots=True, kw_only=True)
 class SupervisionCallbacks:
-    """What supervision tells the run around it; the job and the loop fill the callbacks in."""
+    """Callbacks from supervision to the run; the job and the loop set them."""
 
     waits: Waits
     note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)

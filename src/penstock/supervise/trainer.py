@@ -37,7 +37,7 @@ class TrainerPart(Protocol):
         """Copy the whole training state, to be written to `folder`; return its step and digest."""
 
     async def write_snapshot(self) -> None:
-        """Write that copy while training goes on."""
+        """Write that copy while training continues."""
 
     async def load(self, folder: str) -> tuple[int, str]:
         """Restore a snapshot; return its step and digest."""

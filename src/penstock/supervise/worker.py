@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Worker(Protocol):
-    """A part that lives elsewhere. Calls raise WorkerDied once the worker is gone."""
+    """A part in another process or thread. Calls raise WorkerDied once the worker has ended."""
 
     @property
     def name(self) -> str: ...
@@ -22,7 +22,7 @@ class Worker(Protocol):
     async def call(self, method: str, *args: Any) -> Any: ...
 
     async def ended(self) -> str:
-        """Wait until the worker is gone; return the reason."""
+        """Wait until the worker has ended; return the reason."""
 
     async def stack(self) -> str:
         """Return what the worker's threads are doing; empty for a part of this process."""
@@ -31,7 +31,7 @@ class Worker(Protocol):
         """Return the seconds of work that the worker has spent (`activity.py`); None if unknown."""
 
     async def kill(self) -> None:
-        """End the worker now, whatever it does."""
+        """End the worker now, even if it is blocked."""
 
     async def close(self) -> None:
         """Let the worker end, and make sure that it does."""

@@ -176,7 +176,7 @@ class Consumer:
     def snapshot(self, folder: Path) -> Callable[[], None]:
         """Copy model and training state; return a function that writes the copy to `folder`.
 
-        The function may run in any thread while training goes on.
+        The function may run in any thread during training.
         """
         return take_snapshot(self, folder)
 

@@ -91,7 +91,7 @@ class Watchdog:
         looks = [self._next_look(wait) for wait in self._waits.leaves()]
         if not looks:
             looks = [max(self._waits.moved_at, self._told.get("", 0.0)) + stall_s]
-        latest_s = stall_s / 4  # a wait that opens meanwhile does not wake the watchdog
+        latest_s = stall_s / 4  # look again early: a wait that opens now does not wake the watchdog
         left_s = min(looks) - now
         return min(left_s, latest_s) if left_s > 0 else (0.0 if self._waits.open else latest_s)
 

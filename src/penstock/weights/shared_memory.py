@@ -41,7 +41,7 @@ class Folder:
 
     @classmethod
     def new(cls) -> Folder:
-        """Create a folder for this run; remove folders that nobody uses any more."""
+        """Create a folder for this run; remove folders that no process uses any more."""
         root = Path(memory_folder())
         sweep_stale(root)
         return cls(root / f"{_PREFIX}{uuid.uuid4().hex[:12]}")
@@ -64,12 +64,12 @@ def _locked(path: Path) -> int:
 
 
 def sweep_stale(root: Path) -> None:
-    """Remove weight folders that nobody has locked: a killed process cannot clean up."""
+    """Remove weight folders that no process has locked: a killed process cannot clean up."""
     for path in root.glob(f"{_PREFIX}*"):
         try:
             folder = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            continue  # of another user, or removed meanwhile
+            continue  # the folder belongs to another user, or was just removed
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)

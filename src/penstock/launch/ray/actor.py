@@ -235,6 +235,6 @@ async def _awaited(reference: Any) -> Any:
 
 
 def _append(log_path: Path, text: str) -> None:
-    """Append to the log from the driver, where it can be read whichever node the actor was on."""
+    """Append to the log from the driver, so that it can be read on the driver's node."""
     with contextlib.suppress(OSError), log_path.open("a") as log:
         log.write(f"{text.rstrip()}\n")

@@ -254,7 +254,7 @@ class Placement:
         return slot
 
     def _extra_bundle(self) -> Resources:
-        """Return the bundle of a producer that joins later; in a cluster of ours it reserves no CPUs."""
+        """Return the bundle of a producer that joins later; no CPUs in a cluster of this run."""
         cpus = 0.0 if self._ours else self._settings.cpus_per_producer
         return _bundle(cpus, self._settings.gpus_per_producer)
 

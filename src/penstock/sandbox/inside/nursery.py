@@ -122,7 +122,7 @@ def _become_sandbox(
         os.close(up)
         os.close(down)
         _isolate(plan, uid, gid, link, outside)
-    except BaseException as error:  # told to the host, which refuses to use this sandbox
+    except BaseException as error:  # reported to the host, which then refuses this sandbox
         with contextlib.suppress(wire.Closed):
             wire.send(link, {"error": f"{type(error).__name__}: {error}"})
     os._exit(1)

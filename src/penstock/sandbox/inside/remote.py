@@ -64,7 +64,7 @@ class SolutionServer:
             value = self._encode(_OPERATIONS[request["op"]](*arguments))
             changed = arguments[1] if request["op"] == "call" else []
             return {"value": value, "args": [self._changed(argument) for argument in changed]}
-        except BaseException as error:  # whatever the solution does is told to the tests
+        except BaseException as error:  # any error of the solution is reported to the tests
             names = [kind.__name__ for kind in type(error).__mro__]
             return {"raise": names, "text": _text_of(error)}
 

@@ -1,4 +1,4 @@
-// Pictures made of rectangles: histograms, the pipeline's timeline, and where the groups went.
+// Charts made of rectangles: histograms, the pipeline's timeline, and the outcomes of the groups.
 
 const MOST_SLOTS = 400; // a longer run's timeline is drawn in so many slots of several steps
 const NARROW_SLOT = 6; // pixels
@@ -185,7 +185,7 @@ function timeSlots(run) {
   return slots;
 }
 
-// Every drawn group has one fate: the widths add up to all of them.
+// Every drawn group has one outcome, so the widths add up to the whole bar.
 const FATES = ["trained", "taken", "buffered", "in_flight", "dropped"];
 
 function drawFates(body, width, runs) {

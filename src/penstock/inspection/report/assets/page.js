@@ -18,7 +18,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs.map((run, index) => ({ ...run, index: index % 8, shown: true }));
 const shownRuns = () => runs.filter((run) => run.shown);
 const several = runs.length > 1;
-const LONG_RUN = 150; // steps from which curves start smoothed, with the raw one faint behind
+const LONG_RUN = 150; // runs of more steps show smoothed curves, with the raw curve faint behind
 const view = { smoothing: Math.max(...runs.map((run) => run.steps.length)) > LONG_RUN ? 0.9 : 0 };
 
 function speed(run) {
@@ -169,7 +169,7 @@ function keyFigures() {
   return html("div", { class: "tiles" }, ...tiles);
 }
 
-// Several runs: a row each, with the figures and the settings that differ; a click hides a run.
+// Table of several runs: a row per run, with its figures and the settings that differ; a click hides a run.
 function comparison() {
   const settings = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
   const differing = settings.filter((name) => new Set(runs.map((run) => run.settings[name])).size > 1);
@@ -216,7 +216,7 @@ function build() {
   });
 }
 
-// Tests read these two marks.
+// The tests read these two attributes.
 window.addEventListener("error", (event) => {
   document.documentElement.dataset.error = event.message;
 });

@@ -1,4 +1,4 @@
-// The sample browser: a filtered list of prompts and responses with what became of them.
+// The sample browser: a filtered list of prompts and responses with their outcome.
 
 const SAMPLES_AT_ONCE = 12;
 
