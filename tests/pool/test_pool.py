@@ -18,7 +18,8 @@ from penstock.watch.waits import Waits
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run
 from stages.engine_contract import CHECKS, until_running
-from stages.supervised import EngineCrew
+from stages.fake_engine import FakeEngine
+from stages.supervised import EngineCrew, request
 from stages.tiny_engine import make_engine
 
 
@@ -193,6 +194,48 @@ def test_refused_weights_rise() -> None:
         with pytest.raises(DigestMismatch):
             await pool.update_weights(1, tiny.handle(1, "0" * 32))
         assert pool.serving == [0, 1]
+        await pool.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("num_dead", [1, 2])
+def test_an_engine_that_was_given_up_before_the_pool_was_built_is_dead(num_dead: int) -> None:
+    """Its worker died while the workers of others started, so nobody could restart it."""
+
+    async def main() -> None:
+        crew = EngineCrew([FakeEngine(), FakeEngine()])
+        supervised = [crew._make(index) for index in range(2)]
+        for one in supervised:
+            await one.start()
+        for index in range(num_dead):
+            given_up = asyncio.Event()
+            supervised[index].when_given_up = given_up.set
+            crew.workers[index].die()
+            await given_up.wait()
+        pool = EnginePool(supervised, crew.callbacks.waits)
+        assert pool.count == len(pool.serving) == 2 - num_dead
+        if not pool.count:
+            with pytest.raises(EngineError, match="no engine is left: engine-0: killed; engine-1"):
+                await pool.stats()
+        await pool.close()
+
+    run(main)
+
+
+def test_an_abort_reaches_requests_that_were_just_bound() -> None:
+    async def main() -> None:
+        engine = FakeEngine(seconds_per_token=1000.0)
+        pool = await EngineCrew([engine]).start()
+        await pool.pause("wait")
+        task = asyncio.create_task(pool.generate_many([request("a"), request("b")]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await pool.resume()
+        await pool.abort("a")
+        await pool.abort("b")
+        assert [made.finish_reason for made in await task] == ["abort", "abort"]
+        assert engine.calls == 0
         await pool.close()
 
     run(main)

@@ -100,6 +100,8 @@ class EnginePool:
         one.prepare = partial(self._prepare, engine)
         one.when_back = partial(self._join, engine)
         one.when_given_up = partial(self._given_up, engine)
+        if one.given_up is not None:  # its worker died while others started
+            self._given_up(engine)
 
     # ---- states
 
@@ -301,9 +303,8 @@ class EnginePool:
         ]
         if len(parts) == 1:
             return await self._generate_batch(requests)
-        made = await asyncio.gather(
-            *(self._generate_batch([requests[p] for p in part]) for part in parts)
-        )
+        batches = ([requests[place] for place in part] for part in parts)
+        made = await asyncio.gather(*map(self._generate_batch, batches))
         results: dict[int, Generation] = {}
         for places, answers in zip(parts, made, strict=True):
             results.update(zip(places, answers, strict=True))
@@ -312,11 +313,8 @@ class EnginePool:
     async def _generate_batch(self, requests: list[GenerationRequest]) -> list[Generation]:
         """Generate the responses of one prompt on one engine; if it dies, on another."""
         owner = self._owners.get(requests[0].request_id)
-        batch = PromptBatch.of(
-            requests,
-            wanted=None if owner is None else owner.index,
-            least_version=self._least_version,
-        )
+        wanted = None if owner is None else owner.index
+        batch = PromptBatch.of(requests, wanted=wanted, least_version=self._least_version)
         self._batches.update((request.request_id, batch) for request in requests)
         began = False
         try:
@@ -352,6 +350,7 @@ class EnginePool:
     async def _run_on_engine(self, batch: PromptBatch) -> None:
         """Generate what is left of the batch on the engine that it is bound to."""
         assert batch.engine is not None
+        batch.end("abort", batch.aborted)  # aborted after it was bound and before it is sent
         engine, made, died = self._engines[batch.engine], list[Generation](), False
         for request in batch.left:
             self._owners[request.request_id] = engine
@@ -359,7 +358,8 @@ class EnginePool:
         while len(self._owners) > _REMEMBERED:
             self._owners.popitem(last=False)
         try:
-            made, died = await self._generate_on(engine, batch.left)
+            if batch.left:
+                made, died = await self._generate_on(engine, batch.left)
         finally:
             whole = all(one.finish_reason not in ("error", "abort") for one in made)
             self._release(batch, [len(one.token_ids) for one in made] if whole else [])
