@@ -170,7 +170,7 @@ def remove(folder: RunFolder) -> None:
 
 
 def has_progress(path: Path) -> bool:
-    """Whether the folder holds groups, metrics or checkpoints, which a removal would destroy."""
+    """Return whether the folder holds groups, metrics or checkpoints, which a removal would destroy."""
     metrics = path / METRICS
     told = metrics.exists() and metrics.stat().st_size > 0
     return told or any((path / "checkpoints").glob("step-*")) or _has_groups(path / JOURNAL)

@@ -105,7 +105,7 @@ def test_streams_are_uniform_and_unlike() -> None:
 
 
 def test_a_prefix_sum_that_is_not_monotone_never_leads_outside() -> None:
-    """A parallel prefix sum may fall by a rounding error; counting ends below a target would stray."""
+    """A parallel prefix sum may fall by a rounding error; counting cells would be wrong then."""
     mass = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]])
     ends = torch.tensor([[0.25, 0.2499, 0.75, 1.0, 0.9999]])
     for target, cell in ((0.0, 0), (0.24999, 0), (0.25, 2), (0.9999, 3), (1.0, 3), (2.0, 3)):

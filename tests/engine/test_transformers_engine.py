@@ -44,7 +44,7 @@ REQUESTS = st.lists(
         st.integers(0, 5),  # seed
         st.integers(1, 70),  # most tokens
         st.sampled_from([1.0, 0.7]),
-        st.integers(0, 12),  # engine steps that pass before it arrives
+        st.integers(0, 12),  # engine steps before the request arrives
     ),
     min_size=1,
     max_size=12,

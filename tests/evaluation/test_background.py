@@ -114,7 +114,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_an_evaluation_whose_engine_dies_begins_again_and_is_of_one_version(
     count: int, tmp_path: Path
 ) -> None:
-    """With two engines newer weights are out by then; with one the evaluation still holds them up."""
+    """With two engines, newer weights are published by then; with one, they still wait."""
 
     async def run() -> list[dict[str, Any]]:
         crew, reward = Crew(count), Blocked()
@@ -150,7 +150,7 @@ def test_an_evaluation_whose_engine_dies_begins_again_and_is_of_one_version(
 
 
 def train(folder: Path, *words: str, until: int) -> tuple[RunFolder, list[str]]:
-    """A run whose first evaluation does not end before step `until` was committed; what happened."""
+    """Train while the first evaluation lasts until step `until` is committed; return the events."""
     config = config_of(
         folder, "run", "eval.tasks={a={data='addition:heldout'}}", "eval.max_problems=3", *words
     )
@@ -188,7 +188,7 @@ def versions(folder: RunFolder, step: int) -> set[int]:
 
 
 def test_two_engines_train_through_a_long_evaluation_of_one_version(tmp_path: Path) -> None:
-    """Steps 3 to 5 need weights that were published meanwhile: nothing waited for the evaluation."""
+    """Steps 3 to 5 need weights that were published during the evaluation: no step waited for it."""
     folder, happened = train(tmp_path, "launch.num_producers=2", "train.steps=5", until=5)
     assert happened[:5] == [f"step {n}" for n in range(1, 6)]
     assert happened[5:] == ["evaluated 0", "evaluated 5"]

@@ -1,4 +1,4 @@
-"""The audit: a good run balances, and every way to break one is found."""
+"""The audit: a good run balances, and every kind of broken journal is found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stages.rollouts import make_prompts
 
 
 def make_run(path: Path) -> Path:
-    """Five async steps with refusals, failures, and groups left in the buffer."""
+    """Make a run of five async steps with refusals, failures, and groups left in the buffer."""
 
     async def main() -> None:
         journal = Journal.open(path / "journal.db", threaded=False)
@@ -96,7 +96,7 @@ def look(path: Path, allowed: int = 1) -> Audit:
 
 
 def change(path: Path, statement: str, *, sealed: bool = False) -> None:
-    """Tamper with a journal; `sealed`: with checksums that fit, as a faulty writer would leave it."""
+    """Tamper with a journal; `sealed` updates the checksums, as a faulty writer would."""
     database = open_database(path / "journal.db")
     assert database.execute(statement).rowcount > 0
     for table in CHECKED if sealed else ():

@@ -131,7 +131,7 @@ def test_drawn_accuracy_and_staleness(page: Page, made: RunFolder) -> None:
 
 
 def test_points_lie_where_their_values_say(page: Page) -> None:
-    """Higher value, higher on the page: the picture, not only its labels."""
+    """A higher value is drawn higher on the page: checks the picture, not only its labels."""
     dots = page.all("circle", chart="reward/mean")
     ordered = sorted(dots, key=lambda dot: float(dot["data-value"]))
     heights = [float(dot["cy"]) for dot in ordered]

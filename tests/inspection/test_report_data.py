@@ -1,4 +1,4 @@
-"""A run folder becomes a record; what is missing, torn or damaged is said, never raised."""
+"""A run folder becomes a record; missing, torn or damaged parts are reported, never raised."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture
 def run(made: RunFolder, tmp_path: Path) -> RunFolder:
-    """A copy that a test may break."""
+    """Return a copy that a test may damage."""
     return RunFolder(Path(shutil.copytree(made.path, tmp_path / "run")))
 
 

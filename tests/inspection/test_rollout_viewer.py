@@ -1,4 +1,4 @@
-"""`penstock rollouts`: the right samples, their fate in words, and conditions that can only read."""
+"""`penstock rollouts`: the right samples, their outcome, and conditions that can only read."""
 
 from __future__ import annotations
 

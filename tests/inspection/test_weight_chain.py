@@ -26,7 +26,7 @@ def group(number: int, *versions: int) -> Group:
 
 
 def tell(path: Path, *, skip: str = "", **digests: str) -> Journal:
-    """Three steps; the last trains a rollout whose tokens are of versions 0, 1 and 2.
+    """Journal three steps; the last trains a rollout with tokens of versions 0, 1 and 2.
 
     `skip` leaves out one event; `digests` puts another digest in its place.
     """

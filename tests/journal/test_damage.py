@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture
 def run(made: RunFolder, tmp_path: Path) -> RunFolder:
-    """A copy to be damaged; its journal is one file."""
+    """Return a copy to damage; its journal is one file."""
     shutil.copytree(made.path, tmp_path / "run")
     with sqlite3.connect(tmp_path / "run" / "journal.db") as database:
         database.execute("PRAGMA journal_mode = DELETE")
@@ -53,7 +53,7 @@ def all_that_can_be_read(folder: RunFolder) -> list[object]:
 
 
 def outcome(folder: RunFolder) -> str:
-    """What the audit says: fine, faults, or one line."""
+    """Return the audit's result: fine, faults, or a one-line error."""
     try:
         code = audit_run(folder, console=Console(quiet=True))
     except PenstockError:
@@ -90,7 +90,7 @@ def test_a_flipped_byte_is_never_a_silent_wrong_answer(run: RunFolder) -> None:
 def test_a_flipped_byte_in_the_log_beside_the_file_loses_an_end_that_is_missed(
     made: RunFolder, tmp_path: Path
 ) -> None:
-    """SQLite leaves out what follows a damaged frame of its log, without a word."""
+    """SQLite silently skips everything after a damaged frame of its log."""
     run = RunFolder(shutil.copytree(made.path, tmp_path / "run"))
 
     async def write_on(journal: Journal) -> None:

@@ -273,7 +273,7 @@ connection.close()
 
 
 def test_a_look_from_another_process_after_a_sync_loses_nothing(tmp_path: Path) -> None:
-    """The last connection to close deletes the write-ahead log; a looker must see that it is not the last."""
+    """The last connection to close deletes the write-ahead log; a reader must not be the last."""
     path = tmp_path / "journal.db"
     journal = Journal.open(path)
 

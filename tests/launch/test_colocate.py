@@ -1,4 +1,4 @@
-"""Engines and a trainer that share devices take turns, whatever dies and whatever arrives meanwhile."""
+"""Engines and a trainer that share devices take turns, also when one dies during a turn."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_trainer_that_dies_in_its_turn_does_the_step_again_while_the_engines_s
 
 
 def test_a_trainer_that_dies_as_it_gives_its_memory_back_does_the_step_again() -> None:
-    """The journal does not have that step yet, so a restored trainer has not either."""
+    """The journal does not have that step yet, so the restored trainer repeats it."""
 
     async def run() -> None:
         shift = Shift(1)
@@ -285,15 +285,15 @@ def test_weights_that_come_in_the_trainers_turn_are_loaded_after_it() -> None:
 
 
 STEPS, EVERY = 3, 2
-MOST_LINES = 30  # of a run of so many steps in which nobody dies
+MOST_LINES = 30  # length of the log of an undisturbed run of three steps
 
 
 async def three_steps(deaths: dict[int, str]) -> None:
-    """After so many lines of the log somebody dies; the steps are done, and nobody was in the way."""
+    """Train three steps with deaths after given log lines; check that no two sides held the device."""
     shift = Shift(2)
     engines, trainer = await shift.both(every=EVERY)
     shift.device.at = {at: partial(shift.kill, name) for at, name in deaths.items()}
-    async with asyncio.timeout(30):  # a deadlock is to fail here, not to hang
+    async with asyncio.timeout(30):  # a deadlock fails here instead of hanging
         for number in range(1, STEPS + 1):
             await shift.step(trainer, number, publish=number % EVERY == 0)
             made = await engines.generate_many([request("a" * n) for n in range(1, 5)])

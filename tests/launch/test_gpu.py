@@ -67,6 +67,6 @@ def test_weights_stay_on_the_gpu_though_trainer_and_engine_die(
 def test_colocated_they_take_turns_and_a_dead_engine_comes_back_in_its_own(tmp_path: Path) -> None:
     words = ["produce.strategy=sync", "launch.colocate=true"]
     folder, _, seen = run_with_kills(tmp_path, "turns", {2: "engine-0"}, *words)
-    assert not any(map(on_device, seen))  # the device's memory is for who has its turn
+    assert not any(map(on_device, seen))  # only one side at a time uses the device's memory
     events = [json.loads(line) for line in (folder.path / "timeline/events.jsonl").open()]
     assert {"sleep", "wake"} <= {event["what"] for event in events}

@@ -49,7 +49,7 @@ def test_inline_closes_the_trainer_if_the_engine_cannot_start(
 
 
 class FakeRank:
-    """A rank in memory: it never ends by itself, and whatever it is asked finds it dead."""
+    """A rank in memory: it never ends by itself, and every call raises as if it were dead."""
 
     can_be_killed, place = True, "memory"
 
@@ -99,7 +99,7 @@ def test_ranks_that_started_are_closed_if_another_cannot(
 def test_an_offline_trainer_closes_ranks_that_do_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of the caller rises, not that of a rank which is gone at the end."""
+    """The caller's error is raised, not that of a rank that has ended."""
     processes = FakeProcesses()
     monkeypatch.setattr(local, "ProcessWorker", processes)
 

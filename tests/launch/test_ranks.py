@@ -1,4 +1,4 @@
-"""Two trainer ranks in processes of their own, one of them killed: the weights of one rank."""
+"""Two trainer ranks in separate processes, one of them killed, give the weights of one rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_two_ranks_give_the_weights_of_one_though_one_of_them_dies(
 
 
 class FakeRank:
-    """A rank whose call ends with an error, at once or when it is told to."""
+    """A rank whose call raises, at once or when the test says so."""
 
     def __init__(self, name: str, fault: Exception) -> None:
         self.name, self.place, self._fault = name, "memory", fault
@@ -55,7 +55,7 @@ class FakeRank:
 
 
 def test_the_end_of_a_rank_is_the_reason_though_another_felt_it_first() -> None:
-    """A killed rank resets its connections; its peer's error may come before the news of its end."""
+    """A killed rank resets its connections; its peer's error may arrive before its own end."""
 
     async def train() -> None:
         died = FakeRank("trainer-0", WorkerDied("trainer-0: killed"))

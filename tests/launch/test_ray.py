@@ -35,7 +35,7 @@ def cluster() -> Iterator[Nodes]:
 def test_actors_give_the_bits_of_one_process_though_a_node_leaves_and_another_joins(
     cluster: Nodes, quiet: RunFolder, tmp_path: Path
 ) -> None:
-    """The node that joins takes the lost engine, and one more that is asked for."""
+    """The node that joins takes the lost engine and one that `scale` adds."""
     where: dict[str, str] = {}
 
     async def disturb(job: Job, step: int) -> None:
@@ -45,7 +45,7 @@ def test_actors_give_the_bits_of_one_process_though_a_node_leaves_and_another_jo
             await asyncio.to_thread(scale_run, job.folder.path, "producers=3")
             where["engine-2"] = node_of(job, "engine-2")
         if step == 3:
-            for number in (1, 2):  # the place of one that was drained is taken again
+            for number in (1, 2):  # the slot of a drained engine is used again
                 await asyncio.to_thread(scale_run, job.folder.path, f"producers={number}")
 
     folder, notes = run(config_of(tmp_path, "ray", "produce.strategy=sync", *RAY), disturb)

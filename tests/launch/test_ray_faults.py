@@ -175,7 +175,7 @@ def test_what_no_node_can_hold_any_more_is_told_at_once(cluster: None, tmp_path:
 
 
 def test_an_actor_that_ray_ended_for_want_of_memory_has_died_and_says_why(tmp_path: Path) -> None:
-    """Every node counts as short of memory, so Ray ends the actor whatever it does."""
+    """Every node counts as short of memory, so Ray always ends the actor."""
     if ray.is_initialized():
         ray.shutdown()
     short = {"memory_usage_threshold": 0.0001, "memory_monitor_refresh_ms": 2000}

@@ -80,7 +80,7 @@ def full_cluster() -> Iterator[None]:
 
 
 def test_a_full_object_store_is_told_of_and_waited_for(full_cluster: None, tmp_path: Path) -> None:
-    """Objects of others fill the store before a batch is sent, and go once the run has said so."""
+    """Other objects fill the store before a batch is sent, and are freed after the run's note."""
     others: list[Any] = []
 
     def fill() -> None:

@@ -21,7 +21,7 @@ ray = pytest.importorskip("ray")
 from penstock.launch.ray.placement import Placement, PlacementSlot  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
-LONGEST_S = 300.0  # no test waits for so long
+LONGEST_S = 300.0  # longer than any test waits
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def placement_of(notes: list[str], **fields: Any) -> Placement:
 def test_an_engine_that_no_node_has_room_for_comes_back_on_one_that_joins_later(
     cluster: Nodes, quiet: RunFolder, tmp_path: Path
 ) -> None:
-    """The other engine makes a step meanwhile; waiting counts as no restart."""
+    """The other engine generates a step in that time; waiting does not count as a restart."""
     (second,) = cluster.ids
     seen: dict[str, str] = {}
     waits = asyncio.Event()
@@ -161,7 +161,7 @@ async def sat(options: dict[str, Any]) -> str:
 
 
 class Moving:
-    """A reservation that is on the next of these nodes at every look; it stays on the last."""
+    """A reservation that moves to the next of these nodes at every look, and stays on the last."""
 
     asked = ({"CPU": 1.0},)
 
@@ -185,7 +185,7 @@ def slot_on(*nodes: str) -> PlacementSlot:
 
 
 def test_an_actor_whose_node_leaves_before_it_is_there_is_asked_for_again(cluster: Nodes) -> None:
-    """Ray may learn of the node's end after the driver; then it fails the actor or waits for ever."""
+    """Ray may learn of the node's end after the driver; then Ray fails the actor or waits forever."""
     notes: list[str] = []
     asked: list[str] = []
 

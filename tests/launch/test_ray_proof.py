@@ -29,7 +29,7 @@ def cluster() -> Iterator[None]:
 
 
 def send(job: Job, name: str, sign: signal.Signals, rank: int = 0) -> None:
-    """A signal to the process of a worker, which the driver is not told of."""
+    """Send a signal to a worker's process without the driver's knowledge."""
     worker = job.workers.supervised[name].worker
     assert worker is not None
     os.kill(getattr(worker, "_ranks", [worker])[rank].pid, sign)
@@ -38,7 +38,7 @@ def send(job: Job, name: str, sign: signal.Signals, rank: int = 0) -> None:
 def test_sync_with_an_engine_and_a_rank_killed_gives_the_weights_of_one_quiet_rank(
     cluster: None, quiet: RunFolder, tmp_path: Path
 ) -> None:
-    """What one rank and two ranks may differ by is told in `test_ranks.py`."""
+    """`test_ranks.py` explains by how much one rank and two ranks may differ."""
 
     async def disturb(job: Job, step: int) -> None:
         if step == 2:
@@ -60,7 +60,7 @@ def test_sync_with_an_engine_and_a_rank_killed_gives_the_weights_of_one_quiet_ra
 def test_async_with_a_rank_killed_and_an_engine_that_hangs_ends_balanced(
     cluster: None, tmp_path: Path
 ) -> None:
-    """Stopped by a signal, the engine neither answers nor dies; the watchdog must tell."""
+    """An engine stopped by a signal neither answers nor dies; the watchdog must report it."""
     hung = 0
 
     async def disturb(job: Job, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Weights between the nodes of a Ray cluster: one distributor for each, one of them killed."""
+"""Weights between the nodes of a Ray cluster: one distributor per node, one of them killed."""
 
 from __future__ import annotations
 

@@ -75,10 +75,10 @@ def test_a_slow_engine_does_not_begin_what_the_others_will_soon_be_through_with(
     dispatcher.let_serve(0, True)
     fast = [work() for _ in range(5)]
     assert [dispatcher.offer(one, 0.0) for one in fast] == [0] * 5
-    assert dispatcher.offer(work(), 0.0) is None  # in a slot of the fast one soon, and done at 2 s
+    assert dispatcher.offer(work(), 0.0) is None  # the fast engine has a slot soon and ends at 2 s
     for _ in range(80):
         dispatcher.offer(work(), 0.0)
-    assert len(list(dispatcher.bindings(0.0))) == 5  # with so much to do it helps
+    assert len(list(dispatcher.bindings(0.0))) == 5  # with a queue this long the slow engine helps
 
 
 def test_an_engine_that_was_slow_is_tried_again_now_and_then() -> None:
@@ -104,14 +104,14 @@ def test_work_that_comes_back_is_before_all_that_waits() -> None:
 def test_an_engine_several_times_slower_than_the_fastest_is_named() -> None:
     dispatcher = Dispatcher(3, SLOTS)
     for _ in range(4):
-        assert dispatcher.slower_than(2) is None  # too little is known
+        assert dispatcher.slower_than(2) is None  # too few answers are measured
         measured(dispatcher, 0, seconds=1.0, length=100)
         measured(dispatcher, 1, seconds=2.0, length=100)
         measured(dispatcher, 2, seconds=5.0, length=100)
     assert [dispatcher.slower_than(index) for index in range(3)] == [None, None, 0]
 
 
-# ---- the dispatcher, whatever happens
+# ---- the dispatcher under random events
 
 
 class DispatcherMachine(RuleBasedStateMachine):
@@ -191,7 +191,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_waits_has_something_to_wait_for(self) -> None:
-        """It waits for an engine that runs something, or for one that joins."""
+        """Queued work waits for an engine that runs something, or for one that joins."""
         if hasattr(self, "dispatcher") and self.waiting and not self.dispatcher.held:
             serving = self.dispatcher.serving
             assert not serving or any(self.dispatcher.members[i].requests for i in serving)

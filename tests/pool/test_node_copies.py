@@ -147,7 +147,7 @@ FAULTS = st.lists(st.sampled_from(["dies", "fails"]), max_size=2)
 @given(
     rounds=st.lists(
         st.tuples(
-            st.lists(st.sampled_from("abcd"), min_size=1, max_size=5),  # where engines sit
+            st.lists(st.sampled_from("abcd"), min_size=1, max_size=5),  # node of each engine
             st.dictionaries(st.sampled_from("abcd"), FAULTS, max_size=3),
             st.sets(st.sampled_from("bcd"), max_size=2),  # nodes that have left
         ),
@@ -269,12 +269,12 @@ def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path, bac
         assert sorted(site.started) == ["a", "b", "c"]
 
         held = list(site.engine.fetch(site.copies.copy_for(1, first)))
-        for version, node in ((2, "b"), (3, "a")):  # one that receives, the one that sends
+        for version, node in ((2, "b"), (3, "a")):  # a receiver, the sender
             site.kill_in_the_middle(node)
             handle = site.trainer.publish(version, f"d{version}", weights(version))
             site.check(await site.spread(handle, 0, 1, 3), 0, 1, 3)
             assert site.started[-1] == node
-            assert bool((held[0][1] == 1).all())  # what is held stays as it was
+            assert bool((held[0][1] == 1).all())  # tensors that are held do not change
 
         site.gone.add("c")  # a node leaves
         site.kill_in_the_middle("c")

@@ -1,6 +1,7 @@
 """A pool whose engines die, are drained, set aside, paused, slow or late with new weights.
 
-Whatever happens, every request has one answer: whole, or as far as it was when its asker cut it short.
+Every request gets exactly one answer: the whole response, or the tokens so far if its caller
+aborted it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Asked:
 
     requests: list[GenerationRequest]
     task: asyncio.Task[list[Generation]]
-    least_version: int  # that an engine had confirmed when it asked
+    least_version: int  # version that an engine had confirmed when the caller asked
     may_abort: bool = False
     aborted: set[str] = field(default_factory=set)
 

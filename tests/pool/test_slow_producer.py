@@ -1,4 +1,4 @@
-"""An engine that is slower than the others takes what it can finish, and is named."""
+"""An engine that is slower than the others gets fewer requests, and is named."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def seconds_for(clock: VirtualClock, crew: Crew, batches: int, sigma: float = 0.
 def test_an_engine_ten_times_slower_is_named_and_begins_less(
     clock: VirtualClock, sigma: float
 ) -> None:
-    """Its speed is unknown in the first batch; later it gets what the other engine has no time for."""
+    """Its speed is unknown in the first batch; later it gets the work that the other one has no time for."""
     crew = Crew(FAST_S, SLOW_S)
     seconds_for(clock, crew, 6, sigma)
     assert crew.engines[1].calls < SLOW_SHARE * 6 * GROUPS * GROUP

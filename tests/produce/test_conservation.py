@@ -35,7 +35,7 @@ SEEN: Counter[str] = Counter()
 
 
 class Life:
-    """One process: everything that a kill -9 takes away."""
+    """The state of one process: everything that a kill -9 loses."""
 
     def __init__(self, machine: ProducingMachine) -> None:
         self.journal = Journal.open(machine.path, threaded=False)
@@ -238,7 +238,7 @@ class ProducingMachine(RuleBasedStateMachine):
     @rule(deaf=st.booleans())
     def pause(self, deaf: bool) -> None:
         for loop in self.life.loops.values():
-            loop.deaf = deaf  # it does not hear aborts
+            loop.deaf = deaf  # the agent loop ignores aborts
         self.life.paused = True
         self.life.pausing = self.clock.loop.create_task(self.life.producer.pause())
         self.clock.settle()
@@ -273,14 +273,14 @@ class ProducingMachine(RuleBasedStateMachine):
         self.life = None
         for task in asyncio.all_tasks(self.clock.loop):
             task.cancel()
-        if not clean:  # what was queued and not written is lost with the process
+        if not clean:  # queued records that were not written are lost with the process
             life.journal._writer._database.close()
         self.clock.settle()
         self.version = self._recovered_version()
         self._start()
 
     def _recovered_version(self) -> int:
-        """After a crash the trainer redoes every committed step and the engines get its weights."""
+        """Return the version after a crash: every committed step is redone and loaded by engines."""
         return self.step
 
     def _end_run(self) -> None:
@@ -293,7 +293,7 @@ class ProducingMachine(RuleBasedStateMachine):
         if life.taking is not None:
             self.clock.settle()
             if life.taking.done() and life.taking.exception() is not None:
-                life.taking = None  # it was told that nobody produces
+                life.taking = None  # it got the error that no task produces
                 life.producer.progress.consuming_step = None
 
     # -- the laws -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from stages.tiny_run import TINY
 
 
 class OnPolicy(ProduceStrategy):
-    """Produces only for the step that trains with the next weights, whatever the bound allows."""
+    """Produces only for the step that trains with the next weights, even if the bound allows more."""
 
     def furthest_step(self, model_step: int, next_consumer_step: int) -> int:
         return model_step + 1

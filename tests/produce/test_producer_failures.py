@@ -1,4 +1,4 @@
-"""What stops a run and what does not; no step waits for groups that nobody will produce."""
+"""What stops a run and what does not; no step waits for groups that no task will produce."""
 
 from __future__ import annotations
 

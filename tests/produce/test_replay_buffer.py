@@ -116,7 +116,7 @@ def test_expiry_looks_at_no_token() -> None:
     buffer = ReplayBuffer()
     group = completed(0, version=4)
     buffer.put_now(group)
-    group.rollouts[0].segments = ()  # whoever looked at tokens now would see nothing to expire
+    group.rollouts[0].segments = ()  # an expiry that looked at tokens would find nothing to expire
     assert buffer.expire_now("t", train_step=9, stale_threshold=2) == [group]
 
 

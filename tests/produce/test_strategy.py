@@ -91,7 +91,7 @@ def test_oversampling_deficit_1_batch_4_threshold_1_makes_5_launches(tmp_path: P
         assert stage.loop.calls == stage.strategy.pending_task_count() == 5
         stage.loop.finish(next(iter(stage.loop.held)))
         assert await task is ProduceBatchStatus.NORMAL
-        assert stage.strategy.pending_task_count() == 4  # they go on
+        assert stage.strategy.pending_task_count() == 4  # the groups continue
         assert stage.loop.calls == 5
 
     on_virtual_time(main)
@@ -127,7 +127,7 @@ def test_sync_makes_exactly_b_completed_groups_and_refills_filtered_and_aborted(
         stage.loop.finish("t:1")  # refused: a fresh prompt takes its place
         await turns()
         assert sorted(stage.loop.held) == ["t:0", "t:2", "t:3"]
-        stage.loop.abort("t:0")  # aborted: itself again
+        stage.loop.abort("t:0")  # aborted: the same group again
         await turns()
         assert sorted(stage.loop.held) == ["t:0", "t:2", "t:3"]
         stage.finish_all()

@@ -88,7 +88,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         sync.close()
 
     try:
-        await trainer.start()  # one after the other: imports must not race
+        await trainer.start()  # engine after trainer, because concurrent imports race
         await engine.start()
     except BaseException:
         await trainer.close()

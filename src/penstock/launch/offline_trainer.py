@@ -53,4 +53,4 @@ async def offline_trainer(
     try:
         yield workers
     finally:
-        await workers.close()  # asks no rank: one that hangs would not answer
+        await workers.close()  # sends no request: a rank that hangs would not answer

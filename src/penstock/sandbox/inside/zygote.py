@@ -1,5 +1,4 @@
-"""The first process of one sandbox: forks a child per test, watches it, reports to the host. Inside
-the sandbox.
+"""The first process inside one sandbox: forks a child per test, watches it, reports to the host.
 
 Consumes jobs from the host's socket, produces what each child left: output, report, exit status. It is
 woken by the child's pipes, the child's end, the host's socket and the wall-time limit. It runs no
