@@ -174,7 +174,7 @@ def pretrain(model: Qwen3ForCausalLM, corpus: Corpus, recipe: Recipe) -> None:
 
 
 def is_right(text: str, gold: str) -> bool:
-    """Whether a response has the required form and the right sum."""
+    """Return whether a response has the required form and the right sum."""
     head, _, tail = text.partition("</think>")
     well_formed = head.startswith("<think>") and all(
         text.count(tag) == 1 for tag in SPECIAL_TOKENS[6:]

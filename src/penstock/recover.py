@@ -90,7 +90,7 @@ async def restore_trainer(job: Job, trainer: TrainerPart) -> int:
 
 
 def keep_trainer_alive(job: Job) -> None:
-    """From now on restart a trainer that dies, restore it, and repeat the call it failed."""
+    """From now on, restart and restore a trainer that dies, and repeat the call that failed."""
 
     async def restore(trainer: TrainerPart) -> None:
         activity = job.activity

@@ -66,7 +66,7 @@ class RewardConfig(Section):
 
 
 class TaskDataConfig(Section):
-    """What training and evaluation tasks share: prompts, rewards, sampling."""
+    """Settings that training and evaluation tasks share: prompts, rewards, sampling."""
 
     data: str = "addition"
     """A JSONL file, a built-in task, or `reasoning_gym:NAME`."""
@@ -137,7 +137,7 @@ class EngineConfig(Section):
 
 
 class ProduceSettings(Section):
-    """What a produce strategy reads."""
+    """Settings that a produce strategy reads."""
 
     strategy: str = "async"
     """async: generate ahead of the trainer as far as max_staleness allows; sync: one batch per step; `module:Class`: your own subclass of penstock.produce.ProduceStrategy."""

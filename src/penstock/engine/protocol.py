@@ -29,7 +29,7 @@ SetAside = Callable[[], AbstractAsyncContextManager[Any]]  # lends one engine of
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SamplingParams:
-    """How to sample one response. Log-probs are those of the distribution after all of this."""
+    """Sampling settings of one response. Log-probs are those of the distribution after all of them."""
 
     temperature: float = 1.0  # 0: greedy, with log-probs at temperature 1
     top_k: int = 0  # 0: off

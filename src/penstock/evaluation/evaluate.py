@@ -34,7 +34,7 @@ _Z95 = 1.959963984540054
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EvalTask:
-    """What one evaluation needs."""
+    """The prompts, settings and reward of one evaluation."""
 
     name: str
     problems: Sequence[Prompt]
@@ -175,7 +175,7 @@ def _no_score(rollout: Rollout) -> Score:
 
 
 def is_right(score: Score) -> bool:
-    """Whether an answer is right: as the reward judges it, else whether its value is above zero."""
+    """Return the reward's verdict on an answer; if it has none, whether the value is above zero."""
     return score.answer_ok if score.answer_ok is not None else score.value > 0
 
 

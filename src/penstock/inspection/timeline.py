@@ -34,7 +34,7 @@ class Event:
 
 @dataclass(slots=True, frozen=True)
 class Lane:
-    """How one worker or part spent the run."""
+    """The busy and waiting time of one worker or part."""
 
     name: str
     busy_s: float

@@ -197,7 +197,7 @@ def stored_text(text: str) -> str:
 
 
 def is_intact(data: bytes, text: str | None = None, key: str = "") -> bool:
-    """Whether a stored payload is what was written (under that key, if it was written with one)."""
+    """Return whether a stored payload matches its checksum, which may cover `key`."""
     if not isinstance(data, bytes) or not isinstance(text, str | None) or len(data) < 2:
         return False  # damage can change the type of a value
     key = key if data[1] & _KEYED else ""

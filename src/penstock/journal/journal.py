@@ -209,7 +209,7 @@ class Journal:
             raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
     def has_checks(self) -> bool:
-        """Whether the rows carry checksums; a journal of an older Penstock has none."""
+        """Return whether the rows carry checksums; a journal of an older Penstock has none."""
         return has_checks(self._reader)
 
     def _damaged_rows(self) -> Iterator[str]:

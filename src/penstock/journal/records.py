@@ -1,4 +1,4 @@
-"""What one journal record does to the tables. Runs inside the writer's transaction.
+"""The journal's records, and the table changes that each makes inside the writer's transaction.
 
 The caller makes a record from plain values; the writer's thread does the slow part here (encoding
 tokens). A caller does not change a group until its record is durable.
@@ -188,7 +188,7 @@ class StepBegun:
 
 @dataclass(slots=True, frozen=True)
 class StepCommitted:
-    """What the step did to the weights."""
+    """The result of a step: version, digest and metrics."""
 
     at: float
     report: StepReport

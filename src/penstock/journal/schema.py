@@ -95,7 +95,7 @@ def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether the file has no tables: its writer died before they were made, or they were lost."""
+    """Return whether the file has no tables: the writer died before, or they were lost."""
     try:
         database = _connect(path, readonly=True)
         try:
@@ -128,7 +128,7 @@ def _readable(text: bytes) -> str:
 
 
 def has_checks(database: sqlite3.Connection) -> bool:
-    """Whether the rows carry checksums."""
+    """Return whether the rows carry checksums."""
     return bool(database.execute("PRAGMA user_version").fetchone()[0] >= SCHEMA_VERSION)
 
 

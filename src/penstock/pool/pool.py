@@ -112,14 +112,14 @@ class EnginePool:
 
     @property
     def count(self) -> int:
-        """How many engines serve, or will."""
+        """The number of engines that are neither dead nor retired."""
         return len(self._engines) - len(self._in(*ENDED))
 
     def _in(self, *states: EngineState) -> list[Engine]:
         return [engine for engine in self._engines if engine.state in states]
 
     def _move(self, engine: Engine, state: EngineState, reason: str = "") -> None:
-        """Move an engine to another state and let requests follow; nothing else does that."""
+        """Move an engine to another state and update its requests; the only place that does so."""
         assert state in MOVES[engine.state], f"{engine.state} -> {state}"
         engine.state, engine.reason = state, reason
         if engine.loaded is not None:

@@ -188,7 +188,7 @@ def _singular(word: str) -> str:
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Whether the numbers are equal; a unit on one side only is ignored, two units must agree."""
+    """Return whether the numbers are equal; one unit alone is ignored, two units must agree."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     if _same_number(gold, answer, gold.value, answer.value):

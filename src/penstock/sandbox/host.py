@@ -246,7 +246,7 @@ class Sandbox:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What isolates the sandbox, as seen from inside; waits until it is ready."""
+        """Return the isolation of the sandbox, as seen from inside; wait until the sandbox is ready."""
         if self._facts is None:
             self._link.settimeout(START_TIMEOUT_S)
             try:

@@ -44,7 +44,7 @@ class Isolation:
 
 @dataclass(slots=True, frozen=True)
 class SandboxReport:
-    """What `penstock sandbox check` shows."""
+    """The report of `penstock sandbox check`."""
 
     isolation: Isolation
     missing: tuple[str, ...]

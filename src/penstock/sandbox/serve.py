@@ -35,7 +35,7 @@ RETRY_AFTER_S = 1
 
 
 class ServerSettings(Section):
-    """What the server allows its clients."""
+    """Limits that the server sets for its clients."""
 
     sandbox: SandboxSettings = SandboxSettings()
     """Limits of the code that is run."""

@@ -16,7 +16,7 @@ LEVELS: tuple[Level, ...] = ("weak", "filtered", "full")  # from low to high
 
 
 class SandboxSettings(Section):
-    """What untrusted code may use. Sizes are per process unless said otherwise."""
+    """Limits of untrusted code. Sizes are per process unless said otherwise."""
 
     workers: int = Field(2, ge=1)
     """Submissions that run at the same time."""

@@ -131,12 +131,12 @@ class Supervised:
         return self._starting or self.worker
 
     async def stack(self) -> str:
-        """What the current worker's threads are doing."""
+        """Return the stacks of the current worker's threads."""
         worker = self._current
         return "no worker is there" if worker is None else await worker.stack()
 
     async def progress(self, method: str) -> Any:
-        """What `method` of the current worker returns; None without a worker. Opens no wait."""
+        """Return the result of `method` of the current worker; None without a worker. Opens no wait."""
         worker = self._current
         return None if worker is None else await worker.call(method)
 

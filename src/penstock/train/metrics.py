@@ -33,7 +33,7 @@ class TokenStats:
         self._pending.append((result, before_update))
 
     def flush(self) -> float:
-        """At the end of an update, copy its results to the host; return the sum of their losses."""
+        """Copy the results of a finished update to the host; return the sum of their losses."""
         loss = 0.0
         for result, before_update in self._pending:
             index = result.token_N

@@ -147,7 +147,7 @@ class Watchdog:
             return _NO_ANSWER
 
     def _is_deadlock(self) -> bool:
-        """Whether parts of the driver wait for each other while no worker is asked anything."""
+        """Return whether parts of the driver wait for each other while no worker is asked anything."""
         waits = list(self._waits.open.values())
         moved = max(self._waits.moved_at, self._told.get("", 0.0))
         return (
@@ -174,7 +174,7 @@ class Watchdog:
         raise RunError(line)
 
     def _waits_for_a_restart(self, wait: OpenWait | None) -> bool:
-        """Whether the driver waits for a restart, which has its own time-out and limit."""
+        """Return whether the driver waits for a restart, which has its own time-out and limit."""
         others = self._waits.open.values()
         return wait is None and any(one.what is WaitKind.RESTART for one in others)
 

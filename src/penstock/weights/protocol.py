@@ -1,4 +1,4 @@
-"""What every weight sync does.
+"""The protocol of weight syncs.
 
 The consumer's end publishes, an engine's end fetches; only the small WeightHandle travels between them
 as a message. A sync moves bytes: it does not decide when to publish, and engines check digests.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TransformersOptions:
-    """What the engine reads from the config; the last block is [engine.options]."""
+    """Settings that the engine reads from the config; the last block is [engine.options]."""
 
     path: str = ""
     tokenizer: str = ""

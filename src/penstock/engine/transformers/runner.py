@@ -1,4 +1,4 @@
-"""What the engine's thread asks of the part that runs the model, and what both runners share."""
+"""The protocol between the engine's thread and its runner, and functions that both runners share."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _PICKLE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class VllmOptions:
-    """What the engine reads from the config; the last block is [engine.options]."""
+    """Settings that the engine reads from the config; the last block is [engine.options]."""
 
     path: str
     tokenizer: str = ""

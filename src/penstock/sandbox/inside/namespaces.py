@@ -37,7 +37,7 @@ _KEPT_FLAGS = (
 
 @dataclass(slots=True, frozen=True)
 class Plan:
-    """How a sandbox is set up; made on the host, sent as JSON."""
+    """The set-up of a sandbox; made on the host, sent as JSON."""
 
     user_namespace: bool
     namespaces: bool

@@ -80,7 +80,7 @@ def _make_stdin(text: str) -> int:
 def _become_child(
     parent: int, job: dict[str, Any], descriptors: tuple[int, ...], scratch: str
 ) -> NoReturn:
-    """In the fork: keep only the needed descriptors, at 0 to 4, and enter the working folder."""
+    """Keep only the needed descriptors of the fork, at 0 to 4, and enter the working folder."""
     try:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
