@@ -9,11 +9,13 @@ import pytest
 
 from penstock.config import LaunchConfig
 from penstock.engine.protocol import Generation, GenerationRequest
-from penstock.errors import DigestMismatch, EngineError
+from penstock.errors import DigestMismatch, EngineError, WeightsGone
 from penstock.launch.inline import ThreadWorker
+from penstock.pool.newest_weights import NewestWeights
 from penstock.pool.pool import EnginePool, UpdateOrder
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.worker import Worker
+from penstock.types import WeightHandle
 from penstock.watch.waits import Waits
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run
@@ -237,5 +239,35 @@ def test_an_abort_reaches_requests_that_were_just_bound() -> None:
         assert [made.finish_reason for made in await task] == ["abort", "abort"]
         assert engine.calls == 0
         await pool.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_engines_that_miss_the_same_weights_renew_them_once(newer: bool) -> None:
+    """Five engines come back at once; weights that are published meanwhile stay the newest."""
+
+    async def main() -> None:
+        renewals = []
+
+        async def renew(handle: WeightHandle) -> WeightHandle:
+            renewals.append(handle)
+            await asyncio.sleep(0)
+            if newer:
+                weights.publish(tiny.handle(2))
+            return tiny.handle(1)
+
+        async def load() -> int:
+            await asyncio.sleep(0)
+            if weights.handle is gone:
+                raise WeightsGone("their writer died")
+            assert weights.handle is not None
+            return weights.handle.version
+
+        weights, gone = NewestWeights(None, renew), tiny.handle(1)
+        weights.publish(gone)
+        loaded = await asyncio.gather(*(weights.renewing(load) for _ in range(5)))
+        assert loaded == [2 if newer else 1] * 5
+        assert renewals == [gone]
 
     run(main)

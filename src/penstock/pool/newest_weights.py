@@ -6,6 +6,7 @@ weights again that can no longer be read. Which engines load, and when, belongs 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ class NewestWeights:
         self.handle: WeightHandle | None = None
         self._copies, self._renew = copies, renew
         self._times_renewed = 0
+        self._renewing = asyncio.Lock()  # engines that miss the same weights renew them once
 
     def publish(self, handle: WeightHandle) -> None:
         self.handle, self._times_renewed = handle, 0
@@ -65,10 +67,15 @@ class NewestWeights:
             try:
                 return await load()
             except WeightsGone:
-                if newest is None or newest is not self.handle:
-                    continue  # newer weights were published meanwhile
-                self._times_renewed += 1
-                if self._renew is None or self._times_renewed > _TIMES_RENEWED:
-                    line = f"weights of version {newest.version} cannot be read by all engines"
-                    raise EngineError(line) from None
-                self.handle = await self._renew(newest)
+                async with self._renewing:
+                    if newest is not None and newest is self.handle:  # none were published since
+                        await self._renew_once(newest)
+
+    async def _renew_once(self, newest: WeightHandle) -> None:
+        self._times_renewed += 1
+        if self._renew is None or self._times_renewed > _TIMES_RENEWED:
+            line = f"weights of version {newest.version} cannot be read by all engines"
+            raise EngineError(line) from None
+        renewed = await self._renew(newest)
+        if newest is self.handle:
+            self.handle = renewed
