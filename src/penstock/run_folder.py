@@ -140,7 +140,7 @@ def create(config: Config) -> RunFolder:
                     f"or continue it with: penstock resume {path}"
                 ) from None
             path = parent / f"{_automatic_name(config)}-{number}"
-    _write_whole(path / CONFIG, to_toml(config))
+    (path / CONFIG).write_text(to_toml(config), encoding="utf-8")
     return RunFolder(path)
 
 
