@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test tests test-nightly test-ray test-vllm check format clean help
+.PHONY: demo test tests test-ray test-vllm check format clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -40,9 +40,6 @@ test: $(DEV_STAMP)  ## format, lint and types, beside every test that needs no R
 
 tests: $(DEV_STAMP)
 	$(PYTEST) -m "not ray"
-
-test-nightly: $(DEV_STAMP)  ## the same tests with more random examples and more load
-	PENSTOCK_NIGHTLY=1 $(PYTEST) -m "not ray"
 
 test-ray: $(DEV_STAMP)  ## the tests that start Ray clusters
 	$(PYTEST) -m ray
