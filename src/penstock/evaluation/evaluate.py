@@ -151,7 +151,7 @@ async def _score_problem(
             scores = {r.rollout_id: score for r, score in zip(finished, made, strict=True)}
         except Exception as error:  # the edge of one group: a failure is counted, not fatal
             for rollout in finished:
-                _fail(rollout, error)
+                rollout.fail(f"reward: {type(error).__name__}: {error}")
     return [scores.get(rollout.rollout_id) or _no_score(rollout) for rollout in rollouts]
 
 
@@ -161,13 +161,8 @@ async def _score(task: EvalTask, rollout: Rollout, problem: Prompt) -> Score:
     try:
         return await task.reward.score(rollout, problem)
     except Exception as error:  # the edge of one rollout: a failure is counted, not fatal
-        _fail(rollout, error)
+        rollout.fail(f"reward: {type(error).__name__}: {error}")
         return _no_score(rollout)
-
-
-def _fail(rollout: Rollout, error: Exception) -> None:
-    rollout.move_to(Status.FAILED)
-    rollout.error = f"reward: {type(error).__name__}: {error}"
 
 
 def _no_score(rollout: Rollout) -> Score:

@@ -1,8 +1,8 @@
 """Several supervised engines as one `InferenceEngine`.
 
 Requests wait in the driver until an engine has room for them (`dispatch.py` decides, this file acts). The
-requests of one prompt go to one engine together, and a rollout that continues returns to the engine that
-holds its prefix. The requests of a dead engine are retried on another one, or wait for the first that is
+requests of one prompt go to one engine together; a request id that was used before returns to its last
+engine, which may hold its prefix. The requests of a dead engine are retried on another one, or wait for the first that is
 back, so a death costs time and no group. Owns the newest weights: an engine serves only with those. How
 a worker is started belongs to `launch/`, when it is restarted to `supervise/`.
 """

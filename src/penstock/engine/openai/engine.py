@@ -1,6 +1,6 @@
 """One or more servers that speak /v1/completions with token ids and log-probs, as an engine.
 
-With several URLs, the least loaded server takes a request, and a rollout that continues returns to its
+With several URLs, the least loaded server takes a request; a request id that was used before returns to its
 last server. Answers are streamed if the server can, so that an abort returns the tokens so far and a broken
 stream continues elsewhere from its tokens. New weights are sent by vLLM's calls for RL, or as a safetensors
 folder and a reload call; without either the engine refuses updates and serves evaluation only. A server
