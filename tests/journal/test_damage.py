@@ -18,7 +18,7 @@ from rich.console import Console
 from penstock.errors import JournalDamaged, PenstockError
 from penstock.inspection.audit import audit_run
 from penstock.journal import Journal
-from penstock.journal.checks import CHECKED, row_check
+from penstock.journal.checks import row_check
 from penstock.run_folder import RunFolder
 from penstock.types import StepReport
 from stages.made_run import make_run
@@ -155,23 +155,6 @@ def test_a_changed_view_is_found(run: RunFolder) -> None:
             "CREATE VIEW weights AS SELECT kind, engine, version + 1 AS version, digest, at FROM weight_rows"
         )
     assert outcome(run) == "named"
-
-
-def test_a_journal_without_checksums_is_read_and_gets_them_when_it_is_written_to(
-    run: RunFolder,
-) -> None:
-    before = all_that_can_be_read(run)
-    with sqlite3.connect(run.journal) as database:
-        for table in CHECKED:
-            database.execute(f"ALTER TABLE {table} DROP COLUMN row_check")
-        database.execute("PRAGMA user_version = 1")
-    assert all_that_can_be_read(run) == before
-    assert outcome(run) == "fine"
-    with closing(Journal.open(run.journal)) as journal:
-        assert journal.has_checks()
-        journal.check_file()
-    assert all_that_can_be_read(run) == before
-    assert outcome(run) == "fine"
 
 
 def test_the_checksum_of_a_row_is_the_same_in_every_python() -> None:

@@ -291,3 +291,20 @@ def test_a_look_from_another_process_after_a_sync_loses_nothing(tmp_path: Path) 
     assert look() == 2
     journal.close()
     assert look() == 2
+
+
+def test_the_identity_of_a_run_is_kept_checked_and_replaced_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    journal = Journal.open(path)
+    assert journal.read_identity() == {}
+    journal.record_identity({"data of train": "9 lines", "code": "1"})
+    journal.record_identity({"code": "2"})
+    journal.close()
+    again = Journal.open(path, readonly=True)
+    assert again.read_identity() == {"code": "2", "data of train": "9 lines"}
+    again.close()
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE identity_rows SET value = '8 lines' WHERE name = 'data of train'")
+    again = Journal.open(path, readonly=True)
+    assert again.damaged() == ["identity data of train"]
+    again.close()

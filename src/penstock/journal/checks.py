@@ -15,22 +15,30 @@ from typing import Any
 from penstock.journal.codec import described, is_intact
 
 ROW_CHECK = "row_check_of"  # the function's name in SQL
+FIRST_WITH_CHECKS = 2  # the first schema version whose rows carry checksums
 
 CHECKED = {
     "prompt_rows": ("task", "prompt_id", "substr(data, -4)"),
     "group_rows": (
         *("group_id", "task", "cursor", "prompt_id", "drawn_at", "place", "status", "tries"),
         *("oldest_version", "num_tokens", "reward", "landed_at", "step", "position"),
-        *("drop_reason", "error"),
+        *("drop_reason", "error", "num_rollouts"),
     ),
     "step_rows": (
         *("step", "begun_at", "group_ids", "committed_at", "policy_version", "digest", "metrics"),
+        *("trained", "num_events", "chain", "pruned_at"),
     ),
     "event_rows": (
         *("at", "group_id", "kind", "status", "tries", "reason", "num_tokens", "reward"),
         "oldest_version",
     ),
     "weight_rows": ("at", "kind", "engine", "version", "digest"),
+    "identity_rows": ("name", "value"),
+}
+_ADDED_IN_3 = {
+    "group_rows": ("num_rollouts",),
+    "step_rows": ("trained", "num_events", "chain", "pruned_at"),
+    "identity_rows": ("name", "value"),
 }
 _NAMES = {
     "prompt_rows": "'prompt ' || prompt_id",
@@ -38,6 +46,7 @@ _NAMES = {
     "step_rows": "'step ' || step",
     "event_rows": "'event ' || number || ' of group ' || group_id",
     "weight_rows": "'weights ' || version || ', record ' || number",
+    "identity_rows": "'identity ' || name",
 }
 
 
@@ -54,15 +63,28 @@ def rollout_key(group_id: str, number: int, rollout_id: str) -> str:
     return f"{group_id}|{number}|{rollout_id}"
 
 
+def checked_tables(version: int) -> dict[str, tuple[str, ...]]:
+    """Return the tables whose rows have checksums in a schema version, and the columns they cover."""
+    if version < FIRST_WITH_CHECKS:
+        return {}
+    if version > FIRST_WITH_CHECKS:
+        return CHECKED
+    older = {
+        table: tuple(column for column in columns if column not in _ADDED_IN_3.get(table, ()))
+        for table, columns in CHECKED.items()
+    }
+    return {table: columns for table, columns in older.items() if columns}
+
+
 def expression(table: str, **changes: str) -> str:
     """Return the SQL for a row's checksum; `changes` replaces columns by other expressions."""
     values = (changes.get(column, column) for column in CHECKED[table])
     return f"{ROW_CHECK}({', '.join(values)})"
 
 
-def damaged_rows(database: sqlite3.Connection, table: str) -> Iterator[str]:
+def damaged_rows(database: sqlite3.Connection, table: str, version: int) -> Iterator[str]:
     """Yield the names of rows that are not what was written; reads the whole table."""
-    columns = ", ".join(CHECKED[table])
+    columns = ", ".join(checked_tables(version)[table])
     query = (
         f"SELECT COALESCE({_NAMES[table]}, 'a row of {table}'), row_check, {columns} FROM {table}"
     )

@@ -12,15 +12,21 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import JournalDamaged, RunError
 from penstock.journal import records
-from penstock.journal.checks import CHECKED, damaged_payloads, damaged_rows, rollout_key
+from penstock.journal.checks import (
+    FIRST_WITH_CHECKS,
+    checked_tables,
+    damaged_payloads,
+    damaged_rows,
+    rollout_key,
+)
 from penstock.journal.codec import decode_prompt, decode_rollout
-from penstock.journal.schema import changed_definitions, has_checks, open_database
+from penstock.journal.schema import changed_definitions, open_database, schema_version
 from penstock.journal.writer import Writer
 from penstock.types import Batch, Group, Prompt, Status, StepReport
 from penstock.watch.waits import WaitKind, Waits
@@ -151,6 +157,10 @@ class Journal:
     def record_confirmed(self, engine: str, version: int, digest: str) -> None:
         self._submit(records.WeightsSeen(time.time(), "confirmed", engine, version, digest))
 
+    def record_identity(self, values: Mapping[str, str]) -> None:
+        """Record facts that identify the run (data, config, code); a name's newer value replaces the old."""
+        self._submit(records.Identified(dict(values)))
+
     async def flush(self) -> None:
         """Wait until every record submitted so far is durable."""
         await self._writing().durable()
@@ -210,12 +220,12 @@ class Journal:
 
     def has_checks(self) -> bool:
         """Return whether the rows carry checksums; a journal of an older Penstock has none."""
-        return has_checks(self._reader)
+        return schema_version(self._reader) >= FIRST_WITH_CHECKS
 
     def _damaged_rows(self) -> Iterator[str]:
-        if self.has_checks():
-            for table in CHECKED:
-                yield from damaged_rows(self._reader, table)
+        version = schema_version(self._reader)
+        for table in checked_tables(version):
+            yield from damaged_rows(self._reader, table, version)
 
     def check_file(self, *, rows: bool = True) -> None:
         """Raise JournalDamaged if the file's structure or (`rows`) a row is damaged; reads the whole file."""
@@ -233,6 +243,10 @@ class Journal:
             raise JournalDamaged(
                 f"journal {self.path}: damaged: {found[0]} is not what was written"
             )
+
+    def read_identity(self) -> dict[str, str]:
+        """Return the facts that identify the run, by name; empty in a journal that has none."""
+        return dict(self.query("SELECT name, value FROM identity ORDER BY name"))
 
     def last_committed_step(self) -> int:
         """Return the number of the last committed step; 0 before the first."""

@@ -27,7 +27,7 @@ _INSERT_GROUP = (
     "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)"
     " VALUES (?, ?, ?, ?, ?, 'in_flight', ?)"
 )
-_AS_DRAWN = ("in_flight", "init", 0, *(None,) * 8)  # values of all other columns
+_AS_DRAWN = ("in_flight", "init", 0, *(None,) * 9)  # values of all other columns
 
 
 def _update_group(*columns: str, where: str = "", **fixed: str) -> str:
@@ -47,7 +47,14 @@ _TAKE_GROUP = _update_group(
 _COMMITTED = {
     column: f":{column}" for column in ("committed_at", "policy_version", "digest", "metrics")
 }
-_AS_NEW = expression("step_rows", step=":step", begun_at="NULL", group_ids="NULL", **_COMMITTED)
+_AS_NEW = expression(
+    "step_rows",
+    step=":step",
+    **dict.fromkeys(
+        ("begun_at", "group_ids", "trained", "num_events", "chain", "pruned_at"), "NULL"
+    ),
+    **_COMMITTED,
+)
 _COMMIT_STEP = (
     f"INSERT INTO step_rows(step, {', '.join(_COMMITTED)}, row_check)"
     f" VALUES (:step, {', '.join(_COMMITTED.values())}, {_AS_NEW}) ON CONFLICT(step) DO UPDATE SET "
@@ -170,7 +177,7 @@ class StepBegun:
         row = (self.step, self.at, json.dumps(list(self.group_ids)))
         db.execute(
             "INSERT INTO step_rows(step, begun_at, group_ids, row_check) VALUES (?, ?, ?, ?)",
-            (*row, row_check(*row, *(None,) * 4)),
+            (*row, row_check(*row, *(None,) * 8)),
         )
         changed = db.executemany(
             _TAKE_GROUP,
@@ -226,7 +233,20 @@ class WeightsSeen:
         )
 
 
-Record = Drawn | Landed | Moved | StepBegun | StepCommitted | WeightsSeen
+@dataclass(slots=True, frozen=True)
+class Identified:
+    """Facts that identify the run: its data, config and code."""
+
+    values: dict[str, str]
+
+    def write(self, db: sqlite3.Connection) -> None:
+        db.executemany(
+            "INSERT OR REPLACE INTO identity_rows(name, value, row_check) VALUES (?, ?, ?)",
+            [(*pair, row_check(*pair)) for pair in self.values.items()],
+        )
+
+
+Record = Drawn | Landed | Moved | StepBegun | StepCommitted | WeightsSeen | Identified
 
 
 def write_in_order(db: sqlite3.Connection, records: Sequence[Record]) -> None:

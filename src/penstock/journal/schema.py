@@ -1,8 +1,9 @@
 """The journal's tables and public views, and how its file is opened.
 
 The tables (`*_rows`) may change with the schema version. The views `groups`, `rollouts`, `steps`,
-`weights` and `events` are public and stay: any SQLite tool can read them while a run writes. Version 2
-added a checksum to every row; a file of version 1 can be read, and gets checksums when a run writes to it.
+`weights`, `events` and `identity` are public and stay: any SQLite tool can read them while a run writes.
+A file of an older version can be read (what it lacks is NULL), and is migrated when a run writes to it:
+version 2 added a checksum to every row, version 3 what the trainer trained, chained, and the identity.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import sqlite3
 from pathlib import Path
 
 from penstock.errors import JournalDamaged, RunError, UserError
-from penstock.journal.checks import CHECKED, ROW_CHECK, expression, row_check
+from penstock.journal.checks import (
+    FIRST_WITH_CHECKS,
+    ROW_CHECK,
+    checked_tables,
+    row_check,
+)
 
-SCHEMA_VERSION = 2
-WITHOUT_CHECKS = 1
+SCHEMA_VERSION = 3
 
-_TABLES = """
+_VERSION_1 = """
 CREATE TABLE prompt_rows(
     task TEXT NOT NULL, prompt_id TEXT NOT NULL, data BLOB NOT NULL,
     PRIMARY KEY(task, prompt_id));
@@ -43,9 +48,6 @@ CREATE TABLE event_rows(
 CREATE TABLE weight_rows(
     number INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, engine TEXT,
     version INTEGER NOT NULL, digest TEXT NOT NULL);
-"""
-
-_VIEWS = """
 CREATE VIEW groups AS
     SELECT group_id, task, cursor, prompt_id,
         CASE WHEN place = 'taken' AND committed_at IS NOT NULL THEN 'trained' ELSE place END AS state,
@@ -71,6 +73,36 @@ CREATE VIEW events AS
         FROM groups JOIN step_rows USING(step) WHERE state = 'trained';
 """
 
+_VERSION_3 = """
+ALTER TABLE group_rows ADD COLUMN num_rollouts INTEGER;
+ALTER TABLE step_rows ADD COLUMN trained TEXT;
+ALTER TABLE step_rows ADD COLUMN num_events INTEGER;
+ALTER TABLE step_rows ADD COLUMN chain TEXT;
+ALTER TABLE step_rows ADD COLUMN pruned_at REAL;
+CREATE TABLE identity_rows(
+    name TEXT PRIMARY KEY, value TEXT NOT NULL, row_check INTEGER) WITHOUT ROWID;
+CREATE VIEW identity AS SELECT name, value FROM identity_rows;
+DROP VIEW groups;
+CREATE VIEW groups AS
+    SELECT group_id, task, cursor, prompt_id,
+        CASE WHEN place = 'taken' AND committed_at IS NOT NULL THEN 'trained' ELSE place END AS state,
+        status, tries, oldest_version, num_tokens, num_rollouts, reward, group_rows.step AS step, position,
+        group_rows.step - oldest_version - 1 AS staleness, drop_reason, error, drawn_at, landed_at
+    FROM group_rows LEFT JOIN step_rows ON step_rows.step = group_rows.step;
+DROP VIEW steps;
+CREATE VIEW steps AS
+    SELECT step, policy_version, digest, metrics, group_ids, begun_at, committed_at,
+        committed_at IS NOT NULL AS committed, trained, num_events, chain, pruned_at FROM step_rows;
+"""
+
+# What a file of an older version shows in its place, to a connection that may not change it.
+_NEWER_VIEWS = """
+CREATE TEMP VIEW groups AS SELECT *, NULL AS num_rollouts FROM main.groups;
+CREATE TEMP VIEW steps AS
+    SELECT *, NULL AS trained, NULL AS num_events, NULL AS chain, NULL AS pruned_at FROM main.steps;
+CREATE TEMP VIEW identity AS SELECT NULL AS name, NULL AS value WHERE 0;
+"""
+
 
 def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
     """Return a connection in autocommit mode; create the tables of a new file, check an old one."""
@@ -79,14 +111,12 @@ def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
     try:
         database = _connect(path, readonly)
         version = database.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0 and not readonly:
-            database.executescript(_new_file())
-        elif version == WITHOUT_CHECKS and not readonly:
-            database.executescript(_add_checks())
-        elif version not in (WITHOUT_CHECKS, SCHEMA_VERSION):
+        if not (1 if readonly else 0) <= version <= SCHEMA_VERSION:
             raise RunError(
-                f"journal {path}: got schema version {version}, allowed: {SCHEMA_VERSION}"
+                f"journal {path}: got schema version {version}, allowed: 1 to {SCHEMA_VERSION}"
             )
+        if version < SCHEMA_VERSION:
+            database.executescript(_NEWER_VIEWS if readonly else _migration(version))
     except sqlite3.OperationalError as error:
         raise RunError(f"journal {path}: cannot be opened: {error}") from error
     except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -127,9 +157,9 @@ def _readable(text: bytes) -> str:
     return text.decode("utf-8", "replace")
 
 
-def has_checks(database: sqlite3.Connection) -> bool:
-    """Return whether the rows carry checksums."""
-    return bool(database.execute("PRAGMA user_version").fetchone()[0] >= SCHEMA_VERSION)
+def schema_version(database: sqlite3.Connection) -> int:
+    """Return the version of the file's schema."""
+    return int(database.execute("PRAGMA user_version").fetchone()[0])
 
 
 def changed_definitions(database: sqlite3.Connection) -> list[str]:
@@ -138,26 +168,28 @@ def changed_definitions(database: sqlite3.Connection) -> list[str]:
     wanted = sqlite3.connect(":memory:")
     try:
         wanted.create_function(ROW_CHECK, -1, row_check)
-        wanted.executescript(_new_file())
+        wanted.executescript(_migration(0, schema_version(database)))
         made, found = dict(wanted.execute(select)), dict(database.execute(select))
     finally:
         wanted.close()
     return sorted(name for name in made.keys() | found.keys() if made.get(name) != found.get(name))
 
 
-def _new_file() -> str:
-    return f"BEGIN; {_TABLES} {_VIEWS} {_checks()} COMMIT;"
+def _migration(before: int, after: int = SCHEMA_VERSION) -> str:
+    """Return the SQL that brings a file from one version to another; a new file has version 0."""
+    steps = {1: _VERSION_1, FIRST_WITH_CHECKS: _check_columns(), 3: _VERSION_3}
+    parts = [steps[version] for version in range(before + 1, after + 1)]
+    return f"BEGIN IMMEDIATE; {' '.join(parts)} {_renew_checks(after)} PRAGMA user_version = {after}; COMMIT;"
 
 
-def _add_checks() -> str:
-    return f"BEGIN IMMEDIATE; {_checks()} COMMIT;"
+def _check_columns() -> str:
+    tables = checked_tables(FIRST_WITH_CHECKS)
+    return " ".join(f"ALTER TABLE {table} ADD COLUMN row_check INTEGER;" for table in tables)
 
 
-def _checks() -> str:
-    """Return the SQL that adds the checksum column to each table and fills it for existing rows."""
-    statements = [
-        f"ALTER TABLE {table} ADD COLUMN row_check INTEGER;"
-        f"UPDATE {table} SET row_check = {expression(table)};"
-        for table in CHECKED
-    ]
-    return f"{''.join(statements)} PRAGMA user_version = {SCHEMA_VERSION};"
+def _renew_checks(version: int) -> str:
+    """Return the SQL that computes the checksum of every row; `resume` has compared the old ones."""
+    return " ".join(
+        f"UPDATE {table} SET row_check = {ROW_CHECK}({', '.join(columns)});"
+        for table, columns in checked_tables(version).items()
+    )
