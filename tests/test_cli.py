@@ -95,6 +95,15 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(
     assert len(error.splitlines()) == 1
 
 
+def test_greedy_evaluation_with_several_samples_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("eval", "train"):
+        assert run(monkeypatch, command, "eval.num_generations=4", "eval.temperature=0") == 2
+        error = capsys.readouterr().err
+        assert "eval.tasks.heldout: num_generations got 4 with temperature 0" in error
+
+
 def test_an_unknown_command_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -239,3 +239,5 @@ def test_a_reward_that_compares_a_group_trains_and_evaluates(tmp_path: Path) -> 
     summary = [json.loads(line) for line in (run.evaluations / "summary.jsonl").open()]
     assert [line["reward"] for line in summary] == pytest.approx([0.25, 0.25])
     assert not any(line["failures"] for line in summary)
+    # every problem has one right sample of four: the interval is no point, and no wider than Wilson's
+    assert all(0.05 < line["low"] < 0.25 < line["high"] < 0.6 for line in summary)

@@ -26,7 +26,7 @@ from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
 from penstock.evaluation.background import Evaluations
-from penstock.evaluation.evaluate import EvalTask
+from penstock.evaluation.evaluate import EvalTask, choose_problems
 from penstock.journal import Journal
 from penstock.launch import LAUNCHERS
 from penstock.launch.control import Control
@@ -371,12 +371,10 @@ def _eval_tasks(
             lane=f"rewards of eval {name}",
         )
         closing.push_async_callback(reward.close)
-        dataset = data.evaluation[name]
-        count = min(len(dataset), settings.max_problems or len(dataset))
         tasks.append(
             EvalTask(
                 name=name,
-                problems=[dataset[index] for index in range(count)],
+                problems=choose_problems(name, data.evaluation[name], settings.max_problems),
                 reward=reward,
                 sampling=SamplingParams.from_config(sampling),
                 num_generations=sampling.num_generations,

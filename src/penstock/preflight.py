@@ -48,13 +48,24 @@ def check(config: Config) -> None:
             check_model(path, key)
     _check_total(config)
     check_tasks("tasks", config.tasks.items())
-    check_tasks("eval.tasks", config.eval.tasks.items())
+    _check_eval_tasks(config)
 
 
 def check_for_evaluation(config: Config) -> None:
     """Raise a UserError for the first thing in the config that an evaluation cannot use."""
     check_engine(config)
+    _check_eval_tasks(config)
+
+
+def _check_eval_tasks(config: Config) -> None:
     check_tasks("eval.tasks", config.eval.tasks.items())
+    for name in config.eval.tasks:
+        sampling = config.eval_sampling(name)
+        if sampling.num_generations > 1 and sampling.temperature == 0:
+            raise UserError(
+                f"eval.tasks.{name}: num_generations got {sampling.num_generations} with temperature 0 "
+                "(greedy: all samples of a problem are equal), allowed: 1, or eval.temperature above 0"
+            )
 
 
 def check_engine(config: Config) -> None:

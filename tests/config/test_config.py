@@ -122,6 +122,22 @@ def test_turns_that_nobody_takes_are_warned_of() -> None:
     assert load_config(None, ["launch.colocate=true"]).config.warnings() == []
 
 
+def test_an_evaluation_task_inherits_the_system_prompt_of_training() -> None:
+    def prompts(*overrides: str) -> tuple[str, list[str]]:
+        config = load_config(None, overrides).config
+        assert validate(tomllib.loads(to_toml(config))) == config  # a resumed run keeps it
+        return config.eval.tasks["heldout"].system_prompt, config.warnings()
+
+    first, second = "tasks.train.system_prompt=Think.", "tasks.other.system_prompt=Answer."
+    assert prompts() == ("", [])
+    assert prompts(first) == ("Think.", [])
+    assert prompts(first, "eval.tasks.heldout.system_prompt=Own.") == ("Own.", [])
+    for words in ([first, second], [first, 'eval.tasks.heldout.system_prompt=""']):
+        prompt, (warning,) = prompts(*words)
+        assert prompt == ""
+        assert "eval.tasks.heldout: evaluated without a system prompt" in warning
+
+
 def test_an_older_run_folder_still_loads(tmp_path: Path) -> None:
     """Resolved configs used to hold keys that evaluation tasks ignored, at their defaults."""
     tree = tomllib.loads(to_toml(load_config(None).config))

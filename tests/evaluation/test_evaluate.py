@@ -14,6 +14,7 @@ from penstock.errors import RunError
 from penstock.evaluation.evaluate import (
     EvalTask,
     append_summary,
+    choose_problems,
     evaluate,
     interval,
     mean_pass_at,
@@ -118,12 +119,47 @@ def test_pass_at_k_by_hand() -> None:
     assert mean_pass_at(right, 4) == pytest.approx(0.5)
 
 
-def test_intervals_hold_the_estimate_and_stay_in_range() -> None:
+def test_wilsons_interval_by_hand() -> None:
     low, high = wilson(0.5, 100)
     assert (round(low, 4), round(high, 4)) == (0.4038, 0.5962)
     assert wilson(1.0, 10)[1] == pytest.approx(1.0)
-    low, high = interval(np.array([0.0, 1.0]))
-    assert 0.0 <= low < 0.5 < high <= 1.0
+
+
+def test_the_interval_never_collapses_and_is_wilsons_for_verdicts() -> None:
+    for shares in ([1.0] * 20, [0.0] * 20, [1.0] * 13 + [0.0] * 7):  # right or wrong as a whole
+        for k in (1, 8):  # equal samples of one problem tell no more than one of them
+            expected = wilson(float(np.mean(shares)), 20)
+            assert interval(np.array(shares), k) == pytest.approx(expected)
+    assert interval(np.ones(20), 8)[0] == pytest.approx(0.8389, abs=1e-4)
+    low, high = interval(np.full(20, 0.5), 4)  # 20 problems, half of each one's samples right
+    assert wilson(0.5, 20)[0] < low <= wilson(0.5, 80)[0] < 0.5 < high < 1.0
+    assert interval(np.array([0.5]), 2)[0] > 0.0  # a single problem
+
+
+@pytest.mark.parametrize(("share", "spread"), [(0.9, 0.5), (0.97, 0.3), (0.5, 0.01)])
+def test_nineteen_of_twenty_intervals_hold_the_truth(share: float, spread: float) -> None:
+    """Problems differ in difficulty (a beta distribution), each is asked 16 times."""
+    generator = np.random.default_rng(0)
+    inverse = (1 - spread) / spread
+    held = 0
+    for _ in range(400):
+        chances = generator.beta(share * inverse, (1 - share) * inverse, 20)
+        low, high = interval(generator.binomial(16, chances) / 16, 16)
+        held += low <= share <= high
+    assert held >= 0.94 * 400
+
+
+def test_a_subset_of_the_problems_is_drawn_from_all_of_them() -> None:
+    problems = task(100, 1).problems
+    chosen = [problem.prompt_id for problem in choose_problems("even", problems, 20)]
+    assert chosen == [problem.prompt_id for problem in choose_problems("even", problems, 20)]
+    assert len(set(chosen)) == 20
+    numbers = [int(name.partition(":")[2]) for name in chosen]
+    assert numbers == sorted(numbers)
+    assert sum(number >= 50 for number in numbers) >= 5  # a sorted file biases the first 20
+    assert numbers != [int(p.prompt_id[2:]) for p in choose_problems("odd", problems, 20)]
+    for everything in (0, 100, 1000):
+        assert list(choose_problems("even", problems, everything)) == list(problems)
 
 
 def test_summaries_are_appended(tmp_path: Path) -> None:

@@ -282,12 +282,15 @@ class SyncConfig(Section):
     """Backend of `collective` between nodes; nccl needs a GPU on every node."""
 
 
+_INHERITED = ("system_prompt",)  # keys of a training task that an evaluation task takes over
 _ONLY_TRAINING = {"weight": 1.0, "agent": "single_turn", "agent_options": {}, "produce": {}}
 
 
 class EvalTaskConfig(TaskDataConfig):
     data: str = "addition:heldout"
     """A JSONL file, a built-in task, or `reasoning_gym:NAME`: problems that are not trained on."""
+    system_prompt: str = ""
+    """System message for prompts that have none; not given: that of the training tasks, if they agree."""
     sampling: dict[str, Any] = {}
     """Fields of [sampling] for this task; they win over those of [eval]."""
 
@@ -324,7 +327,7 @@ class EvalConfig(Section):
     max_tokens: int | None = Field(None, ge=1)
     """Most tokens of a response; None: as in [sampling]."""
     max_problems: int = Field(0, ge=0)
-    """Evaluate only this many problems of each task, the first ones; 0: all."""
+    """Evaluate only this many problems of each task, the same random ones for every seed; 0: all."""
 
 
 class CheckpointConfig(Section):
@@ -433,6 +436,24 @@ class Config(Section):
         """Return whether the weights of this step are published to the engines."""
         return step % self.sync.every_steps == 0 or step == total_steps
 
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit_prompts(cls, given: Any) -> Any:
+        """Give an evaluation task what all training tasks share and the config does not set for it."""
+        if not isinstance(given, dict) or not isinstance(given.get("eval"), dict):
+            return given
+        tasks, evaluations = given.get("tasks", {}), given["eval"].get("tasks", {})
+        if not all(_is_table_of_tables(tables) for tables in (tasks, evaluations)):
+            return given
+        shared = {
+            key: values[0]
+            for key in _INHERITED
+            if (values := [task.get(key) for task in tasks.values()])[0]
+            and values.count(values[0]) == len(values)
+        }
+        merged = {name: shared | task for name, task in evaluations.items()}
+        return given | {"eval": given["eval"] | {"tasks": merged}}
+
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
         for task in self.eval.tasks:
@@ -442,7 +463,7 @@ class Config(Section):
         return self
 
     def warnings(self) -> list[str]:
-        """Return a line for each setting that is legal but has no effect."""
+        """Return a line for each setting that is legal but probably a mistake."""
         found = []
         for task in self.tasks:
             produce = self.task_produce(task)
@@ -459,7 +480,20 @@ class Config(Section):
             found.append(
                 "launch.colocate has no effect with launch.kind inline: one process holds both sides"
             )
+        trained = [name for name, task in self.tasks.items() if task.system_prompt]
+        found += [
+            f"eval.tasks.{name}: evaluated without a system prompt, but trained with that of "
+            f"tasks.{trained[0]}: set eval.tasks.{name}.system_prompt"
+            for name, task in self.eval.tasks.items()
+            if trained and not task.system_prompt
+        ]
         return found
+
+
+def _is_table_of_tables(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and bool(value) and all(isinstance(v, dict) for v in value.values())
+    )
 
 
 S = TypeVar("S", bound=Section)

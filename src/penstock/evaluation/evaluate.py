@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.data.sampler import PromptSource, stable_hash
 from penstock.engine.protocol import (
     Generation,
     GenerationRequest,
@@ -67,6 +68,18 @@ class EvalResult:
         prefix = f"eval/{self.task}"
         named = {f"{prefix}/pass@{k}": value for k, value in self.pass_at.items() if k > 1}
         return {f"{prefix}/accuracy": self.accuracy, f"{prefix}/reward": self.reward, **named}
+
+
+def choose_problems(name: str, dataset: PromptSource, most: int) -> list[Prompt]:
+    """Return at most `most` problems (0: all), drawn by the task's name alone, in the data's order.
+
+    The run's seed has no part in the draw, so that runs of several seeds answer the same problems.
+    """
+    size = len(dataset)
+    if not most or most >= size:
+        return [dataset[index] for index in range(size)]
+    order = np.random.default_rng(stable_hash("eval", name)).permutation(size)
+    return [dataset[int(index)] for index in sorted(order[:most])]
 
 
 class OtherWeights(RunError):
@@ -180,7 +193,7 @@ def _summarise(
     k = task.num_generations
     right_GK = np.array([is_right(score) for score in scores], dtype=bool).reshape(-1, k)
     accuracy = float(right_GK.mean())
-    low, high = interval(right_GK.mean(axis=1)) if k > 1 else wilson(accuracy, len(right_GK))
+    low, high = interval(right_GK.mean(axis=1), k)
     return EvalResult(
         task=task.name,
         step=step,
@@ -209,19 +222,29 @@ def mean_pass_at(right_GK: np.ndarray, k: int) -> float:
     return float(np.mean(values))
 
 
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """Return the 95 % Wilson interval of a share of n independent yes/no trials."""
-    spread = _Z95**2 / n
+def interval(means_G: np.ndarray, k: int) -> tuple[float, float]:
+    """Return the 95 % interval of the mean share of right samples, clustered by problem.
+
+    Wilson's interval for `count` independent trials. With one sample per problem `count` is the number
+    of problems. More samples raise it, up to problems x k, as far as the shares vary less between
+    problems than a right-or-wrong verdict does. Half of z^2 right and as many wrong problems are
+    added to that comparison, so that equal shares give no interval of width zero.
+    """
+    extra = _Z95**2 / 2
+    size = len(means_G) + 2 * extra
+    centre = (means_G.sum() + extra) / size
+    variance = np.square(means_G - centre).sum() + extra * ((1 - centre) ** 2 + centre**2)
+    verdict = centre * (1 - centre) * size
+    count = min(len(means_G) * verdict / variance, len(means_G) * k)
+    return wilson(float(means_G.mean()), count)
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """Return the 95 % Wilson interval of a share of `count` independent yes/no trials."""
+    spread = _Z95**2 / count
     centre = (share + spread / 2) / (1 + spread)
-    half = _Z95 / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
+    half = _Z95 / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def interval(means: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of per-problem means (normal approximation)."""
-    error = float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else 1.0
-    centre = float(means.mean())
-    return max(0.0, centre - _Z95 * error), min(1.0, centre + _Z95 * error)
 
 
 def _write_samples(
