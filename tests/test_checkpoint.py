@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,6 +76,27 @@ def test_steps_and_minutes_make_one_due(tmp_path: Path) -> None:
     by_time = CheckpointStore(tmp_path, CheckpointConfig(every_minutes=1e-12))
     assert by_time.due(1)
     assert not CheckpointStore(tmp_path, CheckpointConfig(every_minutes=60)).due(1)
+
+
+def test_pruning_and_sweeping_touch_only_names_that_they_give(tmp_path: Path) -> None:
+    kept = ["step-1-best", "step-01", "step-best", ".draft-notes", "lost-step-4"]
+    for name in kept:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".draft-77-1").mkdir()  # of a dead process
+    store, trainer = store_in(tmp_path, keep=1), FakeTrainer()
+    for step in (2, 3, 4):
+        save(store, trainer, step)
+    assert names(tmp_path) == sorted([*kept, "step-4"])
+    assert store.set_aside(beyond=3) == [tmp_path / "lost-step-4-2"]
+    assert names(tmp_path) == sorted([*kept, "lost-step-4-2"])
+
+
+def test_by_default_one_is_due_every_ten_minutes(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    begun = time.monotonic()
+    clock = iter([begun + 9 * 60, begun + 11 * 60])
+    store._clock = lambda: next(clock)
+    assert [store.due(step) for step in (1, 2)] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint import CheckpointStore
 from penstock.config.source import load_config
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
@@ -194,25 +193,6 @@ def assert_balanced(run: RunFolder) -> None:
         journal.close()
     assert trained == [(step, 4) for step in (1, 2, 3, 4)]
     assert counts["drawn"] == sum(number for state, number in counts.items() if state != "drawn")
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_with_a_checkpoint_and_says_how_to_go_on(
-    tmp_path: Path, server: CrashServer
-) -> None:
-    driver = Driver(tmp_path, "run.name=stopped", "train.steps=1000", server=server)
-    run = RunFolder(tmp_path / "stopped")
-    code, errors = driver.signal_after(1, signal.SIGINT)
-    assert code == 130
-    assert f"penstock resume {run.path}" in errors
-    assert "Traceback" not in errors
-    newest = CheckpointStore(run.checkpoints).newest()
-    if "checkpoint written" in errors:
-        assert newest is not None
-        assert newest.step == len(digests(run))
-    else:  # the signal came between an update and its commit
-        assert "the step under way will be repeated" in errors
-        assert newest is None or newest.step <= len(digests(run))
 
 
 GROUP_REWARD = """

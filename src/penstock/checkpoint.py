@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +27,9 @@ from penstock.errors import RunError, WorkerDied
 
 MANIFEST = "manifest.json"
 MAX_FAILURES = 3  # failures in a row after which the run stops
+# Only folders with exactly these names are ours; a user's step-8-best is never touched.
+_CHECKPOINT = re.compile(r"step-(0|[1-9]\d*)")
+_DRAFT = re.compile(r"\.draft-(old|\d+)-\d+")
 
 
 class SnapshotSource(Protocol):
@@ -72,12 +77,18 @@ class CheckpointStore:
         self._last_error = ""
         self._failures = 0
         self._drafts = 0
-        self._begun_at = time.monotonic()
+        self._clock = time.monotonic
+        self._begun_at = self._clock()
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the newest checkpoint that was written or found."""
+        return None if self._last is None else self._last.step
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due, by steps or by minutes."""
         every, minutes = self._settings.every_steps, self._settings.every_minutes
-        late = minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes
+        late = minutes > 0 and self._clock() - self._begun_at >= 60 * minutes
         return late or (every > 0 and step % every == 0)
 
     async def begin(self, trainer: SnapshotSource) -> None:
@@ -87,7 +98,7 @@ class CheckpointStore:
             raise RunError(
                 f"{self._failures} checkpoints in a row failed; the last: {self._last_error}"
             )
-        self._begun_at = time.monotonic()
+        self._begun_at = self._clock()
         try:
             draft = await asyncio.to_thread(self._make_draft)
             step, digest = await trainer.snapshot(str(draft))
@@ -101,6 +112,12 @@ class CheckpointStore:
         """Wait for the write under way; cancelling the caller does not cancel the write."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
+            self._writing = None
+
+    def abandon(self) -> None:
+        """Give up the write under way; its draft is removed at the next start."""
+        if self._writing is not None:
+            self._writing.cancel()
             self._writing = None
 
     async def save(self, trainer: SnapshotSource) -> Checkpoint:
@@ -135,13 +152,17 @@ class CheckpointStore:
         moved = []
         for path in self._paths():
             if _step_of(path) > beyond:
-                aside = self._folder / f"lost-{path.name}"
-                shutil.rmtree(aside, ignore_errors=True)
+                names = (f"lost-{path.name}{suffix}" for suffix in _suffixes())
+                aside = next(
+                    self._folder / name for name in names if not (self._folder / name).exists()
+                )
                 moved.append(path.rename(aside))
         return moved
 
     def _paths(self) -> list[Path]:
-        return sorted(self._folder.glob("step-*"), key=_step_of, reverse=True)
+        """Return the checkpoints by name, the newest first, whole or not."""
+        ours = (path for path in self._folder.glob("step-*") if _CHECKPOINT.fullmatch(path.name))
+        return sorted(ours, key=_step_of, reverse=True)
 
     async def _write(
         self, trainer: SnapshotSource, draft: Path, step: int, digest: str
@@ -194,7 +215,8 @@ class CheckpointStore:
     def sweep(self) -> None:
         """Remove drafts of dead processes; only the process that writes the run may call this."""
         for path in self._folder.glob(".draft-*"):
-            shutil.rmtree(path, ignore_errors=True)
+            if _DRAFT.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -254,6 +276,10 @@ def _existing(path: Path) -> Path:
 
 
 def _step_of(path: Path) -> int:
-    """Return N of a folder step-N; -1 for any other name."""
-    number = path.name.removeprefix("step-")
-    return int(number) if number.isdigit() else -1
+    return int(path.name.removeprefix("step-"))
+
+
+def _suffixes() -> Iterator[str]:
+    """Yield what makes a name new: nothing, then -2, -3, ..."""
+    yield ""
+    yield from (f"-{number}" for number in itertools.count(2))

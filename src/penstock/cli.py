@@ -6,7 +6,9 @@ Commands import what they need themselves, so that a wrong argument costs no imp
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -308,6 +310,7 @@ def _section(kind: type[S], options: list[str] | None) -> S:
         raise UserError(explain(error)) from None
 
 
+_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 # typer brings its own copy of click or uses the installed one: take the class from what it exports
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -315,6 +318,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 def main() -> None:
     """Run the command line; print a PenstockError as one line and exit with its code."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would break up our display
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         raise SystemExit(app(prog_name="penstock", standalone_mode=False) or 0)
     except _UsageError as error:
@@ -325,10 +329,19 @@ def main() -> None:
         print(error, file=sys.stderr)
         raise SystemExit(130) from None
     except (KeyboardInterrupt, typer.Abort):
-        print("stopped before the first step; nothing was trained", file=sys.stderr)
+        print("stopped", file=sys.stderr)
         raise SystemExit(130) from None
     except PenstockError as error:
         _fail(str(error), 1)
+    except OSError as error:
+        if error.errno not in _DISK_FAULTS:
+            raise
+        _fail(f"{error}; what the journal holds is not lost", 1)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Let SIGTERM end a command as Ctrl-C does, so that everything it started is closed."""
+    raise KeyboardInterrupt
 
 
 def _usage_line(error: Any) -> str:

@@ -81,12 +81,26 @@ async def restore_trainer(job: Job, trainer: TrainerPart) -> int:
     await job.checkpoints.settle()
     checkpoint = newest_checkpoint(job.checkpoints, job.journal, job.tracker.note)
     first = 1 if checkpoint is None else checkpoint.step + 1
+    last = job.journal.last_committed_step()
+    if last:
+        job.tracker.note(redo_plan(job.journal, first, last))
     if checkpoint is not None:
         await trainer.load(str(checkpoint.path))
-    last = job.journal.last_committed_step()
     async for report in redo(trainer, job.journal, first, last, job.tracker.note):
         job.activity = f"redoing step {report.step} of {last} from the journal"
     return last
+
+
+def redo_plan(journal: Journal, first: int, last: int) -> str:
+    """Say how many steps will be redone and how long that may take, by the times of their first training."""
+    where = f"the checkpoint of step {first - 1}" if first > 1 else "the start"
+    if first > last:
+        return f"trainer: restored at step {last} from its checkpoint; no step is redone"
+    times = [report.metrics for report in journal.steps() if first <= report.step <= last]
+    seconds = sum(t.get("time/step_s", 0.0) - t.get("time/consumer_wait_s", 0.0) for t in times)
+    about = f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
+    count = "1 step" if first == last else f"{last - first + 1} steps"
+    return f"trainer: {count} of {last} will be redone from the journal after {where}, in about {about}"
 
 
 def keep_trainer_alive(job: Job) -> None:
@@ -101,15 +115,17 @@ def keep_trainer_alive(job: Job) -> None:
 
 
 async def save_at_stop(store: CheckpointStore, trainer: TrainerPart, journal: Journal) -> bool:
-    """Save a checkpoint of the last journalled step; return False if the trainer is a step ahead.
+    """Save the trainer's state unless a checkpoint has it; return False if the journal has another.
 
-    A stop between an update and its commit leaves the trainer ahead; that step is repeated later.
+    The trainer may be at an earlier step, if a redo was stopped, or a step ahead, if its commit failed.
     """
     await journal.flush()
-    version, _ = await trainer.identity()
-    if version > journal.last_committed_step():
+    version, digest = await trainer.identity()
+    found = journal.query("SELECT digest FROM steps WHERE committed AND step = ?", (version,))
+    if version and found != [(digest,)]:
         return False
-    await store.save(trainer)
+    if store.last_step is None or store.last_step < version:
+        await store.save(trainer)
     return True
 
 
@@ -181,6 +197,9 @@ async def catch_up(folder: RunFolder, journal: Journal, last: int, note: Note) -
     """Write a checkpoint of step `last`; redo every step under the config it was first done with."""
     store = CheckpointStore(folder.checkpoints, folder.config().checkpoint)
     checkpoint = newest_checkpoint(store, journal, note)
+    first = 1 if checkpoint is None else checkpoint.step + 1
+    if first <= last:
+        note(redo_plan(journal, first, last))
 
     async def save(trainer: TrainerPart) -> None:
         await store.save(trainer)

@@ -13,12 +13,14 @@ anywhere continues from its journal (`recover.py`). Knows no process, no tensor 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 
 from penstock.engine.protocol import InferenceEngine
+from penstock.errors import StopRequested
 from penstock.job import Job
-from penstock.types import StepReport, WeightHandle
+from penstock.types import Batch, StepReport, WeightHandle
 
 
 class Loop:
@@ -28,11 +30,18 @@ class Loop:
         self._job = job
         self.step = first_step  # updates done
         self._tasks: asyncio.TaskGroup
+        self._training: asyncio.Task[StepReport] | None = None
         self._updating: asyncio.Task[None] | None = None
         self._tokens_before, self._waited_before = 0, 0.0
 
     async def run(self) -> None:
         """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
+        try:
+            await self._all_steps()
+        finally:
+            await self._end_update()
+
+    async def _all_steps(self) -> None:
         job = self._job
         job.workers.callbacks.first_loaded = self._confirmed
         async with asyncio.TaskGroup() as self._tasks:
@@ -57,12 +66,11 @@ class Loop:
             await self._settle()  # an evaluation cannot run while the engines sleep
         tokens = 0 if job.engine is None else (await job.engine.stats()).tokens_generated
         job.activity = f"training step {step}"
-        report = await job.trainer.train(batch)
-        report = self._with_times(report, tokens, started, waited)
-        await job.journal.commit_step(
-            report
-        )  # nothing is awaited between the update and its commit
-        self.step = step
+        updating = self._train_and_commit(batch, tokens, started, waited)
+        self._training = asyncio.create_task(updating, name=f"train step {step}")
+        report = await asyncio.shield(
+            self._training
+        )  # a stop never parts an update from its commit
         if job.engine is not None and job.config.publishes_after(step, job.total_steps):
             await self._publish(job.engine)
         job.tracker.log_step(step, report.metrics)
@@ -72,6 +80,24 @@ class Loop:
         if job.checkpoints.due(step):
             job.activity = f"copying the state of step {step} for its checkpoint"
             await job.checkpoints.begin(job.trainer)
+
+    async def _train_and_commit(
+        self, batch: Batch, tokens: int, started: float, waited: float
+    ) -> StepReport:
+        report = await self._job.trainer.train(batch)
+        report = self._with_times(report, tokens, started, waited)
+        await self._job.journal.commit_step(report)  # nothing is awaited between the two
+        self.step = batch.step
+        return report
+
+    async def _end_update(self) -> None:
+        """After a stop, wait until the update under way is given up or committed."""
+        if self._training is None or self._training.done():
+            return
+        self._training.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await self._job.trainer.request_stop()
+        with contextlib.suppress(StopRequested):
+            await asyncio.shield(self._training)
 
     async def _publish(self, engine: InferenceEngine) -> None:
         """Publish the weights; the engines load them while the next step trains."""

@@ -6,12 +6,14 @@ Owns the event loop, the signals and the closing summary; the work itself is in 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import tempfile
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 
@@ -24,7 +26,7 @@ from penstock.evaluation.evaluate import EvalResult, evaluate, restore_summaries
 from penstock.inspection.replay import check_run, make_fork, open_fork
 from penstock.inspection.report import write_report
 from penstock.inspection.summary import ReplayProgress, print_evaluations, print_summary
-from penstock.job import open_evaluation, open_job
+from penstock.job import Job, open_evaluation, open_job
 from penstock.journal import Journal
 from penstock.recover import (
     begin,
@@ -39,7 +41,8 @@ from penstock.recover import (
 from penstock.run import Loop
 from penstock.run_folder import RunFolder
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+T = TypeVar("T")
+_STOPPED_EARLY = "stopped during the start; nothing was trained"
 
 
 def train_new(config: Config) -> RunFolder:
@@ -48,17 +51,33 @@ def train_new(config: Config) -> RunFolder:
     try:
         with folder.lock():
             asyncio.run(_train(config, folder, resumed=False))
-    except UserError:
-        if not run_folder.has_progress(folder.path):
-            run_folder.remove(folder)
+    except (UserError, StopRequested):
+        _remove_if_unused(folder)
         raise
+    except KeyboardInterrupt:
+        _remove_if_unused(folder)
+        raise StopRequested(_STOPPED_EARLY) from None
     return folder
+
+
+def _remove_if_unused(folder: RunFolder) -> None:
+    if not run_folder.has_progress(folder.path):
+        run_folder.remove(folder)
 
 
 def resume_run(folder: RunFolder, overrides: Sequence[str]) -> None:
     """Continue a run, with the setting changes that are allowed."""
     with folder.lock():
-        _resume_locked(folder, overrides)
+        try:
+            _resume_locked(folder, overrides)
+        except KeyboardInterrupt:
+            raise StopRequested(
+                f"stopped before the first new step; nothing is lost; {_way_on(folder)}"
+            ) from None
+
+
+def _way_on(folder: RunFolder) -> str:
+    return f"continue with: penstock resume {folder.path}"
 
 
 def _resume_locked(folder: RunFolder, overrides: Sequence[str]) -> None:
@@ -119,46 +138,105 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
         console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
     console.print(f"run folder: [bold]{folder.path}[/bold]", highlight=False, soft_wrap=True)
     is_fork = folder.origin() is not None
-    async with open_fork(folder) if is_fork else open_job(config, folder) as job:
-        if config.launch.kind == "ray":
-            job.tracker.note(job.workers.description)
-        first_step = await recover(job) if resumed else await begin(job)
-        keep_trainer_alive(job)
-        if resumed:
-            restore_summaries(folder.evaluations, first_step)
-        if resumed and config != folder.config():
-            folder.change_config(config, after_step=first_step)
-        loop = Loop(job, first_step=first_step)
-        stopped = await _until_stopped(loop.run())
-        await job.trainer.request_stop()
-        kept = await save_at_stop(job.checkpoints, job.trainer, job.journal)
-        done = job.journal.last_committed_step()
-    write_report([folder])
-    if stopped:
-        state = "checkpoint written" if kept else "the step under way will be repeated"
+    with StopSignals(_way_on(folder)) as signals:
+        async with AsyncExitStack() as closing:
+            opening = open_fork(folder) if is_fork else open_job(config, folder)
+            job = await signals.run(closing.enter_async_context(opening), "closing the workers")
+            if job is None:
+                raise StopRequested(_STOPPED_EARLY)
+            signals.tell = job.tracker.note
+            if config.launch.kind == "ray":
+                job.tracker.note(job.workers.description)
+            last = "saving a checkpoint; press Ctrl-C again to stop without it"
+            finished = await signals.run(_recover_and_train(job, resumed), last)
+            await job.trainer.request_stop()
+            saving = save_at_stop(job.checkpoints, job.trainer, job.journal)
+            saved = await signals.run(saving, "stopping without a checkpoint", allowed=1)
+            if saved is None:
+                job.checkpoints.abandon()
+            done = job.journal.last_committed_step()
+    _write_report(folder)
+    if finished is None:
+        state = "checkpoint written" if saved else "no checkpoint written"
         raise StopRequested(
-            f"stopped after step {done} of {job.total_steps}, {state}; "
-            f"continue with: penstock resume {folder.path}"
+            f"stopped after step {done} of {job.total_steps}, {state}; {signals.way_on}"
         )
     print_summary(Console(), folder, seconds=time.monotonic() - started)
 
 
-async def _until_stopped(work: Coroutine[Any, Any, object]) -> bool:
-    """Run to the end or to the first Ctrl-C; return whether it was stopped."""
-    task = asyncio.create_task(work, name="train")
-    loop = asyncio.get_running_loop()
-    for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, task.cancel)
+async def _recover_and_train(job: Job, resumed: bool) -> bool:
+    """Bring the trainer to its last step, then train to the end."""
+    config, folder = job.config, job.folder
+    first_step = await recover(job) if resumed else await begin(job)
+    keep_trainer_alive(job)
+    if resumed:
+        restore_summaries(folder.evaluations, first_step)
+    if resumed and config != folder.config():
+        folder.change_config(config, after_step=first_step)
     try:
-        await task
-    except asyncio.CancelledError:
-        return True
+        await Loop(job, first_step=first_step).run()
     except BaseExceptionGroup as group:
         raise _first_cause(group) from group
-    finally:
-        for number in _STOP_SIGNALS:
-            loop.remove_signal_handler(number)
-    return False
+    return True
+
+
+def _write_report(folder: RunFolder) -> None:
+    try:
+        write_report([folder])
+    except OSError as error:  # the journal is whole: `penstock report` can write it later
+        _tell(f"report not written: {error}")
+
+
+class StopSignals:
+    """Ctrl-C and SIGTERM: the first stops and saves, the second stops without saving, the third kills.
+
+    A signal cancels the work that `run` runs; what closes the parts of a run is never cancelled.
+    """
+
+    def __init__(self, way_on: str) -> None:
+        self.way_on = way_on  # tells the user how to continue
+        self.tell: Callable[[str], None] = _tell
+        self._count = 0
+        self._work: asyncio.Task[Any] | None = None
+        self._words = "closing the workers"
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    async def run(self, work: Coroutine[Any, Any, T], words: str, *, allowed: int = 0) -> T | None:
+        """Return the result of the work; None if more signals than `allowed` have come."""
+        self._words = words  # what happens after the next signal
+        self._work = asyncio.create_task(work)
+        if self._count > allowed:
+            self._work.cancel()
+        try:
+            return await self._work
+        except asyncio.CancelledError:
+            if self._count > allowed:
+                return None
+            raise
+        finally:
+            self._work = None
+
+    def _receive(self, number: int, frame: object) -> None:
+        self._count += 1
+        if self._count > 2:  # nothing is printed through a lock that the main thread may hold
+            os.write(2, f"killed; nothing that was journalled is lost; {self.way_on}\n".encode())
+            os._exit(130)
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self.tell(f"stop requested: {self._words}")
+        if self._work is not None:
+            self._work.cancel()
 
 
 def _first_cause(group: BaseExceptionGroup) -> BaseException:

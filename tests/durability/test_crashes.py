@@ -139,4 +139,4 @@ def test_killed_anywhere_it_goes_on_to_the_same_end(
     if kind.strategy == "sync":
         assert digests(run) == whole.digests(), f"{place}, then {again}"
     if kind.launch == "local":
-        assert not server.memory_left()  # the next driver has removed what a killed driver left
+        assert not server.folders_left()  # the next driver has removed what a killed driver left

@@ -67,7 +67,7 @@ def test_two_ranks_are_recomputed_by_two_ranks(server: CrashServer, killed: RunF
     assert server.run("resume", str(fork.path)) == 0, server.output()
     assert_sound(fork, steps=5)
     check_replay(server, fork, steps=5)
-    assert not server.memory_left()
+    assert not server.folders_left()
 
 
 def check_replay(server: CrashServer, run: RunFolder, *, steps: int) -> None:

@@ -1,9 +1,10 @@
 """A process that has imported everything and forks a child per command, which may be killed inside.
 
 Run as `python -m stages.crash_server`: reads one JSON request per line, answers with one JSON line.
-A request names the arguments of `penstock`, a log file for its output, and a point to die at: the
-driver sends itself SIGKILL when it passes that point for the n-th time. Without a point the child
-counts how often it passes each point. The child is the driver; points in its workers are not seen.
+A request names the arguments of `penstock`, a log file for its output, and faults: at the n-th passing
+of a point the driver sends itself a signal (SIGKILL, SIGINT), or the call there raises an OSError from
+then on. The child counts how often it passes each point. The child is the driver; points in its
+workers are not seen.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from penstock.checkpoint import CheckpointStore
 from penstock.cli import main
 from penstock.journal import records, writer
 from penstock.launch.part_factories import TrainerService
+from penstock.launch.processes import process_worker
 from penstock.pool.pool import EnginePool
 from penstock.produce.producer import Producer
 from penstock.supervise.trainer import RestartingTrainer, TrainerClient
 from penstock.track.jsonl import JsonlTracker
 from penstock.weights.in_process import InProcessSync
-from penstock.weights.shared_memory import _PREFIX as SHARED_MEMORY
 from stages.tiny_run import TINY
 from stages.warm_workers import Nursery, install
 
@@ -47,6 +48,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
         (records.WeightsSeen, "write"),
     ],
     "journal commit": [(writer.Writer, "_commit")],
+    "worker start": [(process_worker.ProcessWorker, "start")],
     "step": [(TrainerClient, "train")],
     "take": [(Producer, "take_batch")],
     "publish": [(InProcessSync, "publish"), (RestartingTrainer, "publish")],
@@ -69,20 +71,22 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
 
 
 class Points:
-    """Counts the points that are passed; kills the process, or raises, at the chosen point."""
+    """Counts the points that are passed; sends a signal, or raises, at chosen ones."""
 
-    def __init__(self, chosen: str, number: int, fault: str) -> None:
+    def __init__(self, faults: list[tuple[str, int, str]]) -> None:
         self.passed: Counter[str] = Counter()
-        self._chosen, self._number, self._fault = chosen, number, fault
+        self._faults = faults
 
     def reach(self, point: str) -> None:
         self.passed[point] += 1
-        if point == self._chosen and self.passed[point] >= self._number:
-            if self._fault:
-                code = getattr(errno, self._fault)
+        for chosen, number, fault in self._faults:
+            if point != chosen or self.passed[point] < number:
+                continue
+            if not fault.startswith("SIG"):
+                code = getattr(errno, fault)
                 raise OSError(code, os.strerror(code))
-            if self.passed[point] == self._number:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if self.passed[point] == number:
+                os.kill(os.getpid(), getattr(signal, fault))
 
     def install(self) -> None:
         for name, places in POINTS.items():
@@ -107,13 +111,13 @@ class Points:
         return async_call if inspect.iscoroutinefunction(function) else call
 
 
-def write_down_memory(record: Path) -> None:
-    """Write the name of every folder in shared memory that this driver makes to `record`."""
+def write_down_folders(record: Path) -> None:
+    """Write the name of every temporary folder that this driver makes to `record`."""
     make = os.mkdir
 
     def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
         make(path, *args, **kwargs)
-        if os.path.basename(path).startswith(SHARED_MEMORY):
+        if os.path.basename(path).startswith("penstock-"):
             with record.open("a") as file:
                 file.write(f"{path}\n")
 
@@ -123,11 +127,11 @@ def write_down_memory(record: Path) -> None:
 def run_child(request: dict[str, Any], nursery: Nursery) -> int:
     """Run the command in the child with the points installed; return the exit code."""
     install(nursery.path)
-    write_down_memory(Path(request["memory"]))
+    write_down_folders(Path(request["folders"]))
     log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    points = Points(request.get("point", ""), request.get("number", 0), request.get("fault", ""))
+    points = Points(request["faults"])
     points.install()
     sys.argv = ["penstock", *request["arguments"]]
     try:

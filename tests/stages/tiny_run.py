@@ -9,7 +9,9 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.checkpoint import CheckpointStore
 from penstock.journal import Journal
@@ -42,7 +44,7 @@ class CrashServer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "output.log"
-        self._memory = folder / "memory.txt"
+        self._folders = folder / "folders.txt"
         single = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
         environment = {
             **os.environ,
@@ -63,28 +65,37 @@ class CrashServer:
         self.nursery = Path(self._process.stdout.readline().strip())
         assert self.nursery.is_socket(), "the crash server does not start"
 
-    def run(self, *arguments: str, point: str = "", number: int = 0, fault: str = "") -> int:
-        """Return the exit code of `penstock ARGUMENTS` (-9: killed); `output()` has its output."""
+    def run(
+        self,
+        *arguments: str,
+        point: str = "",
+        number: int = 0,
+        fault: str = "SIGKILL",
+        then: Sequence[tuple[str, int, str]] = (),
+    ) -> int:
+        """Return the exit code of `penstock ARGUMENTS` (-9: killed); `output()` has its output.
+
+        The fault (a signal or the name of an OSError) happens at the n-th passing of the point;
+        `then` lists further ones.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.log.unlink(missing_ok=True)
         request = {
             "arguments": arguments,
             "log": str(self.log),
-            "point": point,
-            "number": number,
-            "fault": fault,
+            "faults": [*([(point, number, fault)] if point else []), *then],
             "counts": str(self.folder / "counts.json"),
-            "memory": str(self._memory),
+            "folders": str(self._folders),
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         answer = self._process.stdout.readline()
         assert answer, "the crash server has died"
         return int(json.loads(answer))
 
-    def train(self, name: str, *overrides: str, **death: str | int) -> tuple[RunFolder, int]:
+    def train(self, name: str, *overrides: str, **death: Any) -> tuple[RunFolder, int]:
         words = ["train", *TINY, f"run.dir={self.folder}", f"run.name={name}", *overrides]
-        return RunFolder(self.folder / name), self.run(*words, **death)  # type: ignore[arg-type]
+        return RunFolder(self.folder / name), self.run(*words, **death)
 
     def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -93,9 +104,9 @@ class CrashServer:
         """Return how often the last command that ended by itself passed each point."""
         return json.loads((self.folder / "counts.json").read_text())
 
-    def memory_left(self) -> list[str]:
-        """Return the folders in shared memory that drivers made for workers and did not remove."""
-        made = self._memory.read_text().splitlines() if self._memory.exists() else []
+    def folders_left(self) -> list[str]:
+        """Return the temporary folders, in shared memory too, that drivers made and nobody removed."""
+        made = self._folders.read_text().splitlines() if self._folders.exists() else []
         return [path for path in made if Path(path).exists()]
 
     def close(self) -> None:

@@ -332,9 +332,9 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: int = Field(0, ge=0)
-    """Updates between checkpoints; 0: only when the run ends or stops."""
-    every_minutes: float = Field(0.0, ge=0)
-    """Minutes between checkpoints, if that comes before every_steps; 0: off."""
+    """Updates between checkpoints; 0: by minutes only. The end of a run and Ctrl-C always write one."""
+    every_minutes: float = Field(10.0, ge=0)
+    """Minutes between checkpoints, if that comes before every_steps; 0: by steps only."""
     keep: int = Field(2, ge=1)
     """How many checkpoints are kept, the newest ones."""
 

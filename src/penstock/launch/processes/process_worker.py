@@ -81,9 +81,15 @@ class ProcessWorker:
             process = _spawn((theirs.fileno(), tell), log_path, threads)
             os.close(tell)
         worker = cls(name, process, log_path, dumped)
-        worker._reader, worker._writer = await asyncio.open_connection(
-            sock=ours, limit=_STREAM_LIMIT
-        )
+        try:
+            worker._reader, worker._writer = await asyncio.open_connection(
+                sock=ours, limit=_STREAM_LIMIT
+            )
+        except BaseException:  # a stop during the start: the process must not outlive it
+            ours.close()
+            process.kill()
+            worker._close_pipe()
+            raise
         write_frame(worker._writer, (sys.path, name, factory, args))
         worker._receiving = asyncio.create_task(worker._receive(), name=f"receive from {name}")
         try:
