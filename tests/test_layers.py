@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 
 FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lower floors
-    ("types", "errors"),
+    ("types", "errors", "disk"),
     ("config", "plugins", "demo"),
     ("watch",),
     ("journal", "models", "algo", "sandbox", "data", "track", "checkpoint"),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.checkpoint import Checkpoint, CheckpointStore
+from penstock.disk import can_write
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
 from penstock.job import Job, open_trainer
 from penstock.journal import Journal, is_empty
@@ -227,11 +228,12 @@ async def recompute(
     done = 0 if checkpoint is None else checkpoint.step
     state = None if checkpoint is None else checkpoint.path
     with tempfile.TemporaryDirectory() as scratch:
+        logs = folder.recompute_logs if can_write(folder.path) else Path(scratch) / "logs"
         for era in folder.eras():
             end = last if era.last_step is None else min(era.last_step, last)
             if end <= done:
                 continue
-            async with open_trainer(era.config, folder.recompute_logs) as workers:
+            async with open_trainer(era.config, logs) as workers:
                 trainer = workers.trainer
                 if state is not None:
                     await trainer.load(str(state))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.config.source import load_config, to_toml
+from penstock.disk import network_file_system, write_whole
 from penstock.errors import UserError
 from penstock.journal import Journal, is_empty
 
@@ -76,8 +77,8 @@ class RunFolder:
         kept = self.path / "configs" / f"{_UNTIL}{after_step}.toml"
         kept.parent.mkdir(exist_ok=True)
         if after_step and not kept.exists():  # else no step was done under the old config
-            _write_whole(kept, (self.path / CONFIG).read_text(encoding="utf-8"))
-        _write_whole(self.path / CONFIG, to_toml(config))
+            write_whole(kept, (self.path / CONFIG).read_text(encoding="utf-8"))
+        write_whole(self.path / CONFIG, to_toml(config))
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -124,10 +125,13 @@ def create(config: Config) -> RunFolder:
     parent, name = Path(config.run.dir), config.run.name
     if name in (".", "..") or name != Path(name).name:
         raise UserError(f"run.name: got {name!r}, allowed: one folder name, without separators")
+    check_disk(parent, config)
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"run.dir: got {str(parent)!r}, allowed: a folder") from None
+    except OSError as error:
+        raise _cannot_write(parent, error) from None
     path = parent / (name or _automatic_name(config))
     for number in itertools.count(2):
         try:
@@ -140,8 +144,28 @@ def create(config: Config) -> RunFolder:
                     f"or continue it with: penstock resume {path}"
                 ) from None
             path = parent / f"{_automatic_name(config)}-{number}"
+        except OSError as error:
+            raise _cannot_write(parent, error) from None
     (path / CONFIG).write_text(to_toml(config), encoding="utf-8")
     return RunFolder(path)
+
+
+def check_disk(folder: Path, config: Config) -> None:
+    """Refuse a folder on a network file system, unless the config allows it."""
+    kind = network_file_system(folder)
+    if kind and not config.run.allow_network_disk:
+        raise UserError(
+            f"run.dir: got {folder} on {kind}, a network file system, where a look at the journal "
+            "from another machine can destroy it; allowed: a local disk, or "
+            "run.allow_network_disk=true if only this machine opens the run"
+        )
+
+
+def _cannot_write(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"run.dir: nothing can be written to {folder} ({error.strerror}), "
+        "allowed: a folder that can be written; choose one with run.dir=FOLDER"
+    )
 
 
 def find(path: str | Path) -> RunFolder:
@@ -150,16 +174,6 @@ def find(path: str | Path) -> RunFolder:
         if (candidate / CONFIG).is_file():
             return RunFolder(candidate)
     raise UserError(f"run: got {str(path)!r}, allowed: a run folder (one that holds {CONFIG})")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Replace a file so that a crash leaves either the old or the new one."""
-    draft = path.with_suffix(".draft")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
 
 
 def remove(folder: RunFolder) -> None:

@@ -90,6 +90,7 @@ def _resume_locked(folder: RunFolder, overrides: Sequence[str]) -> None:
         return
     config = load_config(folder.path / run_folder.CONFIG, overrides).config
     changes = allowed_changes(folder.config(), config)
+    run_folder.check_disk(folder.path, config)
     for note in [*(f"changed: {change}" for change in changes), *check_journal(folder)]:
         _tell(note)
     try:

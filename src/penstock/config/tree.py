@@ -24,6 +24,8 @@ class RunConfig(Section):
     """Folder that holds run folders, relative to the current directory."""
     name: str = ""
     """Name of the run folder; empty: made from the tasks, the algorithm and the time."""
+    allow_network_disk: bool = False
+    """Allow a run folder on a network file system; safe only if one machine opens the run."""
     group: str = ""
     """Group of runs that this one belongs to, for W&B."""
     tags: list[str] = []

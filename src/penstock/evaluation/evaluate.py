@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.sampler import PromptSource, stable_hash
+from penstock.disk import write_whole
 from penstock.engine.protocol import (
     Generation,
     GenerationRequest,
@@ -282,7 +283,7 @@ def restore_summaries(folder: Path, last_step: int) -> None:
     path = folder / SUMMARY
     if path.is_file():
         lines = [json.dumps(line) for line in _summaries(folder) if line["step"] <= last_step]
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        write_whole(path, "".join(f"{line}\n" for line in lines))
 
 
 def not_evaluated(tasks: Sequence[EvalTask], folder: Path, step: int) -> list[EvalTask]:

@@ -8,9 +8,12 @@ version 2 added a checksum to every row, version 3 what the trainer trained, cha
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+import tempfile
 from pathlib import Path
 
+from penstock.disk import can_write
 from penstock.errors import JournalDamaged, RunError, UserError
 from penstock.journal.checks import (
     FIRST_WITH_CHECKS,
@@ -137,18 +140,43 @@ def is_empty(path: Path) -> bool:
 
 
 def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
-    target = f"{path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}"
+    if readonly:
+        return _connect_to_read(path)
+    database = _link(path, "mode=rwc")
+    # NORMAL: a commit survives the death of the process; it is not synced per commit
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = NORMAL")
+    database.execute("PRAGMA temp_store = MEMORY")
+    database.execute("PRAGMA cache_size = -32000")
+    return database
+
+
+def _connect_to_read(path: Path) -> sqlite3.Connection:
+    """Return a connection that reads; it also works on a disk that cannot be written.
+
+    To read a write-ahead log (-wal) SQLite needs its index (-shm), and makes one beside it. Where it
+    cannot: a file without a log is read as it is, and a log without its index is read in a copy.
+    """
+    log, index = (path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))
+    if can_write(path.parent) or (log.exists() and index.exists()):
+        return _link(path, "mode=ro")
+    if not log.exists() or not log.stat().st_size:
+        return _link(path, "immutable=1")
+    with tempfile.TemporaryDirectory(prefix="penstock-journal-") as scratch:
+        for file in (path, log):
+            shutil.copyfile(file, Path(scratch) / file.name)
+        database = _link(Path(scratch) / path.name, "mode=ro")
+        database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        return database  # its files are open and stay readable after the folder is removed
+
+
+def _link(path: Path, how: str) -> sqlite3.Connection:
+    target = f"{path.absolute().as_uri()}?{how}"
     database = sqlite3.connect(
         target, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0
     )
     database.text_factory = _readable
     database.create_function(ROW_CHECK, -1, row_check, deterministic=True)
-    if not readonly:
-        # NORMAL: a commit survives the death of the process; it is not synced per commit
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        database.execute("PRAGMA temp_store = MEMORY")
-        database.execute("PRAGMA cache_size = -32000")
     return database
 
 

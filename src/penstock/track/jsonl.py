@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.disk import write_whole
 from penstock.types import StepReport
 
 
@@ -55,4 +56,4 @@ def restore_metrics(path: Path, reports: Sequence[StepReport]) -> None:
         lines.get(report.step) or json.dumps({"step": report.step, **report.metrics})
         for report in reports
     ]
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    write_whole(path, "".join(f"{line}\n" for line in kept))

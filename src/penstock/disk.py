@@ -1,0 +1,99 @@
+"""The disk under a folder: files that are replaced whole, and what kind of file system it is.
+
+Knows paths and bytes, nothing of runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+MOUNTS = Path("/proc/self/mountinfo")
+_OCTAL = re.compile(r"\\([0-7]{3})")  # how the table writes a space in a path
+_NETWORK = frozenset(
+    [
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb",
+        "smb3",
+        "smbfs",
+        "9p",
+        "afs",
+        "ncpfs",
+        "coda",
+        "davfs",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "beegfs_nodev",
+        "ceph",
+        "glusterfs",
+        "orangefs",
+        "pvfs2",
+        "panfs",
+        "wekafs",
+        "ocfs2",
+        "gfs2",
+        "sshfs",
+        "s3fs",
+        "gcsfuse",
+        "goofys",
+        "rclone",
+        "juicefs",
+        "blobfuse",
+        "blobfuse2",
+        "mfs",
+        "moosefs",
+        "quobyte",
+    ]
+)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file so that a crash or a power failure leaves the old one or the new one, whole."""
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Force a file's content, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def can_write(folder: Path) -> bool:
+    """Return whether files can be made in the folder: permissions and a read-only mount both count."""
+    return os.access(folder, os.W_OK)
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
+    return path if path.exists() else existing(path.parent)
+
+
+def network_file_system(path: Path) -> str:
+    """Return the type of the network file system that holds the path; empty for a local disk."""
+    kind = _file_system(existing(path.absolute()).resolve())
+    return kind if kind.removeprefix("fuse.") in _NETWORK else ""
+
+
+def _file_system(path: Path) -> str:
+    """Return the type of the last mount among those nearest to the path; empty if none is listed."""
+    found, depth = "", -1
+    lines = MOUNTS.read_text(encoding="utf-8", errors="replace") if MOUNTS.is_file() else ""
+    for line in lines.splitlines():
+        place, _, source = line.partition(" - ")
+        mounted = Path(_OCTAL.sub(lambda code: chr(int(code[1], 8)), place.split(" ")[4]))
+        if path.is_relative_to(mounted) and len(mounted.parts) >= depth:
+            found, depth = source.split(" ")[0], len(mounted.parts)
+    return found
