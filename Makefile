@@ -28,8 +28,8 @@ demo: $(STAMP)  ## install and train the small policy on this machine's CPU (abo
 	$(BIN)/penstock train
 
 check: $(DEV_STAMP)  ## format, lint and types
-	$(BIN)/ruff format --check src tests benchmarks scripts
-	$(BIN)/ruff check src tests benchmarks scripts
+	$(BIN)/ruff format --check src tests benchmarks scripts examples
+	$(BIN)/ruff check src tests benchmarks scripts examples
 	$(BIN)/mypy
 
 # one file stays in one process; tests/conftest.py puts the longest files first
@@ -48,8 +48,8 @@ test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in a
 	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh
 
 format: $(DEV_STAMP)  ## format the code; update the picture of the packages in CONTRIBUTING.md
-	$(BIN)/ruff format src tests benchmarks scripts
-	$(BIN)/ruff check --fix src tests benchmarks scripts
+	$(BIN)/ruff format src tests benchmarks scripts examples
+	$(BIN)/ruff check --fix src tests benchmarks scripts examples
 	$(BIN)/python scripts/draw_house.py --write
 
 clean:  ## remove environments and caches

