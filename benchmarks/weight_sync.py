@@ -33,7 +33,7 @@ from penstock.supervise.supervised import SupervisionCallbacks
 from penstock.types import WeightHandle
 from penstock.watch.waits import Waits
 from penstock.weights.in_process import InProcessSync
-from penstock.weights.shared_memory import Folder, SharedMemorySync
+from penstock.weights.shared_memory import SharedMemorySync, weight_folder
 
 TENSOR_BYTES = 32 * 2**20
 PATHS = ("in_process", "shared_memory", "collective", "two nodes")
@@ -161,7 +161,7 @@ class Nodes:
 
 def with_processes(kind: str, weights: Any, producers: int, device: str) -> tuple[float, float]:
     """Measure as a run works: the handle goes out first, producers read while `publish` writes."""
-    folder = Folder.new()
+    folder = weight_folder()
     context = multiprocessing.get_context("spawn")
     orders, done = [context.Queue() for _ in range(producers)], context.Queue()
     workers = [

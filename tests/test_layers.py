@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 
 FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lower floors
     ("types", "errors", "disk"),
-    ("config", "plugins", "demo"),
+    ("config", "plugins", "demo", "scratch"),
     ("watch",),
     ("journal", "models", "algo", "sandbox", "data", "track", "checkpoint"),
     ("weights", "reward", "run_folder"),

@@ -49,8 +49,8 @@ from penstock.track.fanout import Fanout
 from penstock.track.jsonl import restore_metrics
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
+from penstock.track.timeline_log import TimelineLog
 from penstock.types import Batch, Rollout, WeightHandle
-from penstock.watch.timeline_log import TimelineLog
 from penstock.watch.waits import WaitKind, Waits
 from penstock.watch.watchdog import Watchdog
 
@@ -184,13 +184,15 @@ def join_parts(
             folder.path / "rollouts.jsonl",
             every_steps=config.track.rollouts_every_steps,
             num_groups=config.track.rollouts_per_log,
+            note=lambda text: job.tracker.note(text),
         ),
         tracker=Fanout({}),
     )
     job.tracker = _tracker(job)
     workers.callbacks.note = job.tracker.note
-    closing.callback(TimelineLog(folder.path / "timeline", job.waits).flush)
     closing.callback(job.tracker.close)
+    closing.callback(TimelineLog(folder.path / "timeline", job.waits, job.tracker.note).close)
+    closing.callback(job.rollout_log.close)
     closing.push_async_callback(job.checkpoints.settle)
     return job
 

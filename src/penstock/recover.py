@@ -7,10 +7,8 @@ decides: a checkpoint newer than its last step is renamed to `lost-*`.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 
 from penstock.checkpoint import Checkpoint, CheckpointStore
 from penstock.disk import can_write
@@ -18,6 +16,7 @@ from penstock.errors import DigestMismatch, JournalDamaged, UserError
 from penstock.job import Job, open_trainer
 from penstock.journal import Journal, is_empty
 from penstock.run_folder import CONFIG, RunFolder
+from penstock.scratch import ScratchFolder
 from penstock.supervise.trainer import TrainerPart
 from penstock.track.jsonl import last_step_told
 from penstock.types import StepReport
@@ -227,8 +226,8 @@ async def recompute(
     """Redo the steps up to `last`, from a checkpoint or from the start, config by config."""
     done = 0 if checkpoint is None else checkpoint.step
     state = None if checkpoint is None else checkpoint.path
-    with tempfile.TemporaryDirectory() as scratch:
-        logs = folder.recompute_logs if can_write(folder.path) else Path(scratch) / "logs"
+    with ScratchFolder.new("redo") as scratch:
+        logs = folder.recompute_logs if can_write(folder.path) else scratch / "logs"
         for era in folder.eras():
             end = last if era.last_step is None else min(era.last_step, last)
             if end <= done:
@@ -241,7 +240,7 @@ async def recompute(
                     await _check_start(trainer, journal)
                 async for report in redo(trainer, journal, done + 1, end, note, repair=repair):
                     yield report
-                done, state = end, Path(scratch) / f"step-{end}"
+                done, state = end, scratch / f"step-{end}"
                 if end == last and at_end is not None:
                     await at_end(trainer)
                 elif end < last:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -40,6 +39,7 @@ from penstock.recover import (
 )
 from penstock.run import Loop
 from penstock.run_folder import RunFolder
+from penstock.scratch import ScratchFolder
 
 T = TypeVar("T")
 _STOPPED_EARLY = "stopped during the start; nothing was trained"
@@ -270,9 +270,9 @@ def evaluate_once(path: str | None, overrides: Sequence[str], out: Path | None) 
 
 
 async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
-    with tempfile.TemporaryDirectory() as scratch:
+    with ScratchFolder.new("eval") as scratch:
         async with open_evaluation(config) as (engine, tasks):
-            folder = out or Path(scratch)
+            folder = out or scratch
             return [
                 await evaluate(engine, task, step=0, version=0, folder=folder) for task in tasks
             ]

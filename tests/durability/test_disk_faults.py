@@ -223,3 +223,22 @@ def test_a_journal_that_cannot_grow_stops_the_run_in_one_line(
     assert server.run("resume", str(run.path)) == 0, server.output()
     assert_sound(run)
     assert digests(run) == expected
+
+
+def test_a_full_disk_under_metrics_samples_and_timeline_is_told_once_and_costs_no_step(
+    server: CrashServer, expected: list[str]
+) -> None:
+    words = (SYNC, "track.rollouts_every_steps=1")
+    run, code = server.train(
+        "no-lines", *words, point="before line write", number=3, fault="ENOSPC"
+    )
+    assert code == 0, server.output()
+    assert digests(run) == expected
+    output = server.output()
+    for name in ("metrics.jsonl", "rollouts.jsonl", "timeline/events.jsonl"):
+        assert output.count(f"{run.path / name}: cannot write: No space left on device") == 1
+    assert f"{run.metrics}: 3 lines could not be written" in output
+    assert output.count("lines could not be written") == 3
+    assert "Traceback" not in output
+    assert server.run("resume", str(run.path), "train.steps=5") == 0, server.output()
+    assert_sound(run, steps=5)

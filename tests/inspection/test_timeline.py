@@ -16,7 +16,7 @@ from penstock.inspection.timeline import (
     write_trace,
 )
 from penstock.run_folder import RunFolder
-from penstock.watch.timeline_log import TimelineLog
+from penstock.track.timeline_log import TimelineLog
 from penstock.watch.waits import WaitKind, Waits
 
 

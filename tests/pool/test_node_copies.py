@@ -19,12 +19,13 @@ from penstock.config import LaunchConfig
 from penstock.errors import RunError, WeightsGone, WorkerDied
 from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.pool.node_copies import NodeCopies
+from penstock.scratch import sweep
 from penstock.supervise.supervised import SupervisionCallbacks
 from penstock.types import WeightHandle
 from penstock.watch.waits import Waits
 from penstock.weights.broadcast import BUCKET_BYTES
 from penstock.weights.distributor import Distributor
-from penstock.weights.shared_memory import SharedMemorySync, sweep_stale
+from penstock.weights.shared_memory import SharedMemorySync
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -295,7 +296,7 @@ def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path, bac
         folders = {node: Path(name) for node, name in site.copies._folders.items()}
         await site.close()
         assert {node for node, folder in folders.items() if folder.exists()} <= {"c"}
-        sweep_stale(folders["c"].parent)  # as the next start does
+        sweep(folders["c"].parent)  # as the next start does
         assert not folders["c"].exists()
 
     asyncio.run(story())

@@ -36,6 +36,7 @@ from penstock.pool.pool import EnginePool
 from penstock.produce.producer import Producer
 from penstock.supervise.trainer import RestartingTrainer, TrainerClient
 from penstock.track.jsonl import JsonlTracker
+from penstock.track.line_file import LineFile
 from penstock.weights.in_process import InProcessSync
 from stages.tiny_run import TINY
 from stages.warm_workers import Nursery, install
@@ -67,6 +68,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     "rename": [(Path, "rename")],
     "removal": [(shutil, "rmtree")],
     "metrics line": [(JsonlTracker, "log_step")],
+    "line write": [(LineFile, "_write")],
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from penstock.errors import UserError
 from penstock.track.console import ConsoleTracker
 from penstock.track.fanout import Fanout
 from penstock.track.jsonl import JsonlTracker, restore_metrics
+from penstock.track.line_file import LineFile
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
 from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, StepReport, VersionSegment
@@ -137,3 +139,23 @@ def test_the_rollout_log_carries_reward_and_versions(tmp_path: Path) -> None:
     log.write(Batch(step=2, groups=(group,)))
     (line,) = [json.loads(text) for text in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert (line["step"], line["reward"], line["versions"]) == (2, 1.0, [1, 2])
+
+
+def test_a_line_that_does_not_fit_leaves_no_torn_one(tmp_path: Path) -> None:
+    notes: list[str] = []
+    file = LineFile(tmp_path / "lines", notes.append)
+    file.append(["first"])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # room for half of the next line
+    try:
+        file.append(["second line"])
+        file.append(["third line", "fourth line"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "lines").read_text() == "first\n"
+    file.append(["fifth"])
+    assert (tmp_path / "lines").read_text() == "first\nfifth\n"
+    assert [note.split(": ", 1)[1] for note in notes] == [
+        "cannot write: No space left on device; the run continues",
+        "3 lines could not be written",
+    ]

@@ -10,7 +10,7 @@ import torch
 from penstock.errors import RunError
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.protocol import WeightSync
-from penstock.weights.shared_memory import Folder, SharedMemorySync, sweep_stale
+from penstock.weights.shared_memory import SharedMemorySync, weight_folder
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:
@@ -67,17 +67,8 @@ def test_weights_that_are_gone_are_refused() -> None:
         list(sync.fetch(old))
 
 
-def test_folders_that_nobody_uses_are_swept(tmp_path: Path) -> None:
-    dead, alive = tmp_path / "penstock-weights-dead", Folder(tmp_path / "penstock-weights-alive")
-    dead.mkdir()
-    sweep_stale(tmp_path)
-    assert (dead.exists(), alive.path.exists()) == (False, True)
-    alive.remove()
-    assert not alive.path.exists()
-
-
 def test_a_new_folder_is_private() -> None:
-    folder = Folder.new()
+    folder = weight_folder()
     try:
         assert folder.path.stat().st_mode & 0o077 == 0
     finally:

@@ -36,8 +36,8 @@ from penstock.reward import build_reward
 from penstock.run_folder import CONFIG
 from penstock.track.fanout import Fanout
 from penstock.track.protocol import RunInfo
+from penstock.track.timeline_log import TimelineLog
 from penstock.types import Group, Prompt, Rollout, Status
-from penstock.watch.timeline_log import TimelineLog
 from penstock.watch.waits import WaitKind, Waits
 
 T = TypeVar("T")
@@ -455,7 +455,7 @@ class ProducerLog:
 
     def flush(self) -> None:
         if self._timeline is not None:
-            self._timeline.flush()
+            self._timeline.close()
 
     def close(self) -> None:
         self.flush()

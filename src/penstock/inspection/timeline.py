@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.errors import UserError
 from penstock.run_folder import RunFolder
-from penstock.watch.timeline_log import FILE
+from penstock.track.timeline_log import FILE
 from penstock.watch.waits import WaitKind
 
 _WAITING = (WaitKind.WAIT, WaitKind.RESTART)  # calls in which a lane waits and does no work

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from penstock.errors import PenstockError, RunError, UserError
+from penstock.scratch import ScratchFolder
 
 _ANSWER_TIMEOUT_S = 900.0  # an engine may take long to load its model
 
@@ -25,11 +24,11 @@ class Control:
 
     def __init__(self, pointer: Path, handlers: Mapping[str, Callable[[int], Awaitable[str]]]):
         self._pointer, self._handlers = pointer, handlers
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))  # mode 0700
+        self._folder = ScratchFolder.new("control")  # only this user can reach it
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        path = self._folder / "control"
+        path = self._folder.path / "control"
         self._server = await asyncio.start_unix_server(self._answer, path)
         self._pointer.write_text(str(path))
 
@@ -37,7 +36,7 @@ class Control:
         if self._server is not None:
             self._server.close()
         self._pointer.unlink(missing_ok=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -19,20 +19,24 @@ from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError
 from penstock.plugins import load
+from penstock.scratch import ScratchFolder
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.weights import SHARED
 from penstock.weights.protocol import Announcing, WeightSync
 
 if TYPE_CHECKING:
     from penstock.weights.distributor import Distributor
-    from penstock.weights.shared_memory import Folder
 
 
 class TrainerService:
     """A Consumer and the publishing end of a weight sync: the part of a trainer worker."""
 
     def __init__(
-        self, config: Config, total_steps: int, sync: WeightSync, folder: Folder | None = None
+        self,
+        config: Config,
+        total_steps: int,
+        sync: WeightSync,
+        folder: ScratchFolder | None = None,
     ) -> None:
         from penstock.train.consumer import Consumer
         from penstock.weights.offload import explain_out_of_memory
@@ -146,12 +150,12 @@ def trainer_part(
     node: str = "",
 ) -> TrainerService:
     """Build a trainer rank. `node`: the name of its node in a cluster, where it has its own folder."""
-    from penstock.weights.shared_memory import Folder, SharedMemorySync
+    from penstock.weights.shared_memory import SharedMemorySync, weight_folder
 
     _set_rank_variables(config, rank, meeting)
-    own: Folder | None = None
+    own: ScratchFolder | None = None
     if node and rank == 0:
-        own = Folder(Path(folder)) if folder else Folder.new()
+        own = ScratchFolder(Path(folder)) if folder else weight_folder()
         folder = str(own.path)
     sync = SharedMemorySync(folder, node=node, on_device=_shares_device(config, kind))
     return TrainerService(config, total_steps, sync, own)

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ import penstock
 from penstock.errors import SandboxError
 from penstock.sandbox.inside import namespaces, wire
 from penstock.sandbox.settings import SandboxSettings
+from penstock.scratch import ScratchFolder
 
 START_TIMEOUT_S = 60.0
 GRACE_S = 10.0  # wait this much longer than a job's own limit, then give the sandbox up
@@ -133,7 +133,8 @@ class Nursery:
         self._outside = namespaces.identities()
         self._link, theirs = socket.socketpair()
         self._link.settimeout(START_TIMEOUT_S)
-        self._folder = tempfile.mkdtemp(prefix="penstock-sandbox-")
+        self._scratch = ScratchFolder.new("sandbox")
+        self._folder = str(self._scratch.path)
         os.chmod(self._folder, 0o555)  # the working folder where none can be mounted: read only
         self._plan = self._make_plan()
         with theirs:
@@ -222,7 +223,7 @@ class Nursery:
             self._process.wait()
         assert self._process.stderr is not None
         self._process.stderr.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.remove()
 
 
 def _ids_for(count: int) -> tuple[int, int]:

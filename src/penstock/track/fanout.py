@@ -20,7 +20,8 @@ class Fanout:
     @classmethod
     def from_info(cls, info: RunInfo) -> Fanout:
         """Make metrics.jsonl and the trackers that the config names; note one that cannot start."""
-        fanout = cls({"jsonl": JsonlTracker(info.folder / "metrics.jsonl")})
+        fanout = cls({})
+        fanout._trackers["jsonl"] = JsonlTracker(info.folder / "metrics.jsonl", fanout.note)
         for name in info.config.track.trackers:
             make = load("track.trackers", name, TRACKERS)
             try:

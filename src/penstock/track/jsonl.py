@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line per step, always written."""
+"""metrics.jsonl: one line per step, always written; a resumed run restores lost lines from the journal."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.disk import write_whole
+from penstock.track.line_file import LineFile, Note, print_note
 from penstock.types import StepReport
 
 
 class JsonlTracker:
-    """Appends to a file, line by line; each line is whole or absent."""
+    """Appends one line per step; each line is whole or absent."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, note: Note = print_note) -> None:
+        self._file = LineFile(path, note)
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        self._file.append([json.dumps({"step": step, **finite})])
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
         """Do nothing: evaluations are written to eval/summary.jsonl."""
@@ -30,7 +30,7 @@ class JsonlTracker:
         """Leave notes out."""
 
     def close(self) -> None:
-        self._file.close()
+        self._file.tell_loss()
 
 
 def last_step_told(path: Path) -> int:
@@ -50,7 +50,7 @@ def _lines_by_step(path: Path) -> dict[int, str]:
 def restore_metrics(path: Path, reports: Sequence[StepReport]) -> None:
     """Rewrite the file with one line per step: the old line if it is whole, else the journal's metrics.
 
-    Torn lines and lines of steps that were lost are removed."""
+    Torn lines and lines of steps that were lost are removed. A crash leaves the old or the new file."""
     lines = _lines_by_step(path)
     kept = [
         lines.get(report.step) or json.dumps({"step": report.step, **report.metrics})

@@ -1,6 +1,5 @@
 """Waits of the driver: what it waits for, since when, and what to do when no answer comes.
 
-`waits.py` records open waits, `watchdog.py` reports and acts on a stuck one, `timeline_log.py` writes
-closed ones to the run folder. May import config and errors; knows nothing of the work inside a
+`waits.py` records open waits, `watchdog.py` reports and acts on a stuck one. May import config and errors; knows nothing of the work inside a
 worker.
 """

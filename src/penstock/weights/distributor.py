@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from penstock.errors import RunError, UserError
+from penstock.scratch import ScratchFolder
 from penstock.types import WeightHandle
 from penstock.weights.broadcast import BUCKET_BYTES, WeightGroup, connect_store, open_store
-from penstock.weights.shared_memory import Folder, SharedMemorySync, location_of
+from penstock.weights.shared_memory import SharedMemorySync, location_of, weight_folder
 
 Meeting = tuple[str, int]  # address and port at which the members of a group meet
 
@@ -41,7 +42,7 @@ class Distributor:
         if backend == "nccl":
             _prepare_nccl(node)
         self._backend, self._node = backend, node
-        self._folder = Folder(Path(folder)) if folder else Folder.new()
+        self._folder = ScratchFolder(Path(folder)) if folder else weight_folder()
         self._sync = SharedMemorySync(self._folder.path, node=node)
         self._address, self._timeout_s = address, timeout_s
         self._store: Any = None

@@ -3,80 +3,32 @@
 The memory is the host's (memory-mapped files) or, on a GPU, the device's (CUDA IPC). Publishing fills a
 weight buffer (`buffer.py`) that nobody reads; two buffers alternate, and a slow reader costs a third.
 Fetching yields tensors that are views of the buffer, with no copy. `announce` gives the handle out before
-the bytes are written, so that engines read the first bytes while the last are written. A folder is locked
-by the processes that use it; unused folders are removed when the next one is created.
+the bytes are written, so that engines read the first bytes while the last are written.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
-import os
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
+from penstock.scratch import ScratchFolder
 from penstock.types import WeightHandle
 from penstock.weights.buffer import CAN_WAIT_FOR_BYTES, BufferReader, BufferWriter, ReaderCache
 from penstock.weights.mapped_files import memory_folder
 
 WAKE_BYTES = 8 * 2**20  # wake waiting readers after every so many bytes
 DEVICE_WAKE_BYTES = 256 * 2**20  # the same on a GPU, where each wake-up first waits for the device
-_PREFIX = "penstock-weights-"
 _ALIGN = 64
 Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, offset
 Layout = tuple[list[Entry], int]
 
 
-class Folder:
-    """A folder of weight buffers, in /dev/shm if the system has it; locked while this object lives."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = _locked(path)
-
-    @classmethod
-    def new(cls) -> Folder:
-        """Create a folder for this run; remove folders that no process uses any more."""
-        root = Path(memory_folder())
-        sweep_stale(root)
-        return cls(root / f"{_PREFIX}{uuid.uuid4().hex[:12]}")
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def _locked(path: Path) -> int:
-    """Create and lock a folder; return its descriptor. Repeat if it is swept before it is locked."""
-    while True:
-        path.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            folder = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(folder, fcntl.LOCK_SH)
-            if path.exists():
-                return folder
-            os.close(folder)
-
-
-def sweep_stale(root: Path) -> None:
-    """Remove weight folders that no process has locked: a killed process cannot clean up."""
-    for path in root.glob(f"{_PREFIX}*"):
-        try:
-            folder = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            continue  # the folder belongs to another user, or was just removed
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            pass  # in use
-        finally:
-            os.close(folder)
+def weight_folder() -> ScratchFolder:
+    """Make a folder for the weight buffers of a run, in /dev/shm if the system has it."""
+    return ScratchFolder.new("weights", memory_folder())
 
 
 class SharedMemorySync:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +20,7 @@ from penstock.engine.openai.http_client import HttpError
 from penstock.engine.openai.servers import Server
 from penstock.engine.protocol import Fetch
 from penstock.errors import RunError
+from penstock.scratch import ScratchFolder
 from penstock.types import WeightHandle
 from penstock.weights.mapped_files import FOLDER, memory_folder, share_weights
 from penstock.weights.model_weights import checked_weights
@@ -53,11 +53,11 @@ class PreparedWeights:
     digest: str
     weights: Weights
     info: dict[str, object]  # tells a server where the weights are
-    temporary: tempfile.TemporaryDirectory[str] | None = None
+    temporary: ScratchFolder | None = None
 
     def release(self) -> None:
         if self.temporary is not None:
-            self.temporary.cleanup()
+            self.temporary.remove()
 
 
 class WeightsFolder:
@@ -123,8 +123,8 @@ class VllmCalls:
         elif source.kind == FOLDER:
             info["folder"] = str(source.location)
         else:
-            made.temporary = tempfile.TemporaryDirectory(prefix="penstock-", dir=memory_folder())
-            file = Path(made.temporary.name) / "weights"
+            made.temporary = ScratchFolder.new("transfer", memory_folder())
+            file = made.temporary.path / "weights"
             found = await asyncio.to_thread(share_weights, weights, file, copy=False)
             info["places"] = [list(place) for place in found]
         return made

@@ -10,7 +10,6 @@ mixes weights. vLLM's workers import `WorkerExtension` and `PenstockTransfer` fr
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
@@ -30,6 +29,7 @@ from penstock.engine.protocol import (
 from penstock.engine.remote_requests import RemoteRequest, RemoteRequests
 from penstock.engine.vllm.options import Transfer, VllmOptions, sampling_fields
 from penstock.errors import EngineError
+from penstock.scratch import ScratchFolder
 from penstock.types import WeightHandle
 from penstock.weights import mapped_files
 from penstock.weights.broadcast import WeightGroup, open_store
@@ -365,8 +365,8 @@ class VllmEngine:
         """Fetch and check weights, then load them in every worker during a pause."""
         folder = self._options.transfer_folder or mapped_files.memory_folder()
         weights = await asyncio.to_thread(checked_weights, self._fetch, source)
-        with tempfile.TemporaryDirectory(prefix="penstock-", dir=folder) as place:
-            info = await self._prepare(weights, source, Path(place) / "weights")
+        with ScratchFolder.new("transfer", folder) as place:
+            info = await self._prepare(weights, source, place / "weights")
             async with self._held(llm):
                 try:
                     await self._load(llm, info, weights)

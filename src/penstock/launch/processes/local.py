@@ -20,14 +20,14 @@ from penstock.supervise.trainer import RankGroup
 from penstock.supervise.worker import Worker
 from penstock.watch.waits import Waits
 from penstock.weights import sync_kind
-from penstock.weights.shared_memory import Folder
+from penstock.weights.shared_memory import weight_folder
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     """Start all workers at once; if one cannot start, stop the others and raise its error."""
     settings, kind = config.launch, sync_kind(config)
     callbacks = SupervisionCallbacks(waits=Waits())
-    folder = Folder.new()
+    folder = weight_folder()
     link = (kind, str(folder.path))
     trainer = Supervised(
         "trainer", spawn_trainer(config, total_steps, log_folder, link), settings, callbacks

@@ -10,6 +10,7 @@ import json
 import time
 from pathlib import Path
 
+from penstock.track.line_file import LineFile, Note, print_note
 from penstock.watch.waits import OpenWait, Waits
 
 FILE = "events.jsonl"
@@ -19,8 +20,8 @@ _BATCH = 512
 class TimelineLog:
     """Consumes closed waits, produces lines."""
 
-    def __init__(self, folder: Path, waits: Waits) -> None:
-        self._path = folder / FILE
+    def __init__(self, folder: Path, waits: Waits, note: Note = print_note) -> None:
+        self._file = LineFile(folder / FILE, note)
         self._epoch = time.time() - waits.clock()
         self._lines: list[tuple[str, str, str, float, float]] = []
         waits.on_close = self.add
@@ -34,10 +35,14 @@ class TimelineLog:
 
     def flush(self) -> None:
         lines, self._lines = self._lines, []
-        if not lines:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            for lane, what, detail, start, end in lines:
-                event = {"lane": lane, "what": what, "start": round(start, 6), "end": round(end, 6)}
-                file.write(json.dumps({**event, "detail": detail} if detail else event) + "\n")
+        if lines:
+            self._file.append([_line(*line) for line in lines])
+
+    def close(self) -> None:
+        self.flush()
+        self._file.tell_loss()
+
+
+def _line(lane: str, what: str, detail: str, start: float, end: float) -> str:
+    event = {"lane": lane, "what": what, "start": round(start, 6), "end": round(end, 6)}
+    return json.dumps({**event, "detail": detail} if detail else event)

@@ -1,0 +1,54 @@
+"""A file of lines for people and plots: metrics, samples, the timeline.
+
+The journal has the truth, so a full or failing disk under such a file does not stop the run. The first
+failure is told, lost lines are counted, and every later write tries again. A line is whole or absent.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+Note = Callable[[str], None]
+
+
+def print_note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+class LineFile:
+    """Appends lines; tells the user once when it cannot, and how many lines are missing."""
+
+    def __init__(self, path: Path, note: Note = print_note) -> None:
+        self._path, self._note = path, note
+        self._lost = 0  # lines since the last write that worked
+
+    def append(self, lines: Sequence[str]) -> None:
+        try:
+            self._write("".join(f"{line}\n" for line in lines).encode())
+        except OSError as error:
+            if not self._lost:
+                self._note(f"{self._path}: cannot write: {error.strerror}; the run continues")
+            self._lost += len(lines)
+        else:
+            self.tell_loss()
+
+    def tell_loss(self) -> None:
+        """Tell how many lines are missing, if any are that were not told of."""
+        if self._lost:
+            self._note(f"{self._path}: {self._lost} lines could not be written")
+        self._lost = 0
+
+    def _write(self, data: bytes) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(end)
+                raise
