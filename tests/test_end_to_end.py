@@ -43,6 +43,7 @@ PROMISED_METRICS = [
     "ratio/mean",
     "clip/fraction",
     "grad_norm",
+    "update/arrived",
     "lr",
     "staleness/mean",
     "staleness/max",

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from penstock.train.consumer import Consumer
+from penstock.train.policy import add_adapters
 from penstock.train.ptx import Text, TextStream
-from penstock.train.ranks import Ranks, rank_share
+from penstock.train.ranks import Ranks, rank_share, whole_tensor
 from penstock.weights.offload import HostOffload
 from stages.training_data import config_of, random_batch, tiny_model, tricky_batch
 
@@ -20,6 +21,9 @@ ALGORITHMS = {
     "reinforce_pp": {"name": "reinforce_pp", "kl_beta": 0.1},
     "dapo": {"name": "dapo"},
 }
+
+
+STARTS = ("full", "lora")
 
 
 def texts() -> TextStream:
@@ -91,6 +95,31 @@ def reload(job: str, folder: Path, ranks: Ranks, saved_world: int) -> None:
         torch.save(weights, folder / f"{job}-{saved_world}-to-{ranks.world}.pt")
 
 
+def start_in_bfloat16(job: str, folder: Path, ranks: Ranks) -> None:
+    """Save the masters and the published weights before the first step, then train one step.
+
+    Half of the weights lie on the bfloat16 grid, half have more digits.
+    """
+    model = tiny_model(dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[::2] = parameter[::2].bfloat16().float()
+    sections = {"model": {"dtype": "bfloat16"}, "train": {"lr": 1e-4}}
+    if job == "lora":
+        sections["model"]["lora"] = {"rank": 2}
+        torch.manual_seed(0)
+        model = model.bfloat16()
+        add_adapters(model, config_of(**sections).model.lora)
+    consumer = Consumer(config_of(**sections), model, total_steps=10, ranks=ranks)
+    masters = {n: whole_tensor(p.detach()).clone() for n, p in consumer.masters.parameters.items()}
+    published = {name: tensor.clone() for name, tensor in consumer.weights()}
+    content = {"masters": masters, "published": published}
+    content["arrived"] = train(consumer, 2)["update/arrived"]
+    content["after"] = dict(consumer.weights())
+    if ranks.is_first:
+        torch.save(content, folder / f"start-{job}-{ranks.world}.pt")
+
+
 class OneRank:
     """What a worker process serves: one of two ranks that meet at that port."""
 
@@ -103,3 +132,5 @@ class OneRank:
         for name in ALGORITHMS:
             run(name, folder, self._ranks)
         reload("plain", folder, self._ranks, saved_world=1)
+        for name in STARTS:
+            start_in_bfloat16(name, folder, self._ranks)

@@ -51,6 +51,7 @@ METRICS = [
     "tokens_per_s",
     "memory/peak_mib",
     "updates/skipped",
+    "update/arrived",
 ]
 
 

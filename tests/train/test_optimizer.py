@@ -1,4 +1,4 @@
-"""Schedules on hand-worked numbers; clipping."""
+"""Schedules on hand-worked numbers; clipping; where masters start and what of an update arrives."""
 
 from itertools import pairwise
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from penstock.config import TrainConfig
-from penstock.train.optimizer import clip_gradients, learning_rate, make_optimizer
+from penstock.train.optimizer import Masters, clip_gradients, learning_rate, make_optimizer
+from penstock.train.ranks import Ranks
+from stages.training_data import from_disk, random_batch, tiny_model
 
 
 def rates(**fields):
@@ -51,3 +53,67 @@ def test_vectors_are_not_decayed() -> None:
     optimizer = make_optimizer(parameters, TrainConfig(weight_decay=0.5))
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert decay == {id(parameters["matrix"]): 0.5, id(parameters["norm"]): 0.0}
+
+
+def starting_masters(folder, **train):
+    """Return the masters and the published weights of a bfloat16 run before its first step."""
+    consumer = from_disk(folder, model={"dtype": "bfloat16"}, train=train)
+    masters = {name: p.detach().clone() for name, p in consumer.masters.parameters.items()}
+    return masters, dict(consumer.weights())
+
+
+@pytest.mark.parametrize("start", ["dithered", "plain"])
+def test_masters_have_the_digits_of_a_float32_file(saved_model, start) -> None:
+    file = dict(tiny_model(dtype=torch.float32).named_parameters())
+    masters, published = starting_masters(saved_model, masters=start)
+    assert masters.keys() == published.keys() == file.keys()
+    for name, exact in file.items():
+        assert torch.equal(published[name], exact.bfloat16())
+        off_grid = exact != exact.bfloat16()
+        assert torch.equal(masters[name][off_grid], exact[off_grid])
+
+
+def test_masters_of_a_bfloat16_file_are_dithered_unless_told_otherwise(tmp_path) -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    dithered, published = starting_masters(tmp_path)
+    plain, same = starting_masters(tmp_path, masters="plain")
+    for name, weight in model.named_parameters():
+        assert torch.equal(published[name], weight)
+        assert torch.equal(same[name], weight)
+        assert torch.equal(plain[name], weight.float())
+        assert (dithered[name] != weight.float()).all()
+        assert torch.equal(dithered[name].bfloat16(), weight)
+    assert torch.equal(starting_masters(tmp_path)[0][name], dithered[name])
+
+
+def test_the_share_that_arrived_on_hand_worked_numbers() -> None:
+    """The bfloat16 grid at 1 has steps of 1/128 above and 1/256 below."""
+    layer = torch.nn.Linear(1, 2, bias=False)
+    layer.weight.data = torch.tensor([[1.0], [1.0]])
+    masters = Masters(layer, torch.bfloat16, ranks=Ranks())
+    before = masters.sample()
+    assert masters.arrived_share(before) == 1.0  # nothing changed
+    with torch.no_grad():
+        masters.parameters["weight"].add_(torch.tensor([[1 / 512], [1 / 128]]))
+    assert masters.arrived_share(before) == pytest.approx(16 / 17)  # only the second change
+    plain = Masters(torch.nn.Linear(1, 2), torch.float32, ranks=Ranks())
+    assert plain.arrived_share(plain.sample()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "low", "high"),
+    [
+        ({"train": {"masters": "dithered"}}, 0.7, 1.3),
+        ({"train": {"masters": "plain"}}, 0.0, 0.3),
+        ({"model": {"dtype": "float32"}}, 1.0, 1.0),
+    ],
+    ids=["dithered", "plain", "float32"],
+)
+def test_a_step_reports_which_share_of_its_update_arrived(tmp_path, settings, low, high) -> None:
+    tiny_model(dtype=torch.bfloat16).save_pretrained(tmp_path)
+    sections = {"model": {"dtype": "bfloat16"}, "train": {"lr": 2e-5}}
+    for name, fields in settings.items():
+        sections[name] = sections[name] | fields
+    metrics = from_disk(tmp_path, **sections).train(random_batch(1)).metrics
+    assert low <= metrics["update/arrived"] <= high

@@ -72,6 +72,8 @@ def results(tmp_path_factory, warm_workers) -> Path:
         rank_program.run(job, folder, Ranks())
     asyncio.run(run_two_ranks(folder))
     rank_program.reload("plain", folder, Ranks(), saved_world=2)
+    for job in rank_program.STARTS:
+        rank_program.start_in_bfloat16(job, folder, Ranks())
     return folder
 
 
@@ -110,6 +112,32 @@ def test_a_resumed_step_is_bitwise_the_same(results, job, world) -> None:
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
 def test_a_checkpoint_loads_at_another_number_of_ranks(results, saved, loaded) -> None:
     assert_same_weights(results / f"plain-{saved}-to-{loaded}.pt", results / "plain-1.pt", 1e-9)
+
+
+@pytest.mark.parametrize("job", rank_program.STARTS)
+def test_two_ranks_start_a_bfloat16_run_bitwise_as_one(results, job) -> None:
+    one, two = (torch.load(results / f"start-{job}-{world}.pt") for world in (1, 2))
+    for part in ("masters", "published"):
+        assert one[part].keys() == two[part].keys()
+        assert all(torch.equal(one[part][name], two[part][name]) for name in one[part]), part
+    for name, master in one["masters"].items():
+        if job == "full":  # on the grid: dithered; off it: the digits of the file
+            assert torch.equal(master.bfloat16(), one["published"][name])
+        if "lora_B" not in name:
+            assert (master != master.bfloat16().float()).float().mean() > 0.99, name
+
+
+@pytest.mark.parametrize("job", rank_program.STARTS)
+def test_two_ranks_train_a_bfloat16_run_like_one(results, job) -> None:
+    one, two = (torch.load(results / f"start-{job}-{world}.pt") for world in (1, 2))
+    changed = sum(
+        not torch.equal(one["after"][name], one["published"][name]) for name in one["after"]
+    )
+    assert changed
+    assert two["arrived"] == pytest.approx(one["arrived"], rel=0.2)
+    assert_close = torch.testing.assert_close
+    for name, tensor in one["after"].items():
+        assert_close(two["after"][name], tensor, rtol=2**-7, atol=1e-6)  # one grid step
 
 
 def test_shares_interleave() -> None:

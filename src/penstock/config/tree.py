@@ -261,6 +261,9 @@ class TrainConfig(Section):
     """AdamW averaging factors."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Largest norm of the gradient; a larger gradient is scaled down to it."""
+    masters: Literal["dithered", "plain"] = "dithered"
+    """Where float32 masters of bfloat16 or float16 weights start; dithered: anywhere in the weight's rounding cell,
+    so that small updates arrive; plain: at the weight. See docs/precision.md."""
     max_bad_updates: int = Field(3, ge=1)
     """Updates skipped in a row for a non-finite gradient after which the run stops."""
     gradient_checkpointing: bool = False

@@ -36,6 +36,19 @@ def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def format_of(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the format in which a parameter of a model loaded in `dtype` computes.
+
+    Some models keep sensitive parameters in float32: some beside float16 only, some always.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return dtype
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return torch.float32 if any(f".{part}." in f".{name}." for part in kept) else dtype
+
+
 def load_causal_lm(
     path: str,
     *,

@@ -59,6 +59,7 @@ class _BatchInTraining:
     stats: TokenStats
     grad_norms: list[float] = field(default_factory=list)  # norm of each update before clipping
     skipped_updates: int = 0  # updates whose loss or gradient was not finite
+    arrived_share: float = 1.0  # of the change of the masters, in the weights that compute
     ptx_losses: list[float] = field(default_factory=list)  # loss of each update
 
     @property
@@ -99,7 +100,9 @@ class Consumer:
             self.policy.compile_layers()
         if self.ranks.world > 1:
             self.policy.shard(self.ranks, self.engine_dtype)
-        self.masters = Masters(model, separate=model.dtype == torch.bfloat16)
+        self.masters = Masters(model, self.engine_dtype, ranks=self.ranks)
+        if config.train.masters == "dithered":
+            self.masters.dither(config.seed)
         self.optimizer = make_optimizer(self.masters.parameters, config.train)
         self.host_offload = HostOffload(self._training_tensors)
         self._stop = threading.Event()
@@ -112,8 +115,8 @@ class Consumer:
         device = trainer_device(config.model)
         dtype = compute_dtype(config.model, device)
         ranks = Ranks.from_environment(device)
-        # A sharded model keeps float32 parameters and casts them to `dtype` by itself.
-        own_dtype = dtype if ranks.world == 1 else torch.float32
+        # Weights that are trained keep the file's digits; a frozen base has no masters.
+        own_dtype = dtype if config.model.lora.rank else torch.float32
         model = load_policy(config.model.path, config.model, own_dtype)
         if config.model.lora.rank:
             add_adapters(model, config.model.lora)
@@ -196,8 +199,7 @@ class Consumer:
 
     def _training_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that only `train` needs: masters, reference, optimizer moments."""
-        if self.masters.separate:
-            yield from self.masters.parameters.values()
+        yield from self.masters.separate
         if self.reference is not None:
             yield from self.reference.parameters()
         for moments in self.optimizer.state.values():
@@ -209,6 +211,7 @@ class Consumer:
             "lr": trained.learning_rate,
             "grad_norm": mean_of_finite(trained.grad_norms),
             "updates/skipped": float(trained.skipped_updates),
+            "update/arrived": trained.arrived_share,
             "ptx/loss": float(np.mean(trained.ptx_losses)) if trained.ptx_losses else 0.0,
             "time/train_s": seconds,
             "tokens_per_s": metrics["tokens/trained"] / seconds,
@@ -221,6 +224,7 @@ class Consumer:
         """Make all updates of the batch; a stop is honoured until the first one is applied."""
         updates = mini_batches(len(batch.groups), self.config.train.mini_batches)
         updates *= self.config.train.num_epochs
+        before = self.masters.sample()
         current = self._prepare(batch, num_updates=len(updates))
         for number, group_numbers in enumerate(updates):
             chosen_R = np.flatnonzero(np.isin(current.flat.group_R, group_numbers))
@@ -230,6 +234,7 @@ class Consumer:
             norm, finite = self._apply_update(current.learning_rate, loss)
             current.grad_norms.append(norm)
             current.skipped_updates += not finite
+        current.arrived_share = self.masters.arrived_share(before)
         return current
 
     def _prepare(self, batch: Batch, *, num_updates: int) -> _BatchInTraining:

@@ -1,48 +1,108 @@
 """The optimizer: float32 master weights, AdamW over them, gradient clipping, learning rate.
 
-If the model computes in float32 the masters are its own parameters. If it computes in bfloat16 they
-are copies: gradients are added to them in every backward pass, and `write_back` copies them into the
-model after a step. Sharded models keep float32 parameters and cast them by themselves. The learning
-rate is a pure function of the step, so a resumed run needs no schedule state.
+If the model computes in float32 the masters are its own parameters. If it computes in bfloat16 or
+float16 they hold the checkpoint's own digits: gradients are added to them in every backward pass, and
+`write_back` rounds them into the model after a step. Sharded models keep float32 parameters and round
+them by themselves. The learning rate is a pure function of the step, so a resumed run needs no
+schedule state.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.config import TrainConfig
-from penstock.train.ranks import whole_tensor
+from penstock.models.loading import format_of
+from penstock.train.dither import HALF_FORMATS, dither_, dither_key
+from penstock.train.ranks import Ranks, own_rows, whole_tensor
 
 
 class Masters:
-    """The parameters that the optimizer changes, by their names in the model."""
+    """The parameters that the optimizer changes, by their names in the model.
 
-    def __init__(self, model: nn.Module, *, separate: bool) -> None:
-        self._model_parameters = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        self.separate = separate
-        self.parameters: dict[str, nn.Parameter] = dict(self._model_parameters)
-        if separate:
-            for name, parameter in self._model_parameters.items():
-                master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-                self.parameters[name] = master
+    The model, loaded at its file's precision, computes in `dtype` afterwards.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype, *, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._rounded: dict[str, nn.Parameter] = {}  # parameters that have a master of their own
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.formats: dict[str, torch.dtype] = {}  # number format in which each parameter computes
+        for name, parameter in model.named_parameters():
+            self.formats[name] = format_of(model, name, dtype)
+            exact = parameter.detach()
+            if ranks.world == 1:
+                parameter.data = exact.to(self.formats[name])
+            if not parameter.requires_grad:
+                continue
+            self.parameters[name] = parameter
+            if self.formats[name] in HALF_FORMATS and ranks.world == 1:
+                master = nn.Parameter(exact.to(torch.float32, copy=True))
+                self._rounded[name], self.parameters[name] = parameter, master
                 parameter.register_post_accumulate_grad_hook(_AddGradientTo(master))
 
+    @property
+    def separate(self) -> list[nn.Parameter]:
+        """The masters that are not themselves parameters of the model."""
+        return [self.parameters[name] for name in self._rounded]
+
+    def dither(self, seed: int) -> None:
+        """Move the masters off the grid of the format that computes; the model does not change."""
+        with torch.no_grad():
+            for name, master in self.parameters.items():
+                if self.formats[name] in HALF_FORMATS:
+                    first, rows = own_rows(master.detach(), self._ranks)
+                    dither_(rows, self.formats[name], dither_key(seed, name), first_row=first)
+
     def write_back(self) -> None:
-        """Copy the masters into the model's parameters."""
-        if self.separate:
+        """Round the masters into the model's parameters."""
+        if self._rounded:
             with torch.no_grad():
-                torch._foreach_copy_(
-                    list(self._model_parameters.values()),
-                    [self.parameters[name] for name in self._model_parameters],
-                )
+                torch._foreach_copy_(list(self._rounded.values()), self.separate)
+
+    def sample(self) -> dict[str, Tensor]:
+        """Copy evenly spaced elements of each master that computes rounded: at most 256 x 256.
+
+        Their numbers in the whole tensor do not depend on the number of ranks.
+        """
+        return {
+            name: _evenly_spaced(*own_rows(master.detach(), self._ranks), len(master)).clone()
+            for name, master in self.parameters.items()
+            if self.formats[name] in HALF_FORMATS
+        }
+
+    def arrived_share(self, before: dict[str, Tensor]) -> float:
+        """Return which share of the update since the sample `before` reached the rounded weights.
+
+        <change of the rounded weights, change of the masters> / |change of the masters|^2 over the
+        sample and all ranks. 1 if nothing is rounded or nothing changed.
+        """
+        products = []
+        for name, after in self.sample().items():
+            change = after - before[name]
+            rounded, rounded_before = (
+                after.to(self.formats[name]),
+                before[name].to(self.formats[name]),
+            )
+            arrived = rounded.double() - rounded_before.double()
+            products.append(torch.stack([(arrived * change).sum(), change.double().square().sum()]))
+        if not products:
+            return 1.0
+        arrived_dot, changed_dot = self._ranks.sum(torch.stack(products).sum(0).cpu().numpy())
+        return float(arrived_dot / changed_dot) if changed_dot else 1.0
+
+
+def _evenly_spaced(first_row: int, rows: Tensor, num_rows: int) -> Tensor:
+    """Return every n-th row and column of a tensor of `num_rows` rows, of which a rank holds some."""
+    table_RC = rows.reshape(len(rows), -1)
+    row_step = -(-num_rows // 256)
+    column_step = -(-table_RC.shape[1] // 256)
+    return table_RC[-first_row % row_step :: row_step, ::column_step]
 
 
 class _AddGradientTo:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.config import LoraConfig, ModelConfig
 from penstock.demo import resolve_model_path
 from penstock.errors import UserError
-from penstock.models.loading import choose_device, load_causal_lm
+from penstock.models.loading import choose_device, format_of, load_causal_lm
 from penstock.train import packed_attention
 from penstock.train.logprobs import LogitRule, token_logprobs
 from penstock.train.pack import Pack
@@ -76,7 +76,7 @@ class Policy(nn.Module):
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh(self.device.type, (ranks.world,))
-        master = next(self.parameters()).dtype
+        master = next(p.dtype for p in self.parameters() if p.requires_grad)
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == master else dtype, reduce_dtype=master
         )
@@ -113,10 +113,11 @@ class Policy(nn.Module):
         for name, parameter in self.model.named_parameters(remove_duplicate=True):
             if ".lora_" in name:
                 continue
-            whole = whole_tensor(parameter.detach())
+            exact = parameter.detach()
             if name in adapted:
-                whole = whole + whole_tensor(adapted[name].get_delta_weight(ADAPTER).detach())
-            yield name.replace(".base_layer.", "."), whole.to(dtype)
+                exact = exact + adapted[name].get_delta_weight(ADAPTER).detach()
+            own_format = format_of(self.model, name, dtype)
+            yield name.replace(".base_layer.", "."), whole_tensor(exact.to(own_format))
 
 
 def _num_parameters(module: nn.Module) -> int:
@@ -162,8 +163,22 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         target_modules=config.target_modules or _linear_names(model),
     )
     peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+    _draw_in_float32(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def _draw_in_float32(model: Any) -> None:
+    """Draw the adapters again at full precision: peft rounds them to the format of their layer."""
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            for name in module.adapter_layer_names:
+                adapters = getattr(module, name)
+                for adapter in adapters.parameters():
+                    adapter.data = adapter.data.to(
+                        torch.promote_types(adapter.dtype, torch.float32)
+                    )
+            module.reset_lora_parameters(ADAPTER, True)
 
 
 def _linear_names(model: Any) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -80,6 +80,16 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     gather = getattr(tensor, "full_tensor", None)
     whole: torch.Tensor = tensor if gather is None else gather()
     return whole
+
+
+def own_rows(tensor: torch.Tensor, ranks: Ranks) -> tuple[int, torch.Tensor]:
+    """Return the number of this rank's first row, and its rows; all of an unsharded tensor."""
+    if not hasattr(tensor, "device_mesh"):
+        return 0, tensor
+    whole: Any = tensor
+    assert [placement.is_shard(0) for placement in whole.placements] == [True], "split by rows"
+    rows_each = -(-len(tensor) // ranks.world)
+    return min(ranks.rank * rows_each, len(tensor)), whole.to_local()
 
 
 def digest_over(ranks: Ranks, weights: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -28,7 +28,7 @@ from penstock.models.loading import quiet_transformers
 from penstock.train.optimizer import Masters
 from penstock.train.policy import Policy
 from penstock.train.ptx import TextStream
-from penstock.train.ranks import Ranks
+from penstock.train.ranks import Ranks, own_rows
 from penstock.weights.offload import HostOffload
 
 FORMAT = 2
@@ -184,7 +184,7 @@ def _own_pieces(consumer: TrainerState) -> Pieces:
     return {
         name: (first, _host_copy(current(rows)))
         for name, tensor in _tensors(consumer).items()
-        for first, rows in [_local(tensor, ranks)]
+        for first, rows in [own_rows(tensor, ranks)]
         if ranks.is_first or rows is not tensor
     }
 
@@ -204,21 +204,11 @@ def _fill(own: Tensors, saved: Iterable[Pieces], ranks: Ranks, folder: Path) -> 
         raise RunError(f"checkpoint {folder}: its weights are not the model's: {differing[:3]}")
     with torch.no_grad():
         for name, tensor in own.items():
-            first, rows = _local(tensor, ranks)
+            first, rows = own_rows(tensor, ranks)
             if name not in pieces:
                 rows.zero_()
             elif _copy_rows(rows, first, pieces[name]) != rows.numel():
                 raise RunError(f"checkpoint {folder}: {name} is not whole")
-
-
-def _local(tensor: Tensor, ranks: Ranks) -> Piece:
-    """Return the rows that this rank holds and the number of the first; all of an unsharded tensor."""
-    if not hasattr(tensor, "device_mesh"):
-        return 0, tensor
-    whole: Any = tensor
-    assert [placement.is_shard(0) for placement in whole.placements] == [True], "split by rows"
-    rows_each = -(-len(tensor) // ranks.world)
-    return min(ranks.rank * rows_each, len(tensor)), whole.to_local()
 
 
 def _copy_rows(target: Tensor, first: int, pieces: Iterable[Piece]) -> int:

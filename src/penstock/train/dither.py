@@ -1,0 +1,89 @@
+"""Dither: start a master anywhere inside the rounding cell of its weight, not at its centre.
+
+A master that equals its bfloat16 weight must move half a grid step before the weight changes: small
+updates are lost for many steps. Spread over the cell, a share (update / grid step) of the masters
+crosses a border at once, so the weights follow in expectation from the first update on, while
+rounding the masters still gives the checkpoint, bit for bit. The place in the cell is a hash of
+seed, name and index: equal on any device, for any number of ranks, and after a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+HALF_FORMATS = (torch.bfloat16, torch.float16)
+_SIGNIFICAND_BITS = {torch.bfloat16: 8, torch.float16: 11}
+_SMALLEST = 2.0**-100  # below it any update arrives, and float32 may be flushed to zero
+_CHUNK = 2**24  # elements at a time, which bounds temporary memory
+
+
+def dither_(
+    exact: Tensor,
+    dtype: torch.dtype,
+    key: int,
+    *,
+    first_row: int = 0,
+    row_step: int = 1,
+    column_step: int = 1,
+) -> None:
+    """Move each float32 element that `dtype` holds exactly to its place inside its rounding cell.
+
+    Elements off the grid keep their digits. `exact` may be every `row_step`-th row and
+    `column_step`-th column of a tensor, beginning at its row `first_row`.
+    """
+    if not exact.numel():
+        return
+    rows_RC = exact.view(len(exact), -1) if exact.ndim else exact.view(1, 1)
+    per_chunk = max(_CHUNK // rows_RC.shape[1], 1)
+    for start in range(0, len(rows_RC), per_chunk):
+        chunk_RC = rows_RC[start : start + per_chunk]
+        row_R = torch.arange(len(chunk_RC), dtype=torch.int32, device=exact.device)
+        row_R = (row_R + start) * row_step + first_row
+        column_C = torch.arange(chunk_RC.shape[1], dtype=torch.int32, device=exact.device)
+        bits_RC = _random_bits(row_R, column_C * column_step, key)
+        chunk_RC.copy_(_inside_cells(chunk_RC, dtype, bits_RC))
+
+
+def dither_key(seed: int, name: str) -> int:
+    """Return the key of a parameter's offsets."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:4], "little", signed=True)
+
+
+def _inside_cells(exact_RC: Tensor, dtype: torch.dtype, bits_RC: Tensor) -> Tensor:
+    """Return centre + share * (half the way to the neighbour), exact in float32.
+
+    Half of the offsets lie on either side of the centre. At a power of two, where the cell is
+    shorter towards zero, this makes the expected change right in both directions.
+    """
+    weight_RC = exact_RC.to(dtype)
+    magnitude_RC = weight_RC.view(torch.int16) & 0x7FFF
+    centre_RC = magnitude_RC.view(dtype).float()
+    above_RC = (magnitude_RC + 1).view(dtype).float() - centre_RC
+    below_RC = centre_RC - (magnitude_RC - 1).view(dtype).float()
+    share_bits = 23 - _SIGNIFICAND_BITS[dtype]  # so that the sum needs at most 24 bits
+    odd_RC = (bits_RC >> (31 - share_bits)) | 1  # never at the centre, never on a border
+    half_RC = torch.where(odd_RC > 0, above_RC, below_RC) * 0.5
+    moved_RC = centre_RC + odd_RC * 2.0**-share_bits * half_RC
+    on_grid_RC = (weight_RC.float() == exact_RC) & (centre_RC >= _SMALLEST)
+    on_grid_RC &= above_RC.isfinite()  # the largest number has no neighbour
+    return torch.where(on_grid_RC, moved_RC.copysign(exact_RC), exact_RC)
+
+
+def _random_bits(row_R: Tensor, column_C: Tensor, key: int) -> Tensor:
+    """Return 32 random bits for each element: a hash of its row, its column and the key."""
+    row_key_R = _mix(row_R ^ key)
+    return _mix(row_key_R[:, None] + column_C * -0x61C88647)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Return a one-to-one mix of int32 numbers, in place: shifts and odd factors, wrapping."""
+    bits ^= (bits >> 16) & 0xFFFF
+    bits *= 0x7FEB352D
+    bits ^= (bits >> 15) & 0x1FFFF
+    bits *= 0x846CA68B - 2**32
+    bits ^= (bits >> 16) & 0xFFFF
+    return bits
