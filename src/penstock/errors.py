@@ -23,6 +23,10 @@ class EngineError(RunError):
     """An inference engine refused, failed or died; the message names the request or the engine."""
 
 
+class EnginesLost(EngineError):
+    """Every engine was given up: no request will ever be answered, so the run stops."""
+
+
 class WeightsGone(EngineError):
     """Published weights can no longer be read, or are incomplete; they must be published again."""
 

@@ -17,10 +17,13 @@ def work(size: int = 1, *, longest: int = 100, prompt: int = 10, least_version: 
 
 def measured(dispatcher: Dispatcher, index: int, *, seconds: float, length: int) -> None:
     """Let an engine answer once, so that the dispatcher knows its speed."""
-    known = work()
-    known.wanted = index
+    known, serving = work(), dispatcher.serving
+    for other in serving:
+        dispatcher.let_serve(other, other == index)
     assert dispatcher.offer(known, 0.0) == index
     dispatcher.release(known, seconds, [length])
+    for other in serving:
+        dispatcher.let_serve(other, True)
 
 
 # ---- binding, by hand

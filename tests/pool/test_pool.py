@@ -1,4 +1,4 @@
-"""The pool: engine contract, balance, stickiness, deaths and the order of updates."""
+"""The pool: engine contract, balance, deaths, aborts and the order of updates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from penstock.config import LaunchConfig
-from penstock.engine.protocol import Generation, GenerationRequest
-from penstock.errors import DigestMismatch, EngineError, WeightsGone
+from penstock.engine.protocol import Generation, GenerationRequest, PauseMode
+from penstock.errors import DigestMismatch, EngineError, PartFailed, RunError, WeightsGone
 from penstock.launch.inline import ThreadWorker
 from penstock.pool.newest_weights import NewestWeights
 from penstock.pool.pool import EnginePool, UpdateOrder
@@ -33,7 +33,7 @@ class StartingPool(EnginePool):
             await engine.supervised.start()
 
 
-def make_pool(update: UpdateOrder = "together") -> EnginePool:
+def make_pool(update: UpdateOrder = "together", *, max_restarts: int = 3) -> EnginePool:
     """Return a pool of two engines in workers of this process, as the inline launcher has one."""
 
     def spawn(name: str) -> Callable[[], Awaitable[Worker]]:
@@ -41,7 +41,7 @@ def make_pool(update: UpdateOrder = "together") -> EnginePool:
 
     callbacks = SupervisionCallbacks(waits=Waits(), note=lambda line: None)
     workers = [
-        Supervised(name, spawn(name), LaunchConfig(), callbacks)
+        Supervised(name, spawn(name), LaunchConfig(max_restarts=max_restarts), callbacks)
         for name in ("engine-0", "engine-1")
     ]
     return StartingPool(workers, callbacks.waits, update=update)
@@ -81,7 +81,7 @@ class Recorder:
         return "d"
 
 
-def test_the_least_loaded_engine_takes_a_request_and_rollouts_stick() -> None:
+def test_the_least_loaded_engine_takes_a_request() -> None:
     async def main() -> None:
         log: list[str] = []
         a, b = Recorder("a", log), Recorder("b", log)
@@ -99,9 +99,6 @@ def test_the_least_loaded_engine_takes_a_request_and_rollouts_stick() -> None:
         b.gate.set()
         await asyncio.gather(*tasks)
         assert log == ["a:big", "b:s1", "b:s2"]
-        await pool.generate(tiny.request("big", [5], response=[4], max_tokens=300))
-        await pool.generate(tiny.request("s2", [7], response=[4], max_tokens=10))
-        assert log[-2:] == ["a:big", "b:s2"]
 
     run(main)
 
@@ -177,7 +174,7 @@ def test_a_dead_engine_is_left_and_its_requests_are_made_elsewhere() -> None:
 
 def test_with_no_engine_left_requests_fail_with_the_reasons() -> None:
     async def main() -> None:
-        pool = make_pool()
+        pool = make_pool(max_restarts=0)
         await pool.start()
         for engine in pool._engines:
             assert isinstance(engine.supervised.worker, ThreadWorker)
@@ -269,5 +266,84 @@ def test_engines_that_miss_the_same_weights_renew_them_once(newer: bool) -> None
         loaded = await asyncio.gather(*(weights.renewing(load) for _ in range(5)))
         assert loaded == [2 if newer else 1] * 5
         assert renewals == [gone]
+
+    run(main)
+
+
+class HeldEngine(FakeEngine):
+    """Holds its requests until they are aborted; a pause waits for that, as mode `wait` does."""
+
+    def __init__(self) -> None:
+        super().__init__(seconds_per_token=1000.0)
+        self.began, self.pausing, self.name = asyncio.Event(), asyncio.Event(), ""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.name = request.request_id
+        self.began.set()
+        return await super().generate(request)
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        self.pausing.set()
+        for running in list(self._running.values()):
+            await running.ended.wait()
+
+
+def test_an_abort_reaches_an_engine_that_is_being_drained() -> None:
+    async def main() -> None:
+        engines = [HeldEngine(), HeldEngine()]
+        pool = await EngineCrew(engines).start()
+        tasks = [asyncio.create_task(pool.generate(request(name))) for name in ("a", "bb")]
+        for engine in engines:
+            await engine.began.wait()
+        scaling = asyncio.create_task(pool.scale(1))
+        await engines[1].pausing.wait()
+        for engine in engines:
+            await pool.abort(engine.name)
+        assert [(await task).finish_reason for task in tasks] == ["abort", "abort"]
+        assert pool.count == len(pool.serving) == 1
+        await scaling
+        await pool.close()
+
+    run(main)
+
+
+def test_requests_of_a_cancelled_caller_are_aborted_at_their_engine() -> None:
+    async def main() -> None:
+        engine = HeldEngine()
+        pool = await EngineCrew([engine]).start()
+        task = asyncio.create_task(pool.generate(request("a")))
+        await engine.began.wait()
+        stopped = engine._running["a"].ended
+        task.cancel()
+        await stopped.wait()
+        await pool.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", [EngineError, PartFailed])
+def test_an_engine_that_dies_of_an_error_while_it_loads_weights_is_started_again(
+    kind: type[RunError],
+) -> None:
+    async def main() -> None:
+        crew = EngineCrew([FakeEngine()])
+        pool = await crew.start()
+        engine = crew.engines[0]
+
+        async def broken(*_: object) -> None:
+            raise kind("engine-0: it died: CUDA error")
+
+        engine.update_weights = engine.stats = broken
+        updating = asyncio.create_task(
+            pool.update_weights(1, WeightHandle(version=1, digest="digest-1", kind="none"))
+        )
+        asking = asyncio.create_task(pool.generate(request("a")))
+        while pool.serving:
+            await pool._change("engine-0")
+        del engine.update_weights, engine.stats
+        crew.revive(0)
+        assert await updating == "digest-1"
+        assert (await asking).segments[0].version == 1
+        await pool.close()
 
     run(main)

@@ -214,7 +214,7 @@ class PoolMachine(RuleBasedStateMachine):
             if not one.task.cancelled():
                 self._check(one)
         assert self.pool._dispatcher.running == self.pool._dispatcher.waiting == 0
-        assert not self.pool._batches
+        assert not self.pool._requests._batches
         assert len(self._slow_lines()) <= len(self.engines)
         self.clock.run(self.pool.close())
 

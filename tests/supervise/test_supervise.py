@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from penstock.errors import EngineError, PartFailed, RunError, UserError, WorkerDied
 from penstock.launch.control import Control, scale_run
 from penstock.launch.processes.process_worker import ProcessWorker
+from penstock.supervise.supervised import Supervised
 from penstock.supervise.trainer import RankGroup
 from penstock.types import Batch
-from stages.supervised import HANDLE, Crew, Play, nothing, request
+from stages.fake_engine import FakeEngine
+from stages.supervised import HANDLE, Crew, FakeWorker, Play, nothing, request, settings
 from stages.watching import SilentWorker
 
 
@@ -39,9 +42,8 @@ def test_a_hung_process_is_replaced_and_its_call_fails_at_once(tmp_path: Path) -
             await one.close()
 
     assert asyncio.run(run()) == "hello again"
-    assert play.notes[0] == "echo: it does not answer; it is ended"
-    assert "starting it again (1 of 3)" in play.notes[1]
-    assert play.notes[2].startswith("echo: serves again (pid ")
+    assert play.notes[0] == "echo: it does not answer; starting it again (1 of 3)"
+    assert play.notes[1].startswith("echo: serves again (pid ")
 
 
 def test_requests_of_a_dead_engine_go_to_another_at_once() -> None:
@@ -114,16 +116,16 @@ def test_an_engine_that_died_inside_its_worker_is_started_again(kind: type[RunEr
         engines = await crew.start()
 
         async def broken(*args: Any) -> Any:
-            raise EngineError("engine 0: it died: out of memory")
+            raise EngineError("engine-0: it died: out of memory")
 
         async def broken_stats() -> Any:
-            raise kind("engine 0: it died: out of memory")
+            raise kind("engine-0: it died: out of memory")
 
         crew.made["engine-0"][0].engine.stats = broken_stats  # type: ignore[method-assign]
         crew.made["engine-0"][0].engine.generate_many = broken  # type: ignore[method-assign]
         made = await engines.generate_many([request("a"), request("bb"), request("ccc")])
         assert {one.finish_reason for one in made} == {"stop"}
-        assert any("out of memory; it is ended" in note for note in crew.notes)
+        assert "engine-0: it died: out of memory; starting it again (1 of 3)" in crew.notes
         await engines.close()
 
     asyncio.run(run())
@@ -167,7 +169,7 @@ def test_a_preparation_that_fails_is_tried_again_and_counted(tmp_path: Path) -> 
 
     asyncio.run(run())
     assert tries == [0, 1]
-    assert "weights could not be fetched; starting it again (2 of 3)" in play.notes[2]
+    assert "weights could not be fetched; starting it again (2 of 3)" in play.notes[1]
 
 
 def test_a_fault_in_a_preparation_is_told_to_whoever_waits(tmp_path: Path) -> None:
@@ -290,3 +292,43 @@ def test_the_control_channel_answers_and_refuses(tmp_path: Path) -> None:
             scale_run(tmp_path, "producers=2")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("faults", "is_given_up"),
+    [
+        (["index 7 out of bounds", "index 9 out of bounds", "index 8 out of bounds"], True),
+        (["index 7 out of bounds", "out of memory", "index 8 out of bounds"] * 2, False),
+    ],
+)
+def test_a_worker_is_given_up_after_the_same_fault_three_times_in_a_row(
+    faults: list[str], is_given_up: bool
+) -> None:
+    play = Play()
+    logged: list[str] = []
+
+    def log(worker: str, text: str) -> str:
+        logged.append(f"{worker}: {text}")
+        return "engine.log"
+
+    play.callbacks.log = log
+
+    async def spawn() -> FakeWorker:
+        return FakeWorker("engine", FakeEngine())
+
+    async def run() -> None:
+        one = Supervised("engine", spawn, settings(max_restarts=10), play.callbacks)
+        one.prepare = nothing
+        await one.start()
+        for number, fault in enumerate(faults):
+            await one.replace(fault, traceback=f"traceback {number}")
+            last = is_given_up and fault is faults[-1]
+            with pytest.raises(WorkerDied, match="3 times in a row") if last else nullcontext():
+                await one.ready()
+        assert (one.given_up is not None) is is_given_up
+        assert str(one.given_up or "").count("engine: index 8 out of bounds") == is_given_up
+        assert str(one.given_up or "").count("(traceback: engine.log)") == is_given_up
+        await one.close()
+
+    asyncio.run(run())
+    assert logged == [f"engine: traceback {number}" for number in range(len(faults))]

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from penstock.config import SamplingConfig
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
+from penstock.errors import EnginesLost
 from penstock.reward.protocol import Reward
 from penstock.types import Rollout, Status
 
@@ -110,6 +111,8 @@ class SingleTurn:
             generations = await self._engine.generate_many(requests)
             self._not_searched = None
             return generations
+        except EnginesLost:
+            raise
         except Exception as error:
             if len(requests) == 1:
                 return [error]

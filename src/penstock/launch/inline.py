@@ -1,7 +1,8 @@
 """Everything in this process: the trainer on one thread, the engine on another.
 
 For debuggers, notebooks and tests. Python threads share one interpreter lock, so generation and training
-overlap less than with `local`. A thread cannot be killed, so no part is restarted.
+overlap less than with `local`. A thread cannot be killed: an engine that dies of an error is started
+again, a part that hangs is not.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from penstock.config import Config
 from penstock.engine import ENGINES
 from penstock.launch.assemble import assemble
 from penstock.launch.part_factories import TrainerService
-from penstock.launch.rpc_server import RpcServer
+from penstock.launch.rpc_server import RpcServer, append_to_log
 from penstock.launch.workers import Workers
 from penstock.plugins import load
 from penstock.supervise.activity import activity_of
@@ -56,7 +58,8 @@ class ThreadWorker:
         return await asyncio.to_thread(activity_of, os.getpid())
 
     async def kill(self) -> None:
-        raise AssertionError(f"{self.name} is a part of this process and cannot be killed")
+        """Give up a part that has died inside: its thread has ended, or ends when it is closed."""
+        self._closed.set()
 
     async def close(self) -> None:
         self._closed.set()
@@ -64,12 +67,12 @@ class ThreadWorker:
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
-    """Build trainer and engine in this process; `log_folder` stays unused, as errors rise here."""
+    """Build trainer and engine in this process."""
     from penstock.weights.in_process import InProcessSync
 
     sync = InProcessSync()
     engine_class = load("engine.name", config.engine.name, ENGINES)
-    callbacks = SupervisionCallbacks(waits=Waits())
+    callbacks = SupervisionCallbacks(waits=Waits(), log=partial(append_to_log, log_folder))
 
     async def spawn_trainer() -> ThreadWorker:
         return await ThreadWorker.start(

@@ -91,6 +91,15 @@ def with_log_path(error: Exception, log_path: Path) -> Exception:
     return error
 
 
+def append_to_log(folder: Path, name: str, text: str) -> str:
+    """Append to the log of a worker from the driver, whose node holds the run folder; return its path."""
+    path = folder / f"{name}.log"
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as log:
+        log.write(f"{text.rstrip()}\n")
+    return str(path)
+
+
 def one_line(error: BaseException) -> str:
     """Return the type and message of an error; a group with one error counts as that error."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:

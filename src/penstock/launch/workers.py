@@ -26,6 +26,11 @@ class Workers:
     )
     set_aside: SetAside | None = None  # lends out an engine, which keeps its weights meanwhile
 
+    @property
+    def restarts(self) -> int:
+        """How often workers were restarted in this run."""
+        return sum(worker.restarts for worker in self.supervised.values())
+
     def restore_trainer_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
         """From now on, restart a trainer that dies; `restore` brings it to its last state."""
         self.supervised["trainer"].prepare = lambda call: restore(TrainerClient(call))

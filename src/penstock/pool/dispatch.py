@@ -30,7 +30,6 @@ class Work:
     size: int  # number of requests
     tokens: int  # the most that the requests can hold, prompts and responses
     least_version: int = 0  # version of the oldest weights that may generate this work
-    wanted: int | None = None  # the engine that holds the work's prefix in its cache
     engine: int | None = None  # the engine that the work is bound to
     waits: bool = False  # whether it is in the queue
     since: float = 0.0  # time at which it was bound
@@ -60,7 +59,7 @@ class Dispatcher:
         self.held = False
         self.waiting = 0  # requests in the queue
         self.running = 0  # requests that are bound
-        self._slots = slots
+        self.slots = slots
         self._queue: deque[Work] = deque()
         self._fill: float | None = None  # share of bound requests that still run
         self._capacity = self._capacity_at(_UNKNOWN_FILL)
@@ -147,7 +146,7 @@ class Dispatcher:
 
     def _bind(self, work: Work, index: int, now: float) -> None:
         member = self.members[index]
-        work.engine, work.wanted, work.since = index, None, now
+        work.engine, work.since = index, now
         member.refused = 0
         member.requests += work.size
         member.tokens += work.tokens
@@ -159,8 +158,6 @@ class Dispatcher:
         if self.held:
             return None
         able = self._able(work)
-        if work.wanted in able:
-            return work.wanted
         if not able:
             return None
         known = [member.speed for member in self.members if member.speed is not None]
@@ -189,7 +186,7 @@ class Dispatcher:
         if not paces:
             return able
         waiting = self.waiting if work.waits else self.waiting + work.size
-        others = 1 / max(paces) + waiting / (self._slots * sum(paces))
+        others = 1 / max(paces) + waiting / (self.slots * sum(paces))
         return [i for i in able if 1 / (self.members[i].pace or math.inf) <= others]
 
     def _capacity_at(self, fill: float) -> float:
@@ -197,7 +194,7 @@ class Dispatcher:
 
         Work is answered whole: its first responses that end wait for its longest one.
         """
-        return self._slots * _AHEAD / max(_LEAST_FILL, fill)
+        return self.slots * _AHEAD / max(_LEAST_FILL, fill)
 
     def _measure(self, member: Member, work: Work, seconds: float, lengths: Sequence[int]) -> None:
         longest = max(1, *lengths)

@@ -43,7 +43,6 @@ class Engine:
     loaded: tuple[int, str] | None = None  # version and digest that its worker confirmed
     tokens: int = 0  # tokens that the current worker generated, from its last stats
     earlier_tokens: int = 0  # tokens that its dead workers generated
-    is_slow: bool = False  # the user was told that this engine is slow
 
     @property
     def name(self) -> str:

@@ -1,37 +1,32 @@
 """Several supervised engines as one `InferenceEngine`.
 
-Requests wait in the driver until an engine has room for them (`dispatch.py` decides, this file acts). The
-requests of one prompt go to one engine together; a request id that was used before returns to its last
-engine, which may hold its prefix. The requests of a dead engine are retried on another one, or wait for the first that is
-back, so a death costs time and no group. Owns the newest weights: an engine serves only with those. How
-a worker is started belongs to `launch/`, when it is restarted to `supervise/`.
+Owns the states of the engines: which serve, start, are lent or dead, and with which weights. The way of a
+request through the pool is in `requests.py`; how a worker is started belongs to `launch/`, when it is
+restarted to `supervise/`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
-from penstock.errors import EngineError, PartFailed, RunError, UserError, WorkerDied
-from penstock.pool.dispatch import Dispatcher
+from penstock.errors import EngineError, EnginesLost, PartFailed, RunError, UserError, WorkerDied
 from penstock.pool.engine import ENDED, MOVES, WORKING, Engine, EngineState, LentEngine
 from penstock.pool.newest_weights import NewestWeights, Renew
 from penstock.pool.node_copies import NodeCopies
 from penstock.pool.prompt_batch import PromptBatch, empty_answer
+from penstock.pool.requests import Requests
 from penstock.supervise.supervised import Call, Supervised, nothing
 from penstock.types import WeightHandle
 from penstock.watch.waits import WaitKind, Waits
 
 T = TypeVar("T")
 UpdateOrder = Literal["together", "rolling"]
-_REMEMBERED = 65536  # rollouts whose engine is remembered
-_LAST_ENGINE_DEATHS = 3  # a request fails after so many deaths of the only engine that served
 
 
 class EnginePool:
@@ -75,12 +70,17 @@ class EnginePool:
             raise EngineError("engine pool: got 0 engines, allowed: at least 1")
         self._waits, self._make = waits, make
         self._weights = NewestWeights(copies, renew)
-        self._slots, self._update = slots, update
-        self._note, self._first_loaded = note, first_loaded
-        self._dispatcher = Dispatcher(len(supervised), slots)
+        self._update, self._first_loaded = update, first_loaded
         self._engines: list[Engine] = []
-        self._batches: dict[str, PromptBatch] = {}  # request without an answer -> its batch
-        self._owners: OrderedDict[str, Engine] = OrderedDict()  # request -> its last engine
+        self._requests = Requests(
+            len(supervised),
+            slots,
+            generate=lambda index, requests: self._generate_on(self._engines[index], requests),
+            abort=lambda index, names: self._abort_on(self._engines[index], names),
+            until_one_serves=self._until_one_serves,
+            note=note,
+        )
+        self._dispatcher = self._requests.dispatcher
         self._least_version = 0  # the oldest weights that new requests may be generated with
         self.when_loaded: Callable[[], Awaitable[None]] = nothing  # called after an update
         self._scaling = asyncio.Lock()
@@ -88,7 +88,7 @@ class EnginePool:
         self._gpu_released = asyncio.Event()  # not set: the trainer holds the GPU
         self._gpu_released.set()
         self._starts: set[Engine] = set()  # engines that hold GPU memory, or will when they start
-        self._asleep = self._closed = False
+        self._asleep = False
         self._changed = asyncio.Event()  # a state, a reserved start or a waiting request changed
         for one in supervised:
             self._adopt(Engine(one, len(self._engines)))
@@ -127,11 +127,9 @@ class EnginePool:
         self._dispatcher.let_serve(
             engine.index, state is EngineState.SERVING, retired=state is EngineState.RETIRED
         )
-        if not self.serving:  # queued requests now wait for a restart
-            for work in self._dispatcher.waiters():
-                assert isinstance(work, PromptBatch)
-                self._unqueue(work)
-        self._bind_queued()
+        if not self.serving:
+            self._requests.unqueue_all()
+        self._requests.bind_queued()
         self._changed.set()
 
     def _lost(self, engine: Engine) -> None:
@@ -143,20 +141,20 @@ class EnginePool:
         if engine.state not in ENDED:
             self._move(engine, EngineState.DEAD, str(engine.supervised.given_up))
 
-    async def _end(self, engine: Engine, reason: str) -> None:
-        """End an engine that does not work; its worker is restarted if that is possible."""
-        if engine.supervised.can_restart:
-            await engine.supervised.replace(reason)
-            self._lost(engine)
-        elif engine.state not in ENDED:
-            self._move(engine, EngineState.DEAD, reason)
+    async def _end(self, engine: Engine, error: Exception) -> None:
+        """End an engine that died inside its worker; supervision restarts it, or gives it up."""
+        reason = str(error).removeprefix(f"{engine.name}: ")
+        logged = isinstance(error, PartFailed)  # by its worker
+        notes = [] if logged else getattr(error, "__notes__", [])
+        await engine.supervised.replace(reason, traceback="\n".join(notes))
+        self._lost(engine)
 
     async def _until_one_serves(self, batch: PromptBatch | None = None) -> None:
-        """Wait until an engine serves, or `batch` has ended; raise EngineError if all are dead."""
-        while not self.serving and (batch is None or (batch.left and not self._closed)):
+        """Wait until an engine serves, or `batch` has ended; raise EnginesLost if all are dead."""
+        while not self.serving and (batch is None or (batch.left and not self._requests.closed)):
             if not self.count:
                 reasons = [engine.reason for engine in self._in(EngineState.DEAD)]
-                raise EngineError("no engine is left: " + "; ".join(reasons))
+                raise EnginesLost("no engine is left: " + "; ".join(reasons))
             await self._change("engines")
 
     async def _change(self, what: str) -> None:
@@ -285,7 +283,7 @@ class EnginePool:
         except WorkerDied:
             self._lost(engine)
         except EngineError as error:
-            await self._end(engine, f"it did not get the newest weights: {error}")
+            await self._end(engine, error)
 
     # ---- requests
 
@@ -293,81 +291,11 @@ class EnginePool:
         return (await self.generate_many([request]))[0]
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        prompts: dict[bytes, list[int]] = {}
-        for place, request in enumerate(requests):
-            prompts.setdefault(request.prompt_ids.tobytes(), []).append(place)
-        parts = [
-            places[start : start + self._slots]
-            for places in prompts.values()
-            for start in range(0, len(places), self._slots)
-        ]
-        if len(parts) == 1:
-            return await self._generate_batch(requests)
-        batches = ([requests[place] for place in part] for part in parts)
-        made = await asyncio.gather(*map(self._generate_batch, batches))
-        results: dict[int, Generation] = {}
-        for places, answers in zip(parts, made, strict=True):
-            results.update(zip(places, answers, strict=True))
-        return [results[place] for place in range(len(requests))]
+        return await self._requests.generate_many(requests, least_version=self._least_version)
 
-    async def _generate_batch(self, requests: list[GenerationRequest]) -> list[Generation]:
-        """Generate the responses of one prompt on one engine; if it dies, on another."""
-        owner = self._owners.get(requests[0].request_id)
-        wanted = None if owner is None else owner.index
-        batch = PromptBatch.of(requests, wanted=wanted, least_version=self._least_version)
-        self._batches.update((request.request_id, batch) for request in requests)
-        began = False
-        try:
-            while batch.left and not self._closed:
-                await self._until_one_serves(batch)
-                if batch.left and await self._has_room(batch, first=began):
-                    began = True
-                    await self._run_on_engine(batch)
-        finally:
-            for request in requests:
-                if self._batches.get(request.request_id) is batch:
-                    del self._batches[request.request_id]
-        batch.end("error", error="engine pool: it is closed")  # only requests that are still left
-        return [batch.done[request.request_id] for request in requests]
-
-    async def _has_room(self, batch: PromptBatch, *, first: bool) -> bool:
-        """Wait until the batch is bound to an engine; False if it left the queue. Waits for: room."""
-        loop = asyncio.get_running_loop()
-        if self._dispatcher.offer(batch, loop.time(), first=first) is not None:
-            return True
-        batch.room = loop.create_future()
-        self._bind_queued()
-        try:
-            return await batch.room
-        except asyncio.CancelledError:
-            if batch.engine is not None:  # bound and cancelled at the same time
-                self._release(batch)
-            raise
-        finally:
-            self._dispatcher.withdraw(batch)
-            batch.room = None
-
-    async def _run_on_engine(self, batch: PromptBatch) -> None:
-        """Generate what is left of the batch on the engine that it is bound to."""
-        assert batch.engine is not None
-        batch.end("abort", batch.aborted)  # aborted after it was bound and before it is sent
-        engine, made, died = self._engines[batch.engine], list[Generation](), False
-        for request in batch.left:
-            self._owners[request.request_id] = engine
-            self._owners.move_to_end(request.request_id)
-        while len(self._owners) > _REMEMBERED:
-            self._owners.popitem(last=False)
-        try:
-            if batch.left:
-                made, died = await self._generate_on(engine, batch.left)
-        finally:
-            whole = all(one.finish_reason not in ("error", "abort") for one in made)
-            self._release(batch, [len(one.token_ids) for one in made] if whole else [])
-        if died and not any(other is not engine for other in self._in(EngineState.SERVING)):
-            batch.last_engine_deaths += 1
-        batch.take(made, retry_failed=died and batch.last_engine_deaths < _LAST_ENGINE_DEATHS)
-        batch.end("abort", batch.aborted)
-        self._tell_if_slow(engine)
+    async def abort(self, request_id: str) -> None:
+        await self._requests.abort(request_id)
+        self._changed.set()
 
     async def _generate_on(
         self, engine: Engine, requests: list[GenerationRequest]
@@ -378,58 +306,19 @@ class EnginePool:
         except WorkerDied as error:
             self._lost(engine)
             return [empty_answer(r.request_id, "error", str(error)) for r in requests], True
+        except PartFailed as error:
+            if await self._is_alive(engine):
+                raise
+            return [empty_answer(r.request_id, "error", str(error)) for r in requests], True
         except EngineError as error:
             made = [empty_answer(request.request_id, "error", str(error)) for request in requests]
         failed = any(one.finish_reason == "error" for one in made)
         return made, failed and not await self._is_alive(engine)
 
-    def _release(self, batch: PromptBatch, lengths: list[int] | None = None) -> None:
-        self._dispatcher.release(batch, asyncio.get_running_loop().time(), lengths or ())
-        self._bind_queued()
-
-    def _bind_queued(self) -> None:
-        if self._dispatcher.waiting:
-            for work in self._dispatcher.bindings(asyncio.get_running_loop().time()):
-                assert isinstance(work, PromptBatch)
-                work.wake(True)
-
-    def _unqueue(self, batch: PromptBatch) -> None:
-        self._dispatcher.withdraw(batch)
-        batch.wake(False)
-
-    def _tell_if_slow(self, engine: Engine) -> None:
-        fastest = None if engine.is_slow else self._dispatcher.slower_than(engine.index)
-        if fastest is not None:
-            engine.is_slow = True
-            pace, best = (self._dispatcher.members[n].pace for n in (engine.index, fastest))
-            self._note(
-                f"{engine.name}: it is slow, {pace:.3g} tokens/s for a response where "
-                f"{self._engines[fastest].name} makes {best:.3g}; a sync batch waits for it"
-            )
-
-    async def abort(self, request_id: str) -> None:
-        batch = self._batches.get(request_id)
-        if batch is not None:
-            batch.aborted.add(request_id)
-            if batch.engine is None:
-                self._end_waiting(batch, [request_id])
-                return
-        owner = self._owners.get(request_id)
-        if owner is not None and owner.state in WORKING:
-            with contextlib.suppress(EngineError, WorkerDied):  # a dead engine has no requests
-                await owner.supervised.call("abort", request_id)
-
-    def _end_waiting(self, batch: PromptBatch, names: list[str] | None = None) -> None:
-        """End requests that wait for an engine."""
-        batch.end("abort", names)
-        if not batch.left:
-            self._unqueue(batch)
-            self._changed.set()
-
-    def _end_all_waiting(self) -> None:
-        for batch in set(self._batches.values()):
-            if batch.engine is None:
-                self._end_waiting(batch)
+    async def _abort_on(self, engine: Engine, request_ids: list[str]) -> None:
+        with contextlib.suppress(EngineError, WorkerDied):  # a dead engine has no requests
+            for request_id in request_ids:
+                await engine.supervised.call("abort", request_id)
 
     # ---- all engines
 
@@ -440,13 +329,13 @@ class EnginePool:
         """Pause all engines. Requests that wait for an engine stay queued, or end (`abort`)."""
         self._dispatcher.held = True
         if mode == "abort":
-            self._end_all_waiting()
+            self._end_waiting()
         await self._at_least_one(lambda: self._call_working("pause", mode))
 
     async def resume(self) -> None:
         self._dispatcher.held = False
         await self._at_least_one(lambda: self._call_working("resume"))
-        self._bind_queued()
+        self._requests.bind_queued()
 
     async def sleep(self) -> None:
         async with self._switching:
@@ -499,12 +388,17 @@ class EnginePool:
         )
 
     async def close(self) -> None:
-        self._closed = True
-        self._end_all_waiting()
+        self._requests.closed = True
+        self._end_waiting()
         for engine in self._engines:
             if engine.state not in ENDED:
                 self._move(engine, EngineState.DEAD, f"{engine.name}: it was closed")
         await asyncio.gather(*(engine.supervised.close() for engine in self._engines))
+        await self._requests.aborts_sent()
+
+    def _end_waiting(self) -> None:
+        self._requests.end_waiting()
+        self._changed.set()
 
     async def _stats_of(self, engine: Engine) -> EngineStats:
         """Ask one engine, and count the tokens of all its workers.
@@ -519,7 +413,7 @@ class EnginePool:
             raise
         except (EngineError, PartFailed) as error:
             if engine.supervised.worker is worker:  # otherwise a restarted worker serves already
-                await self._end(engine, str(error))
+                await self._end(engine, error)
             raise WorkerDied(str(error)) from error
         engine.tokens = stats.tokens_generated
         return replace(stats, tokens_generated=engine.tokens + engine.earlier_tokens)
@@ -547,7 +441,7 @@ class EnginePool:
             except WorkerDied:
                 self._lost(engine)
                 return []
-            except EngineError:
+            except (EngineError, PartFailed):
                 if await self._is_alive(engine):
                     raise
                 return []
@@ -576,7 +470,7 @@ class EnginePool:
             assert handle is not None
             digest = await self._weights.load(engine, handle, engine.supervised.call)
             self._dispatcher.members[engine.index].version = handle.version
-            self._bind_queued()
+            self._requests.bind_queued()
             if self._update == "together" and handle.version > self._least_version:
                 self._least_version = handle.version
                 self._first_loaded(handle.version, digest)

@@ -24,14 +24,11 @@ class PromptBatch(Work):
     last_engine_deaths: int = 0  # engines that died with this batch while no other engine served
 
     @classmethod
-    def of(
-        cls, requests: list[GenerationRequest], *, wanted: int | None = None, least_version: int = 0
-    ) -> Self:
+    def of(cls, requests: list[GenerationRequest], *, least_version: int = 0) -> Self:
         return cls(
             size=len(requests),
             tokens=sum(request.num_tokens for request in requests),
             least_version=least_version,
-            wanted=wanted,
             left=requests,
         )
 

@@ -1,8 +1,8 @@
 """Runs the groups of one task: draws, generates, retries and lands each of them; pauses them all.
 
 Every launched group is one asyncio task that ends by landing its own group: completed, refused, aborted,
-or failed for good. An error in a group stays in that group. Only a journal that cannot write and the
-limits on failures and refusals end the run: that error is kept in `fault` for whoever waits.
+or failed for good. An error in a group stays in that group. Only a journal that cannot write, the loss of
+all engines and the limits on failures and refusals end the run: that error is kept in `fault` for whoever waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.config import ProduceSettings
 from penstock.data.sampler import PromptsExhausted, rollout_seed
-from penstock.errors import PenstockError, RunError, TooManyFailures
+from penstock.errors import EnginesLost, PenstockError, RunError, TooManyFailures
 from penstock.produce.context import IsValidSample, ProduceContext
 from penstock.produce.pending import PendingGroup, PendingSet
 from penstock.produce.signal import Signal
@@ -190,7 +190,7 @@ class GroupRunner:
         return False
 
     async def _call_agent(self, ctx: ProduceContext, group: Group) -> None:
-        """Call the agent loop; its errors fail the group's unfinished members."""
+        """Call the agent loop; its errors fail the group's unfinished members, lost engines the run."""
         lengths_before = [len(rollout.response_ids) for rollout in group.rollouts]
         try:
             returned = await _call(
@@ -201,6 +201,8 @@ class GroupRunner:
             )
             _accept(group, returned)
             _check_versions(group, lengths_before)
+        except EnginesLost:
+            raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             for rollout in group.rollouts:

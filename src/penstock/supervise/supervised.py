@@ -10,6 +10,7 @@ Every call into a worker passes `call_worker`, which opens the wait that the wat
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 import traceback
@@ -29,6 +30,8 @@ Spawn = Callable[[], Awaitable[Worker]]
 Call = Callable[..., Awaitable[Any]]  # call("method", *args) of one worker
 Prepare = Callable[[Call], Awaitable[None]]
 _LONGEST_BACKOFF_S = 60.0
+_SAME_FAULTS = 3  # a worker that dies of one error so often in a row is given up
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 CALLS = {  # the kind of wait that a method of a worker opens; any other is a short question
     **dict.fromkeys(("generate", "generate_many"), WaitKind.GENERATE),
     "update_weights": WaitKind.SYNC,
@@ -59,6 +62,7 @@ class SupervisionCallbacks:
 
     waits: Waits
     note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+    log: Callable[[str, str], str] = lambda worker, text: ""  # to a worker's log; returns its path
     first_loaded: Callable[[int, str], None] = lambda version, digest: None  # by the first engine
 
 
@@ -78,6 +82,9 @@ class Supervised:
         self.restarts = 0
         self._spawn, self._settings, self._callbacks = spawn, settings, callbacks
         self._ends: deque[float] = deque()  # when workers ended, within the restart window
+        self._faults: deque[float] = deque()  # when they died of the newest fault, in a row
+        self._newest_fault = self._log = ""
+        self._replaced_for = ""  # why the worker that ends now was killed
         self._worker: Worker | None = None
         self._starting: Worker | None = None  # the next worker, while it is being prepared
         self._settled = asyncio.Event()  # a worker serves, or none ever will again
@@ -118,13 +125,27 @@ class Supervised:
         if self.given_up is not None:
             raise self.given_up
 
-    async def replace(self, reason: str) -> None:
-        """Kill the current worker (serving or starting), so that another one is started."""
+    async def replace(self, reason: str, *, traceback: str | None = None) -> None:
+        """Kill the current worker (serving or starting), so that another one is started.
+
+        traceback: given if the part inside the worker died of an error, whose first line is `reason`.
+        """
         worker = self._current
         if worker is not None:
-            self._callbacks.note(f"{self.name}: {reason}; it is ended")
+            self._replaced_for = f"{self.name}: {reason}"
+            if traceback is not None:
+                self._log = self._callbacks.log(self.name, traceback)
+                self._count_fault(reason)
             self._settled.clear()
             await worker.kill()
+
+    def _count_fault(self, reason: str) -> None:
+        """Count how often in a row workers died of one error; numbers in its line may differ."""
+        fault = _NUMBERS.sub("#", reason)
+        if fault != self._newest_fault:
+            self._newest_fault = fault
+            self._faults.clear()
+        self._faults.append(time.monotonic())
 
     @property
     def _current(self) -> Worker | None:
@@ -167,7 +188,7 @@ class Supervised:
     async def _restart_until_given_up(self) -> None:
         while self.given_up is None:
             assert self._worker is not None
-            reason = await self._worker.ended()
+            reason = self._reason(await self._worker.ended())
             self._settled.clear()
             await self._worker.close()
             if await self._restart(reason):
@@ -193,7 +214,7 @@ class Supervised:
             try:
                 await self._start_next()
             except (PenstockError, OSError) as error:
-                reason = str(error)
+                reason = self._reason(str(error))
                 continue
             assert self._worker is not None
             self.restarts += 1
@@ -204,6 +225,11 @@ class Supervised:
             return True
         self.given_up = WorkerDied(self._last_line(reason))
         return False
+
+    def _reason(self, observed: str) -> str:
+        """Return why a worker ended: why it was killed, or what was observed."""
+        reason, self._replaced_for = self._replaced_for or observed, ""
+        return reason
 
     async def _start_next(self) -> None:
         async with self.start_context():
@@ -219,11 +245,14 @@ class Supervised:
             self._worker = worker
 
     def _may_restart(self) -> bool:
-        """Count an end of the worker; False if the window holds too many."""
+        """Count an end of the worker; False if the window holds too many, or the same fault again."""
         now = time.monotonic()
-        while self._ends and self._ends[0] < now - self._settings.restart_window_s:
-            self._ends.popleft()
+        for times in (self._ends, self._faults):
+            while times and times[0] < now - self._settings.restart_window_s:
+                times.popleft()
         if self.prepare is None or len(self._ends) >= self._settings.max_restarts:
+            return False
+        if len(self._faults) >= _SAME_FAULTS:
             return False
         self._ends.append(now)
         return True
@@ -237,6 +266,9 @@ class Supervised:
     def _last_line(self, reason: str) -> str:
         if self.prepare is None or not self._settings.max_restarts:
             return reason
+        if len(self._faults) >= _SAME_FAULTS:
+            times = f"{reason}; {self.name} died of this {len(self._faults)} times in a row"
+            return f"{times} and is given up (traceback: {self._log})"
         return (
             f"{reason}; {self.name} was started again {len(self._ends)} times within "
             f"{self._settings.restart_window_s:g} s (launch.max_restarts = "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
@@ -61,7 +62,7 @@ class TransformersEngine:
         self._options = options or TransformersOptions()
         self._text_of: TextOf = text_of or _no_tokenizer
         self._thread: threading.Thread | None = None
-        self._end_reason = "it was not started"
+        self._ended = EngineError(f"{name}: it was not started")  # what callers get from now on
         self._reset()
         self._inbox.close()
 
@@ -74,7 +75,7 @@ class TransformersEngine:
             fetch=fetch,
             options=options,
             text_of=_text_decoder(options),
-            name=f"engine {index}",
+            name=f"engine-{index}",
         )
 
     def _reset(self) -> None:
@@ -141,9 +142,25 @@ class TransformersEngine:
     async def update_weights(self, version: int, source: WeightHandle) -> str:
         """Fetch and check the weights while decoding runs; stop decoding only for the final copy."""
         async with self._fetching:
-            model = self._live_runner.model
-            weights = await asyncio.to_thread(checked_weights, self._fetch, source, model)
+            weights = await self._fetch_weights(source)
             return await self._ask(lambda: self._switch(version, weights, source.digest))
+
+    async def _fetch_weights(self, source: WeightHandle) -> dict[str, torch.Tensor]:
+        """Return checked weights; any error but ours (of the device) ends the engine."""
+        if self._runner is None:
+            raise self._ended
+        try:
+            model = self._runner.model
+            return await asyncio.to_thread(checked_weights, self._fetch, source, model)
+        except PenstockError:
+            raise
+        except Exception as error:
+            fault = error
+
+            def die() -> None:
+                raise fault
+
+            return await self._ask(die)
 
     async def sleep(self) -> None:
         async with self._fetching:  # let an update finish first
@@ -176,7 +193,7 @@ class TransformersEngine:
 
     def _post(self, order: Order) -> None:
         if not self._inbox.post(order):
-            order.fail(EngineError(f"{self._name}: {self._end_reason}"))
+            order.fail(self._ended)
 
     def _check(self, request: GenerationRequest) -> None:
         if self._runner is not None:
@@ -202,10 +219,9 @@ class TransformersEngine:
                         self._step()
             self._end("it was closed", None)
         except Exception as error:  # the thread ends here: every waiting caller must get the error
-            if current is not None:
-                known = isinstance(error, PenstockError)
-                current.fail(error if known else EngineError(f"{self._name}: {_describe(error)}"))
             self._end(f"it died: {_describe(error)}", error)
+            if current is not None:
+                current.fail(error if isinstance(error, PenstockError) else self._ended)
 
     def _open_model(self) -> None:
         torch.set_num_threads(self._options.threads)
@@ -215,9 +231,10 @@ class TransformersEngine:
         self._runner = _make_runner(model, self._options, self._text_of)
 
     def _end(self, reason: str, error: Exception | None) -> None:
-        self._end_reason = reason
+        failure = self._ended = EngineError(f"{self._name}: {reason}")
+        if error is not None:
+            failure.add_note("".join(traceback.format_exception(error)))
         left = self._inbox.close()
-        failure = EngineError(f"{self._name}: {reason}")
         for sequence in list(self._by_id.values()):
             if error is None:
                 self._finish(sequence, "abort")
@@ -448,7 +465,7 @@ def _describe(error: BaseException) -> str:
             f"{first_sentences(error)}; lower engine.options.kv_memory_share or prefill_rows; "
             "a trainer on the same device releases its memory only with launch.colocate=true"
         )
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
 
 
 def _no_tokenizer(ids: list[int]) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from penstock.config import Config
 from penstock.launch.assemble import all_or_first_error, assemble, colocated_publishes, start_all
 from penstock.launch.processes.process_worker import ProcessWorker
+from penstock.launch.rpc_server import append_to_log
 from penstock.launch.workers import Workers
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RankGroup
@@ -26,7 +28,7 @@ from penstock.weights.shared_memory import weight_folder
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     """Start all workers at once; if one cannot start, stop the others and raise its error."""
     settings, kind = config.launch, sync_kind(config)
-    callbacks = SupervisionCallbacks(waits=Waits())
+    callbacks = SupervisionCallbacks(waits=Waits(), log=partial(append_to_log, log_folder))
     folder = weight_folder()
     link = (kind, str(folder.path))
     trainer = Supervised(

@@ -20,6 +20,7 @@ from penstock.errors import UserError, WorkerDied
 from penstock.launch.assemble import all_or_first_error, assemble, colocated_publishes, start_all
 from penstock.launch.ray.actor import ActorWorker
 from penstock.launch.ray.placement import Placement, PlacementSlot, bundles
+from penstock.launch.rpc_server import append_to_log
 from penstock.launch.workers import Workers
 from penstock.pool.node_copies import NodeCopies
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
@@ -32,7 +33,8 @@ from penstock.weights import sync_kind
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     """Join or start the cluster, place the actors, build their parts."""
     kind = sync_kind(config)
-    ours, callbacks = connect(config.launch), SupervisionCallbacks(waits=Waits())
+    ours = connect(config.launch)
+    callbacks = SupervisionCallbacks(waits=Waits(), log=partial(append_to_log, log_folder))
     placement = Placement(config.launch, ours, lambda text: callbacks.note(text))
     try:
         await placement.reserve()
