@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -194,6 +194,21 @@ def assert_balanced(run: RunFolder) -> None:
         journal.close()
     assert trained == [(step, 4) for step in (1, 2, 3, 4)]
     assert counts["drawn"] == sum(number for state, number in counts.items() if state != "drawn")
+
+
+def test_a_ratio_is_one_where_min_tokens_bans_the_end(tmp_path: Path) -> None:
+    """The policy's responses have 19 to 23 tokens, so its end token has most of its chance banned."""
+    run = train(
+        tmp_path, "long", "train.steps=1", "sampling.min_tokens=24", "produce.strategy=sync"
+    )
+    first = metrics(run)[0]
+    assert first["response_length/mean"] == 24
+    assert first["mismatch/kl"] < 1e-8
+    assert first["clip/fraction"] == 0
+    assert first["ratio/max"] == pytest.approx(1.0, abs=1e-3)
+    with closing(Journal.open(run.journal, readonly=True)) as journal:
+        group = journal.group(journal.query("SELECT group_id FROM groups LIMIT 1")[0][0])
+    assert {rollout.min_tokens for rollout in group.rollouts} == {24}
 
 
 GROUP_REWARD = """

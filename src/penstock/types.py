@@ -140,6 +140,7 @@ class Rollout:
     loss_mask: np.ndarray = field(default_factory=_no_mask)  # True: sampled by the policy, trained
     segments: tuple[VersionSegment, ...] = ()  # versions of the response tokens, run-length encoded
     temperature: float = 1.0
+    min_tokens: int = 0  # the first so many tokens were sampled without the end tokens
     status: Status = Status.INIT
     finish_reason: str = ""  # stop | length | tool_calls | abort | error
     text: str = ""  # the decoded response, for rewards and people

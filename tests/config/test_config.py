@@ -116,6 +116,13 @@ def test_partial_rollouts_that_can_do_nothing_are_warned_of() -> None:
     assert load_config(None, useful).config.warnings() == []
 
 
+def test_a_cut_sampling_distribution_is_warned_of() -> None:
+    for words in (["sampling.top_k=20"], ["tasks.train.sampling={top_p=0.9}"]):
+        (warning,) = load_config(None, words).config.warnings()
+        assert "tasks.train: top_k" in warning
+        assert "mismatch/kl" in warning
+
+
 def test_turns_that_nobody_takes_are_warned_of() -> None:
     inline = ["launch.colocate=true", "launch.kind=inline"]
     assert "launch.colocate" in load_config(None, inline).config.warnings()[0]

@@ -11,12 +11,18 @@ from penstock.train import logprobs
 from penstock.train.logprobs import LogitRule, token_logprobs
 
 
-def full_logprobs(hidden, weight, bias, targets, temperatures, rule):
+def full_logprobs(hidden, weight, bias, targets, temperatures, rule, banned=None):
     logits = torch.nn.functional.linear(hidden, weight, bias) * rule.scale
     if rule.softcap is not None:
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
-    log_all = torch.log_softmax(logits / temperatures[:, None], -1)
-    entropies = -(log_all.exp() * log_all).sum(-1)
+    logits = logits / temperatures[:, None]
+    if banned is not None:
+        early, ids = banned
+        logits = torch.where(
+            early[:, None] & torch.isin(torch.arange(11), torch.tensor(ids)), -torch.inf, logits
+        )
+    log_all = torch.log_softmax(logits, -1)
+    entropies = -(log_all.exp() * log_all.clamp(min=-1e300)).sum(-1)
     return log_all.gather(-1, targets[:, None]).squeeze(-1), entropies
 
 
@@ -34,11 +40,15 @@ def case(bias: bool):
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.3), LogitRule(softcap=2.0)])
-def test_equal_to_full_logits(monkeypatch, kept, chunk, bias, rule) -> None:
+@pytest.mark.parametrize("bans", [False, True])
+def test_equal_to_full_logits(monkeypatch, kept, chunk, bias, rule, bans) -> None:
     monkeypatch.setattr(logprobs, "KEEP_ELEMENTS_CPU", 1 << 20 if kept else 0)
-    inputs = case(bias)
-    got, entropies = token_logprobs(*inputs, rule, chunk)
-    expected, expected_entropies = full_logprobs(*inputs, rule)
+    inputs, banned = case(bias), None
+    if bans:  # two end tokens that were not allowed for every third token
+        inputs[3].clamp_(max=8)
+        banned = (torch.arange(13) % 3 == 0, [9, 10])
+    got, entropies = token_logprobs(*inputs, rule, chunk, banned=banned)
+    expected, expected_entropies = full_logprobs(*inputs, rule, banned)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(entropies, expected_entropies)
     assert not entropies.requires_grad

@@ -77,17 +77,20 @@ class SingleTurn:
         rollout.error = ""
         if not rollout.is_finished:
             rollout.finish_reason = ""
-        if not len(rollout.response_ids):  # a partial response keeps the temperature it began with
+        if not len(rollout.response_ids):  # a partial response keeps the settings it began with
             rollout.temperature = self._temperature(rollout.issued_version)
+            rollout.min_tokens = self._sampling.min_tokens
 
     async def _generate(self, rollouts: list[Rollout]) -> None:
         if not rollouts:
             return
-        by_temperature = {
-            temperature: SamplingParams.from_config(self._sampling, temperature=temperature)
-            for temperature in {rollout.temperature for rollout in rollouts}
+        params = {
+            (temperature, least): SamplingParams.from_config(
+                self._sampling, temperature=temperature, min_tokens=least
+            )
+            for temperature, least in {(one.temperature, one.min_tokens) for one in rollouts}
         }  # shared by the requests, so that each object is sent once
-        requests = [self._request(rollout, by_temperature) for rollout in rollouts]
+        requests = [self._request(rollout, params) for rollout in rollouts]
         ids = [request.request_id for request in requests]
         self._running.update(ids)
         try:
@@ -158,13 +161,13 @@ class SingleTurn:
         task.add_done_callback(self._aborting.discard)
 
     def _request(
-        self, rollout: Rollout, by_temperature: dict[float, SamplingParams]
+        self, rollout: Rollout, params: dict[tuple[float, int], SamplingParams]
     ) -> GenerationRequest:
         self._requests += 1
         return GenerationRequest(
             request_id=f"{rollout.rollout_id}/{self._requests}",
             prompt_ids=rollout.prompt_ids,
-            sampling=by_temperature[rollout.temperature],
+            sampling=params[rollout.temperature, rollout.min_tokens],
             seed=rollout.seed,
             response_ids=rollout.response_ids,
         )

@@ -122,6 +122,11 @@ class SamplingConfig(Section):
     anneal: AnnealConfig = AnnealConfig()
     """Temperature annealing."""
 
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether some tokens are never sampled, so that the trainer's distribution is another one."""
+        return self.top_k > 0 or self.top_p < 1
+
 
 class EngineConfig(Section):
     name: str = "transformers"
@@ -471,7 +476,13 @@ class Config(Section):
         """Return a line for each setting that is legal but probably a mistake."""
         found = []
         for task in self.tasks:
-            produce = self.task_produce(task)
+            produce, sampling = self.task_produce(task), self.task_sampling(task)
+            if sampling.cuts_tokens:
+                found.append(
+                    f"tasks.{task}: top_k {sampling.top_k} and top_p {sampling.top_p} cut tokens from the "
+                    "sampling distribution that the trainer counts, so ratios are too low: leave both off, "
+                    "or watch mismatch/kl"
+                )
             if (
                 produce.enable_partial_rollout
                 and produce.max_staleness == 0

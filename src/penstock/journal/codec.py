@@ -91,6 +91,7 @@ def decode_rollout(
         loss_mask=mask,
         segments=tuple(map(VersionSegment, pairs[::2], pairs[1::2])),
         temperature=temperature,
+        min_tokens=tail.get("min_tokens", 0),
         status=_STATUSES[tail["status"]],
         finish_reason=tail.get("finish", ""),
         text=tail.get("text", "") if text is None else text,
@@ -112,6 +113,8 @@ def _tail(rollout: Rollout, with_text: bool) -> dict[str, Any]:
         tail["error"] = rollout.error
     if rollout.extra:
         tail["extra"] = rollout.extra
+    if rollout.min_tokens:
+        tail["min_tokens"] = rollout.min_tokens
     score = rollout.score
     if score is not None:
         tail["score"] = (score.value, score.parts, score.format_ok, score.answer_ok, score.note)

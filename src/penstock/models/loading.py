@@ -84,6 +84,15 @@ def load_causal_lm(
     return model.to(device).eval()
 
 
+def end_ids(model: Any) -> tuple[int, ...]:
+    """Return the ids that end a response of this model; the engine bans them up to min_tokens."""
+    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+    return ()
+
+
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Turn off transformers' progress bars: the run reports loading and saving itself."""

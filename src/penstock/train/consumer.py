@@ -240,7 +240,7 @@ class Consumer:
     def _prepare(self, batch: Batch, *, num_updates: int) -> _BatchInTraining:
         """Lay the batch out, and compute what must come from the weights before the first update."""
         settings = self.settings
-        flat = FlatBatch.from_groups(batch.groups, batch.step, settings)
+        flat = FlatBatch.from_groups(batch.groups, batch.step, settings, self.policy.end_ids)
         inputs = TokenInputs.from_batch(flat, self._exact_dtype, self.policy.device)
         if settings.needs_reference:
             inputs.reference_N = self._reference_logprobs(flat, inputs)
@@ -270,7 +270,7 @@ class Consumer:
             for pack in self._packs(flat, np.arange(len(flat.rollouts))):
                 self._check_stop()
                 index_N = torch.from_numpy(pack.token_N).to(result_N.device)
-                result_N[index_N], _ = policy(pack, inputs.temperature_N[index_N])
+                result_N[index_N], _ = policy(pack, *inputs.sampled_as(index_N))
         return result_N
 
     def _advantages(self, batch: Batch, flat: FlatBatch, inputs: TokenInputs) -> np.ndarray:
@@ -308,7 +308,7 @@ class Consumer:
                 for pack in self._packs(flat, part_R):
                     self._check_stop(current)
                     index_N = torch.from_numpy(pack.token_N).to(self.policy.device)
-                    logprobs_N, entropies_N = self.policy(pack, inputs.temperature_N[index_N])
+                    logprobs_N, entropies_N = self.policy(pack, *inputs.sampled_as(index_N))
                     loss, result = pack_loss(self.algorithm, pack, inputs, logprobs_N, entropies_N)
                     if backward:
                         loss.backward()

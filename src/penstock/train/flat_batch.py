@@ -28,14 +28,22 @@ class FlatBatch:
     truncated_R: np.ndarray  # the response was cut at max_tokens
     behaviour_N: np.ndarray  # log-probs the tokens were sampled with
     temperature_N: np.ndarray
+    early_N: np.ndarray  # bool: sampled without the end tokens, because of min_tokens
     staleness_N: np.ndarray  # updates between each token's policy and this step
     rollout_N: np.ndarray  # which rollout each token belongs to
 
     @classmethod
     def from_groups(
-        cls, groups: Sequence[Group], step: int, settings: AlgorithmSettings
+        cls,
+        groups: Sequence[Group],
+        step: int,
+        settings: AlgorithmSettings,
+        end_ids: Sequence[int] = (),
     ) -> FlatBatch:
-        """Lay out the groups. With `mask_truncated`, truncated responses have no trained tokens."""
+        """Lay out the groups. With `mask_truncated`, truncated responses have no trained tokens.
+
+        `end_ids` are the tokens that an engine bans from the first `min_tokens` of a response.
+        """
         rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
         group_R = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
         truncated_R = np.array([rollout.finish_reason == "length" for rollout in rollouts], bool)
@@ -62,6 +70,7 @@ class FlatBatch:
             truncated_R=truncated_R,
             behaviour_N=_joined([rollout.logprobs[index] for rollout, index in pairs]),
             temperature_N=np.repeat(temperatures_R, counts_R),
+            early_N=_joined([_early(rollout, index, end_ids) for rollout, index in pairs]) > 0,
             staleness_N=staleness(step, 0) - _joined(versions).astype(np.int64),
             rollout_N=np.repeat(np.arange(len(rollouts)), counts_R),
         )
@@ -86,6 +95,11 @@ class FlatBatch:
     @property
     def response_lengths_R(self) -> np.ndarray:
         return np.array([len(rollout.response_ids) for rollout in self.rollouts], dtype=np.int64)
+
+
+def _early(rollout: Rollout, index: np.ndarray, end_ids: Sequence[int]) -> np.ndarray:
+    """Return which tokens were sampled without the end tokens; an end token itself was not."""
+    return (index < rollout.min_tokens) & ~np.isin(rollout.response_ids[index], end_ids)
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

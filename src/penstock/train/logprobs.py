@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ KEEP_ELEMENTS_CPU = 1 << 27  # probabilities up to this many are kept for the ba
 KEEP_ELEMENTS_GPU = 1 << 24
 CHUNK_ELEMENTS_CPU = 1 << 20
 CHUNK_ELEMENTS_GPU = 1 << 28
+NO_CHANCE = -1e30  # a logit whose probability is 0; finite, so that 0 x its log is 0 in the entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,37 @@ def token_logprobs(
     temperatures_N: Tensor,
     rule: LogitRule = PLAIN_LOGITS,
     chunk_tokens: int | None = None,
+    banned: tuple[Tensor, Sequence[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-prob of each target, entropy of each distribution) at the tokens' temperatures."""
+    """Return (log-prob of each target, entropy of each distribution) at the tokens' temperatures.
+
+    `banned` holds a flag for each token, and ids that have no probability where the flag is set.
+    """
     if chunk_tokens is None:
         budget = CHUNK_ELEMENTS_GPU if hidden_ND.is_cuda else CHUNK_ELEMENTS_CPU
         chunk_tokens = max(1, budget // weight_VD.shape[0])
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
-        hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, rule, chunk_tokens
+        hidden_ND,
+        weight_VD,
+        bias_V,
+        targets_N,
+        temperatures_N,
+        rule,
+        chunk_tokens,
+        _banned_columns(banned, weight_VD),
     )
     return result
+
+
+def _banned_columns(
+    banned: tuple[Tensor, Sequence[int]] | None, weight_VD: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Return the flags of the tokens, and of the columns of the vocabulary."""
+    if banned is None:
+        return None
+    columns_V = torch.zeros(weight_VD.shape[0], dtype=torch.bool, device=weight_VD.device)
+    columns_V[list(banned[1])] = True
+    return banned[0], columns_V
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -77,6 +100,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperatures_N: Tensor,
         rule: LogitRule,
         chunk_tokens: int,
+        banned: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         count = len(hidden_ND)
         exact = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -92,7 +116,13 @@ class _TokenLogprobs(torch.autograd.Function):
             raw_CV = linear(hidden_ND[part], weight_VD, bias_V)
             logprobs_N[part], log_totals_N[part], entropies_N[part], probabilities_CV = (
                 chunk_logprobs(
-                    raw_CV, targets_N[part], temperatures_N[part], rule.scale, rule.softcap, keep
+                    raw_CV,
+                    targets_N[part],
+                    temperatures_N[part],
+                    rule.scale,
+                    rule.softcap,
+                    keep,
+                    _part(banned, part),
                 )
             )
             if probabilities_CV is not None:
@@ -100,7 +130,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(
             hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, log_totals_N, *kept
         )
-        ctx.rule, ctx.chunk_tokens = rule, chunk_tokens
+        ctx.rule, ctx.chunk_tokens, ctx.banned = rule, chunk_tokens, banned
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
@@ -131,6 +161,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     factor_C,
                     rule.scale,
                     rule.softcap,
+                    _part(ctx.banned, part),
                 )
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_CV.sum(0)
@@ -142,7 +173,18 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_weight_VD is None:  # no tokens: sharded ranks still reduce a gradient
                 grad_weight_VD = torch.zeros_like(weight_VD)
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, grad_bias_V, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, grad_bias_V, None, None, None, None, None
+
+
+def _part(banned: tuple[Tensor, Tensor] | None, part: slice) -> tuple[Tensor, Tensor] | None:
+    return None if banned is None else (banned[0][part], banned[1])
+
+
+def _fill(values_CV: Tensor, banned: tuple[Tensor, Tensor] | None, value: float) -> Tensor:
+    """Return the values with `value` at the banned places."""
+    if banned is None:
+        return values_CV
+    return values_CV.masked_fill(banned[0][:, None] & banned[1][None, :], value)
 
 
 def _logits(raw_CV: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -161,9 +203,11 @@ def _chunk_logprobs(
     scale: float,
     softcap: float | None,
     keep: bool,
+    banned: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (log-prob, log of the partition sum, entropy, probabilities or None) of one chunk."""
     logits_CV = _logits(raw_CV, scale, softcap) / temperatures_C[:, None]
+    logits_CV = _fill(logits_CV, banned, NO_CHANCE)
     log_all_CV = torch.log_softmax(logits_CV, -1)
     logprob_C = log_all_CV.gather(-1, targets_C[:, None]).squeeze(-1)
     log_total_C = logits_CV.gather(-1, targets_C[:, None]).squeeze(-1) - logprob_C
@@ -180,10 +224,12 @@ def _logit_gradient(
     factor_C: Tensor,
     scale: float,
     softcap: float | None,
+    banned: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Return the raw logits' gradient: (one at the target, minus the probabilities) x factor."""
     logits_CV = _logits(raw_CV, scale, softcap)
     probabilities_CV = (logits_CV / temperatures_C[:, None] - log_total_C[:, None]).exp()
+    probabilities_CV = _fill(probabilities_CV, banned, 0.0)
     columns_V = torch.arange(raw_CV.shape[1], device=raw_CV.device)
     chosen_CV = (columns_V[None, :] == targets_C[:, None]).to(probabilities_CV.dtype)
     grad_logits_CV = (chosen_CV - probabilities_CV) * factor_C[:, None]

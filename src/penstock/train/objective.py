@@ -109,6 +109,7 @@ class TokenInputs:
 
     behaviour_N: Tensor
     temperature_N: Tensor
+    early_N: Tensor | None  # bool, sampled without the end tokens; None: no token was
     advantage_N: Tensor
     weight_N: Tensor
     proximal_N: Tensor | None = None  # the trainer's log-probs before the update
@@ -121,9 +122,15 @@ class TokenInputs:
         return cls(
             behaviour_N=torch.from_numpy(flat.behaviour_N).to(device, dtype),
             temperature_N=torch.from_numpy(flat.temperature_N).to(device, dtype),
+            early_N=torch.from_numpy(flat.early_N).to(device) if flat.early_N.any() else None,
             advantage_N=zeros_N,
             weight_N=zeros_N,
         )
+
+    def sampled_as(self, index_N: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the temperatures of these tokens, and which were sampled without the end tokens."""
+        early_N = None if self.early_N is None else self.early_N[index_N]
+        return self.temperature_N[index_N], early_N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.config import LoraConfig, ModelConfig
 from penstock.demo import resolve_model_path
 from penstock.errors import UserError
-from penstock.models.loading import choose_device, format_of, load_causal_lm
+from penstock.models.loading import choose_device, end_ids, format_of, load_causal_lm
 from penstock.train import packed_attention
 from penstock.train.logprobs import LogitRule, token_logprobs
 from penstock.train.pack import Pack
@@ -34,14 +34,20 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.rule = LogitRule.from_config(model.config)
+        self.end_ids = end_ids(model)
         model.set_attn_implementation(packed_attention.ATTENTION_NAME)
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def forward(self, pack: Pack, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (log-probs, entropies) of the pack's trained tokens at their temperatures."""
+    def forward(
+        self, pack: Pack, temperatures_N: Tensor, early_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (log-probs, entropies) of the pack's trained tokens at their temperatures.
+
+        Where `early_N` is set, the distribution is the one without the end tokens.
+        """
         output = self.model.base_model(
             input_ids=pack.input_ids_T[None],
             position_ids=pack.position_ids_T[None],
@@ -53,7 +59,13 @@ class Policy(nn.Module):
         bias = getattr(head, "bias", None)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             return token_logprobs(
-                hidden_ND, head.weight, bias, pack.target_N, temperatures_N, self.rule
+                hidden_ND,
+                head.weight,
+                bias,
+                pack.target_N,
+                temperatures_N,
+                self.rule,
+                banned=None if early_N is None else (early_N, self.end_ids),
             )
 
     @property

@@ -58,15 +58,6 @@ class Runner(Protocol):
         """Undo `sleep`, with the newest weights."""
 
 
-def end_ids(model: torch.nn.Module) -> tuple[int, ...]:
-    """Return the model's own end of sequence ids."""
-    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
-    return ()
-
-
 def longest_request(model: torch.nn.Module, options: TransformersOptions) -> int:
     """Return the most tokens of one request, by the model's positions and the token budget."""
     positions = getattr(model.config, "max_position_embeddings", None) or 1 << 30

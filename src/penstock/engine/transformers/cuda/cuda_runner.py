@@ -20,10 +20,11 @@ from penstock.engine.transformers.cuda.regions import KVPool, Regions
 from penstock.engine.transformers.fuse import fuse_norms, fuse_projections
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
 from penstock.engine.transformers.options import TransformersOptions
-from penstock.engine.transformers.runner import CachedPrompt, Finished, end_ids, longest_request
+from penstock.engine.transformers.runner import CachedPrompt, Finished, longest_request
 from penstock.engine.transformers.sampling import sample
 from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, lay_out
 from penstock.errors import UserError
+from penstock.models.loading import end_ids
 from penstock.weights.model_weights import load_weights, named_weights
 from penstock.weights.offload import HostOffload, explain_out_of_memory
 
