@@ -34,7 +34,7 @@ def tiny_model(kind: str = "Qwen3", *, seed: int = 0, dtype=torch.float64, **fie
     } | fields
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**settings)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # away from the near-uniform start, so that gradients are not tiny
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -293,12 +293,33 @@ def test_another_reference_model_can_be_named(saved_model, tmp_path) -> None:
     assert consumer.train(random_batch(1)).metrics["kl/mean"] > 0.1
 
 
-def test_gradient_checkpointing_changes_memory_not_maths(saved_model) -> None:
-    digests = {
-        from_disk(saved_model, train={"gradient_checkpointing": flag}).train(random_batch(1)).digest
-        for flag in (True, False)
-    }
-    assert len(digests) == 1
+@pytest.mark.parametrize("adapters", [{}, {"lora": {"rank": 2, "dropout": 0.3}}])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("Qwen3", {"attention_dropout": 0.5}),
+        ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.5}),  # in its layers
+    ],
+)
+def test_checkpointing_changes_memory_and_turns_no_dropout_on(
+    tmp_path, kind, fields, adapters
+) -> None:
+    tiny_model(kind, dtype=torch.float32, **fields).save_pretrained(tmp_path / "policy")
+    digests, calls = [], []
+    without_dropout = from_disk(tmp_path / "policy").train(random_batch(1)).metrics["ratio/mean"]
+    for flag in (False, True):
+        consumer = from_disk(
+            tmp_path / "policy", model=adapters, train={"gradient_checkpointing": flag}
+        )
+        count = []
+        attention = consumer.policy.layers[0].self_attn
+        attention.register_forward_hook(lambda *_, count=count: count.append(1))
+        report = consumer.train(random_batch(1))  # new adapters change nothing, dropped or not
+        assert report.metrics["ratio/mean"] == pytest.approx(without_dropout, rel=1e-5)
+        digests.append(report.digest)
+        calls.append(len(count))
+    assert digests[0] == digests[1]
+    assert calls[1] > calls[0]  # computed again in the backward pass
 
 
 def test_bfloat16_compute_keeps_float32_masters(saved_model) -> None:

@@ -40,7 +40,7 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapters' input."""
     target_modules: list[str] = []
-    """Names of the linear layers that get adapters; empty: all linear layers but the head."""
+    """Linear layers that get adapters, by the last parts of their names; empty: all of them but the head."""
 
 
 class ModelConfig(Section):

@@ -96,6 +96,8 @@ class Consumer:
         self.engine_dtype = compute_dtype(config.model, self.policy.device)
         if model.dtype == torch.float64:
             self.engine_dtype = torch.float64
+        if config.train.gradient_checkpointing:
+            self.policy.checkpoint_layers()
         if config.train.compile:
             self.policy.compile_layers()
         if self.ranks.world > 1:
@@ -120,8 +122,6 @@ class Consumer:
         model = load_policy(config.model.path, config.model, own_dtype)
         if config.model.lora.rank:
             add_adapters(model, config.model.lora)
-        if config.train.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         reference = None
         base_is_reference = config.model.lora.rank > 0 and not config.train.reference
         if resolve_settings(config.algorithm).needs_reference and not base_is_reference:
@@ -301,7 +301,7 @@ class Consumer:
         )
         weights_N *= 1.0 - self.config.train.ptx.coefficient
         inputs.weight_N = torch.from_numpy(weights_N).to(inputs.weight_N)
-        self.policy.train(self._training_mode)
+        self.policy.train()
         live_R, idle_R = self._split_idle(current, chosen_R)
         for part_R, backward in ((live_R, True), (idle_R, False)):
             with torch.set_grad_enabled(backward):
@@ -435,11 +435,6 @@ class Consumer:
         """Tokens of a pack. On a CPU small packs are faster: their activations stay in the cache."""
         automatic = 16384 if self.policy.device.type == "cuda" else 2048
         return self.config.train.micro_batch_tokens or automatic
-
-    @property
-    def _training_mode(self) -> bool:
-        """Whether modules run in training mode; only dropout and checkpointing need it."""
-        return self.config.train.gradient_checkpointing or self.config.model.lora.dropout > 0
 
     @property
     def _exact_dtype(self) -> torch.dtype:

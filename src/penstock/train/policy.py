@@ -8,12 +8,14 @@ weights leave for the engines. `optimizer.py` changes the weights.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.config import LoraConfig, ModelConfig
 from penstock.demo import resolve_model_path
@@ -67,6 +69,31 @@ class Policy(nn.Module):
                 self.rule,
                 banned=None if early_N is None else (early_N, self.end_ids),
             )
+
+    def train(self, mode: bool = True) -> Policy:
+        """Turn training mode on only for the adapters' dropout and for checkpointed layers.
+
+        The policy that sampled had no dropout, so the model's own dropout is off in training too.
+        """
+        super().train(False)
+        for name, module in self.named_modules():
+            if ".lora_dropout." in name or getattr(module, "gradient_checkpointing", False):
+                module.training = mode
+        return self
+
+    def checkpoint_layers(self) -> None:
+        """Keep only the inputs of each block in the forward pass; compute the rest again in backward."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not layers:
+            raise UserError(
+                f"train.gradient_checkpointing: got true with {type(self.model).__name__}, which has "
+                "no layers that can be checkpointed, allowed: false"
+            )
+        for layer in layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = functools.partial(_checkpointed, layer)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -132,6 +159,22 @@ class Policy(nn.Module):
             yield name.replace(".base_layer.", "."), whole_tensor(exact.to(own_format))
 
 
+def _checkpointed(layer: nn.Module, call: Callable[..., Any], *inputs: Any) -> Any:
+    """Call a layer in evaluation mode, without its dropout, and keep only its inputs for backward.
+
+    transformers checkpoints a layer only in training mode.
+    """
+
+    def evaluate(*inputs: Any) -> Any:
+        layer.training = False
+        try:
+            return call(*inputs)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluate, *inputs, use_reentrant=False)
+
+
 def _num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -172,7 +215,7 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # a float scales as well
         lora_dropout=config.dropout,
-        target_modules=config.target_modules or _linear_names(model),
+        target_modules=_adapted_names(model, config.target_modules),
     )
     peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     _draw_in_float32(model)
@@ -193,12 +236,26 @@ def _draw_in_float32(model: Any) -> None:
             module.reset_lora_parameters(ADAPTER, True)
 
 
-def _linear_names(model: Any) -> list[str]:
-    """Return the last part of the names of all linear layers but the head."""
+def _adapted_names(model: Any, wanted: list[str]) -> list[str]:
+    """Return the full names of the linear layers that get adapters; refuse every other module.
+
+    The head is refused because the trainer reads its weight and would pass its adapter by; an
+    embedding, because a tied head would publish the embedding's adapter and train without it.
+    """
+    from transformers.pytorch_utils import Conv1D
+
     head = model.get_output_embeddings()
-    names = {
-        name.rpartition(".")[2]
+    linear = [
+        name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
-    return sorted(names)
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+    names = {target: [n for n in linear if f".{n}".endswith(f".{target}")] for target in wanted}
+    unknown = [target for target, found in names.items() if not found]
+    if unknown or not linear:
+        allowed = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+        raise UserError(
+            f"model.lora.target_modules: got {unknown or wanted}, allowed: linear layers of "
+            f"{type(model).__name__} other than its head ({allowed})"
+        )
+    return sorted({name for found in names.values() for name in found}) or linear

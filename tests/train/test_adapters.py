@@ -1,0 +1,75 @@
+"""Low-rank adapters: trained and published weights are one model, whatever layers have adapters."""
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import UserError
+from penstock.train.flat_batch import FlatBatch
+from penstock.train.objective import TokenInputs
+from stages.training_data import batches, from_disk, random_batch, tiny_model
+
+
+def saved(folder, kind="Qwen3", **fields):
+    tiny_model(kind, dtype=torch.float32, **fields).save_pretrained(folder)
+    return folder
+
+
+def own_and_published_logprobs(consumer):
+    """Return the trainer's log-probs of a batch, and those of a plain model with its published weights."""
+    import transformers
+
+    flat = FlatBatch.from_groups(random_batch().groups, 1, consumer.settings)
+    inputs = TokenInputs.from_batch(flat, torch.float32, consumer.policy.device)
+    own = consumer._logprobs(flat, inputs, consumer.policy).numpy()
+    plain = transformers.AutoModelForCausalLM.from_config(
+        consumer.policy.model.config, attn_implementation="eager"
+    )
+    plain.load_state_dict(dict(consumer.weights()), strict=False)
+    plain.tie_weights()
+    rows = []
+    with torch.no_grad():
+        for ids, predictors in zip(flat.token_ids, flat.predictors, strict=True):
+            scores = plain.eval()(torch.from_numpy(ids)[None].long()).logits[0].log_softmax(-1)
+            rows.append(scores[predictors, ids[predictors + 1]].numpy())
+    return own, np.concatenate(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("Qwen3", {"tie_word_embeddings": False}),
+        ("Qwen3", {"tie_word_embeddings": True}),
+        ("GPT2", {"bos_token_id": 1, "eos_token_id": 2}),
+    ],
+)
+def test_the_trained_model_is_the_published_model(tmp_path, kind, fields) -> None:
+    consumer = from_disk(
+        saved(tmp_path / "policy", kind, **fields), model={"lora": {"rank": 2, "dropout": 0.1}}
+    )
+    before, _ = own_and_published_logprobs(consumer)
+    for batch in batches(3):
+        consumer.train(batch)
+    own, published = own_and_published_logprobs(consumer)
+    assert np.abs(own - before).max() > 1e-2
+    assert np.abs(own - published).max() < 1e-4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "all-linear", "q_prj", "mlp"])
+def test_a_module_that_cannot_have_adapters_is_one_line(tmp_path, target, tied) -> None:
+    folder = saved(tmp_path / "policy", tie_word_embeddings=tied)
+    lora = {"rank": 2, "target_modules": ["q_proj", target]}
+    with pytest.raises(UserError, match=rf"got \['{target}'\], allowed: linear layers .*q_proj"):
+        from_disk(folder, model={"lora": lora})
+
+
+def test_only_the_named_layers_get_adapters(tmp_path) -> None:
+    lora = {"rank": 2, "target_modules": ["q_proj", "layers.1.mlp.up_proj"]}
+    consumer = from_disk(saved(tmp_path / "policy"), model={"lora": lora})
+    adapted = {name.split(".lora_")[0] for name in consumer.masters.parameters}
+    assert adapted == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    }
