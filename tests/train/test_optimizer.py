@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from penstock.config import TrainConfig
-from penstock.train.optimizer import Masters, clip_gradients, learning_rate, make_optimizer
+from penstock.train.optimizer import (
+    LossScale,
+    Masters,
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
+)
 from penstock.train.ranks import Ranks
-from stages.training_data import from_disk, random_batch, tiny_model
+from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 
 def rates(**fields):
@@ -117,3 +123,61 @@ def test_a_step_reports_which_share_of_its_update_arrived(tmp_path, settings, lo
         sections[name] = sections[name] | fields
     metrics = from_disk(tmp_path, **sections).train(random_batch(1)).metrics
     assert low <= metrics["update/arrived"] <= high
+
+
+def test_the_loss_scale_halves_on_an_overflow_and_doubles_after_good_updates() -> None:
+    scale = LossScale(torch.float16)
+    assert scale.factor == 2.0**16
+    assert scale.overflowed(False)
+    assert (scale.factor, scale.good_updates) == (2.0**15, 0)
+    assert not any(scale.overflowed(True) for _ in range(LossScale.GROWTH))
+    assert (scale.factor, scale.good_updates) == (2.0**16, 0)
+    for _ in range(16):
+        assert scale.overflowed(False)
+    assert not scale.overflowed(False)  # at 1 it is not the scale's fault
+    for _ in range(30 * LossScale.GROWTH):
+        scale.overflowed(True)
+    assert scale.factor == LossScale.LARGEST
+    unused = LossScale(torch.bfloat16)
+    assert not unused.overflowed(False)
+    assert unused.factor == 1.0
+
+
+def test_float16_trains_like_float32_and_small_gradients_survive(saved_model) -> None:
+    """Losses a million times smaller make gradients that float16 alone would round to zero."""
+    changes = {}
+    for dtype in ("float32", "float16"):
+        consumer = from_disk(saved_model, model={"dtype": dtype}, train={"lr": 1e-3})
+        before = {n: p.detach().clone() for n, p in consumer.masters.parameters.items()}
+        loss = consumer.loss_scale.backward
+        consumer.loss_scale.backward = lambda value, loss=loss: loss(value * 1e-6)
+        metrics = consumer.train(random_batch(1)).metrics
+        assert metrics["updates/skipped"] == 0.0
+        assert metrics["loss_scale"] == (2.0**16 if dtype == "float16" else 1.0)
+        changes[dtype] = torch.cat(
+            [(p.detach() - before[n]).flatten() for n, p in consumer.masters.parameters.items()]
+        )
+    cosine = torch.cosine_similarity(changes["float32"], changes["float16"], dim=0)
+    assert float(cosine) > 0.95
+    for name, tensor in consumer.weights():
+        assert tensor.dtype == torch.float16, name
+
+
+def test_an_overflow_skips_the_update_counts_it_and_is_saved(saved_model, tmp_path) -> None:
+    settings = {"model": {"dtype": "float16"}, "train": {"max_bad_updates": 1}}
+    first, second = batches(2)
+    consumer = from_disk(saved_model, **settings)
+    consumer.loss_scale.factor = 2.0**40
+    before = consumer.digest()
+    report = consumer.train(first)
+    assert report.metrics["updates/skipped"] == 1.0
+    assert report.metrics["loss_scale"] == 2.0**39
+    assert report.digest == before
+    consumer.loss_scale.factor = 2.0**10
+    consumer.snapshot(tmp_path)()
+    expected = consumer.train(second).digest
+    assert expected != before
+    resumed = from_disk(saved_model, **settings)
+    resumed.load(tmp_path)
+    assert resumed.loss_scale.state_dict() == {"factor": 2.0**10, "good_updates": 0}
+    assert resumed.train(second).digest == expected

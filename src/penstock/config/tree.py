@@ -48,8 +48,8 @@ class ModelConfig(Section):
     """Folder or hub name of a transformers causal LM, or `demo`: the small policy that ships."""
     tokenizer: str = ""
     """Folder or hub name of the tokenizer; empty: the model's own."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of generation and training; auto: float32 on a CPU, bfloat16 on a GPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of generation and training; auto: float32 on a CPU, bfloat16 on a GPU. See docs/precision.md."""
     device: str = "auto"
     """auto | cpu | cuda | cuda:N."""
     trust_remote_code: bool = False

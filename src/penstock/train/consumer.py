@@ -38,7 +38,13 @@ from penstock.train.objective import (
     token_advantages,
     update_sums,
 )
-from penstock.train.optimizer import Masters, clip_gradients, learning_rate, make_optimizer
+from penstock.train.optimizer import (
+    LossScale,
+    Masters,
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
+)
 from penstock.train.pack import Pack, empty_pack, make_pack, split_by_tokens
 from penstock.train.policy import Policy, add_adapters, load_policy, trainer_device
 from penstock.train.ptx import TextStream
@@ -106,6 +112,7 @@ class Consumer:
         if config.train.masters == "dithered":
             self.masters.dither(config.seed)
         self.optimizer = make_optimizer(self.masters.parameters, config.train)
+        self.loss_scale = LossScale(self.engine_dtype)
         self.host_offload = HostOffload(self._training_tensors)
         self._stop = threading.Event()
 
@@ -212,6 +219,7 @@ class Consumer:
             "grad_norm": mean_of_finite(trained.grad_norms),
             "updates/skipped": float(trained.skipped_updates),
             "update/arrived": trained.arrived_share,
+            "loss_scale": self.loss_scale.factor,
             "ptx/loss": float(np.mean(trained.ptx_losses)) if trained.ptx_losses else 0.0,
             "time/train_s": seconds,
             "tokens_per_s": metrics["tokens/trained"] / seconds,
@@ -311,7 +319,7 @@ class Consumer:
                     logprobs_N, entropies_N = self.policy(pack, *inputs.sampled_as(index_N))
                     loss, result = pack_loss(self.algorithm, pack, inputs, logprobs_N, entropies_N)
                     if backward:
-                        loss.backward()
+                        self.loss_scale.backward(loss)
                     stats.add(result, before_update=not current.is_updated)
         total = self.ranks.sum_of(stats.flush())
         stats.losses.append(total)
@@ -353,7 +361,7 @@ class Consumer:
             )
             logprobs_N, _ = self.policy(pack, temperatures_N)
             loss = -logprobs_N.sum() / num_tokens
-            (ptx.coefficient * loss).backward()
+            self.loss_scale.backward(ptx.coefficient * loss)
             total += float(loss.detach())
         return self.ranks.sum_of(total)
 
@@ -364,6 +372,7 @@ class Consumer:
         throughout changes no weight either: momentum alone must not move the weights.
         """
         self.work_done += 1
+        self.loss_scale.unscale(self.masters.parameters.values())
         norm = clip_gradients(self.masters.parameters.values(), self.config.train.max_grad_norm)
         finite = bool(np.isfinite(norm) and np.isfinite(loss))
         if finite and norm > 0:
@@ -372,7 +381,9 @@ class Consumer:
             self.optimizer.step()
             self.masters.write_back()
         self.optimizer.zero_grad(set_to_none=True)
-        self.bad_updates_in_a_row = 0 if finite else self.bad_updates_in_a_row + 1
+        overflowed = bool(np.isfinite(loss)) and self.loss_scale.overflowed(finite)
+        if not overflowed:
+            self.bad_updates_in_a_row = 0 if finite else self.bad_updates_in_a_row + 1
         limit = self.config.train.max_bad_updates
         if self.bad_updates_in_a_row >= limit:
             raise RunError(

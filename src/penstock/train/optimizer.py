@@ -120,6 +120,51 @@ class _AddGradientTo:
         parameter.grad = None
 
 
+class LossScale:
+    """The factor of the loss that keeps float16 gradients in range; 1 in every other format.
+
+    An update that overflows is skipped and halves the factor; `GROWTH` good updates in a row double
+    it. Factors are powers of two, so they change no digit of a gradient.
+    """
+
+    GROWTH = 1000
+    LARGEST = 2.0**24
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.is_dynamic = dtype == torch.float16
+        self.factor = 2.0**16 if self.is_dynamic else 1.0
+        self.good_updates = 0  # in a row, since the factor last changed
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of the scaled loss."""
+        (loss * self.factor if self.is_dynamic else loss).backward()
+
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Divide the gradients by the factor."""
+        if self.is_dynamic:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.0 / self.factor)
+
+    def overflowed(self, finite: bool) -> bool:
+        """Adapt the factor; return whether a non-finite update may be due to it."""
+        if not self.is_dynamic:
+            return False
+        self.good_updates = self.good_updates + 1 if finite else 0
+        if finite and self.good_updates == self.GROWTH:
+            self.factor, self.good_updates = min(self.factor * 2, self.LARGEST), 0
+        if finite or self.factor == 1.0:
+            return False
+        self.factor /= 2
+        return True
+
+    def state_dict(self) -> dict[str, float]:
+        return {"factor": self.factor, "good_updates": self.good_updates}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.factor, self.good_updates = state["factor"], int(state["good_updates"])
+
+
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of `step` (from 1): a linear warm-up, then the schedule."""
     if step <= config.warmup_steps:

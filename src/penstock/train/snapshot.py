@@ -25,7 +25,7 @@ from penstock.data.chat import load_tokenizer
 from penstock.demo import resolve_model_path
 from penstock.errors import RunError
 from penstock.models.loading import quiet_transformers
-from penstock.train.optimizer import Masters
+from penstock.train.optimizer import LossScale, Masters
 from penstock.train.policy import Policy
 from penstock.train.ptx import TextStream
 from penstock.train.ranks import Ranks, own_rows
@@ -45,6 +45,7 @@ class TrainerState(Protocol):
     policy: Policy
     masters: Masters
     optimizer: torch.optim.Optimizer
+    loss_scale: LossScale
     host_offload: HostOffload
     texts: TextStream | None
     step: int
@@ -74,6 +75,7 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
         "step": consumer.step,
         "policy_version": consumer.policy_version,
         "bad_updates_in_a_row": consumer.bad_updates_in_a_row,
+        "loss_scale": consumer.loss_scale.state_dict(),
         "ptx_cursor": consumer.texts.cursor if consumer.texts is not None else 0,
         "random": random_state,
     }
@@ -112,6 +114,8 @@ def load_snapshot(consumer: TrainerState, folder: Path) -> None:
     consumer.step = content["step"]
     consumer.policy_version = content["policy_version"]
     consumer.bad_updates_in_a_row = content["bad_updates_in_a_row"]
+    if "loss_scale" in content:  # older checkpoints have none
+        consumer.loss_scale.load_state_dict(content["loss_scale"])
     if consumer.texts is not None:
         consumer.texts.cursor = content["ptx_cursor"]
     _set_random_state(consumer, shards[ranks.rank if ranks.world == world else 0]["random"])
