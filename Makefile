@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test tests test-ray test-vllm check format clean help
+.PHONY: demo test tests test-ray test-gpu test-vllm check format clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -43,6 +43,11 @@ tests: $(DEV_STAMP)
 
 test-ray: $(DEV_STAMP)  ## the tests that start Ray clusters
 	$(PYTEST) -m ray
+
+test-gpu: $(DEV_STAMP)  ## the tests that need a GPU, or run on a stand-in without one
+	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
+	then $(BIN)/python -m pytest -m gpu --durations=15; \
+	else echo "test-gpu: no GPU is visible here: nothing was tested"; fi
 
 test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in an environment of its own
 	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh

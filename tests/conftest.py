@@ -1,9 +1,11 @@
-"""The environment of every test, and runs that several test files compare with."""
+"""The environment of every test, and runs that several test files compare with.
+
+Without `-m gpu` every test runs on the CPU, on a machine with GPUs too: most of them compare bits.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
 
 # read when torch and Triton are imported, here and in every process that a test starts
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores
-if shutil.which("nvidia-smi") is None:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST_FIRST = (  # so that neither test process is left with one of these while the other is idle
     "train/test_learning.py",
@@ -34,6 +34,36 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
     "engine/test_decode_kernels.py",
     "engine/test_transformers_engine.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not (_asks_for_gpu(config) and _has_gpu()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _asks_for_gpu(config: pytest.Config) -> bool:
+    return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, import only files with such tests: a GPU machine may lack what others need."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if is_test and _asks_for_gpu(config) and "mark.gpu" not in collection_path.read_text():
+        return True
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    mark = item.get_closest_marker("gpu")
+    if mark is not None and not mark.kwargs.get("stand_in") and not _has_gpu():
+        pytest.skip("needs a GPU: make test-gpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,11 +10,9 @@ import torch
 from penstock.engine.transformers.cuda import decode_reference as reference
 from penstock.engine.transformers.sampling import stream_key, uniforms, uniforms_torch
 
+pytestmark = pytest.mark.gpu(stand_in=True)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs CUDA, or TRITON_INTERPRET=1", allow_module_level=True)
-
 from penstock.engine.transformers.cuda import decode_kernels as kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-
-from penstock.engine.transformers.cuda import decode_kernels as kernels
+pytestmark = pytest.mark.gpu
 
 ROWS, VOCABULARY, ROUNDS = 4096, 49152, 12_250  # 50.2 million rows
 
@@ -29,6 +26,8 @@ def hostile_logits() -> torch.Tensor:
 
 @pytest.mark.timeout(500)
 def test_fifty_million_rows() -> None:
+    from penstock.engine.transformers.cuda import decode_kernels as kernels
+
     logits = hostile_logits()
     temperature = torch.ones(ROWS, device="cuda")
     key = torch.arange(ROWS, device="cuda") * 0x9E3779B97F4A7C1 + 12345

@@ -20,7 +20,7 @@ from stages.tiny_engine import make_engine, same_bits
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
 

@@ -1,20 +1,31 @@
-"""Runs on a GPU: weights that stay there, and trainer and engines that take turns."""
+"""Runs on a GPU: a real model, faults of the device, weights that stay there, trainer and engines that
+take turns.
+
+PENSTOCK_GPU_MODEL names the folder of a real checkpoint, such as `benchmarks/smollm2.py` writes; without
+it the demo policy is trained.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from penstock.inspection.audit import audit_run
 from penstock.job import Job
+from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.types import WeightHandle
-from stages.disturbed_run import STEPS, assert_balanced, config_of, kill, run
+from stages.disturbed_run import SMALL, STEPS, assert_balanced, config_of, kill, run
+from stages.faulty_engine import plan
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 def handles_of(job: Job, seen: list[WeightHandle]) -> None:
@@ -70,3 +81,78 @@ def test_colocated_they_take_turns_and_a_dead_engine_comes_back_in_its_own(tmp_p
     assert not any(map(on_device, seen))  # only one side at a time uses the device's memory
     events = [json.loads(line) for line in (folder.path / "timeline/events.jsonl").open()]
     assert {"sleep", "wake"} <= {event["what"] for event in events}
+
+
+def penstock(*words: str) -> tuple[int, str]:
+    """Run a command as a user does; return its exit code and output."""
+    program = "from penstock.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    return done.returncode, done.stdout
+
+
+def metrics(folder: RunFolder) -> list[dict[str, float]]:
+    return [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("colocate", ["false", "true"])
+def test_thirty_steps_of_a_real_model(tmp_path: Path, colocate: str) -> None:
+    steps = 30
+    words = [
+        f"model.path={os.environ.get('PENSTOCK_GPU_MODEL') or 'demo'}",
+        f"train.steps={steps}",
+        "train.groups_per_step=32",
+        "train.lr=1e-6",
+        "sampling.num_generations=8",
+        "sampling.max_tokens=64",
+        f"launch.colocate={colocate}",
+        f"run.dir={tmp_path}",
+        "run.name=real",
+    ]
+    code, text = penstock("train", *SMALL, *words)
+    assert code == 0, text
+    folder = RunFolder(tmp_path / "real")
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    for line in lines:
+        assert math.isfinite(line["grad_norm"])
+        assert line["grad_norm"] > 0
+        assert 0 < line["entropy/mean"] < 12
+        assert abs(line["mismatch/kl"]) < 0.02  # trainer and engine compute the same model
+        assert line["staleness/max"] <= 1
+        assert line["workers/restarts"] == 0
+    assert audit_run(folder, as_json=True) == 0
+
+
+@pytest.mark.timeout(500)
+def test_a_run_survives_an_engine_that_dies_of_a_fault_of_the_device(tmp_path: Path) -> None:
+    words = [*SMALL, f"run.dir={tmp_path}", "run.name=dies", *plan(tmp_path, "dies", 12)]
+    code, text = penstock("train", *words)
+    assert code == 0, text
+    folder = RunFolder(tmp_path / "dies")
+    assert_balanced(folder)
+    assert "engine-0: it died: " in text
+    assert "device-side assert triggered; starting it again (1 of 3)" in text
+    assert metrics(folder)[-1]["workers/restarts"] == 1
+    assert "in _gather" in (folder.logs / "engine-0.log").read_text()
+    journal = Journal.open(folder.journal, readonly=True)
+    assert journal.query("SELECT COUNT(*) FROM events WHERE kind = 'failed'") == [(0,)]
+    journal.close()
+
+
+@pytest.mark.timeout(500)
+def test_a_device_that_always_fails_stops_the_run(tmp_path: Path) -> None:
+    always = plan(tmp_path, "always", 12, then=1)
+    words = [*SMALL, f"run.dir={tmp_path}", "run.name=always", *always]
+    code, text = penstock("train", *words)
+    assert code == 1, text
+    last = text.strip().splitlines()[-1]
+    assert last.startswith("error: no engine is left: engine-0: it died: ")
+    assert "device-side assert triggered; engine-0 died of this 3 times in a row" in last
+    assert (tmp_path / "always/logs/engine-0.log").read_text().count("in _gather") == 3

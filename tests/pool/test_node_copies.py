@@ -251,11 +251,8 @@ def test_another_node_sends_where_the_trainers_has_left() -> None:
     assert sent == ["a", "b"]
 
 
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=needs_a_gpu)])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path, backend: str) -> None:
     site = Site(tmp_path, backend)
     for engine, node in enumerate("abbc"):

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from penstock.config import Config
 from penstock.engine.transformers.engine import TransformersEngine
 
@@ -44,4 +46,8 @@ class FaultyEngine(TransformersEngine):
         super()._step()
 
     def _gather(self) -> None:
+        """Raise; on a GPU by a real fault of the device, after which its process cannot use it."""
+        if self._options.device.startswith("cuda"):
+            row = torch.zeros(4, device=self._options.device)
+            row[torch.full((1,), 7, device=self._options.device)].cpu()
         raise IndexError("gather kernel index 7 is out of bounds\nCompile with device assertions")

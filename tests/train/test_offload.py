@@ -120,3 +120,35 @@ def test_a_trainer_out_of_memory_says_what_to_change(saved_model, colocate: bool
     service._consumer.train = too_large  # type: ignore[method-assign]
     with pytest.raises(RunError, match=r"^trainer: CUDA out of memory.*micro_batch.*colocate"):
         service.train(batches(1)[0])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_offload_frees_the_memory_and_keeps_the_bits(saved_model) -> None:
+    settings = SETTINGS | {"model": {"dtype": "bfloat16", "device": "cuda"}}
+    consumer = from_disk(saved_model, **settings)
+    first, second = batches(2)
+    digest = consumer.train(first).digest
+    weights = {name: tensor.clone() for name, tensor in consumer.weights()}
+    consumer.offload()
+    assert set(sizes(consumer)) == {0}
+    assert consumer.digest() == digest
+    consumer.reload()
+    assert 0 not in sizes(consumer)
+    assert consumer.digest() == digest
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in consumer.weights())
+    consumer.train(second)
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_are_the_steps_on_a_cpu(saved_model) -> None:
+    """In float32; the sums of a GPU have another order."""
+    reports, weights = [], []
+    for device in ("cpu", "cuda"):
+        consumer = from_disk(saved_model, model={"dtype": "float32", "device": device})
+        reports.append([consumer.train(batch).metrics for batch in batches(3)])
+        weights.append({name: tensor.cpu() for name, tensor in consumer.weights()})
+    for one, other in zip(*reports, strict=True):
+        assert one["loss/policy"] == pytest.approx(other["loss/policy"], rel=1e-3, abs=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+    for name, tensor in weights[0].items():
+        assert torch.allclose(tensor, weights[1][name], atol=2e-3), name

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from penstock.weights import device_digest
 from penstock.weights.device_digest import DeviceDigests, hash_leaves
 
+pytestmark = pytest.mark.gpu(stand_in=True)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # else Triton's interpreter
 
 
@@ -68,7 +69,7 @@ def test_a_view_that_does_not_begin_at_a_word() -> None:
     assert odd.finish() == {"a": digest.combine_leaves("a", "uint8", (128,), leaves)}
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.gpu
 def test_weights_on_a_gpu_have_the_digest_of_their_copy() -> None:
     weights = {
         "small": torch.rand(100, device=DEVICE),

@@ -25,7 +25,7 @@ from penstock.weights.device_memory import DeviceHandle, DeviceMemory, OpenedMem
 from penstock.weights.shared_memory import SharedMemorySync
 from stages.publications import Publications, holds, weights
 
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu(stand_in=True)
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu:0")
 
 
@@ -153,7 +153,7 @@ def started_trainer(folder: Path, value: int, size: int) -> tuple[subprocess.Pop
     return process, pickle.loads(process.stdout.read(count))
 
 
-@needs_a_gpu
+@pytest.mark.gpu
 def test_another_process_reads_it_and_outlives_its_writer(tmp_path: Path) -> None:
     size = 64 * 2**20  # numbers: 256 MiB
     process, handle = started_trainer(tmp_path, 3, size)
@@ -173,7 +173,7 @@ def test_another_process_reads_it_and_outlives_its_writer(tmp_path: Path) -> Non
     process.wait()
 
 
-@needs_a_gpu
+@pytest.mark.gpu
 def test_memory_goes_back_to_the_device() -> None:
     size = 1 << 30
 
@@ -195,7 +195,7 @@ def test_memory_goes_back_to_the_device() -> None:
     assert before - free() < size // 8
 
 
-@needs_a_gpu
+@pytest.mark.gpu
 def test_what_a_killed_writer_had_is_given_back_with_the_last_reader(tmp_path: Path) -> None:
     size = 256 * 2**20  # numbers: 1 GiB
     torch.zeros(1, device="cuda")

@@ -101,7 +101,7 @@ def test_on_a_cpu_nothing_moves_unless_told_to() -> None:
     assert tensor.untyped_storage().nbytes() == 40
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_the_memory_is_free_for_others_meanwhile() -> None:
     whole = torch.randn(64, 2**20, device="cuda")
     tensors = [whole, whole[1:], torch.arange(10, device="cuda"), torch.arange(3)]
