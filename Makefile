@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test tests test-ray test-gpu test-vllm check format clean help
+.PHONY: demo test tests test-long test-ray test-gpu test-vllm check format clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -35,11 +35,14 @@ check: $(DEV_STAMP)  ## format, lint and types
 # one file stays in one process; tests/conftest.py puts the longest files first
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
-test: $(DEV_STAMP)  ## format, lint and types, beside every test that needs no Ray cluster and no vLLM
+test: $(DEV_STAMP)  ## format, lint and types, beside every quick test that needs no Ray cluster and no vLLM
 	$(MAKE) --no-print-directory -j 2 check tests
 
 tests: $(DEV_STAMP)
-	$(PYTEST) -m "not ray"
+	$(PYTEST) -m "not ray and not slow"
+
+test-long: $(DEV_STAMP)  ## the long sweeps: more algorithms, more examples, more load
+	$(PYTEST) -m "slow and not ray"
 
 test-ray: $(DEV_STAMP)  ## the tests that start Ray clusters
 	$(PYTEST) -m ray

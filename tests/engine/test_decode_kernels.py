@@ -69,7 +69,7 @@ def test_attention_equals_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [64, 5000, 32768])
+@pytest.mark.parametrize("vocabulary", [64, 5000, pytest.param(32768, marks=pytest.mark.slow)])
 def test_sampling_equals_the_reference(vocabulary: int, dtype: torch.dtype) -> None:
     rows = 32
     generator = torch.Generator().manual_seed(2)

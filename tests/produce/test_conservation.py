@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -383,16 +384,26 @@ class ProducingMachine(RuleBasedStateMachine):
         return {group_id for (group_id,) in rows}
 
 
-ProducingMachine.TestCase.settings = settings(
-    max_examples=200,
-    stateful_step_count=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
-TestProducing = ProducingMachine.TestCase
+def _settings(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=60,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
+class TestProducing(ProducingMachine.TestCase):
+    settings = _settings(50)
+
+
+@pytest.mark.slow
+class TestProducingForLong(ProducingMachine.TestCase):
+    settings = _settings(200)
+
+
+@pytest.mark.slow
 def test_the_machine_saw_everything() -> None:
     """Checks the events that the state machine above has counted; without it there are none."""
     if SEEN:

@@ -28,7 +28,13 @@ def curve(script, algorithm, steps, lag=0, final_groups=128, **train):
     return asyncio.run(script.train_curve(config, steps, lag, final_groups=final_groups))
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
+QUICK = ("grpo", "gspo", "reinforce_pp")  # one for each kind of ratio and baseline
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ALGORITHMS],
+)
 def test_accuracy_rises(script, name) -> None:
     accuracies, _ = curve(script, {"name": name}, steps=7, final_groups=0)
     assert np.mean(accuracies[-2:]) > np.mean(accuracies[:2]) + 0.1
