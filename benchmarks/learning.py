@@ -10,9 +10,11 @@ correction. `penstock` is examples/sums/sums.toml: Penstock's defaults. Every (s
 of its own; OUT/SYSTEM-SEED.jsonl holds a line for each step. With `--parallel` above 1 the runs share
 the GPU: their curves count, their times do not.
 
+The other systems change one default each: `plain` masters, `token` mean, AdamW's `beta2` 0.999.
+
 Expected, before it was run: `as-trl` within TRL's seed noise at every step; `penstock` above it, because
-its masters are dithered; five times as fast to TRL's last held-out accuracy, because its engine batches all
-1,024 responses and leaves the batch as each ends.
+its masters are dithered; five times as fast to TRL's last held-out accuracy, because its engine batches
+all 1,024 responses and leaves the batch as each ends.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ SHOWN_STEPS = (1, 10, 20, 30, 40, 60, 80)
 SYSTEMS: dict[str, list[str]] = {
     "penstock": [],
     "plain": ["train.masters=plain"],
+    "token": ["algorithm.aggregation=token"],
+    "beta2": ["train.betas=[0.9, 0.999]"],
     "as-trl": [
         "algorithm.aggregation=token",
         "train.betas=[0.9, 0.999]",
