@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from penstock.checkpoint import CheckpointStore
-from penstock.errors import DigestMismatch, UserError
+from penstock.errors import DigestMismatch, JournalDamaged, UserError
 from penstock.evaluation.evaluate import SUMMARY, restore_summaries
+from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.journal import Journal
-from penstock.recover import redo, save_at_stop
+from penstock.recover import keep_trainer_alive, redo, save_at_stop
 from penstock.run_folder import RunFolder
+from penstock.supervise.trainer import TrainerPart
 from penstock.types import Batch, Group, Rollout, Status, StepReport, VersionSegment
 from stages.rollouts import make_prompt
 
@@ -51,7 +56,11 @@ def journal(tmp_path: Path):
             journal.drawn(group)
             await journal.landed(group)
             await journal.begin_step(step, [group])
-            report = StepReport(step=step, policy_version=step, digest=f"d{step}", metrics={"m": 1})
+            trained = Batch(step=step, groups=(group,)).fingerprints()
+            digest, metrics = f"d{step}", {"m": 1}
+            report = StepReport(
+                step=step, policy_version=step, digest=digest, metrics=metrics, trained=trained
+            )
             await journal.commit_step(report)
 
     asyncio.run(three_steps())
@@ -109,6 +118,55 @@ def test_where_bits_do_not_repeat_the_redone_digest_takes_its_place(journal: Jou
     assert journal.steps()[1].metrics == {"m": 1}
     assert len(notes) == 1
     assert "step 2" in notes[0]
+
+
+def publish(journal: Journal, *versions: int, again: str = "") -> None:
+    for version in versions:
+        journal.record_published(version, f"d{version}{again}")
+        journal.record_confirmed("engine", version, f"d{version}{again}")
+
+
+REDONE = [
+    "weights 2: redone after a crash, with other bits (d2 and d2-other)",
+    "weights 3: redone after a crash, with other bits (d3 and d3-other)",
+]
+
+
+def test_after_a_resume_the_audit_lists_every_redone_version_and_balances(journal: Journal) -> None:
+    """All steps after the checkpoint are redone, but only the last is published again."""
+    publish(journal, 0, 1, 2, 3)
+    redone(journal, Trainer(exact=False, differs=True), [])
+    publish(journal, 3, again="-other")
+    assert chain_faults(journal) == []
+    assert redone_versions(journal) == REDONE
+
+
+def test_a_trainer_restored_inside_a_live_run_has_its_redone_versions_listed(
+    journal: Journal, tmp_path: Path
+) -> None:
+    """Nothing is published again: the engines keep what they have until the next step."""
+    publish(journal, 0, 1, 2, 3)
+    restores: list[Callable[[TrainerPart], Awaitable[None]]] = []
+    job = SimpleNamespace(
+        journal=journal,
+        checkpoints=CheckpointStore(tmp_path / "checkpoints"),
+        tracker=SimpleNamespace(note=lambda text: None),
+        workers=SimpleNamespace(restore_trainer_with=restores.append),
+        activity="training step 4",
+    )
+    keep_trainer_alive(job)  # type: ignore[arg-type]
+    asyncio.run(restores[0](Trainer(exact=False, differs=True)))  # type: ignore[arg-type]
+    assert chain_faults(journal) == []
+    assert redone_versions(journal) == REDONE
+
+
+def test_a_redo_of_other_groups_than_the_trainer_recorded_is_damage(journal: Journal) -> None:
+    class OtherGroups(Trainer):
+        async def train(self, batch: Batch) -> StepReport:
+            return replace(await super().train(batch), trained=(("t:9", "other"),))
+
+    with pytest.raises(JournalDamaged, match="the groups of step 1 are not those"):
+        redone(journal, OtherGroups(exact=True, differs=False), [])
 
 
 def test_a_check_never_repairs(journal: Journal) -> None:

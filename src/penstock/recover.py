@@ -8,7 +8,6 @@ decides: a checkpoint newer than its last step is renamed to `lost-*`.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 
 from penstock.checkpoint import Checkpoint, CheckpointStore
 from penstock.disk import can_write
@@ -175,13 +174,18 @@ async def redo(
     for step in range(first, last + 1):
         report = await trainer.train(journal.batch(step))
         before = journalled[step]
+        if before.trained and report.trained and report.trained != before.trained:
+            raise JournalDamaged(
+                f"journal {journal.path}: damaged: the groups of step {step} are not those that the "
+                "trainer recorded"
+            )
         if report.digest != before.digest:
             if strict:
                 raise DigestMismatch(_difference(report, before))
             if not told:
                 told = True
                 note(f"step {step} redone: this device does not repeat bits; continuing")
-            await journal.commit_step(replace(report, metrics=before.metrics))
+            await journal.redo_step(report)
         yield report
 
 

@@ -8,6 +8,8 @@ and know no engine, trainer or journal.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -280,6 +282,28 @@ class Group:
     def num_response_tokens(self) -> int:
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
+    def fingerprint(self) -> str:
+        """Return a hash of all that a trainer reads: ids, tokens, log-probs, masks, versions, rewards."""
+        parts = [self.group_id.encode()]
+        for rollout in self.rollouts:
+            score, versions = rollout.score, [(s.version, s.length) for s in rollout.segments]
+            words = f"{rollout.rollout_id} {rollout.finish_reason} {versions}".encode()
+            value = float("nan") if score is None else float(score.value)
+            parts += (
+                struct.pack(
+                    "<IIIdd",
+                    *map(len, (words, rollout.prompt_ids, rollout.response_ids)),
+                    rollout.temperature,
+                    value,
+                ),
+                words,
+                rollout.prompt_ids.astype("<i4", copy=False).tobytes(),
+                rollout.response_ids.astype("<i4", copy=False).tobytes(),
+                rollout.logprobs.astype("<f4", copy=False).tobytes(),
+                rollout.loss_mask.astype(np.bool_, copy=False).tobytes(),
+            )
+        return hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
+
 
 def staleness(train_step: int, policy_version: int) -> int:
     """Return the updates that a version is behind; version s - 1 is on-policy in step s."""
@@ -297,6 +321,10 @@ class Batch:
     def rollouts(self) -> list[Rollout]:
         return [rollout for group in self.groups for rollout in group.rollouts]
 
+    def fingerprints(self) -> tuple[tuple[str, str], ...]:
+        """Return (group id, hash of its content) of every group, in order."""
+        return tuple((group.group_id, group.fingerprint()) for group in self.groups)
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StepReport:
@@ -306,6 +334,7 @@ class StepReport:
     policy_version: int  # updates done, including this one
     digest: str  # digest of the weights after the update
     metrics: dict[str, float] = field(default_factory=dict)
+    trained: tuple[tuple[str, str], ...] = ()  # `Batch.fingerprints` of what the trainer was given
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

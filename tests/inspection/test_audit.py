@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,14 @@ from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Produc
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.produce.virtual_time import VirtualClock
 from penstock.run_folder import RunFolder
-from penstock.types import StepReport
+from penstock.types import Batch, StepReport
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
-from stages.rollouts import make_prompts
+from stages.rollouts import finish_rollout, make_prompts
 
 
-def make_run(path: Path) -> Path:
-    """Make a run of five async steps with refusals, failures, and groups left in the buffer."""
+def make_run(path: Path, steps: int = 5) -> Path:
+    """Make a run of async steps with refusals, failures, and groups left in the buffer."""
 
     async def main() -> None:
         journal = Journal.open(path / "journal.db", threaded=False)
@@ -66,14 +67,14 @@ def make_run(path: Path) -> Path:
             progress=ProduceProgress.build(["train"]),
             groups_per_step=4,
         )
+        journal.record_identity({"tasks.train.data": json.dumps({"prompts": 9})})
         journal.record_published(0, "digest-0")
         journal.record_confirmed("engine", 0, "digest-0")
         running = asyncio.create_task(producer.run())
-        for step in range(1, 6):
-            await producer.take_batch(step)
+        for step in range(1, steps + 1):
+            batch = await producer.take_batch(step)
             await asyncio.sleep(0.1)
-            report = StepReport(step=step, policy_version=step, digest=f"digest-{step}")
-            await journal.commit_step(report)
+            await journal.commit_step(report_of(batch))
             journal.record_published(step, f"digest-{step}")
             journal.record_confirmed("engine", step, await engine.update_weights(step))
             producer.weights_updated(step)
@@ -88,17 +89,26 @@ def make_run(path: Path) -> Path:
     return path
 
 
+def report_of(batch: Batch) -> StepReport:
+    """Return the report of a trainer that read the batch."""
+    step = batch.step
+    return StepReport(
+        step=step, policy_version=step, digest=f"digest-{step}", trained=batch.fingerprints()
+    )
+
+
 def look(path: Path, allowed: int = 1) -> Audit:
     journal = Journal.open(path / "journal.db", readonly=True)
-    found = audit_journal(journal, [EraBounds(None, {"train": allowed})])
+    found = audit_journal(journal, [EraBounds(None, {"train": allowed}, {"train": 10})])
     journal.close()
     return found
 
 
-def change(path: Path, statement: str, *, sealed: bool = False) -> None:
+def change(path: Path, statements: str, *, sealed: bool = False) -> None:
     """Tamper with a journal; `sealed` updates the checksums, as a faulty writer would."""
     database = open_database(path / "journal.db")
-    assert database.execute(statement).rowcount > 0
+    for statement in statements.split(";"):
+        assert database.execute(statement).rowcount > 0
     for table in CHECKED if sealed else ():
         database.execute(f"UPDATE {table} SET row_check = {expression(table)}")
     database.close()
@@ -142,7 +152,7 @@ def test_the_table_says_that_it_balances(tmp_path: Path) -> None:
         ("UPDATE group_rows SET drop_reason = NULL WHERE place = 'dropped'", "without a reason"),
         ("UPDATE group_rows SET status = 'aborted' WHERE step = 2", "is not completed"),
         ("UPDATE group_rows SET landed_at = NULL WHERE step = 2", "never landed"),
-        ("DELETE FROM rollout_rows WHERE group_id = 'train:0'", "has no tokens"),
+        ("DELETE FROM rollout_rows WHERE group_id = 'train:0'", "it has 0 rollouts with 0 tokens"),
         (
             "UPDATE step_rows SET group_ids = (SELECT group_ids FROM step_rows WHERE step = 1) WHERE step = 2",
             "trained 2 times",
@@ -154,6 +164,67 @@ def test_the_table_says_that_it_balances(tmp_path: Path) -> None:
         ("DELETE FROM step_rows WHERE step = 2", "step 2: missing"),
         ("UPDATE weight_rows SET digest = 'torn' WHERE version = 3", "weights 3: "),
         ("UPDATE rollout_rows SET oldest_version = -3 WHERE group_id = 'train:0'", "of staleness"),
+        # one rollout of a trained group is gone
+        ("DELETE FROM rollout_rows WHERE rollout_id = 'train:0.1'", "but 2 with "),
+        (
+            "DELETE FROM rollout_rows WHERE rollout_id = 'train:0.1'; UPDATE group_rows SET num_rollouts"
+            " = 1, num_tokens = (SELECT num_tokens FROM rollout_rows WHERE rollout_id = 'train:0.0')"
+            " WHERE group_id = 'train:0'",
+            "group train:0: the journal's rollouts are not those that the trainer trained in step 1",
+        ),
+        # a buffered group has no rollouts
+        (
+            "DELETE FROM rollout_rows WHERE group_id ="
+            " (SELECT group_id FROM group_rows WHERE place = 'buffered' LIMIT 1)",
+            "it has 0 rollouts with 0 tokens, but 2 with",
+        ),
+        # a committed step has no batch
+        (
+            "UPDATE step_rows SET group_ids = NULL WHERE step = 5; UPDATE group_rows SET place = 'dropped',"
+            " drop_reason = 'failed', step = NULL WHERE step = 5",
+            "step 5: it was committed without a batch",
+        ),
+        # half a batch is dropped
+        (
+            "UPDATE group_rows SET place = 'dropped', drop_reason = 'failed', step = NULL, position = NULL"
+            " WHERE step = 5 AND position >= 2; UPDATE step_rows SET group_ids ="
+            " (SELECT json_group_array(group_id) FROM (SELECT group_id FROM group_rows WHERE step = 5"
+            " ORDER BY position)) WHERE step = 5",
+            "step 5: the trainer trained train:",
+        ),
+        # the same, with the trainer's record adjusted
+        (
+            "UPDATE group_rows SET place = 'dropped', drop_reason = 'failed', step = NULL, position = NULL"
+            " WHERE step = 4 AND position >= 2; UPDATE step_rows SET trained ="
+            " json_array(trained -> 0, trained -> 1), group_ids ="
+            " json_array(group_ids ->> 0, group_ids ->> 1) WHERE step = 4",
+            "step 4: its record, or the one before it, is not what was committed",
+        ),
+        # one prompt stands under every cursor
+        (
+            "UPDATE group_rows SET prompt_id = 'data:0'",
+            "task train: cursors 0 and 1 draw different prompts, both got data:0",
+        ),
+        # the prompt of a later epoch is another
+        (
+            "UPDATE group_rows SET prompt_id = 'data:10' WHERE cursor = 9",
+            "draw one prompt, got data:",
+        ),
+        # the events of a trained group are deleted
+        (
+            "DELETE FROM event_rows WHERE group_id = 'train:0'",
+            "group train:0: was taken, but its landing",
+        ),
+        ("DELETE FROM event_rows WHERE group_id = 'train:0'", " events of groups are missing"),
+        (
+            "DELETE FROM event_rows WHERE number > 10",
+            "events were there when it was committed, now 10",
+        ),
+        (
+            "DELETE FROM weight_rows WHERE version = 2 AND kind = 'confirmed'",
+            "1 of 12 records of weights",
+        ),
+        ("DELETE FROM group_rows WHERE group_id = 'train:0'", "train:0: its draw is missing"),
     ],
 )
 def test_every_damage_is_found(tmp_path: Path, damage: str, fault: str) -> None:
@@ -162,6 +233,92 @@ def test_every_damage_is_found(tmp_path: Path, damage: str, fault: str) -> None:
     found = look(tmp_path)
     assert any(fault in line for line in found.faults), found.faults
     assert audit_run(RunFolder(tmp_path), console=Console(quiet=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ("in_flight", "group train:3: in flight since step 1, for 16 steps of task"),
+        (
+            "buffered",
+            "group train:3: waiting to be generated again since step 1, for 16 steps of task",
+        ),
+    ],
+)
+def test_a_group_that_waits_for_ever_is_found(tmp_path: Path, place: str, fault: str) -> None:
+    """Group train:3 was refused in the first step; the forger puts it back."""
+    make_run(tmp_path, steps=16)
+    assert look(tmp_path).faults == []
+    change(
+        tmp_path,
+        f"UPDATE group_rows SET place = '{place}', status = 'aborted', drop_reason = NULL"
+        " WHERE group_id = 'train:3'",
+        sealed=True,
+    )
+    assert f"{fault} train, allowed: 10" in look(tmp_path).faults[0]
+    assert audit_run(RunFolder(tmp_path), console=Console(quiet=True)) == 1
+
+
+def test_a_buffered_group_that_should_have_expired_is_found(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=8)
+    change(
+        tmp_path,
+        "UPDATE group_rows SET place = 'buffered', status = 'completed', drop_reason = NULL"
+        " WHERE group_id = 'train:3'",
+        sealed=True,
+    )
+    assert (
+        "group train:3: buffered for step 8 with tokens of version 0, allowed: at most 1 updates behind"
+        in look(tmp_path).faults
+    )
+
+
+class LiveJournal(Journal):
+    """The journal of a run that trains another step whenever a query was answered."""
+
+    def __init__(self, path: Path) -> None:
+        self.writing = Journal.open(path, threaded=False)
+        self.sampler = Sampler(make_prompts(9), task_name="train", prompt_repeat_k=2, seed=0)
+        self.step = self.writing.last_committed_step()
+        self.cursor = self.writing.cursors()["train"]
+        super().__init__(path, readonly=True)
+
+    def query(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
+        found = super().query(sql, parameters)
+        asyncio.run(self._train_on())
+        return found
+
+    async def _train_on(self) -> None:
+        self.step += 1
+        group = self.sampler.group_at(self.cursor)
+        self.cursor += 1
+        for rollout in group.rollouts:
+            finish_rollout(rollout, version=self.step - 1)
+        self.writing.drawn(group)
+        await self.writing.landed(group)
+        await self.writing.begin_step(self.step, [group])
+        await self.writing.commit_step(report_of(Batch(step=self.step, groups=(group,))))
+        self.writing.record_published(self.step, f"digest-{self.step}")
+        self.writing.record_confirmed("engine", self.step, f"digest-{self.step}")
+
+
+def test_a_live_run_is_seen_at_one_moment(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    journal = LiveJournal(tmp_path / "journal.db")
+    found = audit_journal(journal, [EraBounds(None, {"train": 1}, {"train": 10})])
+    assert journal.step > 10
+    assert found.faults == []
+    assert found.committed_steps == 5
+    journal.close()
+    journal.writing.close()
+
+
+def test_steps_without_a_record_by_the_trainer_are_told(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    change(tmp_path, "UPDATE step_rows SET trained = NULL, chain = NULL", sealed=True)
+    found = look(tmp_path)
+    assert found.balanced
+    assert found.warnings[0].startswith("5 of steps 1 to 5 have no record by the trainer")
 
 
 def test_a_bound_that_was_not_kept_is_found(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from penstock.data.sampler import Sampler
 from penstock.errors import JournalDamaged, PenstockError
 from penstock.inspection.audit import audit_run
 from penstock.journal import Journal
@@ -22,6 +23,7 @@ from penstock.journal.checks import row_check
 from penstock.run_folder import RunFolder
 from penstock.types import StepReport
 from stages.made_run import make_run
+from stages.rollouts import finish_rollout, make_prompts
 
 FLIPS = int(os.environ.get("PENSTOCK_FLIPS", "120"))
 VIEWS = ("groups", "rollouts", "steps", "weights", "events")
@@ -92,11 +94,19 @@ def test_a_flipped_byte_in_the_log_beside_the_file_loses_an_end_that_is_missed(
 ) -> None:
     """SQLite silently skips everything after a damaged frame of its log."""
     run = RunFolder(shutil.copytree(made.path, tmp_path / "run"))
+    sampler = Sampler(make_prompts(200), task_name="other", prompt_repeat_k=1, seed=0)
 
     async def write_on(journal: Journal) -> None:
+        journal.dropped(journal.unfinished_groups().buffered[0], "failed")
         for step in range(5, 9):
-            await journal.begin_step(step, [])
+            group = sampler.group_at(step - 5)
+            finish_rollout(group.rollouts[0], version=step - 1)
+            journal.drawn(group)
+            await journal.landed(group)
+            await journal.begin_step(step, [group])
             await journal.commit_step(StepReport(step=step, policy_version=step, digest="d"))
+            journal.record_published(step, "d")
+            journal.record_confirmed("engine", step, "d")
             with run.metrics.open("a") as file:
                 file.write(json.dumps({"step": step}) + "\n")
 

@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +86,32 @@ def test_the_codec_gives_back_what_it_got(data: st.DataObject) -> None:
         tries=2,
         error="why",
     )
-    assert_same(decode_group(encode_group(group)), group)
+    read = decode_group(encode_group(group))
+    assert_same(read, group)
+    assert read.fingerprint() == group.fingerprint()
+
+
+def test_the_fingerprint_covers_all_that_a_trainer_reads() -> None:
+    changes: list[Callable[[Rollout], None]] = [
+        lambda rollout: setattr(rollout, "rollout_id", "t:0.9"),
+        lambda rollout: setattr(rollout, "prompt_ids", rollout.prompt_ids + 1),
+        lambda rollout: setattr(rollout, "response_ids", rollout.response_ids + 1),
+        lambda rollout: setattr(rollout, "logprobs", rollout.logprobs - 1),
+        lambda rollout: setattr(rollout, "loss_mask", ~rollout.loss_mask),
+        lambda rollout: setattr(rollout, "segments", (VersionSegment(5, 4),)),
+        lambda rollout: setattr(rollout, "temperature", 0.5),
+        lambda rollout: setattr(rollout, "finish_reason", "length"),
+        lambda rollout: setattr(rollout, "score", Score(0.25)),
+    ]
+    found = {finished(0).fingerprint(), finished(1).fingerprint()}
+    for change in changes:
+        group = finished(0)
+        change(group.rollouts[1])
+        found.add(group.fingerprint())
+    shorter = finished(0)
+    shorter.rollouts.pop()
+    found.add(shorter.fingerprint())
+    assert len(found) == len(changes) + 3
 
 
 def test_the_prompt_is_stored_once_however_large_the_group() -> None:
@@ -189,7 +215,9 @@ def test_what_was_awaited_survives_without_a_close(tmp_path: Path) -> None:
 def test_views_can_be_read_by_any_sqlite_tool_during_the_run(tmp_path: Path) -> None:
     async def main() -> None:
         journal = Journal.open(tmp_path / "journal.db")
-        await land(journal, finished(0, version=0), finished(1))
+        await land(journal, finished(0, version=0), finished(1), finished(2))
+        await journal.begin_step(1, [finished(2)])
+        await journal.commit_step(report(1))
         await journal.begin_step(2, [finished(0)])
         await journal.commit_step(report(2))
         other = sqlite3.connect(tmp_path / "journal.db")
@@ -200,7 +228,8 @@ def test_views_can_be_read_by_any_sqlite_tool_during_the_run(tmp_path: Path) -> 
             "SELECT DISTINCT text, reward, finish_reason FROM rollouts"
         ).fetchall() == [("text", 1.0, "stop")]
         assert other.execute("SELECT step, digest, committed FROM steps").fetchall() == [
-            (2, "d2", 1)
+            (1, "d1", 1),
+            (2, "d2", 1),
         ]
         kinds = other.execute(
             "SELECT kind FROM events WHERE group_id = 't:0' ORDER BY at"
@@ -235,7 +264,9 @@ def test_a_step_takes_only_what_is_completed_and_buffered(tmp_path: Path) -> Non
     async def main() -> None:
         journal = Journal.open(tmp_path / "journal.db")
         await land(journal, finished(0))
-        with pytest.raises(RunError, match="step 1 takes 2 groups"):
+        with pytest.raises(
+            RunError, match="step 1: group t:1 is taken: got a group that was never drawn"
+        ):
             await journal.begin_step(1, [finished(0), finished(1)])
         with pytest.raises(RunError):
             journal.close()

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.data.sampler import Sampler
 from penstock.errors import WorkerDied
 from penstock.job import Job
 from penstock.run_folder import RunFolder
 from penstock.supervise.trainer import RankGroup
-from penstock.types import Batch
+from penstock.types import Batch, StepReport
 from stages.disturbed_run import assert_balanced, config_of, run, weights
+from stages.rollouts import make_prompts
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -70,3 +72,24 @@ def test_the_end_of_a_rank_is_the_reason_though_another_felt_it_first() -> None:
 
     with pytest.raises(WorkerDied, match="trainer-0: killed"):
         asyncio.run(train())
+
+
+class SharingRank:
+    """A rank that reports what it was given."""
+
+    def __init__(self, rank: int) -> None:
+        self.name, self.place = f"trainer-{rank}", "memory"
+
+    async def call(self, method: str, batch: Batch) -> StepReport:
+        trained = batch.fingerprints()
+        return StepReport(step=batch.step, policy_version=1, digest=self.name, trained=trained)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_report_of_all_ranks_names_the_groups_in_the_order_of_the_batch(world: int) -> None:
+    sampler = Sampler(make_prompts(9), task_name="t", prompt_repeat_k=2, seed=0)
+    batch = Batch(step=1, groups=tuple(sampler.group_at(cursor) for cursor in range(5)))
+    group = RankGroup([SharingRank(rank) for rank in range(world)])  # type: ignore[misc]
+    report = asyncio.run(group.call("train", batch))
+    assert report.trained == batch.fingerprints()
+    assert report.digest == "trainer-0"

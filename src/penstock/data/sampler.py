@@ -47,6 +47,11 @@ def rollout_seed(run_seed: int, group_id: str, index: int, tries: int) -> int:
     return stable_hash(run_seed, group_id, index, tries)
 
 
+def epoch_order(run_seed: int, task_name: str, epoch: int, size: int) -> np.ndarray:
+    """Return the order in which an epoch draws the prompts of a task, as indices of the dataset."""
+    return np.random.default_rng(stable_hash(run_seed, task_name, "epoch", epoch)).permutation(size)
+
+
 class Sampler:
     """Consumes prompts of one task, produces groups of `prompt_repeat_k` rollouts."""
 
@@ -130,11 +135,9 @@ class Sampler:
 
     def _permutation(self, epoch: int, size: int) -> np.ndarray:
         if epoch not in self._permutations:
-            generator = np.random.default_rng(
-                stable_hash(self.seed, self.task_name, "epoch", epoch)
-            )
             kept = {e: p for e, p in self._permutations.items() if abs(e - epoch) <= 1}
-            self._permutations = {**kept, epoch: generator.permutation(size)}
+            order = epoch_order(self.seed, self.task_name, epoch, size)
+            self._permutations = {**kept, epoch: order}
         return self._permutations[epoch]
 
     def start_from(self, cursor: int) -> None:

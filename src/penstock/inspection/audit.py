@@ -1,8 +1,9 @@
 """`penstock audit RUN`: check every law that can be proven from the journal. Changes nothing.
 
 Conservation per task, a reason for every drop, batches that match their groups, no group trained twice,
-the staleness bound by each rollout's oldest token, weights confirmed with the committed digest. Warns
-where trained responses differ in length from drawn ones.
+the staleness bound by each rollout's oldest token, weights confirmed with the committed digest, nothing
+missing (`evidence.py`). All of it sees one moment of a live run. Warns where trained responses differ
+in length from drawn ones.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from penstock.config import Config
+from penstock.config import ProduceConfig
 from penstock.errors import JournalDamaged
+from penstock.inspection.evidence import (
+    age_faults,
+    missing_rows,
+    prompt_faults,
+    step_faults,
+    unrecorded_steps,
+)
 from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.journal import Journal
 from penstock.produce import calculate_stale_threshold
-from penstock.run_folder import RunFolder
+from penstock.run_folder import Era, RunFolder
 from penstock.track.jsonl import last_step_told
 
 _BIAS_LIMIT = 0.05  # largest relative difference of trained and drawn mean length without a warning
+_STRAGGLER_STEPS = 16  # steps of its task that may leave a group in flight behind
 _MOST_NAMED = 50  # most damaged records that are named
 _ENOUGH = 50  # fewest groups for which a difference is reported
 
@@ -35,6 +44,8 @@ class EraBounds:
 
     last_step: int | None  # None: this config is still in force
     allowed: dict[str, int]  # per task, in updates
+    longest_wait: dict[str, int] = field(default_factory=dict)  # per task, in its steps
+    seed: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +109,7 @@ class Audit:
 def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | None = None) -> int:
     """Audit a run and print the result; return 0 if every law holds, else 1."""
     origin = folder.origin()
-    eras = [EraBounds(era.last_step, _bounds(era.config)) for era in folder.eras()]
+    eras = [_era_bounds(era) for era in folder.eras()]
     told = last_step_told(folder.metrics)  # read before the journal: the run may be under way
     journal = Journal.open(folder.journal, readonly=True)
     try:
@@ -123,16 +134,31 @@ def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | No
     return 0 if found.balanced else 1
 
 
-def _bounds(config: Config) -> dict[str, int]:
-    """Return, per task, how many updates a sample may be behind."""
-    return {
+def _era_bounds(era: Era) -> EraBounds:
+    config = era.config
+    settings = {name: config.task_produce(name) for name in config.tasks}
+    thresholds = {
         name: calculate_stale_threshold(
             0 if produce.strategy == "sync" else produce.max_staleness, config.sync.every_steps
         )
-        - 1
-        for name in config.tasks
-        for produce in [config.task_produce(name)]
+        for name, produce in settings.items()
     }
+    return EraBounds(
+        era.last_step,
+        {name: threshold - 1 for name, threshold in thresholds.items()},
+        {name: _longest_wait(settings[name], steps) for name, steps in thresholds.items()},
+        config.seed,
+    )
+
+
+def _longest_wait(produce: ProduceConfig, threshold: int) -> int:
+    """Return in how many steps of its task a group lands or is issued again.
+
+    Steps wait for a group in flight before it is too old. With oversampling they leave it behind; an
+    expired group may wait for its tail batch.
+    """
+    slack = _STRAGGLER_STEPS if produce.over_sample_threshold else 2
+    return (produce.max_tries + 1) * threshold + slack
 
 
 def audit_journal(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool = False) -> Audit:
@@ -140,13 +166,14 @@ def audit_journal(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool
 
     `eras` are in order. `recorded`: a fork, whose groups were drawn by another run.
     """
-    damage = _damage(journal)
-    try:
-        return _account(journal, eras, recorded, damage)
-    except (TypeError, ValueError, KeyError) as error:  # damage can change the type of a value
-        if not damage:
-            raise
-        raise JournalDamaged(f"journal {journal.path}: damaged: {damage[0]}") from error
+    with journal.snapshot():
+        damage = _damage(journal)
+        try:
+            return _account(journal, eras, recorded, damage)
+        except (TypeError, ValueError, KeyError) as error:  # damage can change the type of a value
+            if not damage:
+                raise
+            raise JournalDamaged(f"journal {journal.path}: damaged: {damage[0]}") from error
 
 
 def _account(
@@ -162,7 +189,11 @@ def _account(
         ),
         *_life_faults(journal),
         *_batch_faults(journal),
+        *step_faults(journal),
+        *missing_rows(journal),
         *chain_faults(journal, recorded=recorded),
+        *([] if recorded else prompt_faults(journal, eras[-1].seed)),
+        *([] if recorded else _age_faults(journal, eras)),
         *damage,
         *([] if recorded else stale_faults),  # in a fork, versions and steps belong to two runs
     ]
@@ -176,6 +207,7 @@ def _account(
         faults=faults,
         warnings=[
             *redone_versions(journal),
+            *filter(None, [unrecorded_steps(journal)]),
             *(line for name, task in tasks.items() for line in _bias(name, task)),
         ],
     )
@@ -218,8 +250,8 @@ def _life_faults(journal: Journal) -> list[str]:
         "was dropped without a reason": "state = 'dropped' AND drop_reason IS NULL",
         "was taken but is not completed": "state IN ('taken', 'trained') AND status != 'completed'",
         "was taken but never landed": "state IN ('taken', 'trained') AND landed_at IS NULL",
-        "was taken but has no tokens": "state IN ('taken', 'trained') AND NOT EXISTS"
-        " (SELECT 1 FROM rollouts WHERE rollouts.group_id = groups.group_id)",
+        "was taken, but its landing is not recorded": "state IN ('taken', 'trained') AND group_id"
+        " NOT IN (SELECT group_id FROM event_rows WHERE kind = 'landed')",
     }
     return [
         f"group {group_id}: {what}"
@@ -249,6 +281,13 @@ def _batch_faults(journal: Journal) -> list[str]:
         if group_ids is not None and json.loads(group_ids) != members.get(step, []):
             faults.append(f"step {step}: its batch differs from what its groups record")
     return faults
+
+
+def _age_faults(journal: Journal, eras: Sequence[EraBounds]) -> list[str]:
+    (last,) = journal.query("SELECT MAX(step) FROM steps")[0]
+    allowed = {task: _bound(task, last or 1, eras) for task in eras[-1].allowed}
+    bounds = {task: bound for task, bound in allowed.items() if bound is not None}
+    return list(age_faults(journal, bounds, eras[-1].longest_wait))
 
 
 def _staleness(journal: Journal, eras: Sequence[EraBounds]) -> tuple[int, list[str]]:

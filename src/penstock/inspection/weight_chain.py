@@ -21,7 +21,7 @@ def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
         for digest in sorted(digests - published.get(version, set()))
     ]
     if not recorded:
-        faults += _step_faults(journal, published)
+        faults += _step_faults(journal, published, _seen(journal, "redone"))
     for version in _sampled_versions(journal):
         if version not in published:
             faults.append(
@@ -35,21 +35,29 @@ def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
 
 
 def redone_versions(journal: Journal) -> list[str]:
-    """Return a line per version with several digests: its step was redone where bits do not repeat."""
+    """Return a line per version whose step was redone where bits do not repeat, with all its digests."""
+    published, redone = _seen(journal, "published"), _seen(journal, "redone")
+    found = {
+        version: published.get(version, set()) | redone.get(version, set())
+        for version in published.keys() | redone.keys()
+    }
     return [
         f"weights {version}: redone after a crash, with other bits ({_words(digests)})"
-        for version, digests in sorted(_seen(journal, "published").items())
-        if len(digests) > 1
+        for version, digests in sorted(found.items())
+        if len(digests) > 1 or version in redone
     ]
 
 
-def _step_faults(journal: Journal, published: dict[int, set[str]]) -> list[str]:
+def _step_faults(
+    journal: Journal, published: dict[int, set[str]], redone: dict[int, set[str]]
+) -> list[str]:
     faults = []
     rows = journal.query("SELECT step, policy_version, digest FROM steps WHERE committed")
     for step, version, digest in rows:
         if version != step:
             faults.append(f"step {step}: committed version {version}, expected version {step}")
-        if version in published and digest not in published[version]:
+        known = published.get(version, set()) | redone.get(version, set())
+        if version in published and digest not in known:
             faults.append(
                 f"weights {version}: published with digest {_words(published[version])}, "
                 f"committed with {digest}"

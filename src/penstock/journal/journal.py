@@ -13,6 +13,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,6 +147,11 @@ class Journal:
         record = records.StepCommitted(time.time(), report)
         await self._write_step(record, f"step {report.step}")
 
+    async def redo_step(self, report: StepReport) -> None:
+        """Record that a committed step was trained again and gave other bits."""
+        record = records.StepRedone(time.time(), report.step, report.digest)
+        await self._write_step(record, f"step {report.step}, redone")
+
     async def _write_step(self, record: records.Record, detail: str) -> None:
         self._submit(record)
         with self.waits.wait("loop", WaitKind.JOURNAL, detail, responder="journal"):
@@ -209,6 +215,18 @@ class Journal:
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Let all queries inside see the same moment of a live run."""
+        if self._writer is not None:
+            self._writer.wait_durable()
+        self._select("BEGIN")
+        try:
+            self._select("SELECT 1 FROM sqlite_master LIMIT 1")  # the first read fixes the moment
+            yield
+        finally:
+            self._select("ROLLBACK")
+
     def damaged(self) -> list[str]:
         """Return the names of rows and payloads that are not what was written; reads all of them."""
         if self._writer is not None:
@@ -259,13 +277,18 @@ class Journal:
     def steps(self) -> list[StepReport]:
         """Return the reports of the committed steps, in order."""
         rows = self.query(
-            "SELECT step, policy_version, digest, metrics FROM steps WHERE committed ORDER BY step"
+            "SELECT step, policy_version, digest, metrics, trained FROM steps WHERE committed"
+            " ORDER BY step"
         )
         return [
             StepReport(
-                step=step, policy_version=version, digest=digest, metrics=json.loads(metrics)
+                step=step,
+                policy_version=version,
+                digest=digest,
+                metrics=json.loads(metrics),
+                trained=tuple(map(tuple, json.loads(trained or "[]"))),
             )
-            for step, version, digest, metrics in rows
+            for step, version, digest, metrics, trained in rows
         ]
 
     def batch(self, step: int) -> Batch:

@@ -6,6 +6,7 @@ tokens). A caller does not change a group until its record is durable.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import sqlite3
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from penstock.errors import RunError
-from penstock.journal.checks import expression, rollout_key, row_check
+from penstock.journal.checks import CHECKED, expression, rollout_key, row_check
 from penstock.journal.codec import encode_prompt, encode_rollout, stored_number, stored_text
 from penstock.types import Group, Prompt, Rollout, StepReport
 
@@ -28,39 +29,52 @@ _INSERT_GROUP = (
     " VALUES (?, ?, ?, ?, ?, 'in_flight', ?)"
 )
 _AS_DRAWN = ("in_flight", "init", 0, *(None,) * 9)  # values of all other columns
+_COMMIT_STEP = (
+    "UPDATE step_rows SET committed_at = ?, policy_version = ?, digest = ?, metrics = ?, trained = ?,"
+    " num_events = ?, chain = ?, row_check = ? WHERE step = ?"
+)
+_REDO_STEP = (
+    f"UPDATE step_rows SET digest = :digest, row_check = {expression('step_rows', digest=':digest')}"
+    " WHERE step = :step AND committed_at IS NOT NULL"
+)
 
 
-def _update_group(*columns: str, where: str = "", **fixed: str) -> str:
-    """Return the UPDATE that sets columns of a group from parameters and renews the row's checksum."""
+# The moves of a group: from which places each may start. A move from elsewhere is a fault.
+_FROM = {
+    "landed": ("in_flight",),
+    "failed": ("in_flight",),
+    "filtered": ("in_flight",),
+    "retried": ("in_flight", "buffered"),  # in flight: it failed, or the run was resumed
+    "expired": ("buffered", "in_flight"),  # in flight: it was put back when the run was resumed
+    "dropped": ("in_flight", "buffered"),
+    "taken": ("buffered",),
+}
+
+
+def _update_group(kind: str, *columns: str, also: str = "", **fixed: str) -> str:
+    """Return the UPDATE that moves a group and renews the row's checksum; columns are parameters."""
     values = {column: f":{column}" for column in columns} | fixed
     sets = ", ".join(f"{column} = {value}" for column, value in values.items())
     check = expression("group_rows", **values)
-    return f"UPDATE group_rows SET {sets}, row_check = {check} WHERE group_id = :group_id{where}"
+    places = ", ".join(f"'{place}'" for place in _FROM[kind])
+    return (
+        f"UPDATE group_rows SET {sets}, row_check = {check}"
+        f" WHERE group_id = :group_id AND place IN ({places}){also}"
+    )
 
 
 _MOVED = ("place", "status", "tries", "drop_reason")
-_LANDED = (*_MOVED, "oldest_version", "num_tokens", "reward", "landed_at", "error")
-_LAND_GROUP, _MOVE_GROUP = _update_group(*_LANDED), _update_group(*_MOVED)
-_TAKE_GROUP = _update_group(
-    "step", "position", place="'taken'", where=" AND place = 'buffered' AND status = 'completed'"
+_LANDED = (
+    *_MOVED,
+    *("oldest_version", "num_tokens", "reward", "landed_at", "error", "num_rollouts"),
 )
-_COMMITTED = {
-    column: f":{column}" for column in ("committed_at", "policy_version", "digest", "metrics")
-}
-_AS_NEW = expression(
-    "step_rows",
-    step=":step",
-    **dict.fromkeys(
-        ("begun_at", "group_ids", "trained", "num_events", "chain", "pruned_at"), "NULL"
-    ),
-    **_COMMITTED,
-)
-_COMMIT_STEP = (
-    f"INSERT INTO step_rows(step, {', '.join(_COMMITTED)}, row_check)"
-    f" VALUES (:step, {', '.join(_COMMITTED.values())}, {_AS_NEW}) ON CONFLICT(step) DO UPDATE SET "
-    + ", ".join(f"{column} = {value}" for column, value in _COMMITTED.items())
-    + f", row_check = {expression('step_rows', **_COMMITTED)}"
-)
+_LAND_GROUP = _update_group("landed", *_LANDED)
+_MOVE_GROUP = {kind: _update_group(kind, *_MOVED) for kind in ("retried", "expired", "dropped")}
+# A group that landed under an older schema has no number of rollouts to compare with.
+_IS_WHOLE = """ AND status = 'completed' AND EXISTS (SELECT 1 FROM rollout_rows AS r
+    WHERE r.group_id = group_rows.group_id GROUP BY r.group_id
+    HAVING COUNT(*) = COALESCE(num_rollouts, COUNT(*)))"""
+_TAKE_GROUP = _update_group("taken", "step", "position", also=_IS_WHOLE, place="'taken'")
 
 
 @dataclass(slots=True, frozen=True)
@@ -101,8 +115,7 @@ class Landed:
         for record in records:
             record._add_rows(rollouts, groups, events)
         db.executemany(_INSERT_ROLLOUT, rollouts)
-        changed = db.executemany(_LAND_GROUP, groups).rowcount
-        _expect(len(records), changed, [record.group.group_id for record in records])
+        _move_all(db, "landed", _LAND_GROUP, groups)
         db.executemany(_INSERT_EVENT, events)
 
     def _add_rows(
@@ -128,6 +141,7 @@ class Landed:
                 "reward": reward,
                 "landed_at": self.at,
                 "error": error,
+                "num_rollouts": len(group.rollouts),
             }
         )
         kind = self.drop_reason if self.drop_reason == "filtered" else "landed"
@@ -149,17 +163,14 @@ class Moved:
     drop_reason: str | None = None
 
     def write(self, db: sqlite3.Connection) -> None:
-        changed = db.execute(
-            _MOVE_GROUP,
-            {
-                "group_id": self.group_id,
-                "place": self.place,
-                "status": self.status,
-                "tries": self.tries,
-                "drop_reason": self.drop_reason,
-            },
-        ).rowcount
-        _expect(1, changed, [self.group_id])
+        values = {
+            "group_id": self.group_id,
+            "place": self.place,
+            "status": self.status,
+            "tries": self.tries,
+            "drop_reason": self.drop_reason,
+        }
+        _move_all(db, self.kind, _MOVE_GROUP[self.kind], [values])
         reason = stored_text(self.reason)
         event = (self.at, self.group_id, self.kind, self.status, self.tries, reason, *(None,) * 3)
         db.execute(_INSERT_EVENT, (*event, row_check(*event)))
@@ -174,44 +185,100 @@ class StepBegun:
     group_ids: Sequence[str]
 
     def write(self, db: sqlite3.Connection) -> None:
+        self._check_turn(db)
         row = (self.step, self.at, json.dumps(list(self.group_ids)))
         db.execute(
             "INSERT INTO step_rows(step, begun_at, group_ids, row_check) VALUES (?, ?, ?, ?)",
-            (*row, row_check(*row, *(None,) * 8)),
+            (*row, row_check(*row, *(None,) * (len(CHECKED["step_rows"]) - len(row)))),
         )
-        changed = db.executemany(
-            _TAKE_GROUP,
-            [
-                {"group_id": group_id, "step": self.step, "position": position}
-                for position, group_id in enumerate(self.group_ids)
-            ],
-        ).rowcount
-        if changed != len(self.group_ids):
+        taken = [
+            {"group_id": group_id, "step": self.step, "position": position}
+            for position, group_id in enumerate(self.group_ids)
+        ]
+        _move_all(db, "taken", _TAKE_GROUP, taken, f"step {self.step}: ")
+
+    def _check_turn(self, db: sqlite3.Connection) -> None:
+        """Raise unless the step before is committed and this one has a batch."""
+        if not self.group_ids:
+            raise RunError(f"journal: step {self.step} begins without a group, allowed: at least 1")
+        last = db.execute("SELECT step, committed_at FROM step_rows ORDER BY step DESC LIMIT 1")
+        step, committed_at = last.fetchone() or (0, 0.0)
+        if step != self.step - 1 or committed_at is None:
+            state = "not committed" if committed_at is None else "committed"
             raise RunError(
-                f"journal: step {self.step} takes {len(self.group_ids)} groups, but only {changed} of "
-                "them are completed and buffered"
+                f"journal: step {self.step} begins, but the last step is {step}, which is {state}; "
+                f"allowed: after the commit of step {self.step - 1}"
             )
 
 
 @dataclass(slots=True, frozen=True)
 class StepCommitted:
-    """The result of a step: version, digest and metrics."""
+    """The result of a step: version, digest, metrics, and what the trainer says it trained."""
 
     at: float
     report: StepReport
 
     def write(self, db: sqlite3.Connection) -> None:
-        report = self.report
-        db.execute(
-            _COMMIT_STEP,
-            {
-                "step": report.step,
-                "committed_at": self.at,
-                "policy_version": report.policy_version,
-                "digest": report.digest,
-                "metrics": json.dumps(report.metrics),
-            },
+        report, step = self.report, self.report.step
+        begun_at, group_ids = self._begun(db)
+        trained = json.dumps(report.trained) if report.trained else None
+        (before,) = db.execute(
+            "SELECT chain FROM step_rows WHERE step = ?", (step - 1,)
+        ).fetchone() or (None,)
+        (num_events,) = db.execute("SELECT COALESCE(MAX(number), 0) FROM event_rows").fetchone()
+        chain = step_chain(before, step, group_ids, trained, num_events)
+        row = (
+            *(self.at, report.policy_version, report.digest, json.dumps(report.metrics)),
+            *(trained, num_events, chain),
         )
+        db.execute(_COMMIT_STEP, (*row, row_check(step, begun_at, group_ids, *row, None), step))
+
+    def _begun(self, db: sqlite3.Connection) -> tuple[float, str]:
+        """Return when the step was begun, and its batch; raise unless this commit is its own."""
+        report, step = self.report, self.report.step
+        if report.policy_version != step:
+            raise RunError(
+                f"journal: step {step} is committed with weights of version "
+                f"{report.policy_version}, allowed: version {step}"
+            )
+        begun = db.execute(
+            "SELECT begun_at, group_ids, committed_at FROM step_rows WHERE step = ?", (step,)
+        ).fetchone()
+        if begun is None or begun[2] is not None:
+            state = "was never begun" if begun is None else "is committed already"
+            raise RunError(f"journal: step {step} is committed, but it {state}")
+        given = [group_id for group_id, _ in report.trained]
+        if given and given != json.loads(begun[1]):
+            raise RunError(
+                f"journal: step {step}: the trainer trained {', '.join(given)}, allowed: its batch "
+                f"{', '.join(json.loads(begun[1]))}"
+            )
+        return begun[0], begun[1]
+
+
+def step_chain(
+    before: str | None, step: int, group_ids: str | None, trained: str | None, num_events: int
+) -> str:
+    """Return the hash of what a committed step says for good, and of the steps before it.
+
+    The digest of the weights is not in it: a step that is redone on a GPU may get another.
+    """
+    text = json.dumps([before, step, group_ids, trained, num_events])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(slots=True, frozen=True)
+class StepRedone:
+    """A committed step was trained again where bits do not repeat: its weights have a new digest."""
+
+    at: float
+    step: int
+    digest: str
+
+    def write(self, db: sqlite3.Connection) -> None:
+        if db.execute(_REDO_STEP, {"step": self.step, "digest": self.digest}).rowcount != 1:
+            raise RunError(f"journal: step {self.step} is redone, but it was never committed")
+        WeightsSeen(self.at, "redone", None, self.step, self.digest).write(db)
 
 
 @dataclass(slots=True, frozen=True)
@@ -219,7 +286,7 @@ class WeightsSeen:
     """Weights were published by the trainer or confirmed by an engine."""
 
     at: float
-    kind: str  # published | confirmed
+    kind: str  # published | confirmed | redone
     engine: str | None
     version: int
     digest: str
@@ -246,7 +313,7 @@ class Identified:
         )
 
 
-Record = Drawn | Landed | Moved | StepBegun | StepCommitted | WeightsSeen | Identified
+Record = Drawn | Landed | Moved | StepBegun | StepCommitted | StepRedone | WeightsSeen | Identified
 
 
 def write_in_order(db: sqlite3.Connection, records: Sequence[Record]) -> None:
@@ -286,7 +353,33 @@ def _rollout_row(group_id: str, number: int, rollout: Rollout) -> tuple:
     )
 
 
-def _expect(expected: int, changed: int, group_ids: Sequence[str]) -> None:
-    if changed != expected:
-        named = ", ".join(group_ids[:5])
-        raise RunError(f"journal: got a record of a group that was never drawn, among {named}")
+def _move_all(
+    db: sqlite3.Connection, kind: str, update: str, rows: Sequence[dict[str, Any]], who: str = ""
+) -> None:
+    """Move the groups; raise an error that names the first group which is not where it should be."""
+    db.execute("SAVEPOINT move")
+    if db.executemany(update, rows).rowcount == len(rows):
+        db.execute("RELEASE move")
+        return
+    db.execute("ROLLBACK TO move")
+    for row in rows:  # one by one, to find it
+        if db.execute(update, row).rowcount != 1:
+            group_id, allowed = row["group_id"], " or ".join(_FROM[kind])
+            raise RunError(
+                f"journal: {who}group {group_id} is {kind}: got {_found(db, group_id)}, allowed: {allowed}"
+            )
+
+
+def _found(db: sqlite3.Connection, group_id: str) -> str:
+    """Say where a group is, as far as a move needs it."""
+    row = db.execute(
+        "SELECT place, status, step, num_rollouts FROM group_rows WHERE group_id = ?", (group_id,)
+    ).fetchone()
+    if row is None:
+        return "a group that was never drawn"
+    place, status, step, num_rollouts = row
+    (stored,) = db.execute(
+        "SELECT COUNT(*) FROM rollout_rows WHERE group_id = ?", (group_id,)
+    ).fetchone()
+    where = place if step is None else f"{place} by step {step}"
+    return f"{where}, {status}, with {stored} of {num_rollouts or 0} rollouts"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -72,9 +73,9 @@ class RankGroup:
             results = await self._each(
                 *(rank.call("train", share) for rank, share in self._shares(*args))
             )
-        else:
-            wait = _all_ended if method in _EACH_BY_ITSELF else self._each
-            results = await wait(*(rank.call(method, *args) for rank in self._ranks))
+            return _one_report(results)
+        wait = _all_ended if method in _EACH_BY_ITSELF else self._each
+        results = await wait(*(rank.call(method, *args) for rank in self._ranks))
         return tuple(results) if method == "progress" else results[0]
 
     def _shares(self, batch: Batch) -> list[tuple[Worker, Batch]]:
@@ -136,6 +137,12 @@ class RankGroup:
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.close() for rank in self._ranks))
+
+
+def _one_report(reports: Sequence[StepReport]) -> StepReport:
+    """Return the first rank's report with the groups of all ranks, in the order of the batch."""
+    turns = itertools.zip_longest(*(report.trained for report in reports))
+    return replace(reports[0], trained=tuple(one for turn in turns for one in turn if one))
 
 
 async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:

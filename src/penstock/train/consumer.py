@@ -170,7 +170,11 @@ class Consumer:
         digest = self.digest()
         metrics = self._metrics(trained, time.perf_counter() - started)
         return StepReport(
-            step=self.step, policy_version=self.policy_version, digest=digest, metrics=metrics
+            step=self.step,
+            policy_version=self.policy_version,
+            digest=digest,
+            metrics=metrics,
+            trained=batch.fingerprints(),
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
