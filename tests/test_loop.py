@@ -44,6 +44,7 @@ def test_no_engine_is_asked_between_an_update_and_its_commit() -> None:
         ),
         source=SimpleNamespace(snapshot=lambda: SimpleNamespace(producer_wait_s=0.0)),
         journal=SimpleNamespace(commit_step=commit),
+        workers=SimpleNamespace(restarts=0),
         tracker=SimpleNamespace(log_step=lambda *args: None),
         rollout_log=SimpleNamespace(write=lambda batch: None),
         checkpoints=SimpleNamespace(due=lambda step: False),

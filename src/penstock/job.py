@@ -216,6 +216,8 @@ async def _load_and_launch(
     try:
         workers: Workers = await launch(config, steps, folder.logs)
         closing.push_async_callback(workers.close)
+        if workers.engine is not None:
+            await workers.engine.start()
     finally:
         data = await loading
     return data, steps, workers

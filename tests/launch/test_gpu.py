@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.inspection.audit import audit_run
 from penstock.job import Job
@@ -111,6 +112,7 @@ def test_thirty_steps_of_a_real_model(tmp_path: Path, colocate: str) -> None:
         "train.lr=1e-6",
         "sampling.num_generations=8",
         "sampling.max_tokens=64",
+        "engine.max_slots=0",
         f"launch.colocate={colocate}",
         f"run.dir={tmp_path}",
         "run.name=real",
@@ -128,6 +130,10 @@ def test_thirty_steps_of_a_real_model(tmp_path: Path, colocate: str) -> None:
         assert line["staleness/max"] <= 1
         assert line["workers/restarts"] == 0
     assert audit_run(folder, as_json=True) == 0
+    sizes = (folder.logs / "engine-0.log").read_text()
+    assert "512 slots, KV cache of" in sizes  # 32 groups of 8, one step ahead
+    assert ("beside a trainer" in sizes) == (colocate == "false" and torch.cuda.device_count() == 1)
+    assert "micro-batches of" in (folder.logs / "trainer.log").read_text()
 
 
 @pytest.mark.timeout(500)

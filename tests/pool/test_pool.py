@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
 from penstock.config import LaunchConfig
-from penstock.engine.protocol import Generation, GenerationRequest, PauseMode
+from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
 from penstock.errors import DigestMismatch, EngineError, PartFailed, RunError, WeightsGone
 from penstock.launch.inline import ThreadWorker
 from penstock.pool.newest_weights import NewestWeights
@@ -270,11 +271,31 @@ def test_engines_that_miss_the_same_weights_renew_them_once(newer: bool) -> None
     run(main)
 
 
+def test_the_pool_gives_an_engine_as_many_requests_as_it_runs_at_once() -> None:
+    """Two engines with room for 2 and 3 requests: the smaller one decides for both."""
+
+    async def main() -> None:
+        engines = [HeldEngine(slots=2), HeldEngine(slots=3)]
+        pool = await EngineCrew(engines).start()
+        await pool.start()
+        tasks = [asyncio.create_task(pool.generate(request("a" * n))) for n in range(1, 13)]
+        for engine in engines:
+            await engine.began.wait()
+        stats = await pool.stats()
+        assert (stats.running, stats.waiting) == (10, 2)  # twice 2 slots * 1.25 / half full
+        await pool.pause("abort")
+        await asyncio.gather(*tasks)
+        await pool.close()
+
+    run(main)
+
+
 class HeldEngine(FakeEngine):
     """Holds its requests until they are aborted; a pause waits for that, as mode `wait` does."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, slots: int = 0) -> None:
         super().__init__(seconds_per_token=1000.0)
+        self.slots = slots
         self.began, self.pausing, self.name = asyncio.Event(), asyncio.Event(), ""
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -282,8 +303,13 @@ class HeldEngine(FakeEngine):
         self.began.set()
         return await super().generate(request)
 
+    async def stats(self) -> EngineStats:
+        return replace(await super().stats(), slots=self.slots)
+
     async def pause(self, mode: PauseMode = "abort") -> None:
         self.pausing.set()
+        if mode == "abort":
+            await super().pause()
         for running in list(self._running.values()):
             await running.ended.wait()
 

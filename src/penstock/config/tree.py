@@ -131,8 +131,8 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     name: str = "transformers"
     """transformers | vllm | openai | `module:Class`."""
-    max_slots: int = Field(64, ge=1)
-    """Most requests that one engine decodes together."""
+    max_slots: int = Field(0, ge=0)
+    """Most requests that one engine decodes together; 0: 64 on a CPU, chosen from memory and load on a GPU."""
     max_tokens_in_flight: int = Field(0, ge=0)
     """Most prompt and response tokens that the transformers engine holds at once; 0: as many as fit."""
     threads: int = Field(1, ge=1)
@@ -251,7 +251,7 @@ class TrainConfig(Section):
     num_epochs: int = Field(1, ge=1)
     """Passes over one batch."""
     micro_batch_tokens: int = Field(0, ge=0)
-    """Most tokens of one forward pass (a longer sequence goes alone); 0: 2048 on a CPU, 16384 on a GPU."""
+    """Most tokens of one forward pass (a longer sequence goes alone); 0: 2048 on a CPU, chosen from the free memory on a GPU."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

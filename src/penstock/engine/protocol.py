@@ -93,6 +93,7 @@ class EngineStats:
     busy_s: float  # time spent in model steps
     paused: bool = False
     batch_invariant: bool = False  # a rollout has the same bits in any batch
+    slots: int = 0  # most requests that run at once; 0: unknown
     live: bool = True  # tokens are counted as they are sampled; False: per finished response
 
 

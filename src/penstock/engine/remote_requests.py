@@ -58,7 +58,9 @@ class RemoteRequests:
         self._tokens = 0  # tokens that have arrived, for all requests
         self._by_id: dict[str, RemoteRequest] = {}
 
-    def stats(self, version: int, digest: str, *, paused: bool, live: bool = True) -> EngineStats:
+    def stats(
+        self, version: int, digest: str, *, paused: bool, live: bool = True, slots: int = 0
+    ) -> EngineStats:
         running = sum(remote.admitted for remote in self._by_id.values())
         return EngineStats(
             policy_version=version,
@@ -69,6 +71,7 @@ class RemoteRequests:
             busy_s=0.0,
             paused=paused,
             live=live,
+            slots=slots,
         )
 
     async def run(self, request: GenerationRequest, follow: Follow) -> Generation:

@@ -59,10 +59,9 @@ class Dispatcher:
         self.held = False
         self.waiting = 0  # requests in the queue
         self.running = 0  # requests that are bound
-        self.slots = slots
+        self.slots = slots  # requests that an engine runs at once
         self._queue: deque[Work] = deque()
         self._fill: float | None = None  # share of bound requests that still run
-        self._capacity = self._capacity_at(_UNKNOWN_FILL)
 
     # ---- engines
 
@@ -189,11 +188,13 @@ class Dispatcher:
         others = 1 / max(paces) + waiting / (self.slots * sum(paces))
         return [i for i in able if 1 / (self.members[i].pace or math.inf) <= others]
 
-    def _capacity_at(self, fill: float) -> float:
-        """Return how many requests to bind per engine if a share of `fill` of bound ones still runs.
+    @property
+    def _capacity(self) -> float:
+        """How many requests to bind per engine, by the share of bound ones that still runs.
 
         Work is answered whole: its first responses that end wait for its longest one.
         """
+        fill = _UNKNOWN_FILL if self._fill is None else self._fill
         return self.slots * _AHEAD / max(_LEAST_FILL, fill)
 
     def _measure(self, member: Member, work: Work, seconds: float, lengths: Sequence[int]) -> None:
@@ -202,7 +203,6 @@ class Dispatcher:
         member.pace = _average(member.pace, longest / seconds)
         member.answers += 1
         self._fill = _average(self._fill, sum(lengths) / (len(lengths) * longest))
-        self._capacity = self._capacity_at(self._fill)
 
 
 def _average(before: float | None, newest: float) -> float:

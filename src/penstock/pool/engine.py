@@ -41,6 +41,7 @@ class Engine:
     state: EngineState = EngineState.SERVING
     reason: str = ""  # why it is dead
     loaded: tuple[int, str] | None = None  # version and digest that its worker confirmed
+    slots: int = 0  # requests that it runs at once, from its last stats; 0: unknown
     tokens: int = 0  # tokens that the current worker generated, from its last stats
     earlier_tokens: int = 0  # tokens that its dead workers generated
 

@@ -27,6 +27,7 @@ from penstock.watch.waits import WaitKind, Waits
 
 T = TypeVar("T")
 UpdateOrder = Literal["together", "rolling"]
+UNKNOWN_SLOTS = 64  # requests to give to an engine that does not say how many it runs at once
 
 
 class EnginePool:
@@ -54,7 +55,7 @@ class EnginePool:
         copies: NodeCopies | None = None,
         renew: Renew | None = None,
         *,
-        slots: int = 64,
+        slots: int = 0,
         update: UpdateOrder = "together",
         note: Callable[[str], None] = lambda line: None,
         first_loaded: Callable[[int, str], None] = lambda version, digest: None,
@@ -62,7 +63,7 @@ class EnginePool:
         """Build the pool of workers that have started.
 
         make: returns a further engine, by its index. copies: one copy of the weights per node.
-        renew: publishes weights again that cannot be read. slots: requests that an engine runs at once.
+        renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
         note: takes lines to the user. first_loaded: called when the first engine has new weights; requests
         that come from then on go only to engines that have them.
         """
@@ -72,9 +73,10 @@ class EnginePool:
         self._weights = NewestWeights(copies, renew)
         self._update, self._first_loaded = update, first_loaded
         self._engines: list[Engine] = []
+        self._asks_for_slots = not slots
         self._requests = Requests(
             len(supervised),
-            slots,
+            slots or UNKNOWN_SLOTS,
             generate=lambda index, requests: self._generate_on(self._engines[index], requests),
             abort=lambda index, names: self._abort_on(self._engines[index], names),
             until_one_serves=self._until_one_serves,
@@ -323,7 +325,9 @@ class EnginePool:
     # ---- all engines
 
     async def start(self) -> None:
-        """Do nothing: the launcher has started the workers."""
+        """Ask the engines, which the launcher has started, how many requests each runs at once."""
+        if self._asks_for_slots:
+            await self._each(self._stats_of, self._in(*WORKING))
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Pause all engines. Requests that wait for an engine stay queued, or end (`abort`)."""
@@ -416,6 +420,9 @@ class EnginePool:
                 await self._end(engine, error)
             raise WorkerDied(str(error)) from error
         engine.tokens = stats.tokens_generated
+        if self._asks_for_slots and stats.slots:
+            engine.slots = stats.slots
+            self._dispatcher.slots = min(one.slots for one in self._engines if one.slots)
         return replace(stats, tokens_generated=engine.tokens + engine.earlier_tokens)
 
     async def _is_alive(self, engine: Engine) -> bool:

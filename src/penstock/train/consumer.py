@@ -11,6 +11,7 @@ its own share of the groups.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -30,6 +31,7 @@ from penstock.errors import RunError, StopRequested
 from penstock.models.loading import compute_dtype
 from penstock.train.flat_batch import FlatBatch, mini_batches
 from penstock.train.metrics import TokenStats, mean_of_finite, step_metrics
+from penstock.train.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
 from penstock.train.objective import (
     TokenInputs,
     loss_weights,
@@ -445,11 +447,21 @@ class Consumer:
     def _constant_length(self) -> int:
         return max(self._max_tokens(task) for task in self.config.tasks)
 
-    @property
+    @functools.cached_property
     def _token_budget(self) -> int:
-        """Tokens of a pack. On a CPU small packs are faster: their activations stay in the cache."""
-        automatic = 16384 if self.policy.device.type == "cuda" else 2048
-        return self.config.train.micro_batch_tokens or automatic
+        """Tokens of a pack; an automatic choice is made at the first step, when all memory is in use."""
+        settings = self.config.train
+        if settings.micro_batch_tokens:
+            return settings.micro_batch_tokens
+        if self.policy.device.type != "cuda":
+            return CPU_TOKENS
+        shape = LayerShape.of(self.policy.model.config, self.engine_dtype.itemsize)
+        trained = sum(master.numel() for master in self.masters.parameters.values())
+        return micro_batch_tokens_on(
+            self.policy.device,
+            trained // self.ranks.world,
+            shape.bytes_per_token(checkpointing=settings.gradient_checkpointing),
+        )
 
     @property
     def _exact_dtype(self) -> torch.dtype:

@@ -409,6 +409,7 @@ class TransformersEngine:
             busy_s=self._busy_s,
             paused=self._paused is not None,
             batch_invariant=self._live_runner.batch_invariant,
+            slots=len(self._live_runner.table.sequences),
         )
 
     def _close(self) -> None:

@@ -5,13 +5,14 @@ A plain dataclass, so that benchmarks and workers can build an engine without th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import torch
 
 from penstock.demo import resolve_model_path
 from penstock.engine.protocol import check_options
+from penstock.engine.transformers.sizes import CPU_SLOTS, Load
 from penstock.models.loading import choose_device, compute_dtype
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class TransformersOptions:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     trust_remote_code: bool = False
-    max_slots: int = 64
+    max_slots: int = CPU_SLOTS  # 0: chosen from the GPU's memory and `load`
+    load: Load = field(default_factory=Load)
     max_tokens_in_flight: int = 0  # 0: as many as slots and memory can hold
     threads: int = 1
     # [engine.options]
@@ -56,7 +58,8 @@ class TransformersOptions:
             dtype=compute_dtype(config.model, device),
             device=str(device),
             trust_remote_code=config.model.trust_remote_code,
-            max_slots=config.engine.max_slots,
+            max_slots=config.engine.max_slots or (0 if device.type == "cuda" else CPU_SLOTS),
+            load=Load.of(config, index, torch.cuda.device_count()),
             max_tokens_in_flight=config.engine.max_tokens_in_flight,
             threads=config.engine.threads,
             **check_options(cls, cls.OPTION_NAMES, config.engine.options),

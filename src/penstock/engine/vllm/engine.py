@@ -479,7 +479,8 @@ class VllmEngine:
     async def stats(self) -> EngineStats:
         assert self._alive is not None
         paused = self._paused is not None
-        return self._requests.stats(self._version, self._digest, paused=paused)
+        slots = self._options.max_slots
+        return self._requests.stats(self._version, self._digest, paused=paused, slots=slots)
 
     async def close(self) -> None:
         llm, self._llm, self._end_reason = self._llm, None, "it was closed"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Transfer = Literal["memory", "gloo", "nccl", "ipc"]
 _PICKLE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+_SLOTS = 256
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class VllmOptions:
     tokenizer: str = ""
     dtype: str = "auto"
     trust_remote_code: bool = False
-    max_slots: int = 64
+    max_slots: int = _SLOTS
     # [engine.options]
     tensor_parallel_size: int = 1
     max_model_len: int = 0  # most tokens of a request; 0: the model's limit
@@ -74,7 +75,7 @@ class VllmOptions:
             tokenizer=config.model.tokenizer or path,
             dtype="float32" if dtype == "auto" and not has_gpu else dtype,
             trust_remote_code=config.model.trust_remote_code,
-            max_slots=config.engine.max_slots,
+            max_slots=config.engine.max_slots or _SLOTS,
             **check_options(cls, cls.OPTION_NAMES, config.engine.options),
         )
 

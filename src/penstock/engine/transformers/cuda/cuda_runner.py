@@ -8,6 +8,7 @@ late that a request has finished, and drops the token sampled in between.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.runner import CachedPrompt, Finished, longest_request
 from penstock.engine.transformers.sampling import sample
 from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, lay_out
-from penstock.errors import UserError
+from penstock.engine.transformers.sizes import choose_sizes, describe
 from penstock.models.loading import end_ids
 from penstock.weights.model_weights import load_weights, named_weights
 from penstock.weights.offload import HostOffload, explain_out_of_memory
@@ -56,8 +57,8 @@ class DeviceState:
 
 
 def batch_sizes(slots: int) -> list[int]:
-    """Return the batch sizes to capture: dense for small batches, in steps of 32 for large ones."""
-    sizes = {1, 2, 4, 8, 16, 24, *range(32, slots, 32), slots}
+    """Return the batch sizes to capture: dense for small batches, in steps of 32 and 64 for large ones."""
+    sizes = {1, 2, 4, 8, 16, 24, *range(32, 257, 32), *range(320, slots, 64), slots}
     return sorted(size for size in sizes if size <= slots)
 
 
@@ -71,7 +72,6 @@ class CudaRunner:
         self._options, self._text_of = options, text_of
         self._device = next(model.parameters()).device
         torch.cuda.set_device(self._device)
-        self.table = SlotTable(options.max_slots, end_ids(model))
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self.batch_invariant = False
         self._shape = probe_shape(model)
@@ -83,38 +83,44 @@ class CudaRunner:
 
                 fuse_layers(model)
         self._cache = StepCache()
-        self._serial = np.zeros(options.max_slots, np.int64)
-        self._launched = np.zeros(options.max_slots, np.int64)  # tokens, whether read yet or not
+        self._slots, self._tokens = self._choose_sizes()
+        self.table = SlotTable(self._slots, end_ids(model))
+        self._serial = np.zeros(self._slots, np.int64)
+        self._launched = np.zeros(self._slots, np.int64)  # tokens, whether read yet or not
         self._region: dict[int, tuple[int, int]] = {}
         self.prompts: dict[bytes, CachedPrompt] = {}
         self._pending: deque[Launch] = deque()
         self._active: list[int] = []
         self._rows_changed = True
         self._host_offload = HostOffload(self._tensors)
-        self._tokens = self._pool_tokens()
         self.longest = min(longest_request(model, options), self._tokens - 2)
         with explain_out_of_memory("engine", self._advice):
             self._open()
 
-    def _pool_tokens(self) -> int:
-        """Return the pool's size in tokens: the configured budget, or a share of the free memory."""
+    def _choose_sizes(self) -> tuple[int, int]:
+        """Return the number of slots and the tokens of the KV cache; write them to the log."""
         options = self._options
         torch.cuda.empty_cache()  # free the copies that fusing left
-        free, _ = torch.cuda.mem_get_info(self._device)
-        fits = int(free * options.kv_memory_share) // self._shape.bytes_per_token
-        ceiling = options.max_slots * (longest_request(self.model, options) + 2)
-        asked = options.max_tokens_in_flight + 2 * options.max_slots
-        if options.max_tokens_in_flight and asked > fits:
-            raise UserError(
-                f"engine.max_tokens_in_flight: got {options.max_tokens_in_flight}, "
-                f"allowed: about {fits} with the free device memory"
-            )
-        return min(asked if options.max_tokens_in_flight else fits, ceiling)
+        free, total = torch.cuda.mem_get_info(self._device)
+        size = self._shape.bytes_per_token
+        sizes = choose_sizes(
+            options.load,
+            free=free,
+            total=total,
+            bytes_per_token=size,
+            positions=longest_request(self.model, options),
+            max_slots=options.max_slots,
+            max_tokens_in_flight=options.max_tokens_in_flight,
+            kv_memory_share=options.kv_memory_share,
+        )
+        line = describe(sizes, options.load, free=free, bytes_per_token=size)
+        print(f"engine on {self._device}: {line}", file=sys.stderr, flush=True)
+        return sizes.slots, sizes.tokens
 
     def _open(self) -> None:
         """Allocate what `sleep` releases, and capture the graphs."""
         self._regions = Regions(self._tokens - 1)
-        self._state = DeviceState(self._options.max_slots, self._device)
+        self._state = DeviceState(self._slots, self._device)
         self._state.start[-1] = self._tokens - 1  # padding rows write to the pool's last token
         self._pool = KVPool.allocate(self._shape, self._tokens, self._device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -309,7 +315,7 @@ class CudaRunner:
     def _capture_all(self) -> None:
         """Capture a graph per batch size, largest first, so that smaller ones reuse its memory."""
         memory = None
-        for size in reversed(batch_sizes(self._options.max_slots)):
+        for size in reversed(batch_sizes(self._slots)):
             stream = torch.cuda.Stream(self._device)
             with torch.cuda.stream(stream):
                 self._decode_logits(size)
