@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.train.dither import HALF_FORMATS, dither_, dither_key
+from penstock.train.dither import HALF_FORMATS, Place, dither_, dither_key
 
 
 @pytest.mark.parametrize("dtype", HALF_FORMATS, ids=str)
@@ -56,10 +56,10 @@ def test_the_place_depends_on_seed_name_and_index_only() -> None:
     whole = torch.ones(64, 48)
     dither_(whole, torch.bfloat16, key)
     shard = torch.ones(20, 48)
-    dither_(shard, torch.bfloat16, key, first_row=44)
+    dither_(shard, torch.bfloat16, key, Place(44))
     assert torch.equal(shard, whole[44:])
     some = torch.ones(10, 12)
-    dither_(some, torch.bfloat16, key, first_row=2, row_step=6, column_step=4)
+    dither_(some, torch.bfloat16, key, Place(2, 6, 4))
     assert torch.equal(some, whole[2:62:6, ::4])
     other = torch.ones(64, 48)
     dither_(other, torch.bfloat16, key + 1)

@@ -8,12 +8,10 @@ import torch
 from penstock.config import TrainConfig
 from penstock.train.optimizer import (
     LossScale,
-    Masters,
     clip_gradients,
     learning_rate,
     make_optimizer,
 )
-from penstock.train.ranks import Ranks
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 
@@ -91,38 +89,6 @@ def test_masters_of_a_bfloat16_file_are_dithered_unless_told_otherwise(tmp_path)
         assert (dithered[name] != weight.float()).all()
         assert torch.equal(dithered[name].bfloat16(), weight)
     assert torch.equal(starting_masters(tmp_path)[0][name], dithered[name])
-
-
-def test_the_share_that_arrived_on_hand_worked_numbers() -> None:
-    """The bfloat16 grid at 1 has steps of 1/128 above and 1/256 below."""
-    layer = torch.nn.Linear(1, 2, bias=False)
-    layer.weight.data = torch.tensor([[1.0], [1.0]])
-    masters = Masters(layer, torch.bfloat16, ranks=Ranks())
-    before = masters.sample()
-    assert masters.arrived_share(before) == 1.0  # nothing changed
-    with torch.no_grad():
-        masters.parameters["weight"].add_(torch.tensor([[1 / 512], [1 / 128]]))
-    assert masters.arrived_share(before) == pytest.approx(16 / 17)  # only the second change
-    plain = Masters(torch.nn.Linear(1, 2), torch.float32, ranks=Ranks())
-    assert plain.arrived_share(plain.sample()) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "low", "high"),
-    [
-        ({"train": {"masters": "dithered"}}, 0.7, 1.3),
-        ({"train": {"masters": "plain"}}, 0.0, 0.3),
-        ({"model": {"dtype": "float32"}}, 1.0, 1.0),
-    ],
-    ids=["dithered", "plain", "float32"],
-)
-def test_a_step_reports_which_share_of_its_update_arrived(tmp_path, settings, low, high) -> None:
-    tiny_model(dtype=torch.bfloat16).save_pretrained(tmp_path)
-    sections = {"model": {"dtype": "bfloat16"}, "train": {"lr": 2e-5}}
-    for name, fields in settings.items():
-        sections[name] = sections[name] | fields
-    metrics = from_disk(tmp_path, **sections).train(random_batch(1)).metrics
-    assert low <= metrics["update/arrived"] <= high
 
 
 def test_the_loss_scale_halves_on_an_overflow_and_doubles_after_good_updates() -> None:

@@ -137,7 +137,7 @@ def test_two_ranks_train_a_bfloat16_run_like_one(results, job) -> None:
     assert two["arrived"] == pytest.approx(one["arrived"], rel=0.2)
     assert_close = torch.testing.assert_close
     for name, tensor in one["after"].items():
-        assert_close(two["after"][name], tensor, rtol=2**-7, atol=1e-6)  # one grid step
+        assert_close(two["after"][name], tensor, rtol=2**-7, atol=1e-5)  # one grid step
 
 
 def test_shares_interleave() -> None:

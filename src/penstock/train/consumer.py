@@ -29,6 +29,7 @@ from penstock.algo.method import algorithm_class, resolve_settings
 from penstock.config import Config
 from penstock.errors import RunError, StopRequested
 from penstock.models.loading import compute_dtype
+from penstock.train.arrival import Arrival
 from penstock.train.flat_batch import FlatBatch, mini_batches
 from penstock.train.metrics import TokenStats, mean_of_finite, step_metrics
 from penstock.train.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
@@ -67,7 +68,7 @@ class _BatchInTraining:
     stats: TokenStats
     grad_norms: list[float] = field(default_factory=list)  # norm of each update before clipping
     skipped_updates: int = 0  # updates whose loss or gradient was not finite
-    arrived_share: float = 1.0  # of the change of the masters, in the weights that compute
+    arrived_share: float = 1.0  # of the change of the masters, in the published weights
     ptx_losses: list[float] = field(default_factory=list)  # loss of each update
 
     @property
@@ -113,6 +114,8 @@ class Consumer:
         self.masters = Masters(model, self.engine_dtype, ranks=self.ranks)
         if config.train.masters == "dithered":
             self.masters.dither(config.seed)
+            self.policy.merge_seed = config.seed
+        self.arrival = Arrival(self.policy, self.masters, self.ranks)
         self.optimizer = make_optimizer(self.masters.parameters, config.train)
         self.loss_scale = LossScale(self.engine_dtype)
         self.host_offload = HostOffload(self._training_tensors)
@@ -238,7 +241,7 @@ class Consumer:
         """Make all updates of the batch; a stop is honoured until the first one is applied."""
         updates = mini_batches(len(batch.groups), self.config.train.mini_batches)
         updates *= self.config.train.num_epochs
-        before = self.masters.sample()
+        before = self.arrival.sample()
         current = self._prepare(batch, num_updates=len(updates))
         for number, group_numbers in enumerate(updates):
             chosen_R = np.flatnonzero(np.isin(current.flat.group_R, group_numbers))
@@ -248,7 +251,7 @@ class Consumer:
             norm, finite = self._apply_update(current.learning_rate, loss)
             current.grad_norms.append(norm)
             current.skipped_updates += not finite
-        current.arrived_share = self.masters.arrived_share(before)
+        current.arrived_share = self.arrival.share(before)
         return current
 
     def _prepare(self, batch: Batch, *, num_updates: int) -> _BatchInTraining:

@@ -10,6 +10,7 @@ seed, name and index: equal on any device, for any number of ranks, and after a 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,19 +21,22 @@ _SMALLEST = 2.0**-100  # below it any update arrives, and float32 may be flushed
 _CHUNK = 2**24  # elements at a time, which bounds temporary memory
 
 
-def dither_(
-    exact: Tensor,
-    dtype: torch.dtype,
-    key: int,
-    *,
-    first_row: int = 0,
-    row_step: int = 1,
-    column_step: int = 1,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rows and columns of a tensor are at hand: every n-th, from `first_row` on."""
+
+    first_row: int = 0
+    row_step: int = 1
+    column_step: int = 1
+
+
+WHOLE = Place()
+
+
+def dither_(exact: Tensor, dtype: torch.dtype, key: int, place: Place = WHOLE) -> None:
     """Move each float32 element that `dtype` holds exactly to its place inside its rounding cell.
 
-    Elements off the grid keep their digits. `exact` may be every `row_step`-th row and
-    `column_step`-th column of a tensor, beginning at its row `first_row`.
+    Elements off the grid keep their digits. `exact` holds the part of a tensor that `place` says.
     """
     if not exact.numel():
         return
@@ -41,9 +45,9 @@ def dither_(
     for start in range(0, len(rows_RC), per_chunk):
         chunk_RC = rows_RC[start : start + per_chunk]
         row_R = torch.arange(len(chunk_RC), dtype=torch.int32, device=exact.device)
-        row_R = (row_R + start) * row_step + first_row
+        row_R = (row_R + start) * place.row_step + place.first_row
         column_C = torch.arange(chunk_RC.shape[1], dtype=torch.int32, device=exact.device)
-        bits_RC = _random_bits(row_R, column_C * column_step, key)
+        bits_RC = _random_bits(row_R, column_C * place.column_step, key)
         chunk_RC.copy_(_inside_cells(chunk_RC, dtype, bits_RC))
 
 

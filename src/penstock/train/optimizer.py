@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.config import TrainConfig
 from penstock.models.loading import format_of
-from penstock.train.dither import HALF_FORMATS, dither_, dither_key
+from penstock.train.dither import HALF_FORMATS, Place, dither_, dither_key
 from penstock.train.ranks import Ranks, own_rows, whole_tensor
 
 
@@ -30,7 +30,7 @@ class Masters:
 
     def __init__(self, model: Any, dtype: torch.dtype, *, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._rounded: dict[str, nn.Parameter] = {}  # parameters that have a master of their own
+        self.rounded: dict[str, nn.Parameter] = {}  # the model's own, rounded from their masters
         self.parameters: dict[str, nn.Parameter] = {}
         self.formats: dict[str, torch.dtype] = {}  # number format in which each parameter computes
         for name, parameter in model.named_parameters():
@@ -43,13 +43,13 @@ class Masters:
             self.parameters[name] = parameter
             if self.formats[name] in HALF_FORMATS and ranks.world == 1:
                 master = nn.Parameter(exact.to(torch.float32, copy=True))
-                self._rounded[name], self.parameters[name] = parameter, master
+                self.rounded[name], self.parameters[name] = parameter, master
                 parameter.register_post_accumulate_grad_hook(_AddGradientTo(master))
 
     @property
     def separate(self) -> list[nn.Parameter]:
         """The masters that are not themselves parameters of the model."""
-        return [self.parameters[name] for name in self._rounded]
+        return [self.parameters[name] for name in self.rounded]
 
     def dither(self, seed: int) -> None:
         """Move the masters off the grid of the format that computes; the model does not change."""
@@ -57,52 +57,13 @@ class Masters:
             for name, master in self.parameters.items():
                 if self.formats[name] in HALF_FORMATS:
                     first, rows = own_rows(master.detach(), self._ranks)
-                    dither_(rows, self.formats[name], dither_key(seed, name), first_row=first)
+                    dither_(rows, self.formats[name], dither_key(seed, name), Place(first))
 
     def write_back(self) -> None:
         """Round the masters into the model's parameters."""
-        if self._rounded:
+        if self.rounded:
             with torch.no_grad():
-                torch._foreach_copy_(list(self._rounded.values()), self.separate)
-
-    def sample(self) -> dict[str, Tensor]:
-        """Copy evenly spaced elements of each master that computes rounded: at most 256 x 256.
-
-        Their numbers in the whole tensor do not depend on the number of ranks.
-        """
-        return {
-            name: _evenly_spaced(*own_rows(master.detach(), self._ranks), len(master)).clone()
-            for name, master in self.parameters.items()
-            if self.formats[name] in HALF_FORMATS
-        }
-
-    def arrived_share(self, before: dict[str, Tensor]) -> float:
-        """Return which share of the update since the sample `before` reached the rounded weights.
-
-        <change of the rounded weights, change of the masters> / |change of the masters|^2 over the
-        sample and all ranks. 1 if nothing is rounded or nothing changed.
-        """
-        products = []
-        for name, after in self.sample().items():
-            change = after - before[name]
-            rounded, rounded_before = (
-                after.to(self.formats[name]),
-                before[name].to(self.formats[name]),
-            )
-            arrived = rounded.double() - rounded_before.double()
-            products.append(torch.stack([(arrived * change).sum(), change.double().square().sum()]))
-        if not products:
-            return 1.0
-        arrived_dot, changed_dot = self._ranks.sum(torch.stack(products).sum(0).cpu().numpy())
-        return float(arrived_dot / changed_dot) if changed_dot else 1.0
-
-
-def _evenly_spaced(first_row: int, rows: Tensor, num_rows: int) -> Tensor:
-    """Return every n-th row and column of a tensor of `num_rows` rows, of which a rank holds some."""
-    table_RC = rows.reshape(len(rows), -1)
-    row_step = -(-num_rows // 256)
-    column_step = -(-table_RC.shape[1] // 256)
-    return table_RC[-first_row % row_step :: row_step, ::column_step]
+                torch._foreach_copy_(list(self.rounded.values()), self.separate)
 
 
 class _AddGradientTo:

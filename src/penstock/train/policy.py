@@ -22,6 +22,7 @@ from penstock.demo import resolve_model_path
 from penstock.errors import UserError
 from penstock.models.loading import choose_device, end_ids, format_of, load_causal_lm
 from penstock.train import packed_attention
+from penstock.train.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
 from penstock.train.logprobs import LogitRule, token_logprobs
 from penstock.train.pack import Pack
 from penstock.train.ranks import Ranks, whole_tensor
@@ -35,6 +36,7 @@ class Policy(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.merge_seed: int | None = None  # of the dither under merged adapters; None: no dither
         self.rule = LogitRule.from_config(model.config)
         self.end_ids = end_ids(model)
         model.set_attn_implementation(packed_attention.ATTENTION_NAME)
@@ -144,19 +146,39 @@ class Policy(nn.Module):
 
         With a sharded model every rank must iterate, because each tensor is gathered.
         """
-        adapted = {
+        adapted = self.adapted_layers()
+        for name, parameter in self.model.named_parameters(remove_duplicate=True):
+            if ".lora_" in name:
+                continue
+            own_format = format_of(self.model, name, dtype)
+            if name in adapted:
+                delta = whole_tensor(adapted[name].get_delta_weight(ADAPTER).detach())
+                merged = self.merge_base(whole_tensor(parameter.detach()), name, own_format)
+                published = merged.add_(delta).to(own_format)
+            else:
+                published = whole_tensor(parameter.detach().to(own_format))
+            yield name.replace(".base_layer.", "."), published
+
+    def adapted_layers(self) -> dict[str, Any]:
+        """Return the layers that have adapters, by the name of their base weight."""
+        return {
             f"{name}.base_layer.weight": module
             for name, module in self.model.named_modules()
             if hasattr(module, "lora_A") and hasattr(module, "base_layer")
         }
-        for name, parameter in self.model.named_parameters(remove_duplicate=True):
-            if ".lora_" in name:
-                continue
-            exact = parameter.detach()
-            if name in adapted:
-                exact = exact + adapted[name].get_delta_weight(ADAPTER).detach()
-            own_format = format_of(self.model, name, dtype)
-            yield name.replace(".base_layer.", "."), whole_tensor(exact.to(own_format))
+
+    def merge_base(
+        self, base: Tensor, name: str, dtype: torch.dtype, place: Place = WHOLE
+    ) -> Tensor:
+        """Return a base weight at full precision, as adapters are added to it before it is rounded.
+
+        Dithered, so that what the adapters add survives the rounding in expectation; without an
+        addition the rounding gives the base weight back, bit for bit.
+        """
+        exact = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
+        if self.merge_seed is not None and dtype in HALF_FORMATS:
+            dither_(exact, dtype, dither_key(self.merge_seed, name), place)
+        return exact
 
 
 def _checkpointed(layer: nn.Module, call: Callable[..., Any], *inputs: Any) -> Any:
