@@ -211,6 +211,30 @@ def test_a_ratio_is_one_where_min_tokens_bans_the_end(tmp_path: Path) -> None:
     assert {rollout.min_tokens for rollout in group.rollouts} == {24}
 
 
+def test_what_a_user_should_know_is_said_once_before_the_first_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of the 3 evaluated problems one is trained on; dynamic sampling draws more than one episode."""
+    lines = [{"prompt": f"{a}+11", "answer": a + 11} for a in range(20, 24)]
+    other = [{"prompt": " 20+11\n", "answer": 31}] + [
+        {"prompt": f"{a}+12", "answer": a + 12} for a in (20, 21)
+    ]
+    for name, records in (("train", lines), ("test", other)):
+        text = "".join(f"{json.dumps(record)}\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    train(
+        tmp_path,
+        "notes",
+        "train={episodes=1, groups_per_step=4}",
+        "algorithm.filter_groups=true",
+        f"tasks.train.data={tmp_path / 'train.jsonl'}",
+        f"eval.tasks.heldout.data={tmp_path / 'test.jsonl'}",
+    )
+    said = capfd.readouterr().err
+    assert said.count("eval.tasks.heldout: 1 of 3 problems are also prompts of tasks.train") == 1
+    assert said.count("note: train.episodes 1 is 1 steps") == 1
+
+
 GROUP_REWARD = """
 async def shortest(rollouts, prompt):
     assert len(rollouts) == 4 and "content" in prompt.messages[-1]

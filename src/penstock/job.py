@@ -21,6 +21,7 @@ from penstock.checkpoint import CheckpointStore
 from penstock.config import Config
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.overlap import count_overlap
 from penstock.data.sampler import Sampler
 from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine, SamplingParams
@@ -145,7 +146,31 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         eval_tasks = _eval_tasks(config, data, journal.waits, closing)
         job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
         await _serve_control(folder, workers, closing)
+        for text in await asyncio.to_thread(_notes, config, total_steps, data, eval_tasks):
+            job.tracker.note(text)
         yield job
+
+
+def _notes(
+    config: Config, total_steps: int, data: _Data, eval_tasks: Sequence[EvalTask]
+) -> list[str]:
+    """Return what the user should know of the run before it starts."""
+    notes = []
+    refuses = resolve_settings(config.algorithm).filter_groups or config.produce.is_valid_sample
+    if config.train.episodes is not None and refuses:
+        notes.append(
+            f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
+            "refused groups are drawn in addition, so the run passes over its prompts more often"
+        )
+    for task in eval_tasks:
+        asked = [problem.messages for problem in task.problems]
+        for name, dataset in data.train.items():
+            if found := count_overlap(dataset.messages(), asked):
+                notes.append(
+                    f"note: eval.tasks.{task.name}: {found} of {len(asked)} problems are also prompts of "
+                    f"tasks.{name}; their accuracy may show what was learned by heart"
+                )
+    return notes
 
 
 def join_parts(

@@ -9,6 +9,7 @@ import torch
 from penstock.algo import ALGORITHMS
 from penstock.algo.method import resolve_settings
 from penstock.config import AlgorithmConfig
+from penstock.train.flat_batch import FlatBatch, mini_batches
 from penstock.types import Score
 from stages.training_data import (
     Gradients,
@@ -134,17 +135,45 @@ def test_mini_batches_are_the_gradients_of_their_own_groups() -> None:
     consumer = consumer_of(config)
     taken = Gradients(consumer)
     consumer.train(batch)
-    assert len(taken.updates) == 6
-    for number in range(6):
-        first = 2 * (number % 3)
-        part = dataclasses.replace(batch, groups=batch.groups[first : first + 2])
-        assert relative_gap(taken.updates[number], gradient_of(config_of(), part)) < 1e-10
+    numbers = consumer._updates(batch)
+    assert len(taken.updates) == len(numbers) == 6
+    for update, chosen in zip(taken.updates, numbers, strict=True):
+        part = dataclasses.replace(batch, groups=tuple(batch.groups[number] for number in chosen))
+        assert relative_gap(update, gradient_of(config_of(), part)) < 1e-10
+
+
+def test_every_pass_over_a_batch_mixes_its_tasks_in_another_way() -> None:
+    """Of 16 groups the first half is one task's; in file order each update would have one task."""
+    config = config_of(train={"mini_batches": 2, "groups_per_step": 16, "num_epochs": 2})
+    consumer, deals, mixed = consumer_of(config), set(), 0
+    for step in range(1, 9):
+        updates = consumer._updates(random_batch(step, groups=16))
+        for epoch in (updates[:2], updates[2:]):
+            assert sorted(np.concatenate(epoch)) == list(range(16))
+            assert all(len(numbers) == 8 for numbers in epoch)
+            mixed += all(0 < (numbers < 8).sum() < 8 for numbers in epoch)
+            deals.add(tuple(epoch[0].tolist()))
+        again = consumer_of(config)._updates(random_batch(step, groups=16))
+        assert [one.tolist() for one in again] == [one.tolist() for one in updates]
+    assert len(deals) >= 14  # of 256 possible ones, 16 drawn
+    assert mixed >= 15  # of 16; by chance one deal in 128 gives each update a single task
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("total", [8, 6, 3])
+def test_the_updates_of_all_ranks_together_are_those_of_one(world, total) -> None:
+    whole = mini_batches(total, 2, seed=5)
+    shares = [mini_batches(total, 2, seed=5, rank=rank, world=world) for rank in range(world)]
+    for update in range(2):
+        own = [rank + world * shares[rank][update] for rank in range(world)]
+        assert sorted(np.concatenate(own)) == whole[update].tolist()
+        if total == 8:
+            assert {len(numbers) for numbers in own} == {4 // world}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
 def test_ratio_is_one_at_any_temperature_when_the_weights_are_the_same(temperature) -> None:
     """The log-probs are those of an engine with these weights at that temperature."""
-    from penstock.train.flat_batch import FlatBatch
     from penstock.train.objective import TokenInputs
 
     batch = random_batch(temperature=temperature)

@@ -5,6 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from penstock.config import PtxConfig
 from penstock.data.chat import ChatTemplate, load_tokenizer
@@ -89,6 +92,21 @@ def test_lines_become_tokens(tmp_path) -> None:
     assert learned[-1] == template.eos_ids[0]
     short = read_texts(PtxConfig(coefficient=0.1, data=str(path), max_tokens=3), template)
     assert len(short[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_text_begins_as_the_tokenizer_begins_one(tmp_path, adds) -> None:
+    """Llama's and Gemma's tokenizers add a beginning-of-sequence token, GPT-2's has one and does not."""
+    core = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "one": 2, "two": 3}, unk_token="<s>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    if adds:
+        core.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "one two"}\n')
+    (text,) = read_texts(PtxConfig(coefficient=0.1, data=str(path)), ChatTemplate(tokenizer))
+    assert text.token_ids.tolist() == ([0] if adds else []) + [2, 3, 1]
+    assert text.predictors.tolist() == list(range(len(text.token_ids) - 1))
 
 
 @pytest.mark.parametrize("content", ["", '{"question": "x"}\n'])

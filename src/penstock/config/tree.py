@@ -243,11 +243,12 @@ class TrainConfig(Section):
     steps: int | None = Field(None, ge=1)
     """Updates in the whole run; give this or episodes."""
     episodes: float | None = Field(None, gt=0)
-    """Passes over the training prompts; give this or steps."""
+    """Passes over the training prompts, as ceil(episodes x prompts / groups_per_step) steps; give this or steps.
+    Groups that are refused (dynamic sampling) or dropped are drawn in addition."""
     groups_per_step: int = Field(32, ge=1)
     """Prompts per update."""
     mini_batches: int = Field(1, ge=1)
-    """Optimizer steps per batch; must divide groups_per_step."""
+    """Optimizer steps per batch, on groups chosen by seed, step and epoch; must divide groups_per_step."""
     num_epochs: int = Field(1, ge=1)
     """Passes over one batch."""
     micro_batch_tokens: int = Field(0, ge=0)

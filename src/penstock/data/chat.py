@@ -105,6 +105,13 @@ class ChatTemplate:
         pad = self.tokenizer.pad_token_id
         return int(pad) if pad is not None else (self.eos_ids or (0,))[0]
 
+    @property
+    def begin(self) -> np.ndarray:
+        """The ids that the tokenizer puts before every text: its beginning-of-sequence id, or none."""
+        added = self.tokenizer("", verbose=False)["input_ids"][:1]
+        is_begin = added == [self.tokenizer.bos_token_id]
+        return np.asarray(added if is_begin else [], dtype=np.int32)
+
     def encode(self, messages: Sequence[Message], system_prompt: str = "") -> np.ndarray:
         """Return the prompt's ids, int32, up to where the assistant's answer begins."""
         return self.encode_many([messages], system_prompt)[0]

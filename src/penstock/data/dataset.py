@@ -76,6 +76,10 @@ class Dataset:
             extra=example.extra,
         )
 
+    def messages(self) -> Iterator[tuple[dict[str, Any], ...]]:
+        """Yield the messages of every prompt."""
+        return (example.messages for example in self._examples)
+
     def __iter__(self) -> Iterator[Prompt]:
         return (self[index] for index in range(len(self)))
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from penstock.algo import kl
 from penstock.algo.method import algorithm_class, resolve_settings
 from penstock.config import Config
+from penstock.data.sampler import stable_hash
 from penstock.errors import RunError, StopRequested
 from penstock.models.loading import compute_dtype
 from penstock.train.arrival import Arrival
@@ -239,8 +240,7 @@ class Consumer:
 
     def train_batch(self, batch: Batch) -> _BatchInTraining:
         """Make all updates of the batch; a stop is honoured until the first one is applied."""
-        updates = mini_batches(len(batch.groups), self.config.train.mini_batches)
-        updates *= self.config.train.num_epochs
+        updates = self._updates(batch)
         before = self.arrival.sample()
         current = self._prepare(batch, num_updates=len(updates))
         for number, group_numbers in enumerate(updates):
@@ -253,6 +253,22 @@ class Consumer:
             current.skipped_updates += not finite
         current.arrived_share = self.arrival.share(before)
         return current
+
+    def _updates(self, batch: Batch) -> list[np.ndarray]:
+        """Return the numbers of this rank's groups in each update of the batch."""
+        train, ranks = self.config.train, self.ranks
+        total = int(ranks.sum_of(len(batch.groups)))
+        return [
+            numbers
+            for epoch in range(train.num_epochs)
+            for numbers in mini_batches(
+                total,
+                train.mini_batches,
+                seed=stable_hash(self.config.seed, "updates", batch.step, epoch),
+                rank=ranks.rank,
+                world=ranks.world,
+            )
+        ]
 
     def _prepare(self, batch: Batch, *, num_updates: int) -> _BatchInTraining:
         """Lay the batch out, and compute what must come from the weights before the first update."""

@@ -7,6 +7,7 @@ which rollouts share a forward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,9 +107,17 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0), *parts]).astype(np.float64)
 
 
-def mini_batches(num_groups: int, parts: int) -> list[np.ndarray]:
-    """Return the group numbers of each update of a batch; parts differ by at most one group.
+def mini_batches(
+    total: int, parts: int, *, seed: int, rank: int = 0, world: int = 1
+) -> list[np.ndarray]:
+    """Return this rank's group numbers for each of the `parts` updates of a batch of `total` groups.
 
-    There are always `parts` of them, empty or not, so that all ranks do as many updates.
+    Groups that lie an update's size apart are dealt to different updates at random. So updates mix the
+    tasks, which stand side by side in a batch; each rank, which holds every world-th group, has as
+    many groups as the others in every update; and all ranks together make the updates of a single rank.
     """
-    return list(np.array_split(np.arange(num_groups), parts))
+    size = max(1, math.ceil(total / parts))
+    update_SP = np.random.default_rng(seed).permuted(np.tile(np.arange(parts), (size, 1)), axis=1)
+    number_G = np.arange(rank, total, world)
+    update_G = update_SP[number_G % size, number_G // size]
+    return [np.flatnonzero(update_G == update) for update in range(parts)]

@@ -1,8 +1,9 @@
 """The text stream of the auxiliary language-modelling loss (PTX).
 
 Reads a JSONL file in order and begins again at its end. The cursor counts texts since the start of
-the run, so a resumed run continues with the next text. The loss covers all of a line with `text`,
-and only the last message of a line with `messages`. `consumer.py` computes the loss.
+the run, so a resumed run continues with the next text. The loss covers all of a line with `text`, which
+begins with the tokenizer's beginning-of-sequence token, if it adds one; and only the last message of a
+line with `messages`. `consumer.py` computes the loss.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def read_texts(config: PtxConfig, template: ChatTemplate) -> list[Text]:
 def _encode(record: dict[str, Any], template: ChatTemplate, where: str) -> Text:
     end = np.array(template.eos_ids[:1], dtype=np.int32)
     if isinstance(record.get("text"), str):
-        start = np.zeros(0, dtype=np.int32)
+        start = template.begin
         learned = template.encode_text(record["text"])
     elif isinstance(record.get("messages"), list) and len(record["messages"]) > 1:
         start = template.encode(record["messages"][:-1])
