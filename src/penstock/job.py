@@ -52,6 +52,7 @@ from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
 from penstock.track.timeline_log import TimelineLog
 from penstock.types import Batch, Rollout, WeightHandle
+from penstock.watch.learning import LearningWatch
 from penstock.watch.waits import WaitKind, Waits
 from penstock.watch.watchdog import Watchdog
 
@@ -88,6 +89,7 @@ class Job:
     checkpoints: CheckpointStore
     evaluations: Evaluations
     rollout_log: RolloutLog
+    learning: LearningWatch
     tracker: Fanout
     activity: str = "starting"  # what the loop is doing now, for the display
 
@@ -119,7 +121,10 @@ class Job:
 
     async def take_batch(self, step: int) -> Batch:
         with self.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
-            return await self.source.take_batch(step)
+            batch = await self.source.take_batch(step)
+        for warning in self.learning.look(batch):
+            self.tracker.note(warning)
+        return batch
 
     def watchdog(self) -> Watchdog:
         return Watchdog(
@@ -211,6 +216,7 @@ def join_parts(
             num_groups=config.track.rollouts_per_log,
             note=lambda text: job.tracker.note(text),
         ),
+        learning=_learning_watch(config, folder),
         tracker=Fanout({}),
     )
     job.tracker = _tracker(job)
@@ -220,6 +226,15 @@ def join_parts(
     closing.callback(job.rollout_log.close)
     closing.push_async_callback(job.checkpoints.settle)
     return job
+
+
+def _learning_watch(config: Config, folder: RunFolder) -> LearningWatch:
+    settings = resolve_settings(config.algorithm)
+    return LearningWatch(
+        str(folder.path),
+        by_group=settings.group_relative,
+        by_reward=settings.overlong_penalty == 0,
+    )
 
 
 async def _serve_control(folder: RunFolder, workers: Workers, closing: AsyncExitStack) -> None:

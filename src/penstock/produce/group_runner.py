@@ -262,10 +262,12 @@ class GroupRunner:
         await ctx.journal.filtered(group)
         self._refused_in_a_row += 1
         if self._refused_in_a_row >= self._settings.max_refused_in_a_row:
+            rewards = sorted({r.score.value for r in group.rollouts if r.score is not None})
             raise RunError(
                 f"task {ctx.task_name}: the validity rule refused {self._refused_in_a_row} groups "
                 "in a row, allowed: fewer than produce.max_refused_in_a_row = "
-                f"{self._settings.max_refused_in_a_row}"
+                f"{self._settings.max_refused_in_a_row}; rewards of the last one: "
+                f"{', '.join(f'{value:g}' for value in rewards)}"
             )
 
     async def _land_aborted(self, ctx: ProduceContext, group: Group) -> None:

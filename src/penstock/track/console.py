@@ -53,7 +53,7 @@ class ConsoleTracker:
         self._console.print(f"[cyan]eval[/cyan] after step {step}: {figures}", highlight=False)
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
         if self._live is not None:

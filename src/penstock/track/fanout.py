@@ -8,6 +8,7 @@ from collections.abc import Callable
 from penstock.plugins import load
 from penstock.track import TRACKERS
 from penstock.track.jsonl import JsonlTracker
+from penstock.track.note_log import NoteLog
 from penstock.track.protocol import RunInfo, Tracker
 
 
@@ -19,9 +20,10 @@ class Fanout:
 
     @classmethod
     def from_info(cls, info: RunInfo) -> Fanout:
-        """Make metrics.jsonl and the trackers that the config names; note one that cannot start."""
+        """Make metrics.jsonl, logs/run.log and the config's trackers; note one that cannot start."""
         fanout = cls({})
         fanout._trackers["jsonl"] = JsonlTracker(info.folder / "metrics.jsonl", fanout.note)
+        fanout._trackers["log"] = NoteLog(info.folder / "logs" / "run.log")
         for name in info.config.track.trackers:
             make = load("track.trackers", name, TRACKERS)
             try:
