@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test tests test-long test-ray test-gpu test-vllm check format clean help
+.PHONY: demo test tests test-long test-ray test-simulation test-gpu test-vllm check format clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -51,6 +51,9 @@ test-gpu: $(DEV_STAMP)  ## the tests that need a GPU, or run on a stand-in witho
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 	then $(BIN)/python -m pytest -m gpu --durations=15; \
 	else echo "test-gpu: no GPU is visible here: nothing was tested"; fi
+
+test-simulation: $(DEV_STAMP)  ## 20,000 schedules of faults on virtual time; SEED=N runs one of them again
+	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--schedules 20000 --processes 2)
 
 test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in an environment of its own
 	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh

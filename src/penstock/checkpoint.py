@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Protocol
 
 from penstock.config import CheckpointConfig
 from penstock.errors import RunError, WorkerDied
+from penstock.watch.clock import loop_time
 
 MANIFEST = "manifest.json"
 MAX_FAILURES = 3  # failures in a row after which the run stops
@@ -74,10 +74,11 @@ class CheckpointStore:
         self._before_rename = before_rename  # makes the journal durable up to the checkpoint's step
         self._writing: asyncio.Task[Checkpoint | None] | None = None
         self._last: Checkpoint | None = None
-        self._last_error = ""
+        self._last_error, self._worker_died = "", False
         self._failures = 0
         self._drafts = 0
-        self._clock = time.monotonic
+        self._draft: Path | None = None  # of the checkpoint that is being made
+        self._clock = loop_time
         self._begun_at = self._clock()
 
     @property
@@ -126,11 +127,18 @@ class CheckpointStore:
         step, digest = await trainer.identity()
         if self._last is None or (self._last.step, self._last.digest) != (step, digest):
             self._failures = 0
-            await self.begin(trainer)
-            await self.settle()
+            await self._save_again_after_a_death(trainer)
             if self._failures or self._last is None:
                 raise RunError(self._last_error)
         return self._last
+
+    async def _save_again_after_a_death(self, trainer: SnapshotSource) -> None:
+        """Write a checkpoint; begin again if the copied state was lost with its worker."""
+        for _ in range(MAX_FAILURES):
+            await self.begin(trainer)
+            await self.settle()
+            if not self._failures or not self._worker_died:
+                return
 
     def search(self) -> SearchResult:
         """Find the newest checkpoint whose files all match its manifest."""
@@ -183,6 +191,7 @@ class CheckpointStore:
         draft = self._folder / f".draft-{os.getpid()}-{self._drafts}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
+        self._draft = draft
         return draft
 
     def _seal(self, draft: Path, step: int, digest: str) -> Checkpoint:
@@ -204,7 +213,8 @@ class CheckpointStore:
         words = " ".join(str(error).split())
         free = shutil.disk_usage(_existing(self._folder)).free / 2**20
         self._last_error = f"checkpoint not written: {words} ({free:,.0f} MiB free there); {valid}"
-        if not isinstance(error, WorkerDied):  # the worker's supervisor reports that one
+        self._worker_died = isinstance(error, WorkerDied)
+        if not self._worker_died:  # the worker's supervisor reports that one
             self._report(self._last_error)
 
     def _prune(self) -> None:
@@ -215,7 +225,7 @@ class CheckpointStore:
     def sweep(self) -> None:
         """Remove drafts of dead processes; only the process that writes the run may call this."""
         for path in self._folder.glob(".draft-*"):
-            if _DRAFT.fullmatch(path.name):
+            if _DRAFT.fullmatch(path.name) and path != self._draft:  # its trainer may be restored
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -54,7 +54,7 @@ from penstock.track.timeline_log import TimelineLog
 from penstock.types import Batch, Rollout, WeightHandle
 from penstock.watch.learning import LearningWatch
 from penstock.watch.waits import WaitKind, Waits
-from penstock.watch.watchdog import Watchdog
+from penstock.watch.watchdog import Watchdog, watched
 
 
 class BatchSource(Protocol):
@@ -126,7 +126,16 @@ class Job:
             self.tracker.note(warning)
         return batch
 
-    def watchdog(self) -> Watchdog:
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Watch all waits inside the block, up to the end of a checkpoint that is being written."""
+        async with watched(self._watchdog()):
+            try:
+                yield
+            finally:
+                await self.checkpoints.settle()
+
+    def _watchdog(self) -> Watchdog:
         return Watchdog(
             self.waits,
             self.config.watchdog,

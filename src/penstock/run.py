@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from dataclasses import replace
 
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import StopRequested
 from penstock.job import Job
 from penstock.types import Batch, StepReport, WeightHandle
+from penstock.watch.clock import loop_time
 
 
 class Loop:
@@ -46,7 +46,6 @@ class Loop:
         job.workers.callbacks.first_loaded = self._confirmed
         async with asyncio.TaskGroup() as self._tasks:
             producing = self._tasks.create_task(job.source.run(), name="produce")
-            watching = self._tasks.create_task(job.watchdog().run(), name="watchdog")
             if self._evaluation_due():  # a resumed run evaluates what it had not yet
                 await self._start_evaluation()
             while self.step < job.total_steps:
@@ -54,14 +53,13 @@ class Loop:
             await self._settle()
             await job.evaluations.finished()
             producing.cancel()
-            watching.cancel()
         job.activity = "done"
 
     async def _one_step(self, step: int) -> None:
-        job, started = self._job, time.monotonic()
+        job, started = self._job, loop_time()
         job.activity = f"waiting for the groups of step {step}"
         batch = await job.take_batch(step)
-        waited = time.monotonic() - started
+        waited = loop_time() - started
         if job.config.launch.colocate:
             await self._settle()  # an evaluation cannot run while the engines sleep
         tokens = 0 if job.engine is None else (await job.engine.stats()).tokens_generated
@@ -141,7 +139,7 @@ class Loop:
         times = {
             "policy_version": float(report.policy_version),
             "tokens/generated": float(max(0, tokens - self._tokens_before)),  # 0: engine restarted
-            "time/step_s": time.monotonic() - started,
+            "time/step_s": loop_time() - started,
             "time/consumer_wait_s": waited,
             "time/producer_wait_s": producer_waited - self._waited_before,
             "workers/restarts": float(self._job.workers.restarts),

@@ -145,6 +145,7 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
             job = await signals.run(closing.enter_async_context(opening), "closing the workers")
             if job is None:
                 raise StopRequested(_STOPPED_EARLY)
+            await closing.enter_async_context(job.watched())
             signals.tell = job.tracker.note
             if config.launch.kind == "ray":
                 job.tracker.note(job.workers.description)
@@ -152,7 +153,9 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
             finished = await signals.run(_recover_and_train(job, resumed), last)
             await job.trainer.request_stop()
             saving = save_at_stop(job.checkpoints, job.trainer, job.journal)
-            saved = await signals.run(saving, "stopping without a checkpoint", allowed=1)
+            saved = await signals.run(
+                saving, "stopping without a checkpoint", allowed=signals.count
+            )
             if saved is None:
                 job.checkpoints.abandon()
             done = job.journal.last_committed_step()
@@ -197,7 +200,8 @@ class StopSignals:
     def __init__(self, way_on: str) -> None:
         self.way_on = way_on  # tells the user how to continue
         self.tell: Callable[[str], None] = _tell
-        self._count = 0
+        self.count = 0  # signals that were acted on
+        self._received = 0
         self._work: asyncio.Task[Any] | None = None
         self._words = "closing the workers"
         self._before: dict[int, Any] = {}
@@ -216,25 +220,27 @@ class StopSignals:
         """Return the result of the work; None if more signals than `allowed` have come."""
         self._words = words  # what happens after the next signal
         self._work = asyncio.create_task(work)
-        if self._count > allowed:
+        if self.count > allowed:
             self._work.cancel()
         try:
             return await self._work
         except asyncio.CancelledError:
-            if self._count > allowed:
+            own = asyncio.current_task()
+            if self.count > allowed and own is not None and not own.cancelling():
                 return None
             raise
         finally:
             self._work = None
 
     def _receive(self, number: int, frame: object) -> None:
-        self._count += 1
-        if self._count > 2:  # nothing is printed through a lock that the main thread may hold
+        self._received += 1
+        if self._received > 2:  # nothing is printed through a lock that the main thread may hold
             os.write(2, f"killed; nothing that was journalled is lost; {self.way_on}\n".encode())
             os._exit(130)
         self._loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:
+        self.count += 1
         self.tell(f"stop requested: {self._words}")
         if self._work is not None:
             self._work.cancel()

@@ -26,7 +26,7 @@ from penstock.types import VersionSegment, WeightHandle, extend_segments
 
 
 def tokens_of(seed: int, start: int, stop: int) -> np.ndarray:
-    return ((np.arange(start, stop) * 7919 + seed * 104729) % 997).astype(np.int32)
+    return ((np.arange(start, stop) * 7919 + seed % 997 * 104729) % 997).astype(np.int32)
 
 
 def logprobs_of(seed: int, start: int, stop: int) -> np.ndarray:
@@ -73,6 +73,7 @@ class PacedEngine:
     calls: int = 0
     begun: dict[str, int] = field(default_factory=dict)  # request -> times that it got a slot
     on_begin: Callable[[str], None] = lambda name: None
+    length: Callable[[GenerationRequest], int] = length_of
     dead: bool = False
     paused: bool = False
     _running: dict[str, _Run] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class PacedEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         self.calls += 1
         loop = asyncio.get_running_loop()
-        run = _Run(request, loop.create_future(), length_of(request) - len(request.response_ids))
+        run = _Run(request, loop.create_future(), self.length(request) - len(request.response_ids))
         if self.dead:
             return self._made(run, "error", "it is dead")
         if request.request_id in self.names:

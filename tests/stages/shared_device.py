@@ -168,7 +168,7 @@ class Shift(Crew):
             Supervised(name, self._spawner(name), settings(max_restarts=9), self.callbacks)
             for name in self.made
         ]
-        await start_all(trainer, engines, colocate=True)
+        await start_all(trainer, engines, settings(colocate=True))
         trainer.prepare = restore
         together = EnginePool(engines, self.callbacks.waits, make=self._make)
         publishes = lambda step: step % every == 0  # noqa: E731

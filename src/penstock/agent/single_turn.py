@@ -45,7 +45,7 @@ class SingleTurn:
         self._sampling = sampling
         self._decode = decode
         self._temperature = temperature or (lambda version: annealed_temperature(sampling, version))
-        self._running: set[str] = set()
+        self._running: dict[str, None] = {}  # request ids, in the order of their start
         self._requests = 0
         self._aborting: set[asyncio.Task[None]] = set()
         self._searching = asyncio.Lock()  # one group at a time is asked one by one
@@ -92,14 +92,15 @@ class SingleTurn:
         }  # shared by the requests, so that each object is sent once
         requests = [self._request(rollout, params) for rollout in rollouts]
         ids = [request.request_id for request in requests]
-        self._running.update(ids)
+        self._running.update(dict.fromkeys(ids))
         try:
             generations = await self._ask_engine(requests)
         except asyncio.CancelledError:
             self._abort_later(ids)  # the caller was cancelled: free the engine
             raise
         finally:
-            self._running.difference_update(ids)
+            for request_id in ids:
+                self._running.pop(request_id, None)
         for rollout, generation in zip(rollouts, generations, strict=True):
             if isinstance(generation, BaseException):
                 rollout.fail(f"engine: {type(generation).__name__}: {generation}")
@@ -143,14 +144,14 @@ class SingleTurn:
 
     async def _ask_alone(self, request: GenerationRequest) -> Generation:
         request_id = f"{request.request_id}-alone"
-        self._running.add(request_id)
+        self._running[request_id] = None
         try:
             return await self._engine.generate(replace(request, request_id=request_id))
         except asyncio.CancelledError:
             self._abort_later([request_id])
             raise
         finally:
-            self._running.discard(request_id)
+            self._running.pop(request_id, None)
 
     async def _abort(self, request_ids: list[str]) -> None:
         await asyncio.gather(*(self._engine.abort(request_id) for request_id in request_ids))

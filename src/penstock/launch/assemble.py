@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.config import Config, EngineConfig
+from penstock.config import Config, EngineConfig, LaunchConfig
+from penstock.errors import RunError
 from penstock.launch.colocated import ColocatedTrainer
 from penstock.launch.workers import Workers
 from penstock.pool.node_copies import NodeCopies
@@ -36,11 +37,17 @@ async def all_or_first_error(
         raise
 
 
-async def start_all(trainer: Supervised, engines: list[Supervised], *, colocate: bool) -> None:
+async def start_all(trainer: Supervised, engines: list[Supervised], settings: LaunchConfig) -> None:
     """Start all workers at once; colocated, the trainer first: engines size their caches by free memory."""
-    if colocate:
+    if settings.colocate:
         await trainer.start()
-        await trainer.call("sleep")
+        try:
+            async with asyncio.timeout(settings.start_timeout_s):
+                await trainer.call("sleep")
+        except TimeoutError:
+            raise RunError(
+                f"trainer: its device memory is not free after {settings.start_timeout_s:g} s"
+            ) from None
         await all_or_first_error(*(one.start() for one in engines))
     else:
         await all_or_first_error(*(one.start() for one in (trainer, *engines)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import TrainerClient, TrainerPart
+from penstock.watch.clock import loop_time
+from penstock.watch.waits import WaitKind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,9 +48,16 @@ class Workers:
         if name == "trainer":
             return await worker.progress("progress")
         stats: EngineStats | None = await worker.progress("stats")
-        if stats is not None and stats.paused:
-            return time.monotonic()  # a paused engine that answers is alive
+        if stats is not None and stats.paused and not self._is_asked(name):
+            return loop_time()  # a paused engine that answers is alive
         return stats.tokens_generated if stats is not None and stats.live else None
+
+    def _is_asked(self, name: str) -> bool:
+        """Return whether a worker owes an answer that its pause does not delay."""
+        return any(
+            wait.responder == name and wait.what is not WaitKind.GENERATE
+            for wait in self.callbacks.waits.open.values()
+        )
 
     async def activity_of(self, name: str) -> float | None:
         """Return the seconds of work that a worker's process has spent; None if unknown."""

@@ -13,7 +13,6 @@ Tasks do not wait for each other. Knows no engine and no trainer.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,15 +27,8 @@ from penstock.produce.signal import Signal
 from penstock.produce.snapshot import ProducerSnapshot, ProducerWait, TaskSnapshot
 from penstock.produce.strategy import ProduceStrategy
 from penstock.types import Batch, Group, Status
+from penstock.watch.clock import loop_time
 from penstock.watch.waits import WaitKind, Waits
-
-
-def loop_time() -> float:
-    """Return the time of the event loop, which is virtual under a virtual loop."""
-    try:
-        return asyncio.get_running_loop().time()
-    except RuntimeError:
-        return time.monotonic()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -24,6 +23,7 @@ from typing import Any
 from penstock.config import LaunchConfig
 from penstock.errors import PenstockError, WorkerDied
 from penstock.supervise.worker import Worker
+from penstock.watch.clock import loop_time
 from penstock.watch.waits import WaitKind, Waits
 
 Spawn = Callable[[], Awaitable[Worker]]
@@ -145,7 +145,7 @@ class Supervised:
         if fault != self._newest_fault:
             self._newest_fault = fault
             self._faults.clear()
-        self._faults.append(time.monotonic())
+        self._faults.append(loop_time())
 
     @property
     def _current(self) -> Worker | None:
@@ -202,7 +202,7 @@ class Supervised:
 
     async def _restart(self, reason: str) -> bool:
         """Start workers until one is prepared; False when the allowed number is used up."""
-        began = time.monotonic()
+        began = loop_time()
         while self._may_restart():
             wait_s = self._backoff_s()
             when = f" in {wait_s:g} s" if wait_s else ""
@@ -218,7 +218,7 @@ class Supervised:
                 continue
             assert self._worker is not None
             self.restarts += 1
-            seconds = time.monotonic() - began
+            seconds = loop_time() - began
             place = self._worker.place
             self._callbacks.note(f"{self.name}: serves again ({place}) after {seconds:.1f} s")
             self._settled.set()
@@ -246,7 +246,7 @@ class Supervised:
 
     def _may_restart(self) -> bool:
         """Count an end of the worker; False if the window holds too many, or the same fault again."""
-        now = time.monotonic()
+        now = loop_time()
         for times in (self._ends, self._faults):
             while times and times[0] < now - self._settings.restart_window_s:
                 times.popleft()

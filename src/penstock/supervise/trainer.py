@@ -21,6 +21,7 @@ from penstock.supervise.worker import Worker
 from penstock.types import Batch, StepReport, WeightHandle
 
 _OTHERS_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 5.0
 # Methods without a collective inside: no rank waits for one that failed.
 _EACH_BY_ITSELF = ("write_snapshot", "progress")
 
@@ -270,5 +271,8 @@ class RestartingTrainer(TrainerClient):
         await self._supervised.call("write_snapshot")
 
     async def request_stop(self) -> None:
+        """Ask the worker to stop; do without the answer of one that is dead or blocked."""
         if self._supervised.worker is not None:
-            await self._supervised.call("request_stop")
+            with contextlib.suppress(WorkerDied, TimeoutError):
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await self._supervised.call("request_stop")

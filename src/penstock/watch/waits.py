@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from penstock.errors import WorkerDied
+from penstock.watch.clock import loop_time
 
 
 class WaitKind(StrEnum):
@@ -59,7 +61,7 @@ class OpenWait:
 class Waits:
     """The open waits, when each responder last answered, and a callback for closed waits."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = loop_time) -> None:
         self.clock = clock
         self.open: dict[int, OpenWait] = {}
         self.answered: dict[tuple[str, WaitKind], float] = {}  # (responder, what) -> last time
@@ -72,7 +74,11 @@ class Waits:
     def wait(
         self, lane: str, what: WaitKind, detail: str = "", *, responder: str = ""
     ) -> Iterator[OpenWait]:
-        """Keep a wait open inside the block. An error counts as an answer, a cancellation does not."""
+        """Keep a wait open inside the block.
+
+        An error counts as an answer. The responder's death does not, or a hang that a restart ended
+        would raise the limit of the next one; a cancellation is no news at all.
+        """
         number = next(self._numbers)
         wait = OpenWait(
             lane=lane,
@@ -83,16 +89,21 @@ class Waits:
             task=_current_task(),
         )
         self.open[number] = wait
-        answered = True
+        answered = moved = True
         try:
             yield wait
         except asyncio.CancelledError:
+            answered = moved = False
+            raise
+        except WorkerDied:
             answered = False
             raise
         finally:
             del self.open[number]
             wait.until, wait.task = self.clock(), None
-            if answered:
+            if moved:
+                self.moved_at = wait.until
+            if answered and wait.responder:
                 self._note_answer(wait, wait.until)
             self.on_close(wait)
 
@@ -102,11 +113,9 @@ class Waits:
         return [wait for wait in deepest.values() if wait.responder]
 
     def _note_answer(self, wait: OpenWait, now: float) -> None:
-        self.moved_at = now
-        if wait.responder:
-            key = (wait.responder, wait.what)
-            self.answered[key] = now
-            self.longest[key] = max(now - wait.since, self.longest.get(key, 0.0))
+        key = (wait.responder, wait.what)
+        self.answered[key] = now
+        self.longest[key] = max(now - wait.since, self.longest.get(key, 0.0))
 
 
 def _current_task() -> asyncio.Task[Any] | None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import CoroutineType
 from typing import Any
@@ -153,7 +154,7 @@ class Watchdog:
         return (
             bool(waits)
             and not self._waits.leaves()
-            and self._waits.clock() - moved >= self._settings.stall_s
+            and self._waits.clock() >= moved + self._settings.stall_s  # as `_wait_s` counts it
         )
 
     async def _act(self, wait: OpenWait | None, *, busy: bool, proven: bool) -> None:
@@ -205,6 +206,37 @@ class Watchdog:
             except Exception as error:  # a stack that cannot be read must not end the run either
                 text = f"(no stack: {type(error).__name__}: {error})"
         return text or (coroutine_stack(wait.task) if wait.task is not None else "")
+
+
+@asynccontextmanager
+async def watched(watchdog: Watchdog) -> AsyncIterator[None]:
+    """Watch every wait inside the block; raise the watchdog's error there if it says to stop."""
+    owner = asyncio.current_task()
+    assert owner is not None
+    watching = asyncio.create_task(watchdog.run(), name="watchdog")
+
+    def stop(ended: asyncio.Task[None]) -> None:
+        if not ended.cancelled():
+            owner.cancel()
+
+    watching.add_done_callback(stop)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if _fault_of(watching) is None:
+            raise
+    finally:
+        watching.remove_done_callback(stop)
+        watching.cancel()
+    fault = _fault_of(watching)
+    if fault is not None:
+        owner.uncancel()
+        raise fault
+    await asyncio.wait([watching])
+
+
+def _fault_of(task: asyncio.Task[None]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
 
 
 def coroutine_stack(task: asyncio.Task[Any]) -> str:

@@ -45,7 +45,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         folder.remove()
 
     try:
-        await start_all(trainer, engines, colocate=settings.colocate)
+        await start_all(trainer, engines, settings)
     except BaseException:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         await clean_up()

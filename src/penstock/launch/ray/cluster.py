@@ -98,7 +98,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
         disconnect(ours)
 
     try:
-        await start_all(trainer, engines, colocate=settings.colocate)
+        await start_all(trainer, engines, settings)
     except BaseException:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         raise

@@ -1,0 +1,88 @@
+"""Known defects, brought back on purpose: the simulation has to find each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from penstock.journal import records
+from penstock.produce.producer import Producer
+from penstock.produce.strategy import ProduceStrategy
+from penstock.run import Loop
+from penstock.supervise.supervised import Supervised
+from penstock.types import Batch, StepReport
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def statistics_between_update_and_commit() -> Any:
+    """The engines are asked for statistics between an update and its commit."""
+
+    async def train_and_commit(self: Loop, batch: Batch, *times: Any) -> StepReport:
+        report = await self._job.trainer.train(batch)
+        assert self._job.engine is not None
+        await self._job.engine.stats()
+        report = self._with_times(report, *times)
+        await self._job.journal.commit_step(report)
+        self.step = batch.step
+        return report
+
+    return _replaced(Loop, "_train_and_commit", train_and_commit)
+
+
+def moves_from_anywhere() -> Any:
+    """A step takes groups wherever they are, and a resumed run puts its own batch back as well."""
+    take = re.sub(r" AND place IN \(.*?\)", "", records._TAKE_GROUP)
+    restore = Producer.restore
+
+    async def restored(self: Producer, journal: Any) -> None:
+        await restore(self, journal)
+        if self._resumed_batch is not None:
+            for group in self._resumed_batch.groups:
+                self._tasks[0].put_back(group)
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with _replaced(records, "_TAKE_GROUP", take), _replaced(Producer, "restore", restored):
+            yield
+
+    return both()
+
+
+def staleness_off_by_one() -> Any:
+    """Groups expire one update too late."""
+    initialise = ProduceStrategy.__init__
+
+    def late(self: ProduceStrategy, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        self.stale_threshold += 1
+
+    return _replaced(ProduceStrategy, "__init__", late)
+
+
+def restored_without_redo() -> Any:
+    """A restarted trainer serves without the steps since its checkpoint."""
+
+    async def start_next(self: Supervised) -> None:
+        async with self.start_context():
+            self._worker = await self._spawn()
+
+    return _replaced(Supervised, "_start_next", start_next)
+
+
+DEFECTS = {
+    "statistics": statistics_between_update_and_commit,
+    "moves": moves_from_anywhere,
+    "staleness": staleness_off_by_one,
+    "redo": restored_without_redo,
+}

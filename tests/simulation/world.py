@@ -1,0 +1,226 @@
+"""The world of one schedule: its config, its machine, its faults, and everything that was seen wrong."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.config import Config
+from penstock.config.source import validate
+from penstock.engine.protocol import GenerationRequest
+from penstock.inspection.audit import _era_bounds
+from penstock.run_folder import Era
+from penstock.types import Batch, Prompt
+from simulation.disk import Disk
+from simulation.event_loop import SimLoop
+from simulation.faults import Fault, draw_faults
+from simulation.parts import SharedMemory, stale_rollouts
+from simulation.processes import Meeting, SimProcess
+
+PROMPTS = [
+    Prompt(
+        prompt_id=f"sums:{number}",
+        messages=({"role": "user", "content": str(number)},),
+        token_ids=np.arange(number + 1, number + 4),
+    )
+    for number in range(64)
+]
+
+
+class Living:
+    """The processes that live, by name."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._by_name: dict[str, SimProcess] = {}
+
+    def add(self, process: SimProcess) -> int:
+        self._by_name[process.name] = process
+        self._count += 1
+        return self._count
+
+    def get(self, name: str) -> SimProcess | None:
+        return self._by_name.get(name)
+
+    def all(self) -> list[SimProcess]:
+        return list(self._by_name.values())
+
+    def remove(self, process: SimProcess) -> None:
+        if self._by_name.get(process.name) is process:
+            del self._by_name[process.name]
+
+
+class World:
+    """One machine and its one run."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.seed, self.folder = seed, folder
+        self.random = random.Random(seed)
+        self.config = draw_config(self.random)
+        self.bounds = _era_bounds(Era(self.config, None))
+        workers = [f"engine-{n}" for n in range(self.config.launch.num_producers)]
+        ranks = self.config.launch.num_consumers
+        workers += ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
+        self.faults = draw_faults(
+            self.random, workers, horizon=280 * (self.config.train.steps or 1)
+        )
+        self.violations: list[str] = []
+        self.happened: list[str] = []
+        self.life = 0
+        self.loop: SimLoop
+        self.disk = Disk()
+        self._steps: dict[str, int] = {}  # group -> the step that trained it, by any trainer
+        self._lengths = self.random.choice(((2, 6), (1, 30)))
+        self.begin_life()
+
+    def settings(self) -> str:
+        """Return what was drawn for this run, in one line."""
+        config = self.config
+        return (
+            f"{config.produce.strategy}, max_staleness {config.produce.max_staleness}, "
+            f"{config.train.steps} steps, weights every {config.sync.every_steps}, "
+            f"checkpoints every {config.checkpoint.every_steps}, engines "
+            f"{config.launch.num_producers} ({config.engine.update}), ranks "
+            f"{config.launch.num_consumers}{', colocated' if config.launch.colocate else ''}; "
+            f"drawn: {'; '.join(map(str, self.faults)) or 'no fault'}"
+        )
+
+    def begin_life(self) -> None:
+        """Begin a life of the driver: its workers died with the driver before."""
+        self.processes, self.memory = Living(), SharedMemory()
+        self.meetings: dict[Any, Meeting] = {}
+        self._gpu: set[str] = set()
+        self._passed: Counter[tuple[str, str, str]] = Counter()
+        self.excuses: list[str] = []  # faults that may end this life with an error
+        self.is_training = False
+        self._on_signal: Any = None
+        self._signals = 0
+        self.disk.full, self.disk.slowness = "", 1.0
+        self._at_ticks = [fault for fault in self.faults if fault.tick and fault.life == self.life]
+
+    # ---- what the parts ask
+
+    def delay(self, most_s: float) -> float:
+        return self.loop.delay(most_s)
+
+    def length_of(self, request: GenerationRequest) -> int:
+        least, most = self._lengths
+        return least + request.seed % (most - least)
+
+    def handle_signal(self, number: int, handler: Any) -> None:
+        self._on_signal = handler if number == 2 else self._on_signal
+
+    def violated(self, what: str) -> None:
+        self.violations.append(what)
+
+    def hold_gpu(self, name: str) -> None:
+        if self.config.launch.colocate:
+            self._gpu = {one for one in self._gpu if self.processes.get(one) is not None}
+            self._gpu.add(name)
+            sides = {one.split("-")[0] for one in self._gpu}
+            if len(sides) > 1 and not any("kill" in line for line in self.happened):
+                self.violated(f"the GPU is held by {sorted(self._gpu)}")
+
+    def leave_gpu(self, name: str) -> None:
+        self._gpu.discard(name)
+
+    def trained(self, batch: Batch, digest: str) -> None:
+        """Keep the trainer's own record of an update, and compare it with those before."""
+        for group in batch.groups:
+            step = self._steps.setdefault(group.group_id, batch.step)
+            if step != batch.step:
+                self.violated(f"{group.group_id}: trained in step {step} and step {batch.step}")
+        self.violations += stale_rollouts(batch, self.bounds.allowed["train"])
+
+    # ---- faults
+
+    def at_tick(self, tick: int) -> None:
+        while self._at_ticks and any(fault.tick <= tick for fault in self._at_ticks):
+            fault = next(fault for fault in self._at_ticks if fault.tick <= tick)
+            self._at_ticks.remove(fault)
+            self._strike(fault)
+
+    def at_call(self, process: SimProcess, method: str, phase: str) -> None:
+        key = (process.name, method, phase)
+        self._passed[key] += 1
+        for fault in self.faults:
+            at = (fault.target, fault.method, fault.phase)
+            if (
+                fault.method
+                and at == key
+                and fault.life == self.life
+                and fault.passing == self._passed[key]
+            ):
+                self._strike(fault)
+
+    def _strike(self, fault: Fault) -> None:
+        self.happened.append(f"{self.loop.time():.3f} {fault}")
+        follows = self.faults.index(fault) + 1
+        if follows < len(self.faults) and self.faults[follows].after_s is not None:
+            self.loop.call_later(
+                self.faults[follows].after_s or 0.0, self._strike, self.faults[follows]
+            )
+        if not self.is_training or fault.kind in ("full", "stop"):
+            self.excuses.append(str(fault))
+        if fault.kind == "restart":
+            self.loop.is_killed = True
+        elif fault.kind == "stop":
+            if self._on_signal is not None and self._signals < 2:  # the third kills the process
+                self._signals += 1
+                self._on_signal(2, None)
+        elif fault.kind == "full":
+            self.disk.full = fault.target
+            self.loop.call_later(fault.seconds or 1.0, self._has_room)
+        elif fault.kind == "slow disk":
+            self.disk.slowness = 200.0
+        elif (process := self.processes.get(fault.target)) is not None:
+            self._strike_process(fault, process)
+
+    def _has_room(self) -> None:
+        self.disk.full = ""
+
+    def _strike_process(self, fault: Fault, process: SimProcess) -> None:
+        if fault.kind == "kill":
+            process.die()
+        elif fault.kind == "stall":
+            process.stall(fault.seconds)
+        elif fault.kind == "slow":
+            process.pace = 20.0
+        elif fault.kind == "lose":
+            process.loses += 1
+
+
+def draw_config(chance: random.Random) -> Config:
+    """Draw the settings of a small run."""
+    asynchronous = chance.random() < 0.7
+    staleness = chance.randrange(3) if asynchronous else 0
+    every = chance.choice((1, 1, 2))
+    ranks = chance.choice((1, 1, 1, 2))
+    tree: dict[str, Any] = {
+        "seed": 1,
+        "tasks": {"train": {"data": "none", "rewards": [{"type": "simulation.parts:SimReward"}]}},
+        "sampling": {"num_generations": 2, "max_tokens": 40},
+        "engine": {"max_slots": 4, "update": chance.choice(("together", "together", "rolling"))},
+        "produce": {
+            "strategy": "async" if asynchronous else "sync",
+            "max_staleness": staleness,
+            "enable_partial_rollout": asynchronous and chance.random() < 0.3,
+            "over_sample_threshold": chance.choice((0.0, 0.5)) if asynchronous else 0.0,
+        },
+        "train": {"steps": chance.choice((3, 4)), "groups_per_step": 2},
+        "sync": {"every_steps": every, "kind": "shared_memory"},
+        "checkpoint": {"every_steps": chance.choice((0, 1, 2))},
+        "eval": {"tasks": {}, "at_start": False},
+        "track": {"trackers": []},
+        "launch": {
+            "num_producers": chance.choice((1, 2, 2, 3)),
+            "num_consumers": ranks,
+            "colocate": chance.random() < 0.25,
+            "restart_backoff_s": chance.choice((0.0, 1.0)),
+        },
+    }
+    return validate(tree)
