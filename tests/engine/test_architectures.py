@@ -77,13 +77,13 @@ def whole_logprobs(model: Any, prompt: list[int], response: np.ndarray) -> np.nd
     return scores.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
-def trainer_logprobs(model: Any, prompt: list[int], response: np.ndarray) -> np.ndarray:
+def trainer_logprobs(policy: Policy, prompt: list[int], response: np.ndarray) -> np.ndarray:
     ids = np.concatenate([prompt, response]).astype(np.int32)
     predictor = np.arange(len(prompt) - 1, len(ids) - 1)
     bounds = np.array([0, len(predictor)])
     pack = make_pack([0], [ids], [predictor], bounds, torch.device("cpu"))
     with torch.no_grad():
-        return Policy(model)(pack, torch.ones(len(predictor)))[0].numpy()
+        return policy(pack, torch.ones(len(predictor)))[0].numpy()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -108,7 +108,7 @@ def test_engine_and_trainer_agree_with_the_unchanged_model(family: str, device: 
         rest = await engine.generate(half)
         await engine.close()
         attention.register()
-        plain, packed = make_model(family, "eager"), make_model(family, "eager")
+        plain, packed = make_model(family, "eager"), Policy(make_model(family, "eager"))
         for prompt, one in zip(PROMPTS, made, strict=True):
             assert len(one.token_ids) == 30, one.error
             wanted = whole_logprobs(plain, prompt, one.token_ids)

@@ -6,9 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.errors import UserError
+from penstock.train.flat_batch import FlatBatch
+from penstock.train.model_check import check_model
 from penstock.train.pack import empty_pack, make_pack, split_by_tokens
 from penstock.train.policy import Policy
-from stages.training_data import VOCABULARY, tiny_model
+from stages.training_data import VOCABULARY, from_disk, random_batch, tiny_model
 
 CPU = torch.device("cpu")
 ARCHITECTURES = [
@@ -111,3 +114,39 @@ def test_bins_hold_every_sequence_once_and_keep_the_budget(lengths, budget) -> N
     assert sorted(index for part in bins for index in part) == list(range(len(lengths)))
     for part in bins:
         assert len(part) == 1 or sum(lengths[index] for index in part) <= budget
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_model_that_mixes_packed_sequences_trains_them_one_by_one(tmp_path, caplog, half) -> None:
+    fields = {"layer_types": ["conv", "full_attention"], "bos_token_id": 1, "eos_token_id": 2}
+    tiny_model("Lfm2", dtype=torch.float32, **fields).save_pretrained(tmp_path)
+    model = {"dtype": "bfloat16", "lora": {"rank": 2}} if half else {}
+    consumer = from_disk(tmp_path, model=model)
+    assert not consumer.policy.packs
+    assert "its layers mix packed sequences" in caplog.text
+    batch = random_batch()
+    flat = FlatBatch.from_groups(batch.groups, 1, consumer.settings)
+    assert all(pack.num_sequences == 1 for pack in consumer._packs(flat, np.arange(24)))
+    if not half:  # log-probs of the unchanged model: the ratio is 1
+        plain = tiny_model("Lfm2", dtype=torch.float32, **fields)
+        for number, rollout in enumerate(batch.rollouts):
+            ids, index = [flat.token_ids[number]], [flat.predictors[number]]
+            rollout.logprobs = padded_logprobs(plain, ids, index, 1.0).detach().numpy()
+        metrics = consumer.train(batch).metrics
+        assert metrics["ratio/max"] == pytest.approx(1.0, abs=1e-4)
+        assert metrics["clip/fraction"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma2"])
+def test_half_precision_is_not_taken_for_a_leak(tmp_path, kind) -> None:
+    tiny_model(kind, dtype=torch.float32).save_pretrained(tmp_path)
+    assert from_disk(tmp_path, model={"dtype": "bfloat16", "lora": {"rank": 2}}).policy.packs
+
+
+def test_a_model_the_trainer_would_misread_is_one_line(tmp_path) -> None:
+    model = tiny_model("Qwen3", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    policy = Policy(model)
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: output * 1.5)
+    with pytest.raises(UserError, match=r"\(Qwen3ForCausalLM\), whose log-probs the trainer would"):
+        check_model(policy, str(tmp_path))

@@ -34,6 +34,7 @@ from penstock.train.arrival import Arrival
 from penstock.train.flat_batch import FlatBatch, mini_batches
 from penstock.train.metrics import TokenStats, mean_of_finite, step_metrics
 from penstock.train.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
+from penstock.train.model_check import check_model
 from penstock.train.objective import (
     TokenInputs,
     loss_weights,
@@ -103,6 +104,8 @@ class Consumer:
         self.algorithm = algorithm_class(config.algorithm.name)(self.settings)
         self.reference = None if reference is None else Policy(reference)
         self.policy = Policy(model)
+        for policy, path in self._policies():
+            check_model(policy, path)
         self.engine_dtype = compute_dtype(config.model, self.policy.device)
         if model.dtype == torch.float64:
             self.engine_dtype = torch.float64
@@ -213,6 +216,12 @@ class Consumer:
     def reload(self) -> None:
         """Undo `offload`, bit for bit; `train` and `load` call it themselves."""
         self.host_offload.reload()
+
+    def _policies(self) -> Iterator[tuple[Policy, str]]:
+        """Yield the policy and, if there is one, the reference, each with the path it came from."""
+        yield self.policy, self.config.model.path
+        if self.reference is not None:
+            yield self.reference, self.config.train.reference or self.config.model.path
 
     def _training_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that only `train` needs: masters, reference, optimizer moments."""
@@ -469,6 +478,8 @@ class Consumer:
     @functools.cached_property
     def _token_budget(self) -> int:
         """Tokens of a pack; an automatic choice is made at the first step, when all memory is in use."""
+        if not all(policy.packs for policy, _ in self._policies()):
+            return 1  # one sequence per pack
         settings = self.config.train
         if settings.micro_batch_tokens:
             return settings.micro_batch_tokens

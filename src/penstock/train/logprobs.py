@@ -34,13 +34,14 @@ class LogitRule:
 
     @classmethod
     def from_config(cls, config: Any) -> LogitRule:
-        """Read the rule from a transformers config (Gemma, Granite and Cohere have one)."""
-        scale = 1.0
-        if getattr(config, "logits_scaling", None):
-            scale = 1.0 / config.logits_scaling
-        elif getattr(config, "logit_scale", None):
-            scale = config.logit_scale
-        return cls(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+        """Read the rule from a transformers config; models have several names for it."""
+        scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
+        divisor = getattr(config, "logits_scaling", None) or getattr(
+            config, "logits_mup_width_multiplier", None
+        )
+        caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        softcap = next((cap for name in caps if (cap := getattr(config, name, None))), None)
+        return cls(scale=(scale or 1.0) / (divisor or 1.0), softcap=softcap)
 
 
 PLAIN_LOGITS = LogitRule()

@@ -31,15 +31,35 @@ ADAPTER = "default"
 
 
 class Policy(nn.Module):
-    """A causal language model that scores packed sequences."""
+    """A causal language model that scores packed sequences.
+
+    Without `packs` every pack must hold one sequence, and the model runs unchanged.
+    """
+
+    packs: bool
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
         self.merge_seed: int | None = None  # of the dither under merged adapters; None: no dither
-        self.rule = LogitRule.from_config(model.config)
+        self.rule = LogitRule.from_config(model.config.get_text_config())
         self.end_ids = end_ids(model)
-        model.set_attn_implementation(packed_attention.ATTENTION_NAME)
+        self._own_attention = model.config._attn_implementation
+        assert self._own_attention != packed_attention.ATTENTION_NAME, "one policy per model"
+        self.pack_sequences(True)
+
+    def pack_sequences(self, packs: bool) -> None:
+        """Choose packed attention, or the model's own for packs of one sequence."""
+        self.packs = packs
+        self.model.set_attn_implementation(
+            packed_attention.ATTENTION_NAME if packs else self._own_attention
+        )
+
+    @property
+    def body(self) -> nn.Module:
+        """The model without its head."""
+        body: nn.Module = self.model.base_model
+        return self.model.model if body is self.model else body
 
     @property
     def device(self) -> torch.device:
@@ -52,12 +72,12 @@ class Policy(nn.Module):
 
         Where `early_N` is set, the distribution is the one without the end tokens.
         """
-        output = self.model.base_model(
-            input_ids=pack.input_ids_T[None],
-            position_ids=pack.position_ids_T[None],
-            pack_layout=pack.layout,
-            use_cache=False,
-        )
+        packing: dict[str, Any] = {}
+        if self.packs:
+            packing = {"position_ids": pack.position_ids_T[None], "pack_layout": pack.layout}
+        else:
+            assert pack.num_sequences <= 1, "this model runs one sequence per forward pass"
+        output = self.body(input_ids=pack.input_ids_T[None], use_cache=False, **packing)
         hidden_ND = output.last_hidden_state[0].index_select(0, pack.predictor_N)
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
@@ -207,20 +227,14 @@ def trainer_device(config: ModelConfig) -> torch.device:
 
 
 def load_policy(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
-    """Load a model whose attention can be replaced by packed attention; refuse any other."""
+    """Load a model for a policy; `model_check.py` decides whether it can train."""
     packed_attention.register()
-    model = load_causal_lm(
+    return load_causal_lm(
         resolve_model_path(path),
         dtype=dtype,
         device=trainer_device(config),
         trust_remote_code=config.trust_remote_code,
     )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UserError(
-            f"model.path: got {path!r} ({type(model).__name__}), allowed: a model whose attention "
-            "can be replaced (transformers: _supports_attention_backend)"
-        )
-    return model
 
 
 def add_adapters(model: Any, config: LoraConfig) -> None:

@@ -1,0 +1,130 @@
+"""The check of a model at the start of a run: the trainer's log-probs must be the model's own.
+
+A few short sequences are scored by the unchanged model, each alone, and by the policy, packed. A model
+that mixes packed sequences (convolutions, state-space layers) trains one sequence per forward pass; a
+model whose log-probs the policy cannot give is refused. Attention windows longer than these sequences
+are not covered here; tests/train/test_architectures.py covers windows for every architecture.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.errors import UserError
+from penstock.train.pack import make_pack
+from penstock.train.policy import Policy
+
+log = logging.getLogger(__name__)
+
+LENGTHS = (9, 5, 11, 5)  # two of one length, so that packed attention sees a block
+TOLERANCE = 1e-3  # largest difference of a log-prob in float32
+HALF_TOLERANCE = 0.2  # mean difference in half precision, where rounding alone gives up to 0.1
+HALF_LEAK = 0.02  # mean difference in half precision when only other sequences of the pack change
+
+
+def check_model(policy: Policy, path: str) -> None:
+    """Let the policy pack sequences if no log-prob changes; else run each alone, if that is exact."""
+    name = f"model.path: got {path!r} ({type(policy.model).__name__})"
+    sequences = _sequences(policy.model.get_input_embeddings().weight.shape[0])
+    policy.train(False)
+    with torch.no_grad():
+        try:
+            policy.pack_sequences(False)
+            plain_N = _plain_logprobs(policy, sequences)
+            reason = _packing_fault(policy, sequences, plain_N)
+            if reason is not None:
+                policy.pack_sequences(False)
+                gap, exact = _difference(policy, _policy_logprobs(policy, sequences), plain_N)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the model's own code may raise anything
+            raise UserError(
+                f"{name}, which the trainer cannot run on token ids ({_first_line(error)}), "
+                "allowed: a causal LM"
+            ) from error
+    whole_N, prefix_N = plain_N.split([LENGTHS[0] - 1, len(plain_N) - LENGTHS[0] + 1])
+    count = LENGTHS[1] - 1
+    if not _difference(policy, whole_N[:count], prefix_N[:count])[1]:
+        raise UserError(f"{name}, in which tokens see the tokens after them, allowed: a causal LM")
+    if reason is None:
+        return
+    if not exact:
+        raise UserError(
+            f"{name}, whose log-probs the trainer would miss by {gap:.2g}, allowed: a causal LM whose "
+            "logits are a linear function of its last hidden states"
+        )
+    log.warning("%s: %s, so the trainer runs one sequence per forward pass", name, reason)
+
+
+def _packing_fault(policy: Policy, sequences: list[np.ndarray], plain_N: Tensor) -> str | None:
+    """Return why the policy cannot pack sequences, or None if it can."""
+    if not getattr(policy.model, "_supports_attention_backend", False):
+        return "its attention cannot be replaced by packed attention"
+    if getattr(policy.model.config.get_text_config(), "attention_chunk_size", None):
+        return "its attention works in chunks, which packed attention does not"
+    policy.pack_sequences(True)
+    try:
+        packed_N = _policy_logprobs(policy, sequences)
+        gap, exact = _difference(policy, packed_N, plain_N)
+        if exact and policy.model.dtype in (torch.bfloat16, torch.float16):
+            # Rounding hides a small leak; other neighbours show it, because shapes stay the same.
+            others = [ids[::-1] if n % 2 else ids for n, ids in enumerate(sequences)]
+            same_N = np.repeat([n % 2 == 0 for n in range(len(LENGTHS))], np.array(LENGTHS) - 1)
+            gap = float((_policy_logprobs(policy, others) - packed_N)[same_N].abs().mean())
+            exact = gap <= HALF_LEAK
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the model's own code may raise anything when it is packed
+        return f"it cannot be packed ({_first_line(error)})"
+    return None if exact else f"its layers mix packed sequences (log-probs differ by {gap:.2g})"
+
+
+def _sequences(vocabulary: int) -> list[np.ndarray]:
+    """Return token ids from the middle of the vocabulary, away from special tokens."""
+    generator = np.random.default_rng(0)
+    first, last = vocabulary // 4, max(3 * vocabulary // 4, vocabulary // 4 + 1)
+    sequences = [generator.integers(first, last, length) for length in LENGTHS]
+    sequences[1] = sequences[0][: LENGTHS[1]]  # shows whether a token sees the tokens after it
+    return sequences
+
+
+def _plain_logprobs(policy: Policy, sequences: list[np.ndarray]) -> Tensor:
+    """Return the unchanged model's log-probs of the sequences, each alone, laid end to end."""
+    rows = []
+    for ids in sequences:
+        ids_T = torch.from_numpy(ids).to(policy.device)
+        logits_TV = policy.model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
+        scores_TV = logits_TV.to(torch.float64).log_softmax(-1)
+        rows.append(scores_TV.gather(1, ids_T[1:, None])[:, 0])
+    return torch.cat(rows).cpu()
+
+
+def _policy_logprobs(policy: Policy, sequences: list[np.ndarray]) -> Tensor:
+    """Return the policy's log-probs of the sequences, laid end to end."""
+    predictors = [np.arange(len(ids) - 1) for ids in sequences]
+    first_token = np.cumsum([0, *(len(index) for index in predictors)])
+    numbers = list(range(len(sequences)))
+    result_N = torch.empty(int(first_token[-1]), dtype=torch.float64)
+    for part in [numbers] if policy.packs else [[number] for number in numbers]:
+        pack = make_pack(part, sequences, predictors, first_token, policy.device)
+        ones_N = torch.ones(len(pack.target_N), device=policy.device)
+        result_N[torch.from_numpy(pack.token_N)] = policy(pack, ones_N)[0].double().cpu()
+    return result_N
+
+
+def _difference(policy: Policy, own_N: Tensor, plain_N: Tensor) -> tuple[float, bool]:
+    """Return (difference of the log-probs, whether it is within the rounding of the model's format)."""
+    difference_N = (own_N - plain_N).abs()
+    if policy.model.dtype in (torch.bfloat16, torch.float16):
+        gap = float(difference_N.mean())
+        return gap, gap <= HALF_TOLERANCE
+    gap = float(difference_N.max())
+    return gap, gap <= TOLERANCE
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]

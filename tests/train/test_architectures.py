@@ -1,0 +1,101 @@
+"""Every architecture that transformers loads trains on its own log-probs, or is refused in one line.
+
+A sample runs with every test; `make test-long` walks through all of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import UserError
+from penstock.train import packed_attention
+from penstock.train.model_check import check_model
+from penstock.train.pack import make_pack
+from penstock.train.policy import Policy
+from stages.tiny_architectures import UNBUILT, make, names
+
+CPU = torch.device("cpu")
+ONE_BY_ONE = """
+axk2 bamba bart bigbird_pegasus biogpt blenderbot blenderbot-small bloom codegen deepseek_v32 deepseek_v4 doge
+falcon falcon_h1 falcon_mamba git glm_moe_dsa gpt_neo gpt_neox_japanese gptj granitemoehybrid hy_v4 inkling_text
+jamba kimi_linear lfm2 lfm2_moe llama4 llama4_text mamba mamba2 marian mbart minimax moshi mpt mvp nemotron
+nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
+recurrent_gemma rwkv stablelm trocr whisper xglm xlstm zamba2 zaya
+"""
+NOT_CAUSAL = """
+bert bert-generation big_bird camembert data2vec-text ernie megatron-bert prophetnet roberta roberta-prelayernorm
+roc_bert roformer xlm-roberta xlm-roberta-xl xlnet
+"""
+REFUSED = {
+    "tokens see the tokens after them": NOT_CAUSAL,
+    "the trainer would miss by": "modernbert-decoder",
+    "cannot run on token ids": "electra rembert xmod",
+}
+SAMPLE = """
+llama qwen2 qwen3 qwen3_moe mistral mixtral gemma2 gemma3_text gpt2 phi3 granite gpt_oss deepseek_v3 cohere2
+lfm2 granitemoehybrid recurrent_gemma minimax nemotron qwen3_next falcon_h1 llama4_text
+bert modernbert-decoder xmod
+"""
+
+
+def test_the_lists_name_what_transformers_has() -> None:
+    refused = " ".join(REFUSED.values()).split()
+    for listed in (ONE_BY_ONE.split(), refused, UNBUILT, SAMPLE.split()):
+        assert set(listed) <= set(names())
+    assert not set(ONE_BY_ONE.split()) & set(refused)
+
+
+def plain_logprobs(model, ids) -> torch.Tensor:
+    scores = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].log_softmax(-1)
+    return scores[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
+
+
+def policy_logprobs(policy, rows) -> torch.Tensor:
+    """Return the policy's log-probs of all rows, in packs as the trainer makes them."""
+    predictors = [np.arange(len(ids) - 1) for ids in rows]
+    first = np.cumsum([0, *(len(index) for index in predictors)])
+    parts = [range(len(rows))] if policy.packs else [[number] for number in range(len(rows))]
+    packs = [make_pack(part, rows, predictors, first, CPU) for part in parts]
+    got = torch.cat([policy(pack, torch.ones(len(pack.target_N)))[0] for pack in packs])
+    return got[np.argsort(np.concatenate([pack.token_N for pack in packs]))]
+
+
+def gradients(model) -> torch.Tensor:
+    parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in SAMPLE.split() else pytest.param(name, marks=pytest.mark.slow)
+        for name in names()
+        if name not in UNBUILT
+    ],
+)
+def test_log_probs_and_gradients_are_the_models_own(name: str) -> None:
+    packed_attention.register()
+    model = make(name)
+    policy = Policy(model)
+    for message, refused in REFUSED.items():
+        if name in refused.split():
+            with pytest.raises(UserError, match=message):
+                check_model(policy, name)
+            return
+    check_model(policy, name)
+    assert policy.packs == (name not in ONE_BY_ONE.split())
+    generator = np.random.default_rng(1)
+    rows = [generator.integers(3, 32, length) for length in (13, 6, 8, 6, 2)]
+    got = policy_logprobs(policy, rows)
+    got.square().sum().backward()
+    own = gradients(model)
+    policy.pack_sequences(False)  # the unchanged model
+    wanted = torch.cat([plain_logprobs(model, ids) for ids in rows])
+    wanted.square().sum().backward()
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    plain = gradients(model)
+    assert float((own - plain).norm() / plain.norm()) < 1e-3
+    assert float(plain.norm()) > 0
