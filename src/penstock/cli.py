@@ -87,12 +87,22 @@ def train(arguments: Arguments = None) -> None:
 
 
 @app.command(rich_help_panel="Run")
-def resume(run: Run, overrides: Overrides = None) -> None:
+def resume(
+    run: Run,
+    overrides: Overrides = None,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="Continue with data or a tokenizer of other content than before.",
+        ),
+    ] = False,
+) -> None:
     """Continue a run after a stop or a crash: load the newest checkpoint, redo the journalled steps."""
     from penstock.run_folder import find
     from penstock.session import resume_run
 
-    resume_run(find(run), overrides or [])
+    resume_run(find(run), overrides or [], accept_changes=accept_changes)
 
 
 @app.command(rich_help_panel="Run")

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
 from penstock.evaluation.background import Evaluations
 from penstock.evaluation.evaluate import EvalTask, choose_problems
+from penstock.identity import TOTAL_STEPS, measure
 from penstock.journal import Journal
 from penstock.launch import LAUNCHERS
 from penstock.launch.control import Control
@@ -91,6 +92,7 @@ class Job:
     rollout_log: RolloutLog
     learning: LearningWatch
     tracker: Fanout
+    facts: dict[str, str] = field(default_factory=dict)  # what the run depends on (identity.py)
     activity: str = "starting"  # what the loop is doing now, for the display
 
     @property
@@ -159,6 +161,8 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         source = _producer(config, data, workers, journal, total_steps, closing)
         eval_tasks = _eval_tasks(config, data, journal.waits, closing)
         job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
+        facts = await asyncio.to_thread(measure, config, data.by_key())
+        job.facts = {**facts, TOTAL_STEPS: str(total_steps)}
         await _serve_control(folder, workers, closing)
         for text in await asyncio.to_thread(_notes, config, total_steps, data, eval_tasks):
             job.tracker.note(text)
@@ -273,9 +277,14 @@ async def _load_and_launch(
 
 
 @asynccontextmanager
-async def open_trainer(config: Config, log_folder: Path) -> AsyncIterator[Workers]:
-    """Start the trainer of a run without an engine, to train on journalled batches."""
-    steps = config.train.steps
+async def open_trainer(
+    config: Config, log_folder: Path, total_steps: int | None = None
+) -> AsyncIterator[Workers]:
+    """Start the trainer of a run without an engine, to train on journalled batches.
+
+    `total_steps`: what the run counted, if its config gives episodes; None counts its data again.
+    """
+    steps = config.train.steps or total_steps
     if steps is None:
         steps = count_steps(config, (await asyncio.to_thread(_Data.load, config)).train)
     async with offline_trainer(config, steps, log_folder) as workers:
@@ -324,6 +333,12 @@ class _Data:
                 for name, task in config.eval.tasks.items()
             },
         )
+
+    def by_key(self) -> dict[str, Dataset]:
+        """Return the datasets by the key that names each, such as `tasks.math.data`."""
+        trained = {f"tasks.{name}.data": dataset for name, dataset in self.train.items()}
+        judged = {f"eval.tasks.{name}.data": data for name, data in self.evaluation.items()}
+        return trained | judged
 
 
 def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:
@@ -440,7 +455,7 @@ def _eval_tasks(
 
 def _tracker(job: Job) -> Fanout:
     reports = job.journal.steps()
-    if reports:
+    if reports or job.folder.metrics.exists():
         restore_metrics(job.folder.metrics, reports)
     info = RunInfo(
         config=job.config,

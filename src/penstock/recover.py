@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from penstock.checkpoint import Checkpoint, CheckpointStore
 from penstock.disk import can_write
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
+from penstock.identity import TOTAL_STEPS, changed_code, check_content
 from penstock.job import Job, open_trainer
 from penstock.journal import Journal, is_empty
 from penstock.run_folder import CONFIG, RunFolder
@@ -63,16 +64,41 @@ def with_way_out(fault: str, folder: RunFolder) -> str:
 
 async def begin(job: Job) -> int:
     """Start a new run: give the engine the trainer's weights; return 0, the steps done."""
+    await job.folder.record_config(job.journal, job.config, job.facts, after_step=0)
     await _agree_on_weights(job)
     return 0
 
 
-async def recover(job: Job) -> int:
-    """Restore the trainer, then the batch source; return the last finished step."""
+async def recover(job: Job, *, accept_changes: bool = False) -> int:
+    """Restore the trainer, then the batch source; return the last finished step.
+
+    Data, tokenizer and chat template must have the content that the journal names, unless changes
+    are accepted. The settings and what was accepted count from the next step on.
+    """
+    facts = {**job.facts, **_changed_facts(job, accept_changes)}
     last = await restore_trainer(job, job.trainer)
     await _agree_on_weights(job)
     await job.source.restore(job.journal)
+    await job.folder.record_config(job.journal, job.config, facts, after_step=last)
     return last
+
+
+def _changed_facts(job: Job, accept_changes: bool) -> dict[str, str]:
+    """Tell what is not as before; return facts on what was accepted, and from which prompt on."""
+    record, cursors = job.folder.record(), job.journal.cursors()
+    if code := changed_code(record, job.facts):
+        job.tracker.note(f"{code}; redone steps are compared with the journal")
+    accepted = check_content(job.folder, job.config, job.facts, accept_changes)
+    for text in accepted:
+        job.tracker.note(f"accepted: {text}")
+    facts = {}
+    if accepted:
+        facts[f"accepted after step {job.journal.last_committed_step()}"] = "; ".join(accepted)
+    if not record and cursors:
+        job.tracker.note("the journal is older: settings, data and code are recorded from now on")
+    if accepted or not record:
+        facts |= {f"tasks.{task}.data since cursor": str(n) for task, n in cursors.items()}
+    return facts
 
 
 async def restore_trainer(job: Job, trainer: TrainerPart) -> int:
@@ -230,13 +256,14 @@ async def recompute(
     """Redo the steps up to `last`, from a checkpoint or from the start, config by config."""
     done = 0 if checkpoint is None else checkpoint.step
     state = None if checkpoint is None else checkpoint.path
+    steps = int(folder.record().get(TOTAL_STEPS, 0)) or None
     with ScratchFolder.new("redo") as scratch:
         logs = folder.recompute_logs if can_write(folder.path) else scratch / "logs"
         for era in folder.eras():
             end = last if era.last_step is None else min(era.last_step, last)
             if end <= done:
                 continue
-            async with open_trainer(era.config, logs) as workers:
+            async with open_trainer(era.config, logs, steps) as workers:
                 trainer = workers.trainer
                 if state is not None:
                     await trainer.load(str(state))

@@ -1,6 +1,9 @@
-"""The folder of one run: its paths, and how it is made, found and locked.
+"""The folder of one run: its paths and settings, and how it is made, found and locked.
 
 runs/NAME/  config.toml  configs/until-step-N.toml (earlier ones)  journal.db  metrics.jsonl  rollouts.jsonl  eval/  checkpoints/  logs/
+
+The settings of a run are in its journal; config.toml and configs/ are copies for people, and count
+only until the journal's first record.
 """
 
 from __future__ import annotations
@@ -12,17 +15,19 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.config import Config
-from penstock.config.source import load_config, to_toml
+from penstock.config.changes import differing
+from penstock.config.source import load_config, to_toml, validate
 from penstock.disk import network_file_system, write_whole
 from penstock.errors import UserError
 from penstock.journal import Journal, is_empty
 
-_UNTIL = "until-step-"
+_UNTIL = "until-step-"  # names of copies
+_IN_FORCE, _EARLIER = "config", "config until step "  # names of facts in the journal
 CONFIG, JOURNAL, METRICS, ORIGIN = "config.toml", "journal.db", "metrics.jsonl", "origin.json"
 
 
@@ -61,24 +66,73 @@ class RunFolder:
         """Logs of a recomputation, apart from those of the run itself, which may be under way."""
         return self.logs / "recompute"
 
+    def record(self) -> dict[str, str]:
+        """Return what the journal holds about the run's identity; empty before its first record."""
+        if not self.journal.is_file() or is_empty(self.journal):
+            return {}
+        with contextlib.closing(Journal.open(self.journal, readonly=True)) as journal:
+            return journal.read_identity()
+
     def config(self) -> Config:
-        return load_config(self.path / CONFIG).config
+        """Return the config in force."""
+        return self.eras()[-1].config
 
     def eras(self) -> list[Era]:
         """Return the configs that were in force, in order; the last one has no end."""
-        old = [
-            Era(load_config(path).config, int(path.stem.removeprefix(_UNTIL)))
-            for path in self.path.glob(f"configs/{_UNTIL}*.toml")
-        ]
-        return [*sorted(old, key=lambda era: era.last_step or 0), Era(self.config(), None)]
+        record = self.record()
+        if _IN_FORCE in record:
+            ends = {name: name.removeprefix(_EARLIER) for name in record if _EARLIER in name}
+            old = [Era(_config_of(record[name]), int(end)) for name, end in ends.items()]
+            last = _config_of(record[_IN_FORCE])
+        else:
+            paths = self.path.glob(f"configs/{_UNTIL}*.toml")
+            old = [Era(_read(path), int(path.stem.removeprefix(_UNTIL))) for path in paths]
+            last = _read(self.path / CONFIG)
+        return [*sorted(old, key=lambda era: era.last_step or 0), Era(last, None)]
 
-    def change_config(self, config: Config, after_step: int) -> None:
-        """Put `config` in force after a step; keep the old config beside it."""
-        kept = self.path / "configs" / f"{_UNTIL}{after_step}.toml"
-        kept.parent.mkdir(exist_ok=True)
-        if after_step and not kept.exists():  # else no step was done under the old config
-            write_whole(kept, (self.path / CONFIG).read_text(encoding="utf-8"))
-        write_whole(self.path / CONFIG, to_toml(config))
+    async def record_config(
+        self, journal: Journal, config: Config, facts: Mapping[str, str], *, after_step: int
+    ) -> None:
+        """Put `config` in force after a step, and keep the old one, in one record; renew the copies."""
+        values = {_IN_FORCE: config.model_dump_json(), **facts}
+        *old, last = self.eras()
+        if after_step and last.config != config:  # else no step was done under the old config
+            old.append(Era(last.config, after_step))
+        for era in old:  # the first that ended at a step was in force until then
+            values.setdefault(f"{_EARLIER}{era.last_step}", era.config.model_dump_json())
+        journal.record_identity(values)
+        await journal.flush()
+        journal.sync()  # a copy is never newer than the journal
+        self._write_copies()
+
+    def _write_copies(self) -> None:
+        (self.path / "configs").mkdir(exist_ok=True)
+        for era in self.eras():
+            name = CONFIG if era.last_step is None else f"configs/{_UNTIL}{era.last_step}.toml"
+            if _text_of(self.path / name) != _copy(era.config):
+                write_whole(self.path / name, _copy(era.config))
+
+    def has_copy(self) -> bool:
+        """Return whether config.toml is there and not empty."""
+        return bool(_text_of(self.path / CONFIG).strip())
+
+    def edited_copy(self, wanted: Config) -> str:
+        """Return what is wrong with config.toml in a phrase; empty if it agrees with the journal.
+
+        It may also hold `wanted`, or an earlier config: a kill came between the journal and the copy.
+        """
+        if not self.has_copy():
+            return f"{CONFIG} is missing or empty"
+        eras = self.eras()
+        try:
+            found = load_config(self.path / CONFIG).config
+        except UserError as error:
+            return f"{CONFIG} was edited ({error})"
+        if found in (wanted, *(era.config for era in eras)):
+            return ""
+        first, *more = differing(eras[-1].config, found)
+        others = f" and {len(more)} more" if more else ""
+        return f"{CONFIG} was edited ({first}{others})"
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -120,7 +174,32 @@ class Era:
     last_step: int | None
 
 
-def create(config: Config) -> RunFolder:
+def _config_of(fact: str) -> Config:
+    return validate(json.loads(fact))
+
+
+def _read(path: Path) -> Config:
+    if not _text_of(path).strip():
+        raise UserError(
+            f"run: {path} is missing or empty and the journal has no settings: nothing was trained "
+            "yet; start the run again under another run.name"
+        )
+    return load_config(path).config
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _copy(config: Config) -> str:
+    """Return the text of a copy for people."""
+    return (
+        "# A copy for people. The settings in force are in journal.db; change one with: "
+        f"penstock resume RUN KEY=VALUE\n{to_toml(config)}"
+    )
+
+
+def create(config: Config, origin: Origin | None = None) -> RunFolder:
     """Make the folder of a new run; refuse a folder that exists, and never delete anything."""
     parent, name = Path(config.run.dir), config.run.name
     if name in (".", "..") or name != Path(name).name:
@@ -146,7 +225,10 @@ def create(config: Config) -> RunFolder:
             path = parent / f"{_automatic_name(config)}-{number}"
         except OSError as error:
             raise _cannot_write(parent, error) from None
-    (path / CONFIG).write_text(to_toml(config), encoding="utf-8")
+    if origin is not None:  # before the config, which makes the folder a run
+        (path / ORIGIN).write_text(json.dumps(asdict(origin), indent=1))
+    # at once: no kill can come between making a run and its config, until the journal has it
+    (path / CONFIG).write_text(_copy(config), encoding="utf-8")
     return RunFolder(path)
 
 
@@ -171,9 +253,11 @@ def _cannot_write(folder: Path, error: OSError) -> UserError:
 def find(path: str | Path) -> RunFolder:
     """Find an existing run by its folder, or by its name below `runs/`."""
     for candidate in (Path(path), Path("runs") / path):
-        if (candidate / CONFIG).is_file():
+        if (candidate / CONFIG).is_file() or (candidate / JOURNAL).is_file():
             return RunFolder(candidate)
-    raise UserError(f"run: got {str(path)!r}, allowed: a run folder (one that holds {CONFIG})")
+    raise UserError(
+        f"run: got {str(path)!r}, allowed: a run folder (one that holds {JOURNAL} or {CONFIG})"
+    )
 
 
 def remove(folder: RunFolder) -> None:

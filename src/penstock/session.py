@@ -19,9 +19,10 @@ from rich.console import Console
 from penstock import run_folder
 from penstock.config import Config
 from penstock.config.changes import Change, allowed_changes
-from penstock.config.source import load_config
+from penstock.config.source import load_config, with_overrides
 from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError
 from penstock.evaluation.evaluate import EvalResult, evaluate, restore_summaries
+from penstock.identity import absolute_paths, check_copy, check_files, differences
 from penstock.inspection.replay import check_run, make_fork, open_fork
 from penstock.inspection.report import write_report
 from penstock.inspection.summary import ReplayProgress, print_evaluations, print_summary
@@ -47,6 +48,7 @@ _STOPPED_EARLY = "stopped during the start; nothing was trained"
 
 def train_new(config: Config) -> RunFolder:
     """Make the run folder and train to the end."""
+    config = absolute_paths(config)
     folder = run_folder.create(config)
     try:
         with folder.lock():
@@ -65,11 +67,16 @@ def _remove_if_unused(folder: RunFolder) -> None:
         run_folder.remove(folder)
 
 
-def resume_run(folder: RunFolder, overrides: Sequence[str]) -> None:
-    """Continue a run, with the setting changes that are allowed."""
+def resume_run(
+    folder: RunFolder, overrides: Sequence[str], *, accept_changes: bool = False
+) -> None:
+    """Continue a run, with the setting changes that are allowed.
+
+    `accept_changes`: also if its data, tokenizer or chat template have other content than before.
+    """
     with folder.lock():
         try:
-            _resume_locked(folder, overrides)
+            _resume_locked(folder, overrides, accept_changes)
         except KeyboardInterrupt:
             raise StopRequested(
                 f"stopped before the first new step; nothing is lost; {_way_on(folder)}"
@@ -80,7 +87,7 @@ def _way_on(folder: RunFolder) -> str:
     return f"continue with: penstock resume {folder.path}"
 
 
-def _resume_locked(folder: RunFolder, overrides: Sequence[str]) -> None:
+def _resume_locked(folder: RunFolder, overrides: Sequence[str], accept: bool) -> None:
     if folder.origin() is not None:
         if overrides:
             raise UserError(
@@ -88,13 +95,17 @@ def _resume_locked(folder: RunFolder, overrides: Sequence[str]) -> None:
             )
         asyncio.run(_train(folder.config(), folder, resumed=True))
         return
-    config = load_config(folder.path / run_folder.CONFIG, overrides).config
-    changes = allowed_changes(folder.config(), config)
+    notes = check_journal(folder)
+    before = absolute_paths(folder.config())
+    config = absolute_paths(with_overrides(before, overrides))
     run_folder.check_disk(folder.path, config)
-    for note in [*(f"changed: {change}" for change in changes), *check_journal(folder)]:
+    changes = allowed_changes(before, config, pinned=folder.record())
+    notes += check_copy(folder, config)
+    check_files(folder, config, accept)
+    for note in [*(f"changed: {change}" for change in changes), *notes]:
         _tell(note)
     try:
-        asyncio.run(_resume(config, folder, changes))
+        asyncio.run(_resume(config, folder, changes, accept))
     except JournalDamaged as error:
         raise JournalDamaged(with_way_out(str(error), folder)) from error
 
@@ -103,6 +114,8 @@ def replay_run(
     folder: RunFolder, *, to_step: int | None, algorithm: str | None, overrides: Sequence[str]
 ) -> None:
     """Recompute a run and compare its digests, or fork it with another algorithm or settings."""
+    for note in differences(folder):
+        _tell(note)
     if algorithm is not None or overrides:
         fork = make_fork(folder, algorithm, overrides, to_step)
         with fork.lock():
@@ -113,7 +126,7 @@ def replay_run(
     print(f"{steps} steps recomputed: every digest is the journalled one")
 
 
-async def _resume(config: Config, folder: RunFolder, changes: list[Change]) -> None:
+async def _resume(config: Config, folder: RunFolder, changes: list[Change], accept: bool) -> None:
     """Redo steps that were done under other settings with those settings; then continue."""
     journal = Journal.open(folder.journal)
     try:
@@ -125,14 +138,14 @@ async def _resume(config: Config, folder: RunFolder, changes: list[Change]) -> N
             await catch_up(folder, journal, min(needed, committed), _tell)
     finally:
         journal.close()
-    await _train(config, folder, resumed=True)
+    await _train(config, folder, resumed=True, accept=accept)
 
 
 def _tell(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
-async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
+async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bool = False) -> None:
     started = time.monotonic()
     console = Console(stderr=True)
     for warning in config.warnings():
@@ -150,7 +163,7 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
             if config.launch.kind == "ray":
                 job.tracker.note(job.workers.description)
             last = "saving a checkpoint; press Ctrl-C again to stop without it"
-            finished = await signals.run(_recover_and_train(job, resumed), last)
+            finished = await signals.run(_recover_and_train(job, resumed, accept), last)
             await job.trainer.request_stop()
             saving = save_at_stop(job.checkpoints, job.trainer, job.journal)
             saved = await signals.run(
@@ -168,15 +181,12 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool) -> None:
     print_summary(Console(), folder, seconds=time.monotonic() - started)
 
 
-async def _recover_and_train(job: Job, resumed: bool) -> bool:
+async def _recover_and_train(job: Job, resumed: bool, accept: bool) -> bool:
     """Bring the trainer to its last step, then train to the end."""
-    config, folder = job.config, job.folder
-    first_step = await recover(job) if resumed else await begin(job)
+    first_step = await recover(job, accept_changes=accept) if resumed else await begin(job)
     keep_trainer_alive(job)
     if resumed:
-        restore_summaries(folder.evaluations, first_step)
-    if resumed and config != folder.config():
-        folder.change_config(config, after_step=first_step)
+        restore_summaries(job.folder.evaluations, first_step)
     try:
         await Loop(job, first_step=first_step).run()
     except BaseExceptionGroup as group:
@@ -297,4 +307,4 @@ def _evaluation_config(path: str | None, overrides: Sequence[str]) -> Config:
     if newest is None:
         raise UserError(f"run {path}: got no valid checkpoint, allowed: a run that wrote one")
     model = [f"model.path={newest.path / 'model'}"]
-    return load_config(folder.path / run_folder.CONFIG, [*model, *overrides]).config
+    return with_overrides(folder.config(), [*model, *overrides])

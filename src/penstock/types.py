@@ -102,7 +102,7 @@ class Score:
 class Prompt:
     """One dataset item: `messages` is its chat form, `token_ids` goes to the engine."""
 
-    prompt_id: str  # unique in its dataset: "name:line"
+    prompt_id: str  # unique in its dataset, and changes with its content: "name:line@key"
     messages: tuple[dict[str, Any], ...]
     token_ids: np.ndarray  # int32 [prompt length]
     gt_answer: str | None = None

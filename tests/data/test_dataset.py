@@ -175,7 +175,7 @@ def test_long_prompts_are_skipped_and_counted_never_cut(tmp_path: Path, chat: Ch
     task = TaskConfig(data=write(tmp_path, *lines), max_prompt_tokens=10)
     dataset = load_dataset("train", task, chat)
     assert dataset.num_skipped_long == 2
-    assert [prompt.prompt_id for prompt in dataset] == ["train:1", "train:3"]
+    assert [prompt.prompt_id.partition("@")[0] for prompt in dataset] == ["train:1", "train:3"]
     assert [len(prompt.token_ids) for prompt in dataset] == [5, 6]
     assert chat.decode(dataset[1].token_ids) == "<user>1111<assistant>"
 
@@ -270,3 +270,19 @@ def test_gsm8k_loads_whole(chat: ChatTemplate) -> None:
     assert len(dataset) == 7473
     assert dataset[0].gt_answer == "72"
     assert dataset.num_skipped_long == 0
+
+
+def test_a_prompt_id_changes_with_its_content_and_not_with_its_place(
+    tmp_path: Path, chat: ChatTemplate
+) -> None:
+    def ids(*lines: dict, system_prompt: str = "") -> list[tuple[str, str]]:
+        task = TaskConfig(data=write(tmp_path, *lines), system_prompt=system_prompt)
+        pairs = [p.prompt_id.split("@") for p in load_dataset("train", task, chat)]
+        return [(place, key) for place, key in pairs]
+
+    one, two = {"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4"}
+    (first, second), (moved, inserted) = ids(one, two), ids(two, one)
+    assert [first[0], second[0]] == ["train:1", "train:2"] == [moved[0], inserted[0]]
+    assert (first[1], second[1]) == (inserted[1], moved[1])
+    others = [ids({**one, "answer": "3"}), ids({**one, "level": 1}), ids(one, system_prompt="Add.")]
+    assert len({first[1], *(key for ((_, key),) in others)}) == 4

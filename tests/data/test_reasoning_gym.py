@@ -44,7 +44,7 @@ def test_a_dataset_of_generated_problems() -> None:
     dataset = load_dataset("train", task, ChatTemplate(load_tokenizer("demo")), seed=0)
     assert len(dataset) == 4
     prompt = dataset[0]
-    assert prompt.prompt_id == "train:1"
+    assert prompt.prompt_id.startswith("train:1@")
     assert prompt.gt_answer
     assert prompt.extra["reasoning_gym"] == "basic_arithmetic"
     json.dumps(prompt.extra)

@@ -128,6 +128,7 @@ def write_down_folders(record: Path) -> None:
 
 def run_child(request: dict[str, Any], nursery: Nursery) -> int:
     """Run the command in the child with the points installed; return the exit code."""
+    os.chdir(request["directory"])
     install(nursery.path)
     write_down_folders(Path(request["folders"]))
     log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)

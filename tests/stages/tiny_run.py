@@ -72,6 +72,7 @@ class CrashServer:
         number: int = 0,
         fault: str = "SIGKILL",
         then: Sequence[tuple[str, int, str]] = (),
+        directory: Path | None = None,
     ) -> int:
         """Return the exit code of `penstock ARGUMENTS` (-9: killed); `output()` has its output.
 
@@ -87,6 +88,7 @@ class CrashServer:
             "faults": [*([(point, number, fault)] if point else []), *then],
             "counts": str(self.folder / "counts.json"),
             "folders": str(self._folders),
+            "directory": str(directory or self.folder),
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         answer = self._process.stdout.readline()

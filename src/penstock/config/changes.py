@@ -7,6 +7,7 @@ saved. A setting that would change the meaning of the journal is refused.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -67,12 +68,15 @@ class Change:
         return f"{self.key} {self.before!r} -> {self.after!r}"
 
 
-def allowed_changes(before: Config, after: Config) -> list[Change]:
-    """Return the settings that differ; raise a UserError for one that must not change."""
+def allowed_changes(before: Config, after: Config, *, pinned: Container[str] = ()) -> list[Change]:
+    """Return the settings that differ; raise a UserError for one that must not change.
+
+    `pinned`: paths that may change, because the content behind them is compared instead.
+    """
     old, new = _flat(before.model_dump()), _flat(after.model_dump())
     changes = []
     for key in sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
-        effect = effect_of(key)
+        effect = FREE if key in pinned else effect_of(key)
         if _is_whole_task(key, old, new):
             effect = "the tasks of a run stay the same"
         if effect not in (FREE, UPDATE):
@@ -82,6 +86,13 @@ def allowed_changes(before: Config, after: Config) -> list[Change]:
             )
         changes.append(Change(key, old.get(key), new.get(key), effect == UPDATE))
     return changes
+
+
+def differing(before: Config, after: Config) -> list[str]:
+    """Return each setting that differs as `key=value`, with the later value."""
+    old, new = _flat(before.model_dump()), _flat(after.model_dump())
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return [f"{key}={new.get(key)}" for key in keys]
 
 
 def effect_of(key: str) -> str:

@@ -46,6 +46,14 @@ def load_config(
     return LoadedConfig(config=validate(tree), origins=origins)
 
 
+def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
+    """Return the config with `key.sub=value` settings laid over it."""
+    tree = config.model_dump(mode="json")
+    for text in overrides:
+        _put(tree, *_parse_override(text))
+    return validate(tree)
+
+
 def validate(tree: dict[str, Any]) -> Config:
     """Build the config, or raise a UserError that names the first mistake."""
     try:

@@ -7,6 +7,7 @@ sampler draws and shuffles.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,38 @@ class Example:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(slots=True, frozen=True)
+class Content:
+    """The identity of a source's content."""
+
+    sha256: str
+    num_bytes: int
+
+
+class ContentHash:
+    """Takes the identity of content while it is read."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._num_bytes = 0
+
+    def add(self, part: bytes) -> None:
+        self._hash.update(part)
+        self._num_bytes += len(part)
+
+    def content(self) -> Content:
+        return Content(self._hash.hexdigest(), self._num_bytes)
+
+
+def file_content(path: Path) -> Content:
+    """Read a whole file and return the identity of its content."""
+    parts = ContentHash()
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            parts.add(part)
+    return parts.content()
+
+
 class BadRecord(ValueError):
     """One record is wrong; the caller adds its file and line."""
 
@@ -53,11 +86,13 @@ class Dataset:
         source: str,
         examples: Sequence[Example],
         token_ids: Sequence[np.ndarray],
+        content: Content,
         num_skipped_long: int = 0,
     ) -> None:
         assert len(examples) == len(token_ids)
         self.name = name
         self.source = source  # the `data` of the task
+        self.content = content  # all lines, also those that were skipped
         self.num_skipped_long = num_skipped_long  # prompts over max_prompt_tokens
         self._examples = list(examples)
         self._token_ids = list(token_ids)
@@ -68,7 +103,7 @@ class Dataset:
     def __getitem__(self, index: int) -> Prompt:
         example = self._examples[index]
         return Prompt(
-            prompt_id=f"{self.name}:{example.line}",
+            prompt_id=f"{self.name}:{example.line}@{_content_key(example, self._token_ids[index])}",
             messages=example.messages,
             token_ids=self._token_ids[index],
             gt_answer=example.gt_answer,
@@ -82,6 +117,14 @@ class Dataset:
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[index] for index in range(len(self)))
+
+
+def _content_key(example: Example, token_ids: np.ndarray) -> str:
+    """Return eight hex digits that depend on all of a prompt but its place in the file."""
+    fields = (example.messages, example.gt_answer, example.test_cases, example.extra)
+    digest = hashlib.blake2b(token_ids.astype("<i4").tobytes(), digest_size=4)
+    digest.update(json.dumps(fields, sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def load_dataset(
@@ -100,7 +143,10 @@ def load_dataset(
     if needs_answer is None:
         needs_answer = task_needs_answer(task)
     with _naming_key(name, task):
-        examples = read_examples(task.data, task.data_options, seed, needs_answer=needs_answer)
+        parts = ContentHash()
+        examples = read_examples(
+            task.data, task.data_options, seed, needs_answer=needs_answer, parts=parts
+        )
         token_ids = _tokenize(examples, chat, task.system_prompt)
         fits = _check_lengths(task, examples, token_ids)
     kept = [index for index, fit in enumerate(fits) if fit]
@@ -109,6 +155,7 @@ def load_dataset(
         task.data,
         [examples[index] for index in kept],
         [token_ids[index] for index in kept],
+        parts.content(),
         num_skipped_long=len(fits) - len(kept),
     )
 
@@ -166,16 +213,22 @@ def validate_source(name: str, task: TaskDataConfig, *, needs_answer: bool | Non
 
 
 def read_examples(
-    data: str, options: dict[str, Any], seed: int, *, needs_answer: bool = True
+    data: str,
+    options: dict[str, Any],
+    seed: int,
+    *,
+    needs_answer: bool = True,
+    parts: ContentHash | None = None,
 ) -> list[Example]:
-    """Return the checked records of a source; a UserError names the first mistake and counts the rest."""
-    records: Iterator[tuple[int, object]]
-    if data.startswith(reasoning_gym.PREFIX):
-        records = enumerate(reasoning_gym.load(data, options, seed), start=1)
-    elif builtin.is_builtin(data):
-        records = enumerate(builtin.load(data, options), start=1)
+    """Return the checked records of a source; a UserError names the first mistake and counts the rest.
+
+    What is read is added to `parts`.
+    """
+    parts = parts or ContentHash()
+    if names_a_file(data):
+        records = _read_jsonl(data, options, parts)
     else:
-        records = _read_jsonl(data, options)
+        records = _generated(data, options, seed, parts)
     examples: list[Example] = []
     mistakes: list[tuple[int, str]] = []
     for line, record in records:
@@ -192,11 +245,30 @@ def read_examples(
     return examples
 
 
+def names_a_file(data: str) -> bool:
+    """Return whether the `data` of a task names a file: no built-in task and no generator."""
+    return not data.startswith(reasoning_gym.PREFIX) and not builtin.is_builtin(data)
+
+
+def _generated(
+    data: str, options: dict[str, Any], seed: int, parts: ContentHash
+) -> Iterator[tuple[int, object]]:
+    if data.startswith(reasoning_gym.PREFIX):
+        records = reasoning_gym.load(data, options, seed)
+    else:
+        records = builtin.load(data, options)
+    for number, record in enumerate(records, start=1):
+        parts.add(json.dumps(record, sort_keys=True).encode())
+        yield number, record
+
+
 def _where(data: str, line: int) -> str:
     return f"data {data} line {line}"
 
 
-def _read_jsonl(data: str, options: dict[str, Any]) -> Iterator[tuple[int, object]]:
+def _read_jsonl(
+    data: str, options: dict[str, Any], parts: ContentHash
+) -> Iterator[tuple[int, object]]:
     """Yield (line number, parsed line or BadRecord) for each line of a file that is not blank."""
     path = Path(data).expanduser()
     if not path.is_file():
@@ -211,6 +283,7 @@ def _read_jsonl(data: str, options: dict[str, Any]) -> Iterator[tuple[int, objec
         )
     with path.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
+            parts.add(raw)
             if not raw.strip():
                 continue
             try:

@@ -112,14 +112,20 @@ class Sampler:
         return group
 
     def group_at(self, cursor: int) -> Group:
-        """Return the group of that cursor as it was first drawn; the sampler does not move."""
+        """Return the group of that cursor, not yet generated; the sampler does not move."""
+        return self.group_of(cursor, self._prompt_at(cursor))
+
+    def _prompt_at(self, cursor: int) -> Prompt:
         size = len(self._dataset)
         if not size:
             raise UserError(
                 f"task {self.task_name}: got an empty dataset, allowed: 1 prompt or more"
             )
         epoch, position = divmod(cursor, size)
-        prompt = self._dataset[int(self._permutation(epoch, size)[position])]
+        return self._dataset[int(self._permutation(epoch, size)[position])]
+
+    def group_of(self, cursor: int, prompt: Prompt) -> Group:
+        """Return the group that was drawn at a cursor with this prompt, not yet generated."""
         group_id = f"{self.task_name}:{cursor}"
         rollouts = [
             Rollout(

@@ -126,6 +126,9 @@ def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | No
         found.warnings.append(
             f"this run is a fork: its rollouts and weight versions are those of {origin.run}"
         )
+    for name, value in folder.record().items():
+        if name.startswith("accepted after step"):
+            found.warnings.append(f"{name}: {value}")
     console = console or Console()
     if as_json:
         console.print_json(json.dumps(found.as_json()))

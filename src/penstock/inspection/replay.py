@@ -9,23 +9,22 @@ versions that its rollouts name; `origin.json` says where the groups came from.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from penstock import run_folder
 from penstock.algo.method import check_algorithm, resolve_settings
 from penstock.algo.settings import keep_group
 from penstock.config import Config
-from penstock.config.source import load_config
+from penstock.config.source import with_overrides
 from penstock.errors import UserError
+from penstock.identity import absolute_paths, code_fact
 from penstock.job import Job, join_parts, open_trainer
 from penstock.journal import Journal
 from penstock.produce import ProducerSnapshot
 from penstock.recover import recompute
-from penstock.run_folder import CONFIG, ORIGIN, Origin, RunFolder
+from penstock.run_folder import Origin, RunFolder
 from penstock.types import Batch, Group, StepReport
 
 CORRECTION = "algorithm.correction.kind=token_truncate"
@@ -65,7 +64,7 @@ def make_fork(
     corrected = [] if resolve_settings(parent.config().algorithm).decoupled else [CORRECTION]
     place = [f"run.dir={parent.path.parent}", f"run.name={_unused_name(parent, algorithm)}"]
     words = [*corrected, *place, *named, *overrides]
-    config = load_config(parent.path / CONFIG, words).config
+    config = absolute_paths(with_overrides(parent.config(), words))
     if config.model != parent.config().model:
         raise UserError(
             "model: got other settings, allowed: the run's own, whose tokens are recorded"
@@ -88,10 +87,8 @@ def make_fork(
     settings = config.train.model_copy(update={"steps": steps, "episodes": None})
     config = config.model_copy(update={"train": settings})
     check_algorithm(config)
-    folder = run_folder.create(config)
     origin = Origin(run=str(parent.path.resolve()), steps=last, digest=digest)
-    (folder.path / ORIGIN).write_text(json.dumps(asdict(origin), indent=1))
-    return folder
+    return run_folder.create(config, origin)
 
 
 def _unused_name(parent: RunFolder, algorithm: str | None) -> str:
@@ -130,6 +127,7 @@ async def open_fork(folder: RunFolder) -> AsyncIterator[Job]:
         source = RecordedBatches(recorded, journal, config, origin.steps)
         steps = config.train.steps
         job = join_parts(config, folder, journal, workers, source, steps, closing)
+        job.facts = code_fact(config)
         job.tracker.note(f"fork of {parent.path}, steps 1 to {origin.steps}; nothing is generated")
         yield job
 

@@ -40,6 +40,7 @@ class InFlightRecord:
     group_id: str
     task: str
     cursor: int
+    prompt: Prompt
     tries: int  # tries at the time the group was issued
     group: Group | None  # with the tokens of an earlier try; None: nothing was generated yet
 
@@ -305,7 +306,7 @@ class Journal:
         )
         kept = {group.group_id: group for group in in_flight}
         rows = self.query(
-            "SELECT group_id, task, cursor, tries FROM groups WHERE state = 'in_flight'"
+            "SELECT group_id, task, cursor, prompt_id, tries FROM groups WHERE state = 'in_flight'"
             " ORDER BY task, cursor"
         )
         return Unfinished(
@@ -315,10 +316,11 @@ class Journal:
                     group_id=group_id,
                     task=task,
                     cursor=cursor,
+                    prompt=self._prompt(task, prompt_id),
                     tries=tries,
                     group=kept.get(group_id),
                 )
-                for group_id, task, cursor, tries in rows
+                for group_id, task, cursor, prompt_id, tries in rows
             ],
         )
 

@@ -67,7 +67,7 @@ class ProduceTask:
         """Put back a group that was in flight, with the tries and seeds it had."""
         group = record.group
         if group is None:
-            group = self.sampler.group_at(record.cursor)
+            group = self.sampler.group_of(record.cursor, record.prompt)
         elif group.status is Status.COMPLETED:  # the group had expired before it was issued again
             group.move_to(Status.EXPIRED)
         else:

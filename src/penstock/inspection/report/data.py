@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.config.source import to_toml
 from penstock.errors import PenstockError, RunError
 from penstock.inspection.rollout_viewer import message_text, views_of_group
 from penstock.journal import Journal
-from penstock.run_folder import CONFIG, RunFolder
+from penstock.run_folder import RunFolder
 
 CURVES = (
     "reward/mean",
@@ -81,10 +82,10 @@ def read_run(folder: RunFolder) -> RunRecord:
 
 def _read_config(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
     try:
-        record.config = (folder.path / CONFIG).read_text(encoding="utf-8")
+        record.config = to_toml(folder.config())
         tree = tomllib.loads(record.config)
-    except (OSError, ValueError) as error:
-        record.missing.append(f"{CONFIG} cannot be read: {_reason(error)}")
+    except (OSError, ValueError, RunError) as error:
+        record.missing.append(f"config cannot be read: {_reason(error)}")
         return {}
     steps, tasks = _at(tree, "train", "steps"), _at(tree, "tasks")
     record.planned_steps = steps if isinstance(steps, int) else None
