@@ -124,7 +124,7 @@ class CudaRunner:
         self._state.start[-1] = self._tokens - 1  # padding rows write to the pool's last token
         self._pool = KVPool.allocate(self._shape, self._tokens, self._device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        if self._options.cuda_graphs and _fixed_rope(self.model):
+        if self._options.cuda_graphs and _fixed_rope(self.model) and not _has_experts(self.model):
             self._capture_all()
 
     # ---- calls from the engine
@@ -392,3 +392,9 @@ def _fixed_rope(model: Any) -> bool:
     """Return whether rotary positions are independent of the data, as a graph requires."""
     parameters = getattr(model.config, "rope_parameters", None) or {}
     return parameters.get("rope_type", "default") not in ("dynamic", "longrope")
+
+
+def _has_experts(model: Any) -> bool:
+    """Return whether layers route tokens to experts, which may need the host: no graph can."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(getattr(model.config, name, None) for name in names)
