@@ -163,7 +163,7 @@ def test_a_trainer_restored_inside_a_live_run_has_its_redone_versions_listed(
 def test_a_redo_of_other_groups_than_the_trainer_recorded_is_damage(journal: Journal) -> None:
     class OtherGroups(Trainer):
         async def train(self, batch: Batch) -> StepReport:
-            return replace(await super().train(batch), trained=(("t:9", "other"),))
+            return replace(await super().train(batch), trained=(("t:9", "1-other"),))
 
     with pytest.raises(JournalDamaged, match="the groups of step 1 are not those"):
         redone(journal, OtherGroups(exact=True, differs=False), [])

@@ -10,6 +10,7 @@ is under way. Groups that were produced and not yet trained are in the journal, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import json
@@ -67,11 +68,13 @@ class CheckpointStore:
         *,
         report: Callable[[str], None] = lambda text: None,
         before_rename: Callable[[], None] = lambda: None,
+        after_prune: Callable[[int], None] = lambda oldest_step: None,
     ) -> None:
         self._folder = folder
         self._settings = settings or CheckpointConfig()
         self._report = report
         self._before_rename = before_rename  # makes the journal durable up to the checkpoint's step
+        self._after_prune = after_prune  # told the step of the oldest checkpoint that is kept
         self._writing: asyncio.Task[Checkpoint | None] | None = None
         self._last: Checkpoint | None = None
         self._last_error, self._worker_died = "", False
@@ -155,6 +158,14 @@ class CheckpointStore:
         """Return the newest valid checkpoint, or None."""
         return self.search().checkpoint
 
+    def oldest(self, first_step: int) -> Checkpoint | None:
+        """Return the oldest valid checkpoint of `first_step` or later, or None."""
+        for path in reversed(self._paths()):
+            if _step_of(path) >= first_step:
+                with contextlib.suppress(RunError):
+                    return read_checkpoint(path)
+        return None
+
     def set_aside(self, *, beyond: int) -> list[Path]:
         """Rename checkpoints of steps after `beyond` to `lost-*`; return their new paths."""
         moved = []
@@ -218,9 +229,12 @@ class CheckpointStore:
             self._report(self._last_error)
 
     def _prune(self) -> None:
-        for path in self._paths()[self._settings.keep :]:
+        paths = self._paths()
+        kept, others = paths[: self._settings.keep], paths[self._settings.keep :]
+        for path in others:
             shutil.rmtree(path, ignore_errors=True)
         self.sweep()
+        self._after_prune(_step_of(kept[-1]))
 
     def sweep(self) -> None:
         """Remove drafts of dead processes; only the process that writes the run may call this."""

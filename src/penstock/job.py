@@ -214,6 +214,7 @@ def join_parts(
             config.checkpoint,
             report=lambda text: job.tracker.note(text),
             before_rename=journal.sync,
+            after_prune=lambda oldest_step: _prune_payloads(journal, config, oldest_step),
         ),
         evaluations=Evaluations(
             tasks=eval_tasks,
@@ -248,6 +249,13 @@ def _learning_watch(config: Config, folder: RunFolder) -> LearningWatch:
         by_group=settings.group_relative,
         by_reward=settings.overlong_penalty == 0,
     )
+
+
+def _prune_payloads(journal: Journal, config: Config, oldest_step: int) -> None:
+    """Remove what no kept checkpoint needs for a redo, if the config says so."""
+    keep = config.journal.keep_payloads
+    if keep != "all":
+        journal.prune_payloads(oldest_step, keep_text=keep == "text")
 
 
 async def _serve_control(folder: RunFolder, workers: Workers, closing: AsyncExitStack) -> None:

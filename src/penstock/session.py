@@ -122,8 +122,8 @@ def replay_run(
             asyncio.run(_train(fork.config(), fork, resumed=True))
         return
     with ReplayProgress(folder.name) as progress:
-        steps = asyncio.run(check_run(folder, to_step, progress.step))
-    print(f"{steps} steps recomputed: every digest is the journalled one")
+        said = asyncio.run(check_run(folder, to_step, progress.step))
+    print(said)
 
 
 async def _resume(config: Config, folder: RunFolder, changes: list[Change], accept: bool) -> None:

@@ -229,6 +229,15 @@ _GROUP_STATUS_ORDER = (
 )
 
 
+_FINGERPRINT = "1-"  # the form: another number if other things are hashed
+
+
+def contradicts(recorded: str, found: str) -> bool:
+    """Return whether two fingerprints of one form differ; other forms cannot be compared."""
+    form = recorded.split("-")[0] + "-"
+    return form == _FINGERPRINT and recorded != found
+
+
 @dataclass(slots=True, kw_only=True)
 class Group:
     """The rollouts of one prompt: the unit that is scheduled, buffered, journalled and trained."""
@@ -287,7 +296,7 @@ class Group:
         parts = [self.group_id.encode()]
         for rollout in self.rollouts:
             score, versions = rollout.score, [(s.version, s.length) for s in rollout.segments]
-            words = f"{rollout.rollout_id} {rollout.finish_reason} {versions}".encode()
+            words = f"{rollout.rollout_id} {rollout.finish_reason} {rollout.min_tokens} {versions}".encode()
             value = float("nan") if score is None else float(score.value)
             parts += (
                 struct.pack(
@@ -302,7 +311,7 @@ class Group:
                 rollout.logprobs.astype("<f4", copy=False).tobytes(),
                 rollout.loss_mask.astype(np.bool_, copy=False).tobytes(),
             )
-        return hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
+        return _FINGERPRINT + hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 
 def staleness(train_step: int, policy_version: int) -> int:

@@ -155,7 +155,7 @@ def test_a_run_is_not_gone_on_with_from_a_damaged_row(run: RunFolder) -> None:
         closing(Journal.open(run.journal, readonly=True)) as journal,
         pytest.raises(JournalDamaged, match="group train:3 is not what was written"),
     ):
-        journal.check_file()
+        journal.check_for_resume()
 
 
 def test_a_changed_view_is_found(run: RunFolder) -> None:

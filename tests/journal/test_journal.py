@@ -101,6 +101,7 @@ def test_the_fingerprint_covers_all_that_a_trainer_reads() -> None:
         lambda rollout: setattr(rollout, "segments", (VersionSegment(5, 4),)),
         lambda rollout: setattr(rollout, "temperature", 0.5),
         lambda rollout: setattr(rollout, "finish_reason", "length"),
+        lambda rollout: setattr(rollout, "min_tokens", 2),
         lambda rollout: setattr(rollout, "score", Score(0.25)),
     ]
     found = {finished(0).fingerprint(), finished(1).fingerprint()}

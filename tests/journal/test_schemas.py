@@ -42,6 +42,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def audit(path: Path) -> Audit:
     with closing(Journal.open(path, readonly=True)) as journal:
         journal.check_file()
+        journal.check_for_resume()
         return audit_journal(journal, [EraBounds(None, {"train": 1})])
 
 

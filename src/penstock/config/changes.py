@@ -42,6 +42,7 @@ RULES = (
     ("launch.*", FREE),
     ("eval.*", FREE),
     ("checkpoint.*", FREE),
+    ("journal.*", FREE),
     ("track.*", FREE),
     ("watchdog.*", FREE),
     ("tasks.*.sampling.num_generations", _SIZE),

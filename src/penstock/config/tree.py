@@ -350,6 +350,11 @@ class CheckpointConfig(Section):
     """How many checkpoints are kept, the newest ones."""
 
 
+class JournalConfig(Section):
+    keep_payloads: Literal["all", "text", "none"] = "all"
+    """What stays of rollouts behind the oldest kept checkpoint: all; their text; neither text nor tokens."""
+
+
 class TrackConfig(Section):
     trackers: list[str] = ["console"]
     """console | tensorboard | wandb | `module:Class`; metrics.jsonl is always written."""
@@ -414,6 +419,7 @@ class Config(Section):
     sync: SyncConfig = SyncConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    journal: JournalConfig = JournalConfig()
     track: TrackConfig = TrackConfig()
     launch: LaunchConfig = LaunchConfig()
     watchdog: WatchdogConfig = WatchdogConfig()

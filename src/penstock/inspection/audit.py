@@ -23,6 +23,7 @@ from penstock.inspection.evidence import (
     age_faults,
     missing_rows,
     prompt_faults,
+    pruned_steps,
     step_faults,
     unrecorded_steps,
 )
@@ -113,7 +114,7 @@ def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | No
     told = last_step_told(folder.metrics)  # read before the journal: the run may be under way
     journal = Journal.open(folder.journal, readonly=True)
     try:
-        journal.check_file(rows=False)
+        journal.check_file()
         found = audit_journal(journal, eras, recorded=origin is not None)
     finally:
         journal.close()
@@ -210,7 +211,7 @@ def _account(
         faults=faults,
         warnings=[
             *redone_versions(journal),
-            *filter(None, [unrecorded_steps(journal)]),
+            *filter(None, [unrecorded_steps(journal), pruned_steps(journal)]),
             *(line for name, task in tasks.items() for line in _bias(name, task)),
         ],
     )

@@ -17,6 +17,7 @@ from penstock.data.sampler import epoch_order
 from penstock.errors import JournalDamaged
 from penstock.journal import Journal
 from penstock.journal.records import step_chain
+from penstock.types import contradicts
 
 _MOST = 20  # most faults of one kind that are listed
 
@@ -83,7 +84,7 @@ def _content_faults(journal: Journal, step: int, recorded: Mapping[str, str]) ->
         yield f"step {step}: its batch cannot be read: {error}"
         return
     for group in groups:
-        if recorded.get(group.group_id) not in (None, group.fingerprint()):
+        if contradicts(recorded.get(group.group_id, ""), group.fingerprint()):
             yield (
                 f"group {group.group_id}: the journal's rollouts are not those that the trainer "
                 f"trained in step {step}"
@@ -100,6 +101,17 @@ def unrecorded_steps(journal: Journal) -> str:
     return (
         f"{count} of steps {first} to {last} have no record by the trainer of what it trained, so "
         "their rollouts cannot be compared with one"
+    )
+
+
+def pruned_steps(journal: Journal) -> str:
+    """Return a line about the steps whose tokens were removed; empty if there are none."""
+    last = journal.pruned_to()
+    if not last:
+        return ""
+    return (
+        f"steps 1 to {last}: their tokens were removed (journal.keep_payloads), so they are not "
+        "compared with the trainer's record; replay begins at the oldest checkpoint, forks cannot begin"
     )
 
 

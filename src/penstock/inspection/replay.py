@@ -16,6 +16,7 @@ from pathlib import Path
 from penstock import run_folder
 from penstock.algo.method import check_algorithm, resolve_settings
 from penstock.algo.settings import keep_group
+from penstock.checkpoint import CheckpointStore
 from penstock.config import Config
 from penstock.config.source import with_overrides
 from penstock.errors import UserError
@@ -32,14 +33,31 @@ CORRECTION = "algorithm.correction.kind=token_truncate"
 
 async def check_run(
     folder: RunFolder, to_step: int | None, on_step: Callable[[StepReport, int], None]
-) -> int:
-    """Recompute the steps and compare digests; raise at the first difference, else return their number."""
+) -> str:
+    """Recompute the steps and compare digests; raise at the first difference, else say what is equal.
+
+    Begins at the oldest checkpoint if the tokens of earlier steps were removed.
+    """
     journal = Journal.open(folder.journal, readonly=True)
     try:
-        last = _last_step(journal, to_step)
-        async for report in recompute(folder, journal, None, last, repair=False):
+        last, pruned = _last_step(journal, to_step), journal.pruned_to()
+        start = CheckpointStore(folder.checkpoints).oldest(pruned) if pruned else None
+        first = 1 if start is None else start.step + 1
+        if pruned and (start is None or first > last):
+            raise UserError(
+                f"replay: got step {last}, allowed: a step after the oldest good checkpoint "
+                f"({'none' if start is None else f'step {start.step}'}), because the tokens of steps 1 "
+                f"to {pruned} were removed (journal.keep_payloads)"
+            )
+        async for report in recompute(folder, journal, start, last, repair=False):
             on_step(report, last)
-        return last
+        said = f"{last - first + 1} steps recomputed: every digest is the journalled one"
+        if start is None:
+            return said
+        removed = (
+            "their tokens, or those of steps before them, were removed (journal.keep_payloads)"
+        )
+        return f"{said}; steps 1 to {start.step} were not: {removed}"
     finally:
         journal.close()
 
@@ -72,6 +90,11 @@ def make_fork(
     journal = Journal.open(parent.journal, readonly=True)
     try:
         last = _last_step(journal, to_step)
+        if pruned := journal.pruned_to():
+            raise UserError(
+                f"replay: a fork trains on all recorded groups, but the tokens of steps 1 to {pruned} "
+                "were removed (journal.keep_payloads)"
+            )
         kept = sum(keep for _, keep in recorded_groups(journal, config, last))
         digest = journal.steps()[last - 1].digest
     finally:

@@ -25,6 +25,7 @@ _CHECK = struct.Struct("<I")  # the checksum at the end of a payload
 _SEGMENT = struct.Struct("<II")  # version, tokens
 _ALL_TRAINED = 1  # flags
 _KEYED = 2
+_PRUNED = 4  # ids, log-probs and mask were removed
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _STATUSES = {status.value: status for status in Status}
 
@@ -69,15 +70,18 @@ def decode_rollout(
     )
     _check_codec(codec)
     at = _HEADER.size
-    ids = np.frombuffer(data, "<i4", tokens, at).astype(np.int32)
-    logprobs = np.frombuffer(data, "<f4", tokens, at + 4 * tokens).astype(np.float32)
-    at += 8 * tokens
-    if flags & _ALL_TRAINED:
-        mask = np.ones(tokens, dtype=np.bool_)
+    if flags & _PRUNED:
+        ids, logprobs, mask = _no_arrays(tokens)
     else:
-        packed = np.frombuffer(data, np.uint8, (tokens + 7) // 8, at)
-        mask = np.unpackbits(packed, count=tokens).astype(np.bool_)
-        at += len(packed)
+        ids = np.frombuffer(data, "<i4", tokens, at).astype(np.int32)
+        logprobs = np.frombuffer(data, "<f4", tokens, at + 4 * tokens).astype(np.float32)
+        at += 8 * tokens
+        if flags & _ALL_TRAINED:
+            mask = np.ones(tokens, dtype=np.bool_)
+        else:
+            packed = np.frombuffer(data, np.uint8, (tokens + 7) // 8, at)
+            mask = np.unpackbits(packed, count=tokens).astype(np.bool_)
+            at += len(packed)
     pairs = struct.unpack_from(f"<{2 * num_segments}I", data, at)
     at += 8 * num_segments
     tail = json.loads(data[at : at + tail_bytes])
@@ -101,6 +105,27 @@ def decode_rollout(
         issued_version=issued,
         prompt=prompt,
     )
+
+
+def _no_arrays(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what stands for the pruned arrays of a rollout: of its length, and not to be trained."""
+    ids, logprobs = np.zeros(tokens, dtype=np.int32), np.full(tokens, np.nan, dtype=np.float32)
+    return ids, logprobs, np.zeros(tokens, dtype=np.bool_)
+
+
+def prune_payload(data: bytes, text: str, key: str, kept_text: str) -> bytes | None:
+    """Return a payload without its arrays; None if it is damaged or was pruned before.
+
+    Its checksum covers `kept_text` in place of `text`.
+    """
+    if not is_intact(data, text, key) or data[1] & _PRUNED:
+        return None
+    header = list(_HEADER.unpack_from(data))
+    header[1] |= _PRUNED
+    _, _, num_segments, _, tail_bytes, *_ = header
+    rest = data[len(data) - _CHECK.size - tail_bytes - _SEGMENT.size * num_segments : -_CHECK.size]
+    body = _HEADER.pack(*header) + rest
+    return body + _check_sum(body, kept_text, key if header[1] & _KEYED else "")
 
 
 def _tail(rollout: Rollout, with_text: bool) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from penstock.journal.schema import changed_definitions, open_database, schema_v
 from penstock.journal.writer import Writer
 from penstock.types import Batch, Group, Prompt, Status, StepReport
 from penstock.watch.waits import WaitKind, Waits
+
+_STEPS_PRUNED_AT_ONCE = 16
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -168,6 +170,16 @@ class Journal:
         """Record facts that identify the run (data, config, code); a name's newer value replaces the old."""
         self._submit(records.Identified(dict(values)))
 
+    def prune_payloads(self, last_step: int, *, keep_text: bool) -> None:
+        """Remove the tokens of steps up to `last_step`, some steps per commit; safe in any thread."""
+        with closing(open_database(self.path, readonly=True)) as database:
+            select = "SELECT step FROM steps WHERE committed AND pruned_at IS NULL AND step <= ?"
+            steps = [step for (step,) in database.execute(f"{select} ORDER BY step", (last_step,))]
+        for number, step in enumerate(steps, start=1):
+            self._submit(records.StepPruned(time.time(), step, keep_text))
+            if number % _STEPS_PRUNED_AT_ONCE == 0 or number == len(steps):
+                self._writing().wait_durable()
+
     async def flush(self) -> None:
         """Wait until every record submitted so far is durable."""
         await self._writing().durable()
@@ -246,16 +258,38 @@ class Journal:
         for table in checked_tables(version):
             yield from damaged_rows(self._reader, table, version)
 
-    def check_file(self, *, rows: bool = True) -> None:
-        """Raise JournalDamaged if the file's structure or (`rows`) a row is damaged; reads the whole file."""
-        for (finding,) in self.query("PRAGMA integrity_check(1)"):
+    def check_file(self) -> None:
+        """Raise JournalDamaged if the file's structure or a definition is damaged; reads the whole file."""
+        self._check_structure()
+        self._raise_first(lambda: iter(()))
+
+    def check_for_resume(self) -> None:
+        """Raise JournalDamaged if a row that a resume reads is damaged; reads no rollout and no event.
+
+        Rollouts are checked as they are read. The audit checks all of them.
+        """
+        version = schema_version(self._reader)
+        tables = [table for table in checked_tables(version) if table != "event_rows"]
+        for table in tables or ("group_rows", "step_rows"):
+            self._check_structure(table)
+        self._raise_first(
+            lambda: itertools.chain.from_iterable(
+                damaged_rows(self._reader, table, version) for table in tables
+            )
+        )
+
+    def _check_structure(self, table: str | None = None) -> None:
+        for (finding,) in self.query(f"PRAGMA integrity_check({table or 1})"):
             if finding != "ok":
                 words = " ".join(finding.split())
                 raise JournalDamaged(f"journal {self.path}: damaged: {words}")
+
+    def _raise_first(self, damaged: Callable[[], Iterator[str]]) -> None:
+        """Raise for the first changed definition, or the first damaged row."""
         try:
             changed = changed_definitions(self._reader) if self.has_checks() else []
             found = [f"the definition of {name}" for name in changed]
-            found += itertools.islice(self._damaged_rows() if rows and not changed else (), 1)
+            found += itertools.islice(damaged() if not changed else (), 1)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
         if found:
@@ -292,10 +326,22 @@ class Journal:
             for step, version, digest, metrics, trained in rows
         ]
 
+    def pruned_to(self) -> int:
+        """Return the last step whose tokens were removed; 0: none."""
+        return self.query("SELECT MAX(step) FROM steps WHERE pruned_at IS NOT NULL")[0][0] or 0
+
     def batch(self, step: int) -> Batch:
         """Return the groups of a begun step in their order, with all their tokens."""
-        if not self.query("SELECT 1 FROM steps WHERE step = ? AND begun_at IS NOT NULL", (step,)):
+        rows = self.query(
+            "SELECT pruned_at FROM steps WHERE step = ? AND begun_at IS NOT NULL", (step,)
+        )
+        if not rows:
             raise RunError(f"journal {self.path}: has no batch of step {step}")
+        if rows[0][0] is not None:
+            raise RunError(
+                f"journal {self.path}: the tokens of step {step} were removed "
+                f"(journal.keep_payloads); only a checkpoint of step {step} or later leads past it"
+            )
         groups = self._groups("step = ? ORDER BY position", (step,))
         return Batch(step=step, groups=tuple(groups))
 
@@ -357,7 +403,7 @@ class Journal:
         return found
 
     def group(self, group_id: str) -> Group:
-        """Return one group with the payload of its last landing."""
+        """Return one group with the payload of its last landing; pruned log-probs are NaN."""
         groups = self._groups("group_id = ?", (group_id,))
         if not groups:
             raise RunError(f"journal {self.path}: has no payload of group {group_id}")

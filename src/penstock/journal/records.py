@@ -10,13 +10,19 @@ import hashlib
 import itertools
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from penstock.errors import RunError
 from penstock.journal.checks import CHECKED, expression, rollout_key, row_check
-from penstock.journal.codec import encode_prompt, encode_rollout, stored_number, stored_text
+from penstock.journal.codec import (
+    encode_prompt,
+    encode_rollout,
+    prune_payload,
+    stored_number,
+    stored_text,
+)
 from penstock.types import Group, Prompt, Rollout, StepReport
 
 _INSERT_ROLLOUT = f"INSERT OR REPLACE INTO rollout_rows VALUES ({', '.join('?' * 13)})"
@@ -32,6 +38,10 @@ _AS_DRAWN = ("in_flight", "init", 0, *(None,) * 9)  # values of all other column
 _COMMIT_STEP = (
     "UPDATE step_rows SET committed_at = ?, policy_version = ?, digest = ?, metrics = ?, trained = ?,"
     " num_events = ?, chain = ?, row_check = ? WHERE step = ?"
+)
+_PRUNE_STEP = (
+    "UPDATE step_rows SET pruned_at = :pruned_at, row_check ="
+    f" {expression('step_rows', pruned_at=':pruned_at')} WHERE step = :step"
 )
 _REDO_STEP = (
     f"UPDATE step_rows SET digest = :digest, row_check = {expression('step_rows', digest=':digest')}"
@@ -71,9 +81,8 @@ _LANDED = (
 _LAND_GROUP = _update_group("landed", *_LANDED)
 _MOVE_GROUP = {kind: _update_group(kind, *_MOVED) for kind in ("retried", "expired", "dropped")}
 # A group that landed under an older schema has no number of rollouts to compare with.
-_IS_WHOLE = """ AND status = 'completed' AND EXISTS (SELECT 1 FROM rollout_rows AS r
-    WHERE r.group_id = group_rows.group_id GROUP BY r.group_id
-    HAVING COUNT(*) = COALESCE(num_rollouts, COUNT(*)))"""
+_IS_WHOLE = """ AND status = 'completed' AND COALESCE(num_rollouts, 1) <=
+    (SELECT COUNT(*) FROM rollout_rows WHERE rollout_rows.group_id = group_rows.group_id)"""
 _TAKE_GROUP = _update_group("taken", "step", "position", also=_IS_WHOLE, place="'taken'")
 
 
@@ -282,6 +291,44 @@ class StepRedone:
 
 
 @dataclass(slots=True, frozen=True)
+class StepPruned:
+    """The tokens of a step's groups, and of groups dropped during it, are removed for good."""
+
+    at: float
+    step: int
+    keep_text: bool
+
+    def write(self, db: sqlite3.Connection) -> None:
+        db.executemany(
+            "UPDATE rollout_rows SET data = ?, text = ? WHERE group_id = ? AND number = ?",
+            [row for group_id in self._groups(db) for row in self._pruned(db, group_id)],
+        )
+        db.execute(_PRUNE_STEP, {"step": self.step, "pruned_at": self.at})
+
+    def _groups(self, db: sqlite3.Connection) -> list[str]:
+        """Return the groups that the step trained, and those dropped between its commit and the last."""
+        trained = db.execute("SELECT group_id FROM group_rows WHERE step = ?", (self.step,))
+        dropped = db.execute(
+            "SELECT DISTINCT group_id FROM event_rows WHERE kind IN ('dropped', 'filtered') AND number"
+            " > COALESCE((SELECT num_events FROM step_rows WHERE step = ? - 1), 0) AND number"
+            " <= (SELECT num_events FROM step_rows WHERE step = ?)",
+            (self.step, self.step),
+        )
+        return [group_id for (group_id,) in (*trained, *dropped)]
+
+    def _pruned(self, db: sqlite3.Connection, group_id: str) -> Iterator[tuple]:
+        rows = db.execute(
+            "SELECT number, rollout_id, text, data FROM rollout_rows WHERE group_id = ?",
+            (group_id,),
+        )
+        for number, rollout_id, text, data in rows.fetchall():
+            kept = text if self.keep_text else ""
+            pruned = prune_payload(data, text, rollout_key(group_id, number, rollout_id), kept)
+            if pruned is not None:  # what is damaged stays as it is, for the audit to find
+                yield pruned, kept, group_id, number
+
+
+@dataclass(slots=True, frozen=True)
 class WeightsSeen:
     """Weights were published by the trainer or confirmed by an engine."""
 
@@ -313,7 +360,17 @@ class Identified:
         )
 
 
-Record = Drawn | Landed | Moved | StepBegun | StepCommitted | StepRedone | WeightsSeen | Identified
+Record = (
+    Drawn
+    | Landed
+    | Moved
+    | StepBegun
+    | StepCommitted
+    | StepRedone
+    | StepPruned
+    | WeightsSeen
+    | Identified
+)
 
 
 def write_in_order(db: sqlite3.Connection, records: Sequence[Record]) -> None:
