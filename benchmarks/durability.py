@@ -5,7 +5,8 @@
 
 Three parts. A real run of the built-in demo in this process, with a checkpoint every fourth step, where the
 calls that wait are timed: their shares of a step, in the first and in the last third of the run.
-Then the journal alone over a long run, to see whether a record costs more as the journal grows.
+Then the journal alone over a long run, to see whether a record costs more as the journal grows, how
+much of it a resume reads, and what removing its tokens frees.
 Then the digest alone on weights of big models' sizes, and how long a step must last for it to be
 one per cent.
 """
@@ -74,6 +75,7 @@ WATCHED = {
     "journal: loop waits for a batch": "waits",
     "journal: loop waits for a commit": "waits",
     "digest in the trainer": "waits",
+    "record of the batch in the trainer": "waits",
     "digest in the engine": "beside",
     "checkpoint: copy": "waits",
     "checkpoint: write": "beside",
@@ -90,12 +92,14 @@ def measure_run(steps: int, every: int) -> None:
     from penstock.session import train_new
     from penstock.track.jsonl import JsonlTracker
     from penstock.train.consumer import Consumer
+    from penstock.types import Batch
 
     watch = Stopwatch()
     watch.watch("journal: written by its thread", Writer, "_commit", cpu=True)
     watch.watch("journal: loop waits for a batch", Journal, "begin_step")
     watch.watch("journal: loop waits for a commit", Journal, "commit_step")
     watch.watch("digest in the trainer", Consumer, "digest")
+    watch.watch("record of the batch in the trainer", Batch, "fingerprints")
     watch.watch("digest in the engine", engine_weights, "model_digest", cpu=True)
     watch.watch("checkpoint: copy", TrainerService, "snapshot")
     watch.watch("checkpoint: write", TrainerService, "write_snapshot")
@@ -161,7 +165,8 @@ def measure_long_journal(groups: int, per_step: int = 32) -> None:
         journal.batch(len(times) // 2)
         read_ms = 1e3 * (time.perf_counter() - started)
         journal.close()
-        size = (Path(folder) / "journal.db").stat().st_size
+        path = Path(folder) / "journal.db"
+        size, resumed, freed = path.stat().st_size, resume_cost(path), pruning_cost(path)
     tenth = len(times) // 10
     medians = [statistics.median(times[i * tenth : (i + 1) * tenth]) for i in range(10)]
     console.print(f"the journal alone, {groups:,} groups of 8 responses of 24 tokens:")
@@ -172,8 +177,45 @@ def measure_long_journal(groups: int, per_step: int = 32) -> None:
     )
     console.print(
         f"  last tenth / first tenth: {medians[-1] / medians[0]:.2f}; a batch is read in "
-        f"{read_ms:.1f} ms; {size / 2**20:.0f} MiB\n",
+        f"{read_ms:.1f} ms; {size / 2**20:.0f} MiB",
         highlight=False,
+    )
+    console.print(f"  {resumed}\n  {freed}\n", highlight=False)
+
+
+def resume_cost(path: Path) -> str:
+    """Read what a resume reads that redoes the last step."""
+    from penstock.journal import Journal
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before, started = bytes_read(), time.perf_counter()
+    journal = Journal.open(path, readonly=True)
+    journal.check_for_resume()
+    journal.batch(journal.last_committed_step())
+    journal.unfinished_groups()
+    for ask in (journal.steps, journal.counts, journal.drops, journal.taken, journal.cursors):
+        ask()
+    journal.close()
+    spent, read = time.perf_counter() - started, bytes_read() - before
+    return f"a resume reads {read / 2**20:.0f} MiB of {path.stat().st_size / 2**20:.0f} in {spent:.1f} s"
+
+
+def pruning_cost(path: Path) -> str:
+    """Remove the tokens of all steps but the last, and count the pages that are free then."""
+    from penstock.journal import Journal
+
+    journal = Journal.open(path)
+    last, started = journal.last_committed_step(), time.process_time()
+    journal.prune_payloads(last - 1, keep_text=False)
+    spent = (time.process_time() - started) / (last - 1)
+    ((free,),), ((pages,),) = (
+        journal.query(f"PRAGMA {name}") for name in ("freelist_count", "page_count")
+    )
+    journal.close()
+    return (
+        f"removing its tokens frees {free / pages:.0%} of the file, {1e3 * spent:.1f} CPU ms a step"
     )
 
 

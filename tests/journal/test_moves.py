@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.data.sampler import Sampler
-from penstock.errors import RunError
+from penstock.errors import JournalDamaged, RunError
 from penstock.journal import Journal
 from penstock.types import Batch, Group, Status, StepReport
 from stages.rollouts import finish_rollout, make_prompts
@@ -143,6 +144,23 @@ def test_a_step_does_not_take_a_group_that_lacks_a_rollout(tmp_path: Path) -> No
 
     said = story.outcome(lose_a_rollout_and_take)
     assert "step 2: group t:1 is taken: got buffered, completed, with 1 of 2 rollouts" in said
+
+
+@pytest.mark.parametrize(
+    ("group", "read"),
+    [("t:0", lambda journal: journal.batch(1)), ("t:1", Journal.unfinished_groups)],
+)
+def test_a_group_that_lacks_a_rollout_is_not_read_for_training(
+    tmp_path: Path, group: str, read: Callable[[Journal], object]
+) -> None:
+    """Neither the batch of a redone step nor a buffered group of a resumed run loses one in silence."""
+    story = Story(tmp_path)
+    assert story.outcome(_nothing) == "fine"
+    with sqlite3.connect(story.path) as database:
+        database.execute("DELETE FROM rollout_rows WHERE rollout_id = ?", (f"{group}.1",))
+    with closing(Journal.open(story.path, readonly=True)) as journal:
+        with pytest.raises(JournalDamaged, match=f"group {group} has 1 rollouts .* but 2 with"):
+            read(journal)
 
 
 def test_a_fault_among_many_landings_names_the_one_group(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from penstock.run_folder import Era, RunFolder
 from penstock.track.jsonl import last_step_told
 
 _BIAS_LIMIT = 0.05  # largest relative difference of trained and drawn mean length without a warning
-_STRAGGLER_STEPS = 16  # steps of its task that may leave a group in flight behind
+_STRAGGLER_STEPS = 200  # steps of its task that may leave a group in flight behind
 _MOST_NAMED = 50  # most damaged records that are named
 _ENOUGH = 50  # fewest groups for which a difference is reported
 
@@ -375,7 +375,7 @@ def _print(found: Audit, console: Console) -> None:
         highlight=False,
     )
     for line in found.warnings:
-        console.print(f"warning: {line}", highlight=False)
+        console.print(f"warning: {line}", highlight=False, soft_wrap=True)
     for line in found.faults:
-        console.print(f"FAULT: {line}", highlight=False)
+        console.print(f"FAULT: {line}", highlight=False, soft_wrap=True)
     console.print("balanced" if found.balanced else "NOT balanced", highlight=False)

@@ -29,7 +29,7 @@ from penstock.journal.checks import (
 from penstock.journal.codec import decode_prompt, decode_rollout
 from penstock.journal.schema import changed_definitions, open_database, schema_version
 from penstock.journal.writer import Writer
-from penstock.types import Batch, Group, Prompt, Status, StepReport
+from penstock.types import Batch, Group, Prompt, Rollout, Status, StepReport
 from penstock.watch.waits import WaitKind, Waits
 
 _STEPS_PRUNED_AT_ONCE = 16
@@ -348,7 +348,7 @@ class Journal:
     def unfinished_groups(self) -> Unfinished:
         """Return the buffered groups (with tokens) and those in flight, in cursor order, for a resume."""
         in_flight = self._groups(
-            "place = 'in_flight' AND num_tokens IS NOT NULL ORDER BY task, cursor"
+            "state = 'in_flight' AND num_tokens IS NOT NULL ORDER BY task, cursor"
         )
         kept = {group.group_id: group for group in in_flight}
         rows = self.query(
@@ -356,7 +356,7 @@ class Journal:
             " ORDER BY task, cursor"
         )
         return Unfinished(
-            buffered=self._groups("place = 'buffered' ORDER BY task, cursor"),
+            buffered=self._groups("state = 'buffered' ORDER BY task, cursor"),
             in_flight=[
                 InFlightRecord(
                     group_id=group_id,
@@ -411,13 +411,13 @@ class Journal:
 
     def _groups(self, where: str, parameters: Sequence[object] = ()) -> list[Group]:
         rows = self.query(
-            "SELECT group_id, task, cursor, prompt_id, tries, error, place, status"
-            f" FROM group_rows WHERE {where}",
+            "SELECT group_id, task, cursor, prompt_id, tries, error, state, status, num_rollouts,"
+            f" num_tokens FROM groups WHERE {where}",
             parameters,
         )
         prompts: dict[tuple[str, str], Prompt] = {}
         groups = []
-        for group_id, task, cursor, prompt_id, tries, error, place, status in rows:
+        for group_id, task, cursor, prompt_id, tries, error, state, status, *landed in rows:
             key = (task, prompt_id)
             if key not in prompts:
                 prompts[key] = self._prompt(task, prompt_id)
@@ -435,8 +435,9 @@ class Journal:
                     (group_id,),
                 )
             ]
-            if not rollouts:
-                continue
+            if not rollouts and landed[1] is None:
+                continue  # nothing of it was ever generated
+            self._check_whole(group_id, rollouts, *landed)
             group = Group(
                 group_id=group_id,
                 task=task,
@@ -446,10 +447,21 @@ class Journal:
                 tries=tries,
                 error=error or "",
             )
-            if place == "buffered" and status == Status.EXPIRED:
+            if state == "buffered" and status == Status.EXPIRED:
                 group.move_to(Status.EXPIRED)  # it expired after its payload was written
             groups.append(group)
         return groups
+
+    def _check_whole(
+        self, group_id: str, rollouts: Sequence[Rollout], number: int | None, tokens: int
+    ) -> None:
+        """Raise unless the group has what it landed with; an older schema has no number of rollouts."""
+        found = sum(len(rollout.response_ids) for rollout in rollouts)
+        if found != tokens or len(rollouts) != (number or len(rollouts)):
+            raise JournalDamaged(
+                f"journal {self.path}: damaged: group {group_id} has {len(rollouts)} rollouts with "
+                f"{found} tokens, but {number or 'its rollouts'} with {tokens} tokens landed"
+            )
 
     def _prompt(self, task: str, prompt_id: str) -> Prompt:
         rows = self._select(
