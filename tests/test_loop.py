@@ -42,7 +42,10 @@ def test_no_engine_is_asked_between_an_update_and_its_commit() -> None:
         trainer=SimpleNamespace(
             train=noted("train", StepReport(step=1, policy_version=1, digest="d"))
         ),
-        source=SimpleNamespace(snapshot=lambda: SimpleNamespace(producer_wait_s=0.0)),
+        source=SimpleNamespace(
+            snapshot=lambda: SimpleNamespace(producer_wait_s=0.0),
+            read_metrics=lambda: {"produced/groups": 3.0},
+        ),
         journal=SimpleNamespace(commit_step=commit),
         workers=SimpleNamespace(restarts=0),
         tracker=SimpleNamespace(log_step=lambda *args: None),
@@ -52,3 +55,4 @@ def test_no_engine_is_asked_between_an_update_and_its_commit() -> None:
     asyncio.run(Loop(job)._one_step(1))  # type: ignore[arg-type]
     assert calls == ["take", "stats", "train", "commit"]
     assert committed[0].metrics["tokens/generated"] == 7
+    assert committed[0].metrics["produced/groups"] == 3

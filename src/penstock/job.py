@@ -73,6 +73,9 @@ class BatchSource(Protocol):
     def weights_updated(self, version: int) -> None:
         """Note that the engines confirmed these weights."""
 
+    def read_metrics(self) -> dict[str, float]:
+        """Return the metrics of the producing side since the last call."""
+
     def snapshot(self) -> ProducerSnapshot:
         """Return the counts of groups by state, and the open waits."""
 

@@ -20,7 +20,8 @@ from penstock.data import validate_source
 from penstock.engine import ENGINES
 from penstock.errors import UserError
 from penstock.launch import LAUNCHERS
-from penstock.plugins import check_name
+from penstock.plugins import check_name, load
+from penstock.produce.strategy import load_strategy
 from penstock.track import TRACKERS
 from penstock.weights import SYNC_KINDS, sync_kind
 
@@ -47,6 +48,11 @@ def check(config: Config) -> None:
         if path:
             check_model(path, key)
     _check_total(config)
+    for name in config.tasks:
+        produce = config.task_produce(name)
+        load_strategy(produce.strategy)
+        if produce.is_valid_sample:
+            load("produce.is_valid_sample", produce.is_valid_sample, {})
     check_tasks("tasks", config.tasks.items())
     _check_eval_tasks(config)
 

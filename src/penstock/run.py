@@ -143,6 +143,7 @@ class Loop:
             "time/consumer_wait_s": waited,
             "time/producer_wait_s": producer_waited - self._waited_before,
             "workers/restarts": float(self._job.workers.restarts),
+            **self._job.source.read_metrics(),
         }
         self._tokens_before, self._waited_before = tokens, producer_waited
         return replace(report, metrics={**report.metrics, **times})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.demo import policy_path
 from penstock.engine.protocol import Generation, GenerationRequest
-from penstock.engine.transformers.engine import TransformersEngine
+from penstock.engine.transformers.engine import TransformersEngine, _text_decoder
+from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import EngineError, UserError
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run, started
@@ -233,3 +237,22 @@ def test_a_request_whose_logits_are_nan_fails_alone() -> None:
         assert same_bits(fine, alone[1])
 
     run(main)
+
+
+def test_stop_strings_use_a_tokenizer_that_brings_its_own_code(tmp_path: Path) -> None:
+    """Only with `model.trust_remote_code`, as everywhere else."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(policy_path()).save_pretrained(tmp_path)
+    own = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    own["auto_map"] = {"AutoTokenizer": ["own_tokenizer.OwnTokenizer", None]}
+    own["tokenizer_class"] = "OwnTokenizer"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "own_tokenizer.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n"
+        "    def decode(self, *args, **options):\n"
+        "        return 'decoded by its own code'\n"
+    )
+    trusted = TransformersOptions(tokenizer=str(tmp_path), trust_remote_code=True)
+    assert _text_decoder(trusted)([1]) == "decoded by its own code"

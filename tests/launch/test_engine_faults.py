@@ -31,7 +31,7 @@ def undisturbed(server: CrashServer) -> RunFolder:
     return run
 
 
-@pytest.mark.parametrize("kind", ["inline", "local"])
+@pytest.mark.parametrize("kind", ["inline", "local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_a_run_survives_engines_that_die_of_errors(
     server: CrashServer, undisturbed: RunFolder, kind: str
 ) -> None:

@@ -143,6 +143,14 @@ class EngineConfig(Section):
     """Settings of the chosen engine; see docs/engines.md."""
 
 
+RUN_AHEAD = (  # settings of [produce] that have no meaning with strategy sync
+    "max_staleness",
+    "over_sample_threshold",
+    "enable_partial_rollout",
+    "tail_batch_trigger_size",
+)
+
+
 class ProduceSettings(Section):
     """Settings that a produce strategy reads."""
 
@@ -547,13 +555,22 @@ def _check_tasks(config: Config) -> None:
                 f"tasks.{name}: sampling.temperature got 0, allowed: above 0 for training "
                 "(greedy groups have no variance)"
             )
-        if (
-            produce.strategy == "sync"
-            and "max_staleness" in config.tasks[name].produce
-            and produce.max_staleness
-        ):
+        _check_sync(config, name, produce)
+
+
+def _check_sync(config: Config, task: str, produce: ProduceConfig) -> None:
+    """Refuse what a sync strategy would ignore; the default of max_staleness is for async."""
+    if produce.strategy != "sync":
+        return
+    ignored = {name: getattr(produce, name) for name in RUN_AHEAD}
+    given = "max_staleness" in config.tasks[task].produce
+    if not given and produce.max_staleness == ProduceSettings.model_fields["max_staleness"].default:
+        del ignored["max_staleness"]
+    for name, value in ignored.items():
+        if value:
             raise ValueError(
-                f"tasks.{name}: produce.max_staleness got {produce.max_staleness} with strategy sync, allowed: 0"
+                f"tasks.{task}: produce.{name} got {value!r} with strategy sync, allowed: "
+                f"{type(value)(0)!r}"
             )
 
 

@@ -214,6 +214,10 @@ class RecordedBatches:
     def weights_updated(self, version: int) -> None:
         """Do nothing: recorded batches do not depend on the version."""
 
+    def read_metrics(self) -> dict[str, float]:
+        """Return nothing: no group is produced."""
+        return {}
+
     def snapshot(self) -> ProducerSnapshot:
         return ProducerSnapshot(
             tasks=(), waits=(), producer_wait_s=0.0, next_step=0, model_version=0, paused=False

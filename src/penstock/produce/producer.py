@@ -379,6 +379,18 @@ class Producer:
             paused=self._paused,
         )
 
+    def read_metrics(self) -> dict[str, float]:
+        """Return the metrics of the producing side since the last call, before any filter."""
+        counted = self.progress.read_metrics()
+        metrics = {
+            "produced/groups": counted["produced_samples"],
+            "produced/tokens": counted["produced_tokens"],
+            "time/produce_s": counted["produce_time_s"],
+        }
+        if counted["raw_rewards_count"]:
+            metrics["produced/reward"] = counted["raw_rewards_sum"] / counted["raw_rewards_count"]
+        return metrics
+
     # -- resuming a run -----------------------------------------------------------------------
 
     async def restore(self, journal: Journal) -> None:

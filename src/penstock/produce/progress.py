@@ -106,7 +106,7 @@ class ProduceProgress:
             self.raw_rewards_count += 1
 
     def read_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call and reset them."""
+        """Return what was counted since the last call and reset it."""
         found = {name: float(getattr(self, name)) for name in _METRICS}
         for name in _METRICS:
             setattr(self, name, type(getattr(self, name))())

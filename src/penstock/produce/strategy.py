@@ -14,6 +14,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from penstock.config import ProduceConfig, ProduceSettings
+from penstock.config.tree import RUN_AHEAD
 from penstock.errors import UserError
 from penstock.plugins import load
 from penstock.produce.context import (
@@ -29,12 +30,6 @@ STRATEGIES = {
     "async": "penstock.produce.strategy:AsyncProduceStrategy",
     "sync": "penstock.produce.strategy:SyncProduceStrategy",
 }
-_RUN_AHEAD = (
-    "max_staleness",
-    "over_sample_threshold",
-    "enable_partial_rollout",
-    "tail_batch_trigger_size",
-)
 
 
 def calculate_stale_threshold(max_staleness: int, sync_weights_interval: int = 1) -> int:
@@ -67,12 +62,7 @@ class AsyncProduceStrategyConfig(ProduceSettings):
 
     def build(self, *, sync_weights_interval: int = 1) -> ProduceStrategy:
         """Build the strategy that `strategy` names."""
-        strategy = load("produce.strategy", self.strategy, STRATEGIES)
-        if not (isinstance(strategy, type) and issubclass(strategy, ProduceStrategy)):
-            raise UserError(
-                f"produce.strategy: got {self.strategy!r}, "
-                "allowed: a subclass of penstock.produce.ProduceStrategy"
-            )
+        strategy = load_strategy(self.strategy)
         return strategy(self, sync_weights_interval=sync_weights_interval)
 
 
@@ -83,7 +73,7 @@ class SyncProduceStrategyConfig(AsyncProduceStrategyConfig):
 
     @model_validator(mode="after")
     def _refuse_run_ahead(self) -> Self:
-        for name in _RUN_AHEAD:
+        for name in RUN_AHEAD:
             if value := getattr(self, name):
                 raise ValueError(f"{name}: got {value!r} with strategy sync, allowed: 0 or false")
         return self
@@ -98,7 +88,7 @@ def strategy_config(
     if produce.strategy != "sync":
         return AsyncProduceStrategyConfig(**fields)
     return SyncProduceStrategyConfig(
-        **{name: value for name, value in fields.items() if name not in _RUN_AHEAD}
+        **{name: value for name, value in fields.items() if name not in RUN_AHEAD}
     )
 
 
@@ -239,6 +229,17 @@ class ProduceStrategy:
     async def pause_produce(self, ctx: ProduceContext) -> float:
         """Abort all groups and wait for them to land; return the seconds it took."""
         return await self.runner.pause(ctx)
+
+
+def load_strategy(name: str) -> type[ProduceStrategy]:
+    """Return the class that `produce.strategy` names."""
+    strategy = load("produce.strategy", name, STRATEGIES)
+    if not (isinstance(strategy, type) and issubclass(strategy, ProduceStrategy)):
+        raise UserError(
+            f"produce.strategy: got {name!r}, "
+            "allowed: a subclass of penstock.produce.ProduceStrategy"
+        )
+    return strategy
 
 
 class AsyncProduceStrategy(ProduceStrategy):

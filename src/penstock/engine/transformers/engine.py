@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from penstock.data.chat import load_tokenizer
 from penstock.engine.protocol import (
     EngineStats,
     Fetch,
@@ -435,14 +436,12 @@ def _text_decoder(options: TransformersOptions) -> TextOf:
 
     def text_of(ids: list[int]) -> str:
         if not loaded:
-            from transformers import AutoTokenizer
-
             try:
-                loaded.append(AutoTokenizer.from_pretrained(options.tokenizer))
-            except (OSError, ValueError) as error:
+                trusted = options.trust_remote_code
+                loaded.append(load_tokenizer(options.tokenizer, trust_remote_code=trusted))
+            except UserError as error:
                 raise UserError(
-                    f"model.tokenizer: got {options.tokenizer!r}, which cannot be loaded; "
-                    "allowed: a tokenizer, because sampling.stop has strings"
+                    f"sampling.stop: got strings, which need a tokenizer: {error}"
                 ) from error
         return loaded[0].decode(ids, skip_special_tokens=False)
 
