@@ -256,3 +256,30 @@ def test_stop_strings_use_a_tokenizer_that_brings_its_own_code(tmp_path: Path) -
     )
     trusted = TransformersOptions(tokenizer=str(tmp_path), trust_remote_code=True)
     assert _text_decoder(trusted)([1]) == "decoded by its own code"
+
+
+def test_a_fault_while_weights_arrive_ends_the_engine_with_its_traceback() -> None:
+    """After a fault of the device nothing that the engine makes can be trusted."""
+
+    def broken_fetch(source: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal address\nmore lines")
+
+    async def main() -> None:
+        engine = make_engine()
+        await engine.start()
+        fetch, engine._fetch = engine._fetch, broken_fetch  # type: ignore[assignment]
+        for ask in (lambda: engine.update_weights(1, tiny.handle(1)), engine.stats) * 2:
+            with pytest.raises(EngineError) as raised:
+                await ask()
+            assert (
+                str(raised.value)
+                == "engine: it died: AcceleratorError: CUDA error: an illegal address"
+            )
+            assert "in broken_fetch" in raised.value.__notes__[0]
+        engine._fetch = fetch
+        await engine.start()
+        await engine.update_weights(1, tiny.handle(1))
+        assert (await engine.stats()).policy_version == 1
+        await engine.close()
+
+    run(main)

@@ -110,8 +110,8 @@ def checked_weights(
 
     try:
         digest = digest_of(arriving())
-    except WeightsGone:
-        raise  # the caller has them published again
+    except (WeightsGone, torch.AcceleratorError):
+        raise  # the caller has them published again; a device that failed ends the engine
     except Exception as error:  # foreign code at a seam: the engine keeps its old weights
         raise EngineError(f"weights {source.version} could not be fetched: {error}") from error
     if model is not None:
