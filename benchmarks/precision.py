@@ -3,6 +3,7 @@
     python benchmarks/precision.py demo --out demo.jsonl                     # a CPU, emulated coarse grid
     python benchmarks/precision.py sums --model smollm2 --out sums.jsonl     # a GPU, real formats
     python benchmarks/precision.py show demo.jsonl                           # the table of what is there
+    python benchmarks/precision.py lora [--lr 1e-5]                          # what engines get of adapters
 
 float32      nothing is rounded
 plain        masters start at the weights, on the grid
@@ -200,6 +201,81 @@ def write_model(args: argparse.Namespace, folder: Path, bits: int) -> Path:
     return folder
 
 
+# ---- adapters
+
+
+def show_lora(rate: float, steps: int) -> None:
+    """Train adapters on random tokens; print which share of their product the engines receive.
+
+    The second figure is the same share of the change of log-probs, the third what the rounding adds to
+    them, both with float32 arithmetic, so that only the weights' rounding counts.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from penstock.config import Config
+    from penstock.demo import policy_path
+    from penstock.train.consumer import Consumer
+
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from stages.training_data import random_batch
+
+    torch.set_num_threads(1)
+    probe = AutoModelForCausalLM.from_pretrained(policy_path(), dtype=torch.bfloat16).float()
+    ids = torch.randint(1, 23, (64, 24), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def logprobs(weights: dict[str, Tensor]) -> Tensor:
+        probe.load_state_dict(weights, strict=False)
+        table = probe(ids).logits[:, :-1].double().log_softmax(-1)
+        return table.gather(-1, ids[:, 1:, None]).flatten()
+
+    with tempfile.TemporaryDirectory() as folder:
+        probe.bfloat16().save_pretrained(folder)
+        probe.float()
+        for masters in ("plain", "dithered"):
+            fields = {
+                "model": {"path": folder, "dtype": "bfloat16", "lora": {"rank": 16}},
+                "train": {"lr": rate, "masters": masters},
+            }
+            consumer = Consumer.from_config(Config.model_validate(fields), total_steps=steps)
+            start = {name: tensor.float() for name, tensor in consumer.weights()}
+            for step in range(1, steps + 1):
+                consumer.train(random_batch(step, seed=step, groups=8))
+                if step in (1, 5, steps):
+                    received = {name: tensor.float() for name, tensor in consumer.weights()}
+                    exact = {name: start[name] + _product(consumer, name) for name in start}
+                    shares = [_share(received, exact, start)]
+                    base, got, want = (logprobs(one) for one in (start, received, exact))
+                    shares += [_slope(got - base, want - base), float((got - want).std())]
+                    print(masters, "step", step, *(f"{share:.4f}" for share in shares), flush=True)
+
+
+def _product(consumer: Any, name: str) -> Tensor | float:
+    """Return what the adapters' masters add to a weight."""
+    stem = name.removesuffix("weight")
+    layer = consumer.policy.adapted_layers().get(f"{stem}base_layer.weight")
+    if layer is None:
+        return 0.0
+    low, high = (
+        consumer.masters.parameters[f"{stem}lora_{side}.default.weight"].detach() for side in "AB"
+    )
+    return layer.scaling["default"] * (high @ low)
+
+
+def _share(
+    received: dict[str, Tensor], exact: dict[str, Tensor], start: dict[str, Tensor]
+) -> float:
+    changes = [
+        torch.cat([(one[name] - start[name]).flatten() for name in start])
+        for one in (received, exact)
+    ]
+    return _slope(*changes)
+
+
+def _slope(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() @ wanted.double()) / wanted.double().square().sum())
+
+
 # ---- all runs
 
 
@@ -310,6 +386,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     commands = parser.add_subparsers(dest="task", required=True)
     commands.add_parser("show").add_argument("out", type=Path)
+    lora = commands.add_parser("lora")
+    lora.add_argument("--lr", type=float, default=1e-5)
+    lora.add_argument("--steps", type=int, default=20)
     for name, model, rates, steps, bits in (
         ("demo", "demo", [1e-5], 100, 5),
         ("sums", None, [1e-6, 5e-6], 40, 0),
@@ -330,6 +409,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.task == "show":
         show(args.out)
+    elif args.task == "lora":
+        show_lora(args.lr, args.steps)
     else:
         run_all(args)
 

@@ -76,11 +76,11 @@ def plain_logprobs(model: Any, request: GenerationRequest, made: Generation) -> 
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_engine_has_the_log_probs_of_the_plain_model(
     checkpoint: str, dtype: torch.dtype, cuda_graphs: bool
 ) -> None:
-    """In bfloat16 the engine is as far from the float32 model as the plain bfloat16 model is."""
+    """In a half format the engine is as far from the float32 model as the plain model is."""
     from transformers import AutoModelForCausalLM
 
     options = TransformersOptions(

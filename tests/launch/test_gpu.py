@@ -137,6 +137,26 @@ def test_thirty_steps_of_a_real_model(tmp_path: Path, colocate: str) -> None:
 
 
 @pytest.mark.timeout(500)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_small_updates_arrive_and_float16_does_not_overflow(tmp_path: Path, dtype: str) -> None:
+    words = [
+        f"model.path={os.environ.get('PENSTOCK_GPU_MODEL') or 'demo'}",
+        f"model.dtype={dtype}",
+        "train.steps=5",
+        "train.lr=1e-6",
+        f"run.dir={tmp_path}",
+        "run.name=half",
+    ]
+    code, text = penstock("train", *SMALL, *words)
+    assert code == 0, text
+    for line in metrics(RunFolder(tmp_path / "half")):
+        assert line["updates/skipped"] == 0
+        assert line["loss_scale"] == (65536 if dtype == "float16" else 1)
+        assert 0.5 < line["update/arrived"] < 1.5
+        assert abs(line["mismatch/kl"]) < 0.02
+
+
+@pytest.mark.timeout(500)
 def test_a_run_survives_an_engine_that_dies_of_a_fault_of_the_device(tmp_path: Path) -> None:
     words = [*SMALL, f"run.dir={tmp_path}", "run.name=dies", *plan(tmp_path, "dies", 12)]
     code, text = penstock("train", *words)

@@ -64,3 +64,16 @@ def test_the_place_depends_on_seed_name_and_index_only() -> None:
     other = torch.ones(64, 48)
     dither_(other, torch.bfloat16, key + 1)
     assert abs(float(torch.corrcoef(torch.stack([whole.flatten(), other.flatten()]))[0, 1])) < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF_FORMATS, ids=str)
+def test_a_gpu_gives_the_same_places(dtype) -> None:
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    weights = bits.view(dtype).float().view(256, 256)
+    on_host, on_device = weights.clone(), weights.cuda()
+    dither_(on_host, dtype, 7)
+    dither_(on_device, dtype, 7)
+    number = ~weights.isnan()
+    assert torch.equal(on_device.cpu()[number], on_host[number])
+    assert torch.equal(on_device.to(dtype).cpu()[number], weights.to(dtype)[number])
