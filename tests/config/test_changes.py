@@ -70,6 +70,7 @@ def test_what_the_update_sees_waits_for_the_redo(override: str) -> None:
         ("model.path=other", "digests depend"),
         ("model.lora.rank=8", "digests depend"),
         ("train.groups_per_step=8", "batches of this size"),
+        ("train.masters=plain", "started with it"),
         ("sampling.num_generations=4", "old size"),
         ("sync.every_steps=2", "staleness"),
         ("tasks.train.data=other.jsonl", "positions in the tasks' original data"),
