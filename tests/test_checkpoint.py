@@ -12,7 +12,7 @@ import pytest
 
 from penstock.checkpoint import MAX_FAILURES, CheckpointStore
 from penstock.config import CheckpointConfig
-from penstock.errors import RunError
+from penstock.errors import RunError, WorkerDied
 
 
 class FakeTrainer:
@@ -240,3 +240,42 @@ def test_a_full_disk_leaves_the_previous_one(small_disk: Path) -> None:
 
 def test_an_empty_folder_has_none(tmp_path: Path) -> None:
     assert store_in(tmp_path / "absent").newest() is None
+
+
+def test_a_fault_that_no_disk_explains_is_raised_by_whoever_waits_next(tmp_path: Path) -> None:
+    class Broken(FakeTrainer):
+        async def write_snapshot(self) -> None:
+            raise KeyError("a fault of ours")
+
+    async def main() -> None:
+        store = store_in(tmp_path)
+        await store.begin(Broken())
+        with pytest.raises(KeyError, match="a fault of ours"):
+            await store.settle()
+        await store.settle()  # told once
+
+    asyncio.run(main())
+
+
+def test_a_restore_meanwhile_keeps_the_draft_and_a_death_begins_the_last_one_again(
+    tmp_path: Path,
+) -> None:
+    """The trainer dies twice: before it has copied its state, which sweeps, and while it writes."""
+    store = store_in(tmp_path)
+
+    class Dying(FakeTrainer):
+        writes = 0
+
+        async def snapshot(self, folder: str) -> tuple[int, str]:
+            store.sweep()  # the restored trainer's checkpoint is searched for
+            return await super().snapshot(folder)
+
+        async def write_snapshot(self) -> None:
+            self.writes += 1
+            if self.writes == 1:
+                raise WorkerDied("trainer: gone")
+            await super().write_snapshot()
+
+    trainer = Dying()
+    save(store, trainer, 1)
+    assert (trainer.writes, names(tmp_path)) == (2, ["step-1"])

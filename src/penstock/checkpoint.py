@@ -113,10 +113,15 @@ class CheckpointStore:
         self._writing = asyncio.create_task(work, name=f"checkpoint of step {step}")
 
     async def settle(self) -> None:
-        """Wait for the write under way; cancelling the caller does not cancel the write."""
+        """Wait for the write under way; raise a fault that no disk and no trainer explains.
+
+        Cancelling the caller does not cancel the write.
+        """
         if self._writing is not None:
             await asyncio.wait([self._writing])
-            self._writing = None
+            written, self._writing = self._writing, None
+            if not written.cancelled():
+                written.result()
 
     def abandon(self) -> None:
         """Give up the write under way; its draft is removed at the next start."""

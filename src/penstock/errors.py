@@ -43,6 +43,10 @@ class WorkerDied(RunError):
     """A worker process or actor ended while something waited for it."""
 
 
+class WrongStep(RunError):
+    """A trainer was given a batch that is not its next step; it has changed nothing."""
+
+
 class PartFailed(RunError):
     """A part in a worker raised a foreign exception; the message names the part and the exception."""
 

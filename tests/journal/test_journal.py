@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -340,3 +342,40 @@ def test_the_identity_of_a_run_is_kept_checked_and_replaced_by_name(tmp_path: Pa
     again = Journal.open(path, readonly=True)
     assert again.damaged() == ["identity data of train"]
     again.close()
+
+
+def test_a_writer_that_meets_an_unknown_fault_tells_everybody_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, its thread ended and every waiter waited for ever."""
+
+    async def main() -> None:
+        journal = Journal.open(tmp_path / "journal.db")
+
+        def fault(*args: Any) -> Any:
+            raise MemoryError("no memory")
+
+        monkeypatch.setattr(journal._writer, "_commit", fault)
+        waiting = asyncio.gather(*(journal.flush() for _ in range(3)), return_exceptions=True)
+        told = await asyncio.wait_for(waiting, 60)
+        assert ["MemoryError: no memory" in str(error) for error in told] == [True] * 3
+        with pytest.raises(RunError, match="MemoryError"):
+            journal.close()
+
+    asyncio.run(main())
+
+
+def test_a_journal_whose_folder_is_gone_is_one_error(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        journal = Journal.open(tmp_path / "run" / "journal.db")
+        journal._writer._database.close()
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(RunError, match=r"cannot write: .*its folder: No such file"):
+            await asyncio.wait_for(land(journal, finished(0)), 60)
+        with pytest.raises(RunError):
+            journal.close()
+
+    (tmp_path / "run").mkdir()
+    asyncio.run(main())

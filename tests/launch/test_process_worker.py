@@ -118,3 +118,31 @@ def test_progress_is_told_while_a_call_runs(tmp_path: Path) -> None:
         return told
 
     assert with_echo(tmp_path, act) == 7
+
+
+def test_a_death_is_told_although_the_log_is_gone(tmp_path: Path) -> None:
+    async def act(remote: ProcessWorker) -> str:
+        (tmp_path / "echo.log").unlink()
+        with pytest.raises(WorkerDied, match=r"echo: .* \(log: .*echo.log: No such file"):
+            await asyncio.wait_for(remote.call("die"), 60)
+        return await asyncio.wait_for(remote.ended(), 60)
+
+    assert "No such file" in with_echo(tmp_path, act)
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_of_its_call(tmp_path: Path) -> None:
+    async def act(remote: ProcessWorker) -> str:
+        with pytest.raises(PartFailed, match=r"echo: .*pickle"):
+            await asyncio.wait_for(remote.call("unsendable"), 60)
+        return await remote.call("greet", "still")
+
+    assert with_echo(tmp_path, act) == "hello still"
+
+
+def test_an_answer_that_cannot_be_read_ends_the_worker(tmp_path: Path) -> None:
+    async def act(remote: ProcessWorker) -> str:
+        with pytest.raises(WorkerDied, match="its answer cannot be read: ValueError"):
+            await asyncio.wait_for(remote.call("unreadable"), 60)
+        return await asyncio.wait_for(remote.ended(), 60)
+
+    assert "its answer cannot be read" in with_echo(tmp_path, act)

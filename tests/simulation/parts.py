@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.protocol import EngineStats, GenerationRequest, PauseMode
-from penstock.errors import DigestMismatch, RunError, StopRequested, WeightsGone
+from penstock.errors import DigestMismatch, StopRequested, WeightsGone, WrongStep
 from penstock.types import Batch, Group, Prompt, Rollout, Score, StepReport, WeightHandle, staleness
 from penstock.weights.digest import FORM
 from stages.paced_engine import PacedEngine
@@ -128,7 +128,7 @@ class SimTrainer:
 
     async def train(self, batch: Batch) -> StepReport:
         if batch.step != self.step + 1:
-            raise RunError(f"step {batch.step}: the trainer is at step {self.step}")
+            raise WrongStep(f"trainer: got a batch of step {batch.step}, not {self.step + 1}")
         self._world.hold_gpu(self._process.name)
         await self._process.work(0.5)
         if self._stop:
@@ -147,7 +147,11 @@ class SimTrainer:
             self._world.trained(replace(batch, groups=whole), self.digest)
         await self._process.work(0.1)
         return StepReport(
-            step=self.step, policy_version=self.step, digest=self.digest, metrics={"loss": 0.0}
+            step=self.step,
+            policy_version=self.step,
+            digest=self.digest,
+            metrics={"loss": 0.0},
+            trained=batch.fingerprints(),
         )
 
     async def announce(self) -> WeightHandle | None:

@@ -164,7 +164,8 @@ class World:
             self.loop.call_later(
                 self.faults[follows].after_s or 0.0, self._strike, self.faults[follows]
             )
-        if not self.is_training or fault.kind in ("full", "stop"):
+        stops = self.config.watchdog.action == "stop" and fault.kind in ("stall", "lose")
+        if not self.is_training or stops or fault.kind in ("full", "stop"):
             self.excuses.append(str(fault))
         if fault.kind == "restart":
             self.loop.is_killed = True
@@ -216,6 +217,7 @@ def draw_config(chance: random.Random) -> Config:
         "checkpoint": {"every_steps": chance.choice((0, 1, 2))},
         "eval": {"tasks": {}, "at_start": False},
         "track": {"trackers": []},
+        "watchdog": {"action": chance.choice(("restart", "restart", "restart", "stop"))},
         "launch": {
             "num_producers": chance.choice((1, 2, 2, 3)),
             "num_consumers": ranks,

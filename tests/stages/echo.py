@@ -14,6 +14,13 @@ from penstock.errors import UserError
 ECHO = f"{__file__}:Echo"  # the name that a worker builds the part by
 
 
+class Unreadable:
+    """Can be pickled and not unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return int, ("no number",)
+
+
 class Echo:
     """The part that a worker serves in these tests."""
 
@@ -38,6 +45,12 @@ class Echo:
             pass
 
         raise Local("cannot be pickled")
+
+    def unsendable(self) -> object:
+        return lambda: None
+
+    def unreadable(self) -> object:
+        return Unreadable()
 
     def wait_for_stop(self) -> str:
         self._waiting.set()

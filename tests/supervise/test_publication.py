@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import EngineError, WeightsGone
+from penstock.errors import EngineError, WeightsGone, WrongStep
 from penstock.pool.pool import EnginePool
 from penstock.supervise.supervised import Supervised
 from penstock.supervise.trainer import RestartingTrainer
 from penstock.types import Batch, WeightHandle
 from stages.fake_engine import FakeEngine
+from stages.producing import on_virtual_time
 from stages.supervised import FakeWorker, Play, nothing, settings
 
 BATCH = Batch(step=2, groups=())
@@ -56,16 +57,16 @@ class TrainerFake:
 
 
 class Trainers(Play):
-    def __init__(self, *, first_hangs: bool) -> None:
+    def __init__(self, *, first_hangs: bool, part: type[TrainerFake] = TrainerFake) -> None:
         super().__init__()
-        self._first_hangs = first_hangs
+        self._first_hangs, self._part = first_hangs, part
         self.log: list[str] = []
         self.made: list[FakeWorker] = []
 
     async def start(self) -> RestartingTrainer:
         async def spawn() -> FakeWorker:
             number = len(self.made)
-            part: Any = TrainerFake(number, self.log, hangs=self._first_hangs and not number)
+            part: Any = self._part(number, self.log, hangs=self._first_hangs and not number)
             self.made.append(FakeWorker("trainer", part))
             return self.made[-1]
 
@@ -150,3 +151,39 @@ def test_weights_that_stay_gone_end_the_run_with_a_line() -> None:
         await engines.close()
 
     asyncio.run(run())
+
+
+class AtStep(TrainerFake):
+    """A trainer that refuses any step but its next."""
+
+    async def train(self, batch: Batch) -> str:
+        if self._number == 0:
+            raise WrongStep("trainer: got a batch of step 2, allowed: step 1")
+        return await super().train(batch)
+
+    async def request_stop(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_trainer_that_is_at_another_step_is_replaced_and_restored() -> None:
+    async def run() -> None:
+        trainers = Trainers(first_hangs=False, part=AtStep)
+        trainer = await trainers.start()
+        await trainer.train(BATCH)
+        assert trainers.log == ["train by 1"]
+        assert "allowed: step 1; starting it again (1 of 3)" in trainers.notes[0]
+        await trainers.supervised.close()
+
+    asyncio.run(run())
+
+
+def test_a_stop_does_without_the_answer_of_a_blocked_rank() -> None:
+    async def run() -> None:
+        trainers = Trainers(first_hangs=False, part=AtStep)
+        trainer = await trainers.start()
+        await trainer.request_stop()  # blocked
+        trainers.made[0].die()
+        await trainer.request_stop()  # dead
+        await trainers.supervised.close()
+
+    on_virtual_time(run)

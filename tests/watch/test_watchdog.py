@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
+from penstock.errors import RunError, WorkerDied
 from penstock.watch.waits import WaitKind, Waits
+from penstock.watch.watchdog import watched
 from stages.fake_engine import FakeEngine
+from stages.producing import on_virtual_time
 from stages.rewards import CountingReward
 from stages.watching import Called, Silent, SilentReward, WatchdogStage, agent, never, one_rollout
 
@@ -212,3 +217,47 @@ def test_a_cancelled_wait_is_no_answer() -> None:
     asyncio.run(run())
     assert waits.answered == {}
     assert waits.open == {}
+
+
+def test_a_death_is_no_answer_and_does_not_raise_the_limit() -> None:
+    """A hang that a restart ended made the next one be noticed five times later."""
+    now = [0.0]
+    waits = Waits(lambda: now[0])
+
+    def die() -> None:
+        with waits.wait("trainer", WaitKind.TRAIN, responder="trainer"):
+            now[0] = 300.0
+            raise WorkerDied("trainer: it was killed")
+
+    with pytest.raises(WorkerDied):
+        die()
+    assert waits.longest == {}
+    assert waits.moved_at == 300.0
+
+
+def test_the_watchdog_ends_what_it_stops_the_run_for() -> None:
+    ended: list[str] = []
+
+    async def end(name: str, reason: str) -> None:
+        ended.append(name)
+
+    stage = WatchdogStage("stop", end=end)
+    stage.run(Called("trainer", Silent(), stage.waits).train())
+    assert ended == ["trainer"]
+
+
+def test_a_watched_block_raises_the_error_of_the_watchdog() -> None:
+    async def main() -> None:
+        stage = WatchdogStage("stop")
+        stage.waits.clock = asyncio.get_running_loop().time
+
+        async def train() -> None:
+            async with watched(stage.watchdog):
+                await Called("trainer", Silent(), stage.waits).train()
+
+        with pytest.raises(RunError, match="stuck: trainer"):
+            await train()
+        async with watched(stage.watchdog):
+            await asyncio.sleep(1)
+
+    on_virtual_time(main)

@@ -154,7 +154,9 @@ class SingleTurn:
             self._running.pop(request_id, None)
 
     async def _abort(self, request_ids: list[str]) -> None:
-        await asyncio.gather(*(self._engine.abort(request_id) for request_id in request_ids))
+        """Abort requests; an abort that fails costs tokens and no more, so its error is not raised."""
+        aborts = (self._engine.abort(request_id) for request_id in request_ids)
+        await asyncio.gather(*aborts, return_exceptions=True)
 
     def _abort_later(self, request_ids: list[str]) -> None:
         task = asyncio.get_running_loop().create_task(self._abort(request_ids))

@@ -89,6 +89,7 @@ class RemoteRequests:
             if remote.task.cancelled():  # cancelled by abort, pause or close, not by the caller
                 return remote.generation("abort")
             remote.task.cancel()
+            await asyncio.gather(remote.task, return_exceptions=True)
             raise
         finally:
             self._by_id.pop(request.request_id, None)

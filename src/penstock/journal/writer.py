@@ -7,6 +7,7 @@ the writer: every waiter and every later call gets that error, so no caller hang
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import shutil
 import sqlite3
@@ -117,7 +118,10 @@ class Writer:
                 waiters.append(item)
             else:
                 records.append(item)
-        self._commit(records)
+        try:
+            self._commit(records)
+        except Exception as error:  # the thread lives on, so that every waiter gets the error
+            self._fail(RunError(f"journal {self._path}: {type(error).__name__}: {error}"))
         self._wake(waiters)
         return open_still
 
@@ -132,7 +136,7 @@ class Writer:
             else:
                 waiter.set_exception(self._fault)
         for loop, futures in by_loop.items():
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_resolve, futures, self._fault)
 
     def _commit(self, records: list[Record]) -> None:
@@ -145,14 +149,18 @@ class Writer:
         except PenstockError as error:
             self._fail(error)
         except Exception as error:  # disk full, input/output, a value that cannot be stored
-            free = shutil.disk_usage(self._path.parent).free >> 20
-            fault = RunError(
-                f"journal {self._path}: cannot write: {error} ({free:,} MiB free there)"
-            )
+            fault = RunError(f"journal {self._path}: cannot write: {error} ({self._room()})")
             fault.__cause__ = error
             self._fail(fault)
 
     def _fail(self, fault: PenstockError) -> None:
-        self._fault = fault
-        if self._database.in_transaction:
-            self._database.execute("ROLLBACK")
+        self._fault = self._fault or fault
+        with contextlib.suppress(sqlite3.Error):  # a connection that is gone has rolled back
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+
+    def _room(self) -> str:
+        try:
+            return f"{shutil.disk_usage(self._path.parent).free >> 20:,} MiB free there"
+        except OSError as error:  # the folder was removed
+            return f"its folder: {error.strerror}"

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from penstock.errors import PenstockError, RunError, UserError
+from penstock.launch.rpc_server import one_line
 from penstock.scratch import ScratchFolder
 
 _ANSWER_TIMEOUT_S = 900.0  # an engine may take long to load its model
@@ -42,8 +43,9 @@ class Control:
         try:
             command, number = json.loads(await reader.readline())
             answer = {"done": await self._handlers[command](number)}
-        except (PenstockError, KeyError, TypeError, ValueError, OSError) as error:
-            answer = {"error": f"{error}"}
+        except Exception as error:  # whatever it is, the user who waits must get it
+            words = f"{error}" if isinstance(error, PenstockError) else one_line(error)
+            answer = {"error": words}
         with contextlib.suppress(ConnectionError):
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()

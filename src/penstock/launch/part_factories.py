@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 from penstock.config import Config
 from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine
-from penstock.errors import UserError
+from penstock.errors import UserError, WrongStep
 from penstock.plugins import load
 from penstock.scratch import ScratchFolder
 from penstock.types import Batch, StepReport, WeightHandle
@@ -50,6 +50,10 @@ class TrainerService:
         self._draft: Path | None = None  # the folder of the newest snapshot
 
     def train(self, batch: Batch) -> StepReport:
+        """Train the next step; refuse any other, whose update would belong to another policy."""
+        step = self._consumer.policy_version + 1
+        if batch.step != step:
+            raise WrongStep(f"trainer: got a batch of step {batch.step}, allowed: step {step}")
         with self._memory():
             report = self._consumer.train(batch)
         self._digest = report.digest

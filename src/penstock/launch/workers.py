@@ -63,6 +63,11 @@ class Workers:
         """Return the seconds of work that a worker's process has spent; None if unknown."""
         return await self.supervised[name].activity() if name in self.supervised else None
 
+    async def end(self, name: str, reason: str) -> None:
+        """Kill a worker for good, so that nothing waits for it any more."""
+        if name in self.supervised:
+            await self.supervised[name].end(reason)
+
     async def restart(self, name: str, reason: str) -> bool:
         """Kill a worker that does not answer, so that it is restarted; False if it cannot be."""
         worker = self.supervised.get(name)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from penstock.errors import PartFailed, PenstockError, RunError, WeightsGone, Wo
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks, call_worker
 from penstock.supervise.worker import Worker
 from penstock.types import WeightHandle
+from penstock.watch.clock import loop_time
 
 Spawn = Callable[[str, str, str], Awaitable[Worker]]  # name, node, folder of its predecessor
 COLLECTIVE = "collective"  # the kind of a handle with copies on several nodes
@@ -155,6 +155,7 @@ class NodeCopies:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ask(self, node: str, method: str, *args: Any) -> Any:
         return await call_worker(self._workers[node], self._callbacks.waits, method, *args)
@@ -176,7 +177,7 @@ class NodeCopies:
         await self._workers.pop(node).close()
 
     def _count_end(self, node: str) -> int:
-        now, ends = time.monotonic(), self._ends[node]
+        now, ends = loop_time(), self._ends[node]
         ends.append(now)
         while ends[0] < now - self._settings.restart_window_s:
             ends.popleft()

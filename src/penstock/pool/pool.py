@@ -318,8 +318,8 @@ class EnginePool:
         return made, failed and not await self._is_alive(engine)
 
     async def _abort_on(self, engine: Engine, request_ids: list[str]) -> None:
-        with contextlib.suppress(EngineError, WorkerDied):  # a dead engine has no requests
-            for request_id in request_ids:
+        for request_id in request_ids:
+            with contextlib.suppress(RunError):  # a failed abort costs tokens and no more
                 await engine.supervised.call("abort", request_id)
 
     # ---- all engines

@@ -171,7 +171,7 @@ class Requests:
 
     def end_waiting(self) -> None:
         """End all requests that wait for an engine."""
-        for batch in set(self._batches.values()):
+        for batch in dict.fromkeys(self._batches.values()):
             if batch.engine is None:
                 self._end(batch)
 

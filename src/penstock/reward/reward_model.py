@@ -108,7 +108,7 @@ class RewardModel:
         try:
             if process is None:
                 process = LineProcess(self._command(), self._settings.start_timeout_s)
-            reply = json.loads(process.ask(json.dumps(items), self._settings.timeout_s))
+            scores = _read(process.ask(json.dumps(items), self._settings.timeout_s), len(futures))
         except RewardError as error:  # it did not start
             _fail(futures, str(error))
             return None
@@ -119,11 +119,16 @@ class RewardModel:
             process.kill()
             _fail(futures, limit if isinstance(error, ProcessSlow) else ended)
             return None
-        if "error" in reply:
-            _fail(futures, reply["error"])
+        except (ValueError, KeyError, TypeError) as error:  # the thread must outlive any answer
+            assert process is not None
+            process.kill()
+            _fail(futures, f"the model's process gave no scores: {type(error).__name__}: {error}")
+            return None
+        if isinstance(scores, str):
+            _fail(futures, scores)
             return process
-        for future, value in zip(futures, reply["scores"], strict=True):
-            future.set_result(float(value))
+        for future, value in zip(futures, scores, strict=True):
+            future.set_result(value)
         return process
 
     def _command(self) -> list[str]:
@@ -136,6 +141,17 @@ class RewardModel:
         if thread is not None:
             self._waiting.put(None)
             await asyncio.to_thread(thread.join)
+
+
+def _read(answer: str, number: int) -> list[float] | str:
+    """Return so many scores, or the error of the model; raise ValueError for any other answer."""
+    reply = json.loads(answer)
+    if "error" in reply:
+        return str(reply["error"])
+    scores = [float(value) for value in reply["scores"]]
+    if len(scores) != number:
+        raise ValueError(f"got {len(scores)} scores, allowed: {number}")
+    return scores
 
 
 def _fail(futures: list[Future[float]], reason: str) -> None:

@@ -147,6 +147,13 @@ class Supervised:
             self._faults.clear()
         self._faults.append(loop_time())
 
+    async def end(self, reason: str) -> None:
+        """Kill the current worker for good, if it can be killed: every call of it fails."""
+        worker = self._current
+        self.prepare = None
+        if worker is not None and worker.can_be_killed:
+            await self.replace(reason)
+
     @property
     def _current(self) -> Worker | None:
         return self._starting or self.worker
@@ -183,7 +190,10 @@ class Supervised:
             line = f"{self.name}: supervision failed: {type(error).__name__}: {error}"
             self.given_up = WorkerDied(line)
         self._settled.set()
-        self.when_given_up()
+        try:
+            self.when_given_up()
+        except Exception:  # callers get `given_up`; whoever is told first must not hide the rest
+            self._callbacks.note(f"{self.name}: it was given up\n{traceback.format_exc()}")
 
     async def _restart_until_given_up(self) -> None:
         while self.given_up is None:

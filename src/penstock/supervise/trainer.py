@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from penstock.errors import EngineError, WorkerDied
+from penstock.errors import EngineError, WorkerDied, WrongStep
 from penstock.supervise.supervised import Call, Supervised
 from penstock.supervise.worker import Worker
 from penstock.types import Batch, StepReport, WeightHandle
@@ -102,8 +102,7 @@ class RankGroup:
             every = [fault for task in tasks if (fault := task.exception()) is not None]
             raise next((fault for fault in every if isinstance(fault, WorkerDied)), faults[0])
         finally:
-            for task in tasks:
-                task.cancel()
+            await _end_all(tasks)
 
     async def _end_the_rest(
         self, tasks: Sequence[asyncio.Future[Any]], fault: BaseException
@@ -119,8 +118,7 @@ class RankGroup:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
         finally:
-            for task in tasks:
-                task.cancel()
+            await _end_all(tasks)
 
     async def stack(self) -> str:
         stacks = await asyncio.gather(*(rank.stack() for rank in self._ranks))
@@ -144,6 +142,13 @@ def _one_report(reports: Sequence[StepReport]) -> StepReport:
     """Return the first rank's report with the groups of all ranks, in the order of the batch."""
     turns = itertools.zip_longest(*(report.trained for report in reports))
     return replace(reports[0], trained=tuple(one for turn in turns for one in turn if one))
+
+
+async def _end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks whose answers nobody wants any more, and read how they ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
@@ -211,8 +216,15 @@ class RestartingTrainer(TrainerClient):
                 await self._supervised.ready()
 
     async def train(self, batch: Batch) -> StepReport:
+        """Train a step; a worker that is at another step is replaced and restored from the journal."""
         await self._written()
-        return await super().train(batch)
+        try:
+            return await super().train(batch)
+        except WrongStep as error:
+            if not self._supervised.can_restart:
+                raise
+            await self._supervised.replace(str(error))
+            return await super().train(batch)
 
     async def publish(self) -> WeightHandle:
         """Return as soon as engines may begin to read; `train` waits for the rest of the writing."""

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from penstock.engine.openai.http_client import HttpError, JsonClient
-from penstock.errors import EngineError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +142,7 @@ class Servers:
                 self._try_later(server, error)
             else:
                 self._give_up(server, error)
-        except (EngineError, UserError) as error:
+        except Exception as error:  # nobody awaits this task: the server's reason tells of it
             self._give_up(server, error)
         finally:
             server.restoring = None

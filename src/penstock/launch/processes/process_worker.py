@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import RunError, WorkerDied
-from penstock.launch.rpc_server import with_log_path
+from penstock.launch.rpc_server import one_line, with_log_path
 from penstock.supervise.activity import activity_of
 
 FRAME = struct.Struct("!Q")
@@ -56,6 +56,7 @@ class ProcessWorker:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
         self._closed = False
+        self._end = "the worker ended unexpectedly"
         self._gone = asyncio.Event()
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
@@ -142,9 +143,12 @@ class ProcessWorker:
                     future.set_exception(with_log_path(error, self._log_path))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
+        except Exception as error:  # an answer that cannot be read: nor can those after it
+            self._end = f"its answer cannot be read: {one_line(error)}"
+            self._process.kill()
         finally:
             self._closed = True
-            died = WorkerDied(f"{self.name}: the worker ended unexpectedly{self._last_log_line()}")
+            died = WorkerDied(f"{self.name}: {self._end}{self._last_log_line()}")
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(died)
@@ -152,7 +156,7 @@ class ProcessWorker:
 
     async def ended(self) -> str:
         await self._gone.wait()
-        return f"{self.name}: the worker ended unexpectedly{self._last_log_line()}"
+        return f"{self.name}: {self._end}{self._last_log_line()}"
 
     async def stack(self) -> str:
         """Ask the worker's event loop; if that is blocked, send a signal and read the stack from the log."""
@@ -190,11 +194,11 @@ class ProcessWorker:
         await asyncio.to_thread(self._process.wait)
 
     def _last_log_line(self) -> str:
-        lines = [
-            line
-            for line in self._log_path.read_text(errors="replace").splitlines()[-20:]
-            if line.strip()
-        ]
+        try:
+            written = self._log_path.read_text(errors="replace")
+        except OSError as error:  # a log that is gone must not hide the death
+            return f" (log: {self._log_path}: {error.strerror})"
+        lines = [line for line in written.splitlines()[-20:] if line.strip()]
         last = f": {lines[-1].strip()[:300]}" if lines else ""
         return f"{last} (log: {self._log_path})"
 

@@ -50,12 +50,10 @@ async def _stacks() -> str:
 
 
 async def _answer(writer: asyncio.StreamWriter, name: str, call_id: int, work: Any) -> None:
-    reply: tuple[int, Any, Exception | None]
     try:
-        reply = (call_id, await work, None)
-    except Exception as error:
-        reply = (call_id, None, portable_error(name, error))
-    write_frame(writer, reply)
+        write_frame(writer, (call_id, await work, None))
+    except Exception as error:  # raised by the part, or by an answer that cannot be sent
+        write_frame(writer, (call_id, None, portable_error(name, error)))
     await writer.drain()
 
 

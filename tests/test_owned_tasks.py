@@ -1,0 +1,92 @@
+"""Every task and thread that the source starts has an owner that reads how it ended.
+
+`OWNED` names each place that starts one, and who tells of its fault. A new place fails this test until it
+says so here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src" / "penstock"
+STARTS = ("create_task", "ensure_future", "Thread", "ThreadPoolExecutor")
+
+OWNED = {
+    # awaited in the same function, or in the one that cancels it
+    "evaluation/background.py Evaluations.begin": "the loop's TaskGroup",
+    "evaluation/score.py _in_order": "a TaskGroup",
+    "job.py _load_and_launch": "awaited before it returns",
+    "launch/assemble.py all_or_first_error": "gathered, also after an error",
+    "launch/ray/placement.py Placement.start_actor": "awaited, its error raised",
+    "pool/node_copies.py NodeCopies._answers": "gathered, errors returned",
+    "produce/producer.py Producer.run": "gathered; the first error is raised to the loop",
+    "produce/strategy.py ProduceStrategy.produce_batch": "waits for an event, cancelled at the end",
+    "run.py Loop._all_steps": "the loop's TaskGroup",
+    "run.py Loop._publish": "the loop's TaskGroup",
+    "session.py StopSignals.run": "awaited before it returns",
+    "supervise/trainer.py RankGroup._each": "gathered, the first error raised",
+    "supervise/trainer.py RankGroup.ended": "gathered, the first end returned",
+    "watch/watchdog.py watched": "its error is raised in the watched block",
+    "weights/digest.py tensor_digests": "results are read before the pool is closed",
+    # kept: a later call reads how they ended
+    "checkpoint.py CheckpointStore.begin": "`settle` raises what `_write` does not explain",
+    "engine/openai/servers.py Servers.wait_ready": "`_try_restore` gives the server up and logs why",
+    "engine/openai/servers.py Servers.watch": "`_wait_closed` ends in `lose`, which logs why",
+    "engine/remote_requests.py RemoteRequests.run": "awaited by its caller",
+    "launch/processes/process_worker.py ProcessWorker.start": "`_receive` fails every waiting call",
+    "launch/processes/worker_main.py serve": "`_answer` sends every error to the driver",
+    "launch/ray/actor.py ActorWorker.__init__": "`ended` returns its error",
+    "produce/pending.py PendingSet.schedule": "`GroupRunner._generate` keeps the error in `fault`",
+    "run.py Loop._one_step": "shielded; `_end_update` awaits it after a stop",
+    "supervise/supervised.py Supervised.start": "`_supervise` turns any error into `given_up`",
+    "supervise/trainer.py RestartingTrainer.publish": "`_written` raises its error",
+    # their errors cost tokens and no more
+    "agent/single_turn.py SingleTurn._abort_later": "an abort that fails is not raised",
+    "pool/requests.py Requests._abort_later": "an abort that fails is not raised",
+    # threads and pools of threads: a call is awaited, or the thread answers its waiters with its error
+    "compat/producers.py BaseProducer.__init__": "callers await their own coroutines in it",
+    "engine/transformers/engine.py TransformersEngine.start": "`_run` fails every waiting caller",
+    "journal/writer.py Writer.__init__": "`_run` keeps the thread alive to fail every waiter",
+    "launch/rpc_server.py RpcServer.__init__": "every call in it is awaited",
+    "reward/code.py CodeReward._verify": "every call in it is awaited",
+    "reward/math_pool.py MathPool.compare": "every call in it is awaited",
+    "reward/reward_model.py RewardModel.score": "`_run_batch` fails every waiting rollout",
+    "reward/user.py UserFunction._call": "`_run` carries any error to its waiter",
+    "sandbox/client.py VerificationClient._attempt": "every call in it is awaited",
+    "sandbox/pool.py SandboxPool.__init__": "the next caller of `_take` meets the same error",
+    "sandbox/serve.py VerificationService.__init__": "every call in it is awaited",
+}
+
+
+def started(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield each function of a file that starts a task or thread, and whether it drops the result."""
+
+    def walk(node: ast.AST, name: str) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            inner = name
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                inner = f"{name}.{child.name}".lstrip(".")
+            if isinstance(child, ast.Call) and called(child) in STARTS:
+                dropped = isinstance(node, ast.Expr) and called(child) != "Thread"
+                yield f"{path.relative_to(SOURCE).as_posix()} {name}", dropped
+            yield from walk(child, inner)
+
+    yield from walk(ast.parse(path.read_text()), "")
+
+
+def called(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def test_every_task_and_thread_has_an_owner() -> None:
+    found = {place for path in SOURCE.rglob("*.py") for place, _ in started(path)}
+    assert found - OWNED.keys() == set(), "say in OWNED who reads how it ended"
+    assert OWNED.keys() - found == set(), "remove what starts nothing any more"
+
+
+def test_no_task_is_dropped_where_it_is_started() -> None:
+    dropped = [place for path in SOURCE.rglob("*.py") for place, drops in started(path) if drops]
+    assert dropped == []
