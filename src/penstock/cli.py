@@ -245,6 +245,7 @@ def generate(
 @app.command(rich_help_panel="Look")
 def config(arguments: Arguments = None) -> None:
     """Print every setting: its value, where it came from and what it means."""
+    from penstock.config.doubts import doubts
     from penstock.config.source import describe, load_config
 
     path, overrides = _split(arguments)
@@ -253,7 +254,7 @@ def config(arguments: Arguments = None) -> None:
     for key, value, origin, doc in describe(loaded.config, loaded.origins):
         console.print(f"[bold]{key}[/bold] = {value!r}", highlight=False, soft_wrap=True)
         console.print(f"    [dim]{doc} ({origin})[/dim]", highlight=False, soft_wrap=True)
-    for warning in loaded.config.warnings():
+    for warning in doubts(loaded.config):
         console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
 
 

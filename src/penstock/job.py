@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.agent import AGENTS
-from penstock.algo.method import resolve_settings
+from penstock.algo.method import run_settings
 from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
 from penstock.config import Config
@@ -178,7 +178,7 @@ def _notes(
 ) -> list[str]:
     """Return what the user should know of the run before it starts."""
     notes = []
-    refuses = resolve_settings(config.algorithm).filter_groups or config.produce.is_valid_sample
+    refuses = run_settings(config).filter_groups or config.produce.is_valid_sample
     if config.train.episodes is not None and refuses:
         notes.append(
             f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
@@ -247,7 +247,7 @@ def join_parts(
 
 
 def _learning_watch(config: Config, folder: RunFolder) -> LearningWatch:
-    settings = resolve_settings(config.algorithm)
+    settings = run_settings(config)
     return LearningWatch(
         str(folder.path),
         by_group=settings.group_relative,
@@ -429,7 +429,7 @@ def _task(
 
 def _validity(config: Config, own_rule: str) -> IsValidSample:
     """Return the rule for training on a finished group: the algorithm and the user's rule keep it."""
-    settings = resolve_settings(config.algorithm)
+    settings = run_settings(config)
     own = load("produce.is_valid_sample", own_rule, {}) if own_rule else None
 
     def is_valid(rollouts: Sequence[Rollout]) -> bool:

@@ -19,6 +19,7 @@ from rich.console import Console
 from penstock import run_folder
 from penstock.config import Config
 from penstock.config.changes import Change, allowed_changes
+from penstock.config.doubts import doubts
 from penstock.config.source import load_config, with_overrides
 from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError
 from penstock.evaluation.evaluate import EvalResult, evaluate, restore_summaries
@@ -148,7 +149,7 @@ def _tell(text: str) -> None:
 async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bool = False) -> None:
     started = time.monotonic()
     console = Console(stderr=True)
-    for warning in config.warnings():
+    for warning in doubts(config):
         console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
     console.print(f"run folder: [bold]{folder.path}[/bold]", highlight=False, soft_wrap=True)
     is_fork = folder.origin() is not None

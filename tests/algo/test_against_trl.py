@@ -129,11 +129,11 @@ CASES = {
     "dapo": ({"name": "dapo"}, {"loss_type": "dapo", "low": 0.2, "high": 0.28}),
     "dr_grpo": ({"name": "dr_grpo"}, {"loss_type": "dr_grpo", "low": 0.2, "high": 0.2}),
     "gspo": (
-        {"name": "gspo"},
+        {"name": "gspo", "correction": {"kind": "none"}},
         {"loss_type": "grpo", "low": 3e-4, "high": 4e-4, "level": "sequence"},
     ),
     "gspo_wide": (
-        {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2},
+        {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "correction": {"kind": "none"}},
         {"loss_type": "grpo", "low": 0.2, "high": 0.2, "level": "sequence"},
     ),
     "cispo": ({"name": "cispo"}, {"loss_type": "cispo", "low": 0.2, "high": 5.0}),

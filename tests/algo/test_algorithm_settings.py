@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.algo import ALGORITHMS
-from penstock.algo.method import check_algorithm, resolve_settings
+from penstock.algo.method import check_algorithm, resolve_settings, run_settings
 from penstock.algo.settings import keep_group
 from penstock.config import AlgorithmConfig, Config
 from penstock.errors import UserError
@@ -34,7 +34,7 @@ def test_reading_settings_imports_no_torch() -> None:
             | {"mask_truncated": True, "overlong_penalty": 1.0},
         ),
         ("dr_grpo", {"aggregation": "constant", "normalize": "none"}),
-        ("rloo", {"baseline": "leave_one_out", "normalize": "none", "kl_in": "loss"}),
+        ("rloo", {"baseline": "leave_one_out", "normalize": "none", "kl_in": "reward"}),
         ("reinforce_pp", {"normalize": "batch", "kl_in": "reward", "group_relative": False}),
         ("reinforce_pp_baseline", {"normalize": "batch", "group_relative": True}),
         ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}),
@@ -76,7 +76,36 @@ def test_a_correction_is_a_decoupled_objective() -> None:
         "token_truncate",
         3.0,
     )
-    assert resolve_settings(AlgorithmConfig(decoupled=True)).correction == "token"
+    assert resolve_settings(AlgorithmConfig(decoupled=True)).correction == "token_truncate"
+    unbounded = AlgorithmConfig(decoupled=True, correction={"kind": "none"})
+    assert resolve_settings(unbounded).correction == "token"
+
+
+@pytest.mark.parametrize(
+    ("fields", "correction"),
+    [
+        ({}, "none"),
+        ({"engine": {"name": "vllm"}}, "token_truncate"),
+        ({"engine": {"name": "openai"}}, "token_truncate"),
+        ({"engine": {"name": "mine:Engine"}}, "token_truncate"),
+        ({"sampling": {"top_p": 0.9}}, "token_truncate"),
+        ({"tasks": {"a": {}, "b": {"sampling": {"top_k": 5}}}}, "token_truncate"),
+        ({"engine": {"name": "vllm"}, "algorithm": {"correction": {"kind": "none"}}}, "none"),
+        ({"algorithm": {"name": "gspo"}}, "token_truncate"),
+        ({"algorithm": {"name": "gspo", "correction": {"kind": "none"}}}, "none"),
+        ({"algorithm": {"name": "rloo"}, "engine": {"name": "vllm"}}, "sequence_truncate"),
+    ],
+)
+def test_a_run_is_corrected_where_engine_and_trainer_differ(fields, correction) -> None:
+    settings = run_settings(Config.model_validate(fields))
+    assert (settings.correction, settings.decoupled) == (correction, correction != "none")
+
+
+def test_dual_clip_is_on_and_can_be_turned_off() -> None:
+    assert resolve_settings(AlgorithmConfig()).dual_clip == 3.0
+    assert resolve_settings(AlgorithmConfig(dual_clip=0)).dual_clip == 0
+    with pytest.raises(ValueError, match=r"got 0.5, allowed: 0 \(off\), or above 1"):
+        AlgorithmConfig(dual_clip=0.5)
 
 
 @pytest.mark.parametrize(

@@ -51,20 +51,37 @@ def test_dapo_clips_higher() -> None:
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens() -> None:
     tokens = view([10.0, 2.0, 10.0], [-1.0, -1.0, 1.0])
-    got = algorithm("grpo", dual_clip=3.0).surrogate(tokens)
+    got = algorithm("grpo").surrogate(tokens)  # 3 by default
     assert got.loss_N.tolist() == pytest.approx([3.0, 2.0, -1.2])
     assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx([0.0, 2.0, 0.0])
+    off = algorithm("grpo", dual_clip=0).surrogate(tokens)
+    assert off.loss_N.tolist() == pytest.approx([10.0, 2.0, -1.2])
 
 
 def test_gspo_ratio_is_the_geometric_mean_of_the_sequence() -> None:
     tokens = view([4.0, 1.0, 9.0], [1.0, 1.0, -1.0], sequences=[0, 0, 1])
     got = algorithm("gspo").surrogate(tokens)
     assert got.ratio_N.tolist() == pytest.approx([2.0, 2.0, 9.0])
-    assert got.loss_N.tolist() == pytest.approx([-1.0004, -1.0004, 9.0])
+    assert got.loss_N.tolist() == pytest.approx([-1.0004, -1.0004, 3.0])  # 9 is cut by dual clip
     tokens = view([1.0, 1.0], [1.0, 1.0])
     loss_N = algorithm("gspo").surrogate(tokens).loss_N
     # the sequence's mean of two equal losses: each token carries half of ratio x advantage
     assert gradient(loss_N / 2, tokens.logprobs_N) == pytest.approx([-0.5, -0.5])
+
+
+def test_rloo_has_one_ratio_per_response() -> None:
+    tokens = view([1.1, 1.05, 2.0], [1.0, 1.0, -1.0], sequences=[0, 0, 1])
+    got = algorithm("rloo").surrogate(tokens)
+    assert got.ratio_N.tolist() == pytest.approx([1.155, 1.155, 2.0])
+    assert got.loss_N.tolist() == pytest.approx([-1.155, -1.155, 2.0])
+    # the mean over a response's equal token losses: every token carries ratio x advantage
+    weights_N = torch.tensor([0.5, 0.5, 1.0])
+    assert gradient(got.loss_N * weights_N, tokens.logprobs_N) == pytest.approx(
+        [-1.155, -1.155, 2.0]
+    )
+    clipped = algorithm("rloo").surrogate(view([1.2, 1.2], [1.0, 1.0]))  # 1.44 over the response
+    assert clipped.loss_N.tolist() == pytest.approx([-1.2, -1.2])
+    assert clipped.clipped_N.all()
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
@@ -129,6 +146,6 @@ def test_every_algorithm_of_the_table_keeps_the_contract(name) -> None:
     got = algorithm(name).surrogate(tokens)
     assert got.loss_N.shape == got.ratio_N.shape == got.clipped_N.shape == (3,)
     assert not got.ratio_N.requires_grad
-    # On-policy every method's gradient is -advantage at each token (GSPO: the sequence's mean).
-    if name != "gspo":
+    # On-policy every method's gradient is -advantage at each token (GSPO, RLOO: the sequence's).
+    if name not in ("gspo", "rloo"):
         assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx([-1.0, 1.0, 0.0])

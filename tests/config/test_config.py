@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import Config
+from penstock.config.doubts import doubts
 from penstock.config.source import describe, load_config, to_toml, valid_keys, validate
 from penstock.errors import UserError
 
@@ -111,29 +112,29 @@ def test_broken_toml_and_missing_file_are_named(tmp_path: Path, text: str) -> No
 
 def test_partial_rollouts_that_can_do_nothing_are_warned_of() -> None:
     useless = ["produce.max_staleness=0", "produce.enable_partial_rollout=true"]
-    assert any("no effect" in line for line in load_config(None, useless).config.warnings())
+    assert any("no effect" in line for line in doubts(load_config(None, useless).config))
     useful = ["produce.max_staleness=1", "produce.enable_partial_rollout=true"]
-    assert load_config(None, useful).config.warnings() == []
+    assert doubts(load_config(None, useful).config) == []
 
 
 def test_a_cut_sampling_distribution_is_warned_of() -> None:
     for words in (["sampling.top_k=20"], ["tasks.train.sampling={top_p=0.9}"]):
-        (warning,) = load_config(None, words).config.warnings()
+        (warning,) = doubts(load_config(None, words).config)
         assert "tasks.train: top_k" in warning
         assert "mismatch/kl" in warning
 
 
 def test_turns_that_nobody_takes_are_warned_of() -> None:
     inline = ["launch.colocate=true", "launch.kind=inline"]
-    assert "launch.colocate" in load_config(None, inline).config.warnings()[0]
-    assert load_config(None, ["launch.colocate=true"]).config.warnings() == []
+    assert "launch.colocate" in doubts(load_config(None, inline).config)[0]
+    assert doubts(load_config(None, ["launch.colocate=true"]).config) == []
 
 
 def test_an_evaluation_task_inherits_the_system_prompt_of_training() -> None:
     def prompts(*overrides: str) -> tuple[str, list[str]]:
         config = load_config(None, overrides).config
         assert validate(tomllib.loads(to_toml(config))) == config  # a resumed run keeps it
-        return config.eval.tasks["heldout"].system_prompt, config.warnings()
+        return config.eval.tasks["heldout"].system_prompt, doubts(config)
 
     first, second = "tasks.train.system_prompt=Think.", "tasks.other.system_prompt=Answer."
     assert prompts() == ("", [])

@@ -10,6 +10,7 @@ from penstock.algo import ALGORITHMS
 from penstock.algo.method import resolve_settings
 from penstock.config import AlgorithmConfig
 from penstock.train.flat_batch import FlatBatch, mini_batches
+from penstock.train.objective import TokenInputs
 from penstock.types import Score
 from stages.training_data import (
     Gradients,
@@ -92,6 +93,8 @@ def plain_loss(model, batch, settings, constant_length):
             advantage = (reward - rewards.mean()) / (spread + 1e-4)
             clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
             losses = -torch.minimum(ratio * advantage, clipped * advantage)[mask]
+            if advantage < 0:  # dual clip
+                losses = losses.clamp(max=-settings.dual_clip * advantage)
             terms.append(losses)
             num_tokens += len(losses)
             num_sequences += 1
@@ -112,6 +115,90 @@ def test_gradient_is_that_of_the_plain_formula(aggregation, mask_truncated) -> N
     plain_loss(model, batch, resolve_settings(AlgorithmConfig(**fields)), 8).backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert relative_gap(gradient_of(config, batch), expected) < 1e-6
+
+
+def rloo_loss(model, reference, batch, beta: float):
+    """Compute RLOO the slow way: one action per response, KL in its reward, one capped weight."""
+    loss, num_sequences = 0.0, sum(len(group.rollouts) for group in batch.groups)
+
+    def total_logprob(policy, rollout):
+        ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
+        log_all = torch.log_softmax(policy(ids[None]).logits[0], -1)[
+            len(rollout.prompt_ids) - 1 : -1
+        ]
+        return log_all.gather(-1, ids[len(rollout.prompt_ids) :, None]).sum()
+
+    for group in batch.groups:
+        own = [total_logprob(model, rollout) for rollout in group.rollouts]
+        rewards = np.array(
+            [
+                rollout.reward - beta * float(logprob - total_logprob(reference, rollout))
+                for logprob, rollout in zip(own, group.rollouts, strict=True)
+            ]
+        )
+        for number, (logprob, rollout) in enumerate(zip(own, group.rollouts, strict=True)):
+            advantage = rewards[number] - np.delete(rewards, number).mean()
+            weight = min(float(torch.exp(logprob - float(rollout.logprobs.sum()))), 2.0)
+            loss = loss - weight * advantage * logprob
+    return loss / num_sequences
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_rloo_treats_a_response_as_one_action(beta) -> None:
+    config = config_of(algorithm={"name": "rloo", "kl_beta": beta})
+    batch, model, reference = random_batch(), tiny_model(), tiny_model(seed=5)
+    rloo_loss(model, reference, batch, beta).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    got = gradient_of(config, batch, reference=reference if beta else None)
+    assert relative_gap(got, expected) < 1e-6
+
+
+def size_with_a_bad_token(fields, score: float) -> float:
+    """Return the gradient's norm, over that without the bad token, whose log-prob is 15 nats off."""
+
+    def size(batch) -> float:
+        gradient = gradient_of(config_of(algorithm=fields), batch)
+        return float(sum(grad.square().sum() for grad in gradient.values())) ** 0.5
+
+    batch = random_batch()
+    first, *others = batch.groups[0].rollouts
+    first.score = Score(score)
+    for rollout in others:
+        rollout.score = Score(1.0 - score)
+    before = size(batch)
+    first.logprobs[0] -= 15.0
+    return size(batch) / before
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("score", [0.0, 1.0])
+def test_one_bad_token_does_not_drown_the_others(name, decoupled, score) -> None:
+    assert size_with_a_bad_token({"name": name, "decoupled": decoupled}, score) < 4
+
+
+def test_without_its_bounds_one_bad_token_drowns_the_others() -> None:
+    unbounded = {"correction": {"kind": "none"}, "dual_clip": 0}
+    assert size_with_a_bad_token(unbounded, 0.0) > 1e4
+    assert size_with_a_bad_token(unbounded | {"decoupled": True}, 1.0) > 1e4
+
+
+def test_gspo_does_not_clip_the_noise_of_an_engine() -> None:
+    """Noise of 0.01 per token moves the mean over a response by more than the clip of 3e-4."""
+    generator = np.random.default_rng(0)
+    batch = random_batch(groups=4)
+    consumer = consumer_of(config_of(algorithm={"name": "gspo"}))
+    flat = FlatBatch.from_groups(batch.groups, 1, consumer.settings)
+    inputs = TokenInputs.from_batch(flat, torch.float64, torch.device("cpu"))
+    own_N = consumer._logprobs(flat, inputs, consumer.policy).numpy()
+    for number, rollout in enumerate(flat.rollouts):
+        mine = own_N[flat.bounds_R1[number] : flat.bounds_R1[number + 1]]
+        rollout.logprobs = (mine + 0.01 * generator.standard_normal(len(mine))).astype(np.float32)
+    metrics = consumer.train(batch).metrics
+    assert metrics["clip/fraction"] == 0
+    assert metrics["mismatch/kl"] > 1e-5
+    raw = consumer_of(config_of(algorithm={"name": "gspo", "correction": {"kind": "none"}}))
+    assert raw.train(batch).metrics["clip/fraction"] > 0.2
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
@@ -179,8 +266,6 @@ def test_the_updates_of_all_ranks_together_are_those_of_one(world, total) -> Non
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
 def test_ratio_is_one_at_any_temperature_when_the_weights_are_the_same(temperature) -> None:
     """The log-probs are those of an engine with these weights at that temperature."""
-    from penstock.train.objective import TokenInputs
-
     batch = random_batch(temperature=temperature)
     consumer = consumer_of(config_of(train={"micro_batch_tokens": 11}))
     flat = FlatBatch.from_groups(batch.groups, 1, resolve_settings(AlgorithmConfig()))

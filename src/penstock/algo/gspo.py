@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 class GSPO(Algorithm):
     defaults = AlgorithmSettings(
-        clip_low=3e-4, clip_high=4e-4, aggregation="sequence", kl_in="none"
+        clip_low=3e-4,
+        clip_high=4e-4,
+        aggregation="sequence",
+        kl_in="none",
+        correction="token_truncate",  # noise between engine and trainer alone would pass the clip
     )
 
     def log_ratio(self, view: TokenView) -> Tensor:

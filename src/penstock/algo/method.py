@@ -66,7 +66,7 @@ class Algorithm:
         free_N, held_N = ratio_N * advantages_N, bounded_N * advantages_N
         objective_N = free_N.minimum(held_N)
         clipped_N = held_N.detach() < free_N.detach()
-        if self.settings.dual_clip is not None:
+        if self.settings.dual_clip:
             floor_N = self.settings.dual_clip * advantages_N
             dual_N = (advantages_N < 0) & (objective_N.detach() < floor_N)
             objective_N = objective_N.where(~dual_N, floor_N)
@@ -96,17 +96,34 @@ def algorithm_class(name: str) -> type[Algorithm]:
     return method
 
 
-def resolve_settings(config: AlgorithmConfig) -> AlgorithmSettings:
+def run_settings(config: Config) -> AlgorithmSettings:
+    """Return the settings of a run: those of its algorithm, for its engine and its sampling.
+
+    Only Penstock's own engine computes as the trainer does, and only while every token may be sampled.
+    """
+    cuts = any(config.task_sampling(task).cuts_tokens for task in config.tasks)
+    exact = config.engine.name == "transformers" and not cuts
+    return resolve_settings(config.algorithm, exact_sampling=exact)
+
+
+def resolve_settings(config: AlgorithmConfig, *, exact_sampling: bool = True) -> AlgorithmSettings:
     """Return the named algorithm's defaults, overridden by the fields that the config sets."""
     given = {
         name: value for name in _OVERRIDES if (value := getattr(config, name, None)) is not None
     }
+    defaults = algorithm_class(config.name).defaults
+    kind: CorrectionKind = "none"
+    if config.correction.kind != "auto":
+        kind = config.correction.kind
+    elif defaults.correction != "none":
+        kind = defaults.correction
+    elif config.decoupled or not exact_sampling:
+        kind = "token_truncate"
     # A correction weighs the trainer's policy against the behaviour policy, so the ratio that is
     # left to clip is that of the update alone: every correction is a decoupled objective.
-    kind: CorrectionKind = config.correction.kind
     decoupled = config.decoupled or kind != "none"
     return replace(
-        algorithm_class(config.name).defaults,
+        defaults,
         name=config.name,
         decoupled=decoupled,
         correction="token" if decoupled and kind == "none" else kind,
@@ -118,7 +135,7 @@ def resolve_settings(config: AlgorithmConfig) -> AlgorithmSettings:
 
 def check_algorithm(config: Config) -> None:
     """Refuse settings that cannot be trained, before any weight is loaded."""
-    settings = resolve_settings(config.algorithm)
+    settings = run_settings(config)
     for task in config.tasks:
         generations = config.task_sampling(task).num_generations
         if settings.group_relative and generations < 2:

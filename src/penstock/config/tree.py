@@ -193,10 +193,11 @@ class ProduceConfig(ProduceSettings):
 
 
 class CorrectionConfig(Section):
-    kind: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
-        "none"
-    )
-    """Importance correction for the gap between the behaviour policy and the trainer."""
+    kind: Literal[
+        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "auto"
+    """Importance correction for the gap between the behaviour policy and the trainer; auto: the algorithm's own,
+    else token_truncate with decoupled, another engine than transformers, top_k or top_p, else none."""
     cap: float = Field(2.0, gt=0)
     """Largest importance weight (truncate) or the bound past which tokens are masked (mask)."""
     floor: float = Field(0.0, ge=0)
@@ -210,8 +211,8 @@ class AlgorithmConfig(Section):
     """Lower clip of the ratio, 1 - this; None: the algorithm's own."""
     clip_high: float | None = Field(None, ge=0)
     """Upper clip of the ratio, 1 + this; None: the algorithm's own."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Lower bound of the objective for negative advantages; None: off."""
+    dual_clip: float | None = Field(None, ge=0)
+    """Most that a negative advantage may cost, as a multiple of it, above 1; 0: off; None: the algorithm's own."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
     """How token losses become one number; None: the algorithm's own."""
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] | None = None
@@ -234,6 +235,13 @@ class AlgorithmConfig(Section):
     """Clip against the trainer's own log-probs before the update, not those of the rollout."""
     correction: CorrectionConfig = CorrectionConfig()
     """Importance correction against the behaviour policy."""
+
+    @field_validator("dual_clip")
+    @classmethod
+    def _check_dual_clip(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value <= 1:
+            raise ValueError(f"got {value}, allowed: 0 (off), or above 1")
+        return value
 
 
 class PtxConfig(Section):
@@ -486,39 +494,6 @@ class Config(Section):
         _check_tasks(self)
         _check_train(self)
         return self
-
-    def warnings(self) -> list[str]:
-        """Return a line for each setting that is legal but probably a mistake."""
-        found = []
-        for task in self.tasks:
-            produce, sampling = self.task_produce(task), self.task_sampling(task)
-            if sampling.cuts_tokens:
-                found.append(
-                    f"tasks.{task}: top_k {sampling.top_k} and top_p {sampling.top_p} cut tokens from the "
-                    "sampling distribution that the trainer counts, so ratios are too low: leave both off, "
-                    "or watch mismatch/kl"
-                )
-            if (
-                produce.enable_partial_rollout
-                and produce.max_staleness == 0
-                and self.sync.every_steps == 1
-            ):
-                found.append(
-                    f"tasks.{task}: enable_partial_rollout has no effect with max_staleness 0 and "
-                    "sync.every_steps 1: every partial response has expired before it can continue"
-                )
-        if self.launch.colocate and self.launch.kind == "inline":
-            found.append(
-                "launch.colocate has no effect with launch.kind inline: one process holds both sides"
-            )
-        trained = [name for name, task in self.tasks.items() if task.system_prompt]
-        found += [
-            f"eval.tasks.{name}: evaluated without a system prompt, but trained with that of "
-            f"tasks.{trained[0]}: set eval.tasks.{name}.system_prompt"
-            for name, task in self.eval.tasks.items()
-            if trained and not task.system_prompt
-        ]
-        return found
 
 
 def _is_table_of_tables(value: Any) -> bool:

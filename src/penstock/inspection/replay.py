@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from penstock import run_folder
-from penstock.algo.method import check_algorithm, resolve_settings
+from penstock.algo.method import check_algorithm, run_settings
 from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
 from penstock.config import Config
@@ -79,7 +79,7 @@ def make_fork(
 ) -> RunFolder:
     """Make a run folder beside its parent, ready to be trained."""
     named = [f"algorithm.name={algorithm}"] if algorithm else []
-    corrected = [] if resolve_settings(parent.config().algorithm).decoupled else [CORRECTION]
+    corrected = [] if run_settings(parent.config()).decoupled else [CORRECTION]
     place = [f"run.dir={parent.path.parent}", f"run.name={_unused_name(parent, algorithm)}"]
     words = [*corrected, *place, *named, *overrides]
     config = absolute_paths(with_overrides(parent.config(), words))
@@ -124,7 +124,7 @@ def _unused_name(parent: RunFolder, algorithm: str | None) -> str:
 
 def recorded_groups(journal: Journal, config: Config, last: int) -> Iterator[tuple[Group, bool]]:
     """Yield every trained group in training order, and whether this config's algorithm keeps it."""
-    settings = resolve_settings(config.algorithm)
+    settings = run_settings(config)
     for step in range(1, last + 1):
         for group in journal.batch(step).groups:
             yield group, keep_group(group.rollouts, settings)

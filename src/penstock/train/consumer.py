@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from penstock.algo import kl
-from penstock.algo.method import algorithm_class, resolve_settings
+from penstock.algo.method import algorithm_class, run_settings
 from penstock.config import Config
 from penstock.data.sampler import stable_hash
 from penstock.errors import RunError, StopRequested
@@ -100,7 +100,7 @@ class Consumer:
         self.bad_updates_in_a_row = 0
         self.work_done = 0  # packs, updates and published tensors so far; proves progress
         self.texts = texts
-        self.settings = resolve_settings(config.algorithm)
+        self.settings = run_settings(config)
         self.algorithm = algorithm_class(config.algorithm.name)(self.settings)
         self.reference = None if reference is None else Policy(reference)
         self.policy = Policy(model)
@@ -140,7 +140,7 @@ class Consumer:
             add_adapters(model, config.model.lora)
         reference = None
         base_is_reference = config.model.lora.rank > 0 and not config.train.reference
-        if resolve_settings(config.algorithm).needs_reference and not base_is_reference:
+        if run_settings(config).needs_reference and not base_is_reference:
             path = config.train.reference or config.model.path
             reference = load_policy(path, config.model, dtype).requires_grad_(False)
         return cls(
