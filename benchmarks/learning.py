@@ -186,9 +186,8 @@ def show(folder: Path) -> None:
 
 def _around(rewards: list[float], step: int) -> float:
     """Return the mean reward of up to five steps around `step`; of step 1 alone at the start."""
-    return statistics.fmean(
-        rewards[max(0, step - 3) : step + 2] if step > 1 else rewards[:1] or [0.0]
-    )
+    near = rewards[max(0, step - 3) : step + 2] if step > 1 else rewards[:1]
+    return statistics.fmean(near) if near else float("nan")
 
 
 def _spread(values: list[float]) -> str:
