@@ -51,7 +51,7 @@ def test_a_run_trains_with_the_strategy_that_its_config_names(
         f"from penstock.produce import ProduceStrategy\n\n\n{inspect.getsource(OnPolicy)}"
     )
     own = train(monkeypatch, "own", "produce.strategy=own_strategy.py:OnPolicy")
-    assert own.config().produce.strategy == "own_strategy.py:OnPolicy"
+    assert own.config().produce.strategy == f"{tmp_path}/own_strategy.py:OnPolicy"
     assert set(staleness(own)) == {0}
     assert max(staleness(train(monkeypatch, "usual"))) > 0  # the bound allows 3
 
