@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,9 @@ from pathlib import Path
 import pytest
 
 from penstock.config.source import load_config
+from penstock.demo import policy_path
+from penstock.errors import UserError
+from penstock.inspection.rollout_viewer import show_rollouts
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.session import resume_run, train_new
@@ -233,6 +238,31 @@ def test_what_a_user_should_know_is_said_once_before_the_first_step(
     said = capfd.readouterr().err
     assert said.count("eval.tasks.heldout: 1 of 3 problems are also prompts of tasks.train") == 1
     assert said.count("note: train.episodes 1 is 1 steps") == 1
+
+
+THINKING = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+
+
+def test_arguments_of_the_chat_template_reach_training_evaluation_and_the_rollouts_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(policy_path(), tmp_path / "model")
+    (model / "chat_template.jinja").write_text(THINKING)
+    words = ["train.steps=1", f"model.path={model}", "tasks.train.max_prompt_tokens=24"]
+    words += ["eval.tasks.heldout.max_prompt_tokens=24", "eval.max_problems=2"]
+    with pytest.raises(UserError, match=r"tasks.train: chat_template_kwargs: got 'enable_thinkin'"):
+        train(tmp_path, "wrong", *words, "tasks.train.chat_template_kwargs={enable_thinkin=false}")
+    run = train(
+        tmp_path, "quiet", *words, "tasks.train.chat_template_kwargs={enable_thinking=false}"
+    )
+    assert run.config().eval.tasks["heldout"].chat_template_kwargs == {"enable_thinking": False}
+    capsys.readouterr()
+    show_rollouts(run, limit=1)
+    shown = capsys.readouterr().out
+    assert re.search(r"prompt  <user>\d+\+\d+<assistant><think></think>\n", shown), shown
 
 
 GROUP_REWARD = """

@@ -14,10 +14,31 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from penstock.config import EvalTaskConfig
+from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
 
 USER = {"role": "user", "content": "47+38"}
+THINKING = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
+
+
+def test_a_template_gets_the_arguments_of_its_task_and_no_others() -> None:
+    tokenizer = load_tokenizer("demo")
+    tokenizer.chat_template = THINKING
+    chat = ChatTemplate(tokenizer)
+    assert chat.render([USER]) == "47+38"
+    assert chat.render([USER], "", {"enable_thinking": True}) == "47+38<think>"
+    longer = chat.encode([USER], "", {"enable_thinking": True})
+    assert chat.decode_prompt(longer) == "47+38<think>"
+    task = EvalTaskConfig(chat_template_kwargs={"enable_thinking": True}, data_options={"size": 1})
+    assert chat.decode_prompt(load_dataset("a", task, chat)[0].token_ids).endswith("<think>")
+    for wrong in ("enable_thinkin", "messages", "tokenize"):  # jinja would ignore the first
+        with pytest.raises(UserError, match=f"chat_template_kwargs: got '{wrong}'"):
+            chat.encode([USER], "", {wrong: True})
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        ChatTemplate(tokenizer).encode([USER], "", {"enable_thinking": True})
 
 
 @pytest.fixture(scope="module")

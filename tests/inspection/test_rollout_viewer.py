@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
 from penstock.inspection.rollout_viewer import RolloutView, show_rollouts
 from penstock.journal.checks import rollout_key
@@ -80,8 +82,9 @@ def test_a_wrong_condition_says_what_sqlite_says(run: RunFolder, where: str, say
 
 def test_people_see_text_reward_versions_and_fate(run: RunFolder) -> None:
     text = shown(run, step=4, where="oldest_version < newest_version", limit=1)
+    prompt = ChatTemplate(load_tokenizer("demo")).decode_prompt(range(1, 6))
     for words in (
-        "What is",
+        f"prompt  {prompt}",
         "<answer>",
         "expected",
         "trained in step 4, staleness 1",
@@ -90,6 +93,14 @@ def test_people_see_text_reward_versions_and_fate(run: RunFolder) -> None:
     ):
         assert words in text
     assert "more with --limit" in text
+
+
+def test_without_the_tokenizer_the_messages_are_shown(run: RunFolder, tmp_path: Path) -> None:
+    copied = shutil.copytree(run.path, tmp_path / "moved")
+    text = (copied / "config.toml").read_text().replace('path = "demo"', 'path = "/no/such/model"')
+    (copied / "config.toml").write_text(text)
+    assert "user  What is" in shown(RunFolder(copied), limit=1)
+    assert objects(RunFolder(copied), limit=1)[0]["rendered_prompt"] is None
 
 
 @pytest.mark.parametrize("reason", ["filtered", "expired", "failed"])

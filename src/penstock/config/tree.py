@@ -78,6 +78,8 @@ class TaskDataConfig(Section):
     """Rewards of a response; their weighted sum is its reward."""
     system_prompt: str = ""
     """System message for prompts that have none."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as enable_thinking; an evaluation task inherits them like its system_prompt."""
     max_prompt_tokens: int = Field(2048, ge=1)
     """Longest prompt in tokens."""
     long_prompts: Literal["skip", "refuse"] = "skip"
@@ -309,7 +311,10 @@ class SyncConfig(Section):
     """Backend of `collective` between nodes; nccl needs a GPU on every node."""
 
 
-_INHERITED = ("system_prompt",)  # keys of a training task that an evaluation task takes over
+_INHERITED = (
+    "system_prompt",
+    "chat_template_kwargs",
+)  # keys of a training task that an evaluation task takes over
 _ONLY_TRAINING = {"weight": 1.0, "agent": "single_turn", "agent_options": {}, "produce": {}}
 
 

@@ -8,6 +8,7 @@ prompt. Does not cut prompts and does not know datasets. transformers is importe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from penstock.errors import UserError
 
 Message = Mapping[str, Any]
+_OWN_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "tokenize"})  # set here
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -112,35 +114,64 @@ class ChatTemplate:
         is_begin = added == [self.tokenizer.bos_token_id]
         return np.asarray(added if is_begin else [], dtype=np.int32)
 
-    def encode(self, messages: Sequence[Message], system_prompt: str = "") -> np.ndarray:
+    def encode(
+        self,
+        messages: Sequence[Message],
+        system_prompt: str = "",
+        arguments: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:
         """Return the prompt's ids, int32, up to where the assistant's answer begins."""
-        return self.encode_many([messages], system_prompt)[0]
+        return self.encode_many([messages], system_prompt, arguments)[0]
 
     def encode_many(
-        self, conversations: Iterable[Sequence[Message]], system_prompt: str = ""
+        self,
+        conversations: Iterable[Sequence[Message]],
+        system_prompt: str = "",
+        arguments: Mapping[str, Any] | None = None,
     ) -> list[np.ndarray]:
         """Encode many conversations with one call of the tokenizer, which is several times faster."""
-        texts = [self.render(messages, system_prompt) for messages in conversations]
+        self._check_arguments(arguments or {})
+        texts = [self.render(messages, system_prompt, arguments) for messages in conversations]
         if not texts:
             return []
         encoded = self.tokenizer(texts, add_special_tokens=not self.has_template, verbose=False)
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
-    def render(self, messages: Sequence[Message], system_prompt: str = "") -> str:
-        """Return the prompt as text; add the system prompt if the messages have none."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        system_prompt: str = "",
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt as text; add the system prompt if the messages have none.
+
+        `arguments` are variables of the chat template, such as enable_thinking.
+        """
         conversation = [dict(message) for message in messages]
         if system_prompt and not any(m.get("role") == "system" for m in conversation):
             conversation.insert(0, {"role": "system", "content": system_prompt})
         if not self.has_template:
             return "\n".join(str(message["content"]) for message in conversation)
-        return self._apply_template(conversation)
+        return self._apply_template(conversation, arguments or {})
 
-    def _apply_template(self, conversation: list[dict[str, Any]]) -> str:
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse a variable that the template does not read: it would be ignored in silence."""
+        template = str(getattr(self.tokenizer, "chat_template", None) or "")
+        for name in arguments:
+            if name in _OWN_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", template):
+                allowed = "a variable of the tokenizer's chat template"
+                if not template:
+                    allowed = "none, because the tokenizer has no chat template"
+                raise UserError(f"chat_template_kwargs: got {name!r}, allowed: {allowed}")
+
+    def _apply_template(
+        self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]
+    ) -> str:
         from jinja2 import TemplateError
 
         try:
             text = self.tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=False
+                conversation, add_generation_prompt=True, tokenize=False, **arguments
             )
         except TemplateError as error:
             roles = ", ".join(str(message.get("role")) for message in conversation)
@@ -153,6 +184,16 @@ class ChatTemplate:
         """Return the ids of plain text, int32, with nothing added (tool results, text streams)."""
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.int32)
+
+    def decode_prompt(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return a prompt as the model got it, with every special token."""
+        return str(
+            self.tokenizer.decode(
+                [int(token) for token in ids],
+                skip_special_tokens=False,
+                clean_up_tokenization_spaces=False,
+            )
+        )
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the response text as rewards see it.

@@ -147,7 +147,7 @@ def load_dataset(
         examples = read_examples(
             task.data, task.data_options, seed, needs_answer=needs_answer, parts=parts
         )
-        token_ids = _tokenize(examples, chat, task.system_prompt)
+        token_ids = _tokenize(examples, chat, task)
         fits = _check_lengths(task, examples, token_ids)
     kept = [index for index, fit in enumerate(fits) if fit]
     return Dataset(
@@ -171,12 +171,12 @@ def _naming_key(name: str, task: TaskDataConfig) -> Iterator[None]:
 
 
 def _tokenize(
-    examples: Sequence[Example], chat: ChatTemplate, system_prompt: str
+    examples: Sequence[Example], chat: ChatTemplate, task: TaskDataConfig
 ) -> list[np.ndarray]:
     token_ids: list[np.ndarray] = []
     for start in range(0, len(examples), TOKENIZE_BATCH):
         conversations = [example.messages for example in examples[start : start + TOKENIZE_BATCH]]
-        token_ids += chat.encode_many(conversations, system_prompt)
+        token_ids += chat.encode_many(conversations, task.system_prompt, task.chat_template_kwargs)
     return token_ids
 
 

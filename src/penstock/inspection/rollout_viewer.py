@@ -9,19 +9,23 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import RunError, UserError
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.types import Rollout
+
+Render = Callable[[np.ndarray], str]
 
 DEFAULT_LIMIT = 10
 COLUMNS = (
@@ -39,6 +43,7 @@ class RolloutView:
     task: str
     prompt_id: str
     prompt: list[dict[str, Any]]  # chat messages
+    rendered_prompt: str | None  # the prompt as the model got it; None without the run's tokenizer
     response: str
     gt_answer: str | None
     reward: float | None
@@ -87,6 +92,7 @@ def find_rollouts(
     step: int | None = None,
     task: str | None = None,
     limit: int = DEFAULT_LIMIT,
+    render: Render | None = None,
 ) -> list[RolloutView]:
     """Return the rollouts that match, trained ones first, in the order of training."""
     if limit < 1:
@@ -116,12 +122,14 @@ def find_rollouts(
     return [
         sample
         for group_id, rollout_ids in wanted.items()
-        for sample in views_of_group(journal, group_id)
+        for sample in views_of_group(journal, group_id, render)
         if sample.rollout_id in rollout_ids
     ]
 
 
-def views_of_group(journal: Journal, group_id: str) -> list[RolloutView]:
+def views_of_group(
+    journal: Journal, group_id: str, render: Render | None = None
+) -> list[RolloutView]:
     """Return every rollout of a group; raise a RunError that names a payload that cannot be decoded."""
     row = journal.query(
         "SELECT state, step, staleness, drop_reason FROM groups WHERE group_id = ?", (group_id,)
@@ -130,13 +138,17 @@ def views_of_group(journal: Journal, group_id: str) -> list[RolloutView]:
         group = journal.group(group_id)
     except (struct.error, ValueError, KeyError, IndexError, TypeError) as error:
         raise RunError(f"journal: the payload of group {group_id} is damaged: {error}") from error
-    return [_view(rollout, group.group_id, group.task, *row) for rollout in group.rollouts]
+    rendered = None if render is None else render(group.prompt.token_ids)
+    return [
+        _view(rollout, group.group_id, group.task, rendered, *row) for rollout in group.rollouts
+    ]
 
 
 def _view(
     rollout: Rollout,
     group_id: str,
     task: str,
+    rendered: str | None,
     state: str,
     step: int | None,
     staleness: int | None,
@@ -150,6 +162,7 @@ def _view(
         task=task,
         prompt_id=prompt.prompt_id,
         prompt=list(prompt.messages),
+        rendered_prompt=rendered,
         response=rollout.text,
         gt_answer=prompt.gt_answer,
         reward=score.value if score else None,
@@ -184,7 +197,9 @@ def show_rollouts(
     console = console or Console()
     with closing(Journal.open(folder.journal, readonly=True)) as journal:
         _check_task(journal, task)
-        samples = find_rollouts(journal, where=where, step=step, task=task, limit=limit)
+        samples = find_rollouts(
+            journal, where=where, step=step, task=task, limit=limit, render=_renderer(folder)
+        )
     if as_json:
         for sample in samples:
             console.file.write(json.dumps(sample.plain()) + "\n")
@@ -197,6 +212,18 @@ def show_rollouts(
     elif len(samples) == limit:
         console.print(f"the first {limit}; more with --limit", style="dim", highlight=False)
     return len(samples)
+
+
+def _renderer(folder: RunFolder) -> Render | None:
+    """Return the decoder of the run's tokenizer; None if the tokenizer is not on this machine."""
+    try:
+        model = folder.config().model
+        tokenizer = load_tokenizer(
+            model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
+        )
+    except UserError:
+        return None
+    return ChatTemplate(tokenizer).decode_prompt
 
 
 def _check_task(journal: Journal, task: str | None) -> None:
@@ -226,8 +253,11 @@ def message_text(message: dict[str, Any]) -> str:
 
 def _print(console: Console, sample: RolloutView) -> None:
     console.print(Rule(Text(sample.rollout_id, style="bold"), align="left", style="dim"))
-    for message in sample.prompt:
-        _line(console, str(message.get("role", "prompt")), message_text(message), "cyan")
+    if sample.rendered_prompt is not None:
+        _line(console, "prompt", sample.rendered_prompt, "cyan")
+    else:
+        for message in sample.prompt:
+            _line(console, str(message.get("role", "prompt")), message_text(message), "cyan")
     _line(console, "response", sample.response, "")
     if sample.gt_answer is not None:
         _line(console, "expected", sample.gt_answer, "")
