@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
+from penstock.engine.transformers.cuda import cuda_runner, cuda_steps, decode_reference
 from penstock.engine.transformers.engine import TransformersEngine, _load_model
 from penstock.engine.transformers.options import TransformersOptions
 from stages import tiny_policy as tiny
@@ -74,13 +75,23 @@ def plain_logprobs(model: Any, request: GenerationRequest, made: Generation) -> 
     return scores.gather(1, chosen)[8:, 0].cpu().numpy()
 
 
+def use_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the kernels as an installation without Triton does."""
+    for name in ("decode_attention", "store_rows"):
+        monkeypatch.setattr(cuda_steps, name, getattr(decode_reference, name))
+    monkeypatch.setattr(cuda_runner, "sample_rows", decode_reference.sample_rows)
+    monkeypatch.setattr(cuda_runner, "HAS_KERNELS", False)
+
+
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("how", ["graphs", "no graphs", "no Triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_engine_has_the_log_probs_of_the_plain_model(
-    checkpoint: str, dtype: torch.dtype, cuda_graphs: bool
+    checkpoint: str, dtype: torch.dtype, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a half format the engine is as far from the float32 model as the plain model is."""
+    if how == "no Triton":
+        use_plain_torch(monkeypatch)
     from transformers import AutoModelForCausalLM
 
     options = TransformersOptions(
@@ -89,7 +100,7 @@ def test_the_engine_has_the_log_probs_of_the_plain_model(
         dtype=dtype,
         max_slots=SLOTS,
         max_tokens_in_flight=SLOTS * 800,
-        cuda_graphs=cuda_graphs,
+        cuda_graphs=how != "no graphs",
     )
     made: list[Generation] = []
     asked: list[GenerationRequest] = []

@@ -48,6 +48,7 @@ def test_a_run_survives_engines_that_die_of_errors(
     assert f"{FAULT}; starting it again (1 of 3)" in text
     assert f"{FAULT}; starting it again (2 of 3)" in text
     assert text.count("engine-0: serves again") == 2
+    assert f"{FAULT}; starting it again (2 of 3)" in (run.logs / "run.log").read_text()
     log = (run.logs / "engine-0.log").read_text()
     assert log.count("Traceback (most recent call last)") == 2
     assert log.count("in _gather") == 2

@@ -140,11 +140,16 @@ def test_on_a_gpu_an_offload_frees_the_memory_and_keeps_the_bits(saved_model) ->
 
 
 @pytest.mark.gpu
-def test_steps_on_a_gpu_are_the_steps_on_a_cpu(saved_model) -> None:
+@pytest.mark.parametrize(
+    "train", [{}, {"gradient_checkpointing": True}, {"compile": True}], ids=str
+)
+def test_steps_on_a_gpu_are_the_steps_on_a_cpu(saved_model, train: dict[str, bool]) -> None:
     """In float32; the sums of a GPU have another order."""
     reports, weights = [], []
     for device in ("cpu", "cuda"):
-        consumer = from_disk(saved_model, model={"dtype": "float32", "device": device})
+        settings = train if device == "cuda" else {}
+        model = {"dtype": "float32", "device": device}
+        consumer = from_disk(saved_model, model=model, train=settings)
         reports.append([consumer.train(batch).metrics for batch in batches(3)])
         weights.append({name: tensor.cpu() for name, tensor in consumer.weights()})
     for one, other in zip(*reports, strict=True):

@@ -7,7 +7,6 @@ late that a request has finished, and drops the token sampled in between.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -16,7 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.transformers.cuda.cuda_steps import DecodeStep, PrefillStep, sample_rows
+from penstock.engine.transformers.cuda.cuda_steps import (
+    HAS_KERNELS,
+    DecodeStep,
+    PrefillStep,
+    sample_rows,
+)
 from penstock.engine.transformers.cuda.regions import KVPool, Regions
 from penstock.engine.transformers.fuse import fuse_norms, fuse_projections
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
@@ -78,7 +82,7 @@ class CudaRunner:
         if options.fuse:
             fuse_projections(model)
             fuse_norms(model)
-            if importlib.util.find_spec("triton") is not None:
+            if HAS_KERNELS:
                 from penstock.engine.transformers.cuda.layer_kernels import fuse_layers
 
                 fuse_layers(model)
@@ -124,7 +128,7 @@ class CudaRunner:
         self._state.start[-1] = self._tokens - 1  # padding rows write to the pool's last token
         self._pool = KVPool.allocate(self._shape, self._tokens, self._device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        if self._options.cuda_graphs and _fixed_rope(self.model) and not _has_experts(self.model):
+        if self._options.cuda_graphs and _can_capture(self.model):
             self._capture_all()
 
     # ---- calls from the engine
@@ -388,8 +392,13 @@ class CudaRunner:
         return finished
 
 
+def _can_capture(model: Any) -> bool:
+    """Return whether a decode step needs nothing of the host, as a graph requires."""
+    return HAS_KERNELS and _fixed_rope(model) and not _has_experts(model)
+
+
 def _fixed_rope(model: Any) -> bool:
-    """Return whether rotary positions are independent of the data, as a graph requires."""
+    """Return whether rotary positions are independent of the data."""
     parameters = getattr(model.config, "rope_parameters", None) or {}
     return parameters.get("rope_type", "default") not in ("dynamic", "longrope")
 

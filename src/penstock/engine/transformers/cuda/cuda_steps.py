@@ -15,14 +15,17 @@ from penstock.engine.transformers.sequences import Span
 try:
     from penstock.engine.transformers.cuda.decode_kernels import decode_attention, sample_rows
     from penstock.engine.transformers.cuda.layer_kernels import store_rows
+
+    HAS_KERNELS = True
 except ImportError:  # CUDA without Triton
+    HAS_KERNELS = False
     from penstock.engine.transformers.cuda.decode_reference import (
         decode_attention,
         sample_rows,
         store_rows,
     )
 
-__all__ = ["DecodeStep", "PrefillStep", "sample_rows"]
+__all__ = ["HAS_KERNELS", "DecodeStep", "PrefillStep", "sample_rows"]
 
 
 class DecodeStep:
