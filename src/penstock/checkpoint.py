@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.config import CheckpointConfig
+from penstock.disk import existing, sync
 from penstock.errors import RunError, WorkerDied
 from penstock.watch.clock import loop_time
 
@@ -202,7 +203,9 @@ class CheckpointStore:
         return self._last
 
     def _make_draft(self) -> Path:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._folder.exists():
+            self._folder.mkdir(parents=True)
+            sync(self._folder.parent)
         self._drafts += 1
         draft = self._folder / f".draft-{os.getpid()}-{self._drafts}"
         shutil.rmtree(draft, ignore_errors=True)
@@ -219,7 +222,7 @@ class CheckpointStore:
             shutil.rmtree(aside, ignore_errors=True)
             final.rename(aside)
         draft.rename(final)
-        _sync(self._folder)
+        sync(self._folder)
         self._prune()
         return Checkpoint(final, step, digest)
 
@@ -227,7 +230,7 @@ class CheckpointStore:
         self._failures += 1
         valid = f"step {self._last.step} stays valid" if self._last else "the journal has all steps"
         words = " ".join(str(error).split())
-        free = shutil.disk_usage(_existing(self._folder)).free / 2**20
+        free = shutil.disk_usage(existing(self._folder)).free / 2**20
         self._last_error = f"checkpoint not written: {words} ({free:,.0f} MiB free there); {valid}"
         self._worker_died = isinstance(error, WorkerDied)
         if not self._worker_died:  # the worker's supervisor reports that one
@@ -270,14 +273,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def _write_manifest(folder: Path, step: int, digest: str) -> None:
     paths = sorted(folder.rglob("*"))
-    for path in paths:
-        _sync(path)
+    for path in reversed(paths):  # files before the folder that names them
+        sync(path)
     files = {str(p.relative_to(folder)): _file_digest(p) for p in paths if p.is_file()}
     manifest = {"step": step, "digest": digest, "files": files}
     sealed = {**manifest, "seal": _seal_of(manifest)}
     (folder / MANIFEST).write_text(json.dumps(sealed, indent=1))
-    _sync(folder / MANIFEST)
-    _sync(folder)
+    sync(folder / MANIFEST)
+    sync(folder)
 
 
 def _seal_of(manifest: dict[str, object]) -> str:
@@ -288,20 +291,6 @@ def _seal_of(manifest: dict[str, object]) -> str:
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Force a file's content, or a folder's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _existing(path: Path) -> Path:
-    """Return the path, or its nearest parent that exists."""
-    return path if path.exists() else _existing(path.parent)
 
 
 def _step_of(path: Path) -> int:

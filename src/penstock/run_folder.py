@@ -22,7 +22,7 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.config.changes import differing
 from penstock.config.source import load_config, to_toml, validate
-from penstock.disk import network_file_system, write_whole
+from penstock.disk import existing, network_file_system, sync, write_whole
 from penstock.errors import UserError
 from penstock.journal import Journal, is_empty
 
@@ -205,6 +205,7 @@ def create(config: Config, origin: Origin | None = None) -> RunFolder:
     if name in (".", "..") or name != Path(name).name:
         raise UserError(f"run.name: got {name!r}, allowed: one folder name, without separators")
     check_disk(parent, config)
+    above = existing(parent)
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -227,8 +228,14 @@ def create(config: Config, origin: Origin | None = None) -> RunFolder:
             raise _cannot_write(parent, error) from None
     if origin is not None:  # before the config, which makes the folder a run
         (path / ORIGIN).write_text(json.dumps(asdict(origin), indent=1))
+        sync(path / ORIGIN)
     # at once: no kill can come between making a run and its config, until the journal has it
     (path / CONFIG).write_text(_copy(config), encoding="utf-8")
+    sync(path / CONFIG)
+    for folder in (path, *path.parents):  # what was made, and the folder that names the first of it
+        sync(folder)
+        if folder == above:
+            break
     return RunFolder(path)
 
 

@@ -13,7 +13,7 @@ import sqlite3
 import tempfile
 from pathlib import Path
 
-from penstock.disk import can_write
+from penstock.disk import can_write, sync
 from penstock.errors import JournalDamaged, RunError, UserError
 from penstock.journal.checks import (
     FIRST_WITH_CHECKS,
@@ -112,6 +112,8 @@ def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
     if readonly and not path.is_file():
         raise UserError(f"journal: got no file {path}, allowed: the journal.db of a run folder")
     try:
+        if not path.exists():
+            _make_file(path)
         database = _connect(path, readonly)
         version = database.execute("PRAGMA user_version").fetchone()[0]
         if not (1 if readonly else 0) <= version <= SCHEMA_VERSION:
@@ -125,6 +127,18 @@ def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise JournalDamaged(f"journal {path}: damaged: {error}") from error
     return database
+
+
+def _make_file(path: Path) -> None:
+    """Make the file with its tables; a crash or a power failure leaves it whole or absent."""
+    draft = path.with_name(f".{path.name}.draft")
+    for old in path.parent.glob(f"{draft.name}*"):
+        old.unlink()
+    database = _connect(draft, readonly=False)
+    database.executescript(_migration(0))
+    database.close()  # moves SQLite's log into the file and syncs it
+    draft.rename(path)
+    sync(path.parent)
 
 
 def is_empty(path: Path) -> bool:
