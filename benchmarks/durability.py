@@ -2,6 +2,8 @@
 
     python benchmarks/durability.py [--steps 40] [--groups 20000] [--digest-gib 1 4 15]
     python benchmarks/durability.py --steps 0 --groups 0      # the digest alone; with a GPU, on both sides
+    python benchmarks/durability.py --lengths 100 1000 10000  # the journal alone, at those lengths of a run
+    python benchmarks/durability.py --step-s 12               # a step of a 0.5B model that takes 12 s
 
 Three parts. A real run of the built-in demo in this process, with a checkpoint every fourth step, where the
 calls that wait are timed: their shares of a step, in the first and in the last third of the run.
@@ -137,7 +139,14 @@ def measure_run(steps: int, every: int) -> None:
         f"\nthe demo, {steps} steps of {1e3 * step_s:.0f} ms, a checkpoint every {every}:"
     )
     console.print(table)
-    console.print(f"journal: {size / steps / 1024:.1f} KiB a step\n", highlight=False)
+    waits = [name for name, kind in WATCHED.items() if kind == "waits" and "checkpoint" not in name]
+    spent_s = sum(statistics.mean(list(watch.seconds[name].values())[1:]) for name in waits)
+    copy_s = statistics.mean(watch.seconds["checkpoint: copy"].values())
+    console.print(
+        f"the loop and the trainer wait {spent_s / step_s:.2%} of a step, and {copy_s / 600:.3%} for the "
+        f"copy of a checkpoint every ten minutes; journal: {size / steps / 1024:.1f} KiB a step\n",
+        highlight=False,
+    )
 
 
 def measure_long_journal(groups: int, per_step: int = 32) -> None:
@@ -219,15 +228,91 @@ def pruning_cost(path: Path) -> str:
     )
 
 
-def made_group(number: int) -> Any:
+async def write_steps(journal: Any, steps: range, batch: Callable[[int], list]) -> list[tuple]:
+    """Write the records of steps; return (seconds the loop waits, seconds of all records) of each."""
+    from penstock.types import StepReport
+
+    times = []
+    for step in steps:
+        groups = batch(step)
+        started = time.perf_counter()
+        for group in groups:
+            journal.drawn(group)
+        await asyncio.gather(*(journal.landed(group) for group in groups))
+        landed = time.perf_counter()
+        await journal.begin_step(step, groups)
+        await journal.commit_step(StepReport(step=step, policy_version=step, digest="d" * 32))
+        ended = time.perf_counter()
+        times.append((ended - landed, ended - started))
+    return times
+
+
+def measure_lengths(lengths: list[int], per_step: int = 8) -> None:
+    """Write the records of a long run; print what a step costs around each of those lengths."""
+    from penstock.journal import Journal
+
+    def batch(step: int) -> list:
+        return [made_group((step - 1) * per_step + index) for index in range(per_step)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal.open(Path(folder) / "journal.db")
+        last = max(lengths)
+        cpu = time.process_time()
+        times = asyncio.run(write_steps(journal, range(1, last + 1), batch))
+        cpu = time.process_time() - cpu
+        journal.close()
+        size = (Path(folder) / "journal.db").stat().st_size
+    table = Table("around step", "loop waits, ms", "all records of a step, ms", box=None)
+    for length in lengths:
+        near = times[max(0, length - 50) : length]
+        waits, whole = (1e3 * statistics.median(part) for part in zip(*near, strict=True))
+        table.add_row(f"{length:,}", f"{waits:.2f}", f"{whole:.2f}")
+    console.print(
+        f"the journal alone, {per_step} groups of 8 responses a step, {size / 2**20:.0f} MiB; "
+        f"{last * per_step / sum(whole for _, whole in times):,.0f} groups/s, "
+        f"{1e6 * cpu / (last * per_step):.0f} CPU us a group with the making of it:",
+        highlight=False,
+    )
+    console.print(table)
+
+
+def measure_large_step(step_s: float, groups: int, responses: int, tokens: int) -> None:
+    """Write the records of one large step, as of a 0.5B model; print their share of its time."""
+    from penstock.journal import Journal
+    from penstock.types import Batch
+
+    def batch(step: int) -> list:
+        return [made_group(step * groups + n, responses, tokens) for n in range(groups)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.db"
+        journal = Journal.open(path)
+        times = asyncio.run(write_steps(journal, range(1, 8), batch))
+        journal.close()
+        size = path.stat().st_size / 7
+    waits, whole = (statistics.median(part) for part in zip(*times, strict=True))
+    started = time.perf_counter()
+    Batch(step=1, groups=tuple(batch(0))).fingerprints()
+    evidence = time.perf_counter() - started
+    console.print(
+        f"a step of {groups} groups of {responses} responses of {tokens} tokens in {step_s:g} s: "
+        f"the loop waits {1e3 * waits:.1f} ms for the journal ({waits / step_s:.2%}), the trainer's "
+        f"record of its batch takes at most {1e3 * evidence:.0f} ms ({evidence / step_s:.2%}); beside "
+        f"it the journal writes {size / 2**20:.1f} MiB in {1e3 * whole:.0f} ms ({whole / step_s:.2%})\n",
+        highlight=False,
+    )
+
+
+def made_group(number: int, responses: int = 8, tokens: int = 24) -> Any:
     from penstock.types import Group, Prompt, Rollout, Score, Status, VersionSegment
 
-    ids = np.arange(24)
+    ids = np.arange(tokens)
     prompt = Prompt(f"p:{number}", ({"role": "user", "content": f"question {number}"},), ids[:8])
     rollouts = []
-    for index in range(8):
+    for index in range(responses):
         rollout = Rollout(rollout_id=f"t:{number}.{index}", prompt_ids=prompt.token_ids, seed=0)
-        rollout.append(ids, np.zeros(24, dtype=np.float32), (VersionSegment(number // 32, 24),))
+        segments = (VersionSegment(number // 32, tokens),)
+        rollout.append(ids, np.zeros(tokens, dtype=np.float32), segments)
         rollout.score, rollout.text = Score(1.0), "an answer of about this length"
         rollout.move_to(Status.COMPLETED)
         rollouts.append(rollout)
@@ -294,9 +379,20 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int, default=4)
     parser.add_argument("--groups", type=int, default=20_000)
     parser.add_argument("--digest-gib", type=float, nargs="+", default=[1.0, 4.0, 15.0])
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", help="only this part: steps of a long run"
+    )
+    parser.add_argument("--step-s", type=float, help="only this part: seconds of a large step")
+    parser.add_argument("--large", type=int, nargs=3, default=[64, 8, 512], metavar="N")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     console.print(f"{os.cpu_count()} cores, load {load:.1f} before the start", highlight=False)
+    if options.lengths or options.step_s:
+        if options.lengths:
+            measure_lengths(options.lengths)
+        if options.step_s:
+            measure_large_step(options.step_s, *options.large)
+        return
     measure_digest(options.digest_gib)
     if has_gpu():
         measure_device_digest(options.digest_gib)

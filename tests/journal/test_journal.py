@@ -379,3 +379,18 @@ def test_a_journal_whose_folder_is_gone_is_one_error(
 
     (tmp_path / "run").mkdir()
     asyncio.run(main())
+
+
+def test_prompts_that_were_forgotten_are_journalled_once_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver of a run over millions of prompts remembers only so many of them."""
+    monkeypatch.setattr("penstock.journal.journal._MOST_KNOWN_PROMPTS", 3)
+    journal = Journal.open(tmp_path / "journal.db", threaded=False)
+    sampler = Sampler(make_prompts(5), task_name="t", prompt_repeat_k=1, seed=0)
+    for cursor in range(20):
+        journal.drawn(sampler.group_at(cursor))
+        assert len(journal._known_prompts) <= 3
+    assert journal.query("SELECT COUNT(*) FROM prompt_rows") == [(5,)]
+    assert journal.query("SELECT COUNT(*) FROM groups") == [(20,)]
+    journal.close()

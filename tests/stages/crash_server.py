@@ -2,8 +2,8 @@
 
 Run as `python -m stages.crash_server`: reads one JSON request per line, answers with one JSON line.
 A request names the arguments of `penstock`, a log file for its output, and faults: at the n-th passing
-of a point the driver sends itself a signal (SIGKILL, SIGINT), or the call there raises an OSError from
-then on. The child counts how often it passes each point. The child is the driver; points in its
+of a point the driver sends a signal to itself (SIGKILL) or to a worker (SIGSTOP engine-0), or the call
+there raises an OSError from then on. The child counts how often it passes each point. The child is the driver; points in its
 workers are not seen.
 """
 
@@ -34,6 +34,7 @@ from penstock.launch.part_factories import TrainerService
 from penstock.launch.processes import process_worker
 from penstock.pool.pool import EnginePool
 from penstock.produce.producer import Producer
+from penstock.supervise.supervised import Supervised
 from penstock.supervise.trainer import RestartingTrainer, TrainerClient
 from penstock.track.jsonl import JsonlTracker
 from penstock.track.line_file import LineFile
@@ -50,6 +51,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     ],
     "journal commit": [(writer.Writer, "_commit")],
     "worker start": [(process_worker.ProcessWorker, "start")],
+    "worker return": [(Supervised, "_tell_of_return")],
     "step": [(TrainerClient, "train")],
     "take": [(Producer, "take_batch")],
     "publish": [(InProcessSync, "publish"), (RestartingTrainer, "publish")],
@@ -88,7 +90,10 @@ class Points:
                 code = getattr(errno, fault)
                 raise OSError(code, os.strerror(code))
             if self.passed[point] == number:
-                os.kill(os.getpid(), getattr(signal, fault))
+                sign, *worker = fault.split()
+                for pid in pids_of(worker[0]) if worker else [os.getpid()]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, getattr(signal, sign))
 
     def install(self) -> None:
         for name, places in POINTS.items():
@@ -113,6 +118,25 @@ class Points:
         return async_call if inspect.iscoroutinefunction(function) else call
 
 
+SUPERVISED: dict[str, Supervised] = {}  # the workers of this driver by name
+
+
+def pids_of(name: str) -> list[int]:
+    """Return the processes of a worker, all ranks of a trainer; none while it is being restarted."""
+    worker: Any = SUPERVISED[name].worker if name in SUPERVISED else None
+    return [one.pid for one in getattr(worker, "_ranks", [worker]) if one is not None]
+
+
+def know_workers() -> None:
+    start = Supervised.start
+
+    async def started(supervised: Supervised) -> None:
+        SUPERVISED[supervised.name] = supervised
+        await start(supervised)
+
+    Supervised.start = started  # type: ignore[method-assign]
+
+
 def write_down_folders(record: Path) -> None:
     """Write the name of every temporary folder that this driver makes to `record`."""
     make = os.mkdir
@@ -134,6 +158,7 @@ def run_child(request: dict[str, Any], nursery: Nursery) -> int:
     log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    know_workers()
     points = Points(request["faults"])
     points.install()
     sys.argv = ["penstock", *request["arguments"]]

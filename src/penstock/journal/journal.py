@@ -35,6 +35,9 @@ from penstock.watch.waits import WaitKind, Waits
 _STEPS_PRUNED_AT_ONCE = 16
 
 
+_MOST_KNOWN_PROMPTS = 2**16  # kept in memory, so that a prompt is not encoded at every draw
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class InFlightRecord:
     """A group that was being generated when the journal ended."""
@@ -80,6 +83,8 @@ class Journal:
     def drawn(self, group: Group) -> None:
         key = (group.task, group.prompt.prompt_id)
         new_prompt = key not in self._known_prompts
+        if len(self._known_prompts) >= _MOST_KNOWN_PROMPTS:
+            self._known_prompts.clear()  # the journal ignores a prompt that it has already
         self._known_prompts.add(key)
         self._submit(
             records.Drawn(

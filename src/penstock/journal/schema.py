@@ -161,7 +161,8 @@ def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute("PRAGMA temp_store = MEMORY")
-    database.execute("PRAGMA cache_size = -32000")
+    # KiB: the cache fills as the file grows, and a run appends more than it reads
+    database.execute("PRAGMA cache_size = -4000")
     return database
 
 
