@@ -26,7 +26,7 @@ from penstock.inspection.audit import audit_journal
 from penstock.journal import Journal
 from penstock.journal import journal as journal_module
 from penstock.launch.processes import local
-from penstock.run_folder import RunFolder
+from penstock.run_folder import CONFIG, RunFolder, _copy
 from simulation.disk import SimWriter
 from simulation.event_loop import DriverKilled, SimLoop, Stuck, place_of
 from simulation.parts import START, digest_after
@@ -58,15 +58,6 @@ class Result:
         return bool(self.violations)
 
 
-class SimFolder(RunFolder):
-    """A run folder whose config is known without reading it."""
-
-    __slots__ = ("_config",)
-
-    def config(self) -> Config:
-        return SimWriter.world.config  # type: ignore[no-any-return]
-
-
 class _Data:
     """Stands in for the datasets and the tokenizer."""
 
@@ -77,6 +68,9 @@ class _Data:
     @classmethod
     def load(cls, config: Config, with_training: bool = True) -> _Data:
         return cls()
+
+    def by_key(self) -> dict[str, Any]:
+        return {}
 
 
 class _Control:
@@ -110,6 +104,7 @@ def installed(world: World) -> Iterator[None]:
         (local, "weight_folder", _NoFolder),
         (local, "_free_port", lambda: next(ports)),
         (job, "_Data", _Data),
+        (job, "measure", lambda config, datasets: {}),
         (job, "Control", _Control),
         (journal_module, "Writer", SimWriter),
         (journal_module, "open_database", world.disk.open),
@@ -145,7 +140,9 @@ def run_seed(seed: int, *, trace: str | None = None) -> Result:
     shutil.copy(_empty_journal(), folder / "journal.db")
     gc.disable()  # a dead driver's coroutines must not be freed while another loop runs
     try:
-        return _run(World(seed, folder), trace)
+        world = World(seed, folder)
+        (folder / CONFIG).write_text(_copy(world.config))
+        return _run(world, trace)
     finally:
         if next(_schedules) % 25 == 0:
             gc.collect()
@@ -198,7 +195,7 @@ def _live(world: World, result: Result, graves: list[Any], traced: list[str] | N
         at_tick=world.at_tick,
     )
     loop.trace = traced
-    folder = SimFolder(world.folder)
+    folder = RunFolder(world.folder)
     resumed = world.life > 0
     end = ""
     try:
