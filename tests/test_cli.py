@@ -64,6 +64,7 @@ WRONG = {  # for each command a wrong argument, and words of its error message
     "replay": (["no-such-run", "--to", "0"], "--to"),
     "scale": (["no-such-run", "producers=2"], "no-such-run"),
     "eval": (["eval.max_problems=-1"], "eval.max_problems: got -1"),
+    "backup": (["no-such-run"], "no-such-run"),
     "audit": (["no-such-run"], "no-such-run"),
     "report": (["no-such-run"], "no-such-run"),
     "timeline": (["no-such-run"], "no-such-run"),

@@ -33,7 +33,6 @@ def test_every_path_becomes_absolute_and_names_stay(here: Path) -> None:
     words = [
         "model.path=model",
         "train.reference=model",
-        "run.dir=runs",
         "tasks.train.data=data/train.jsonl",
         "tasks.train.rewards=[{type='mine.py:score', options={path='data/text.jsonl', kind='a/b'}}]",
         "tasks.sums.data=addition",
@@ -43,7 +42,6 @@ def test_every_path_becomes_absolute_and_names_stay(here: Path) -> None:
     ]
     config = absolute_paths(load_config(None, words).config)
     assert config.model.path == config.train.reference == str(here / "model")
-    assert config.run.dir == str(here / "runs")
     assert config.tasks["train"].data == str(here / "data" / "train.jsonl")
     (reward,) = config.tasks["train"].rewards
     assert reward.type == f"{here / 'mine.py'}:score"
@@ -60,6 +58,14 @@ def test_the_demo_and_hub_names_are_no_paths(here: Path) -> None:
     for name in ("demo", "owner/model"):
         config = load_config(None, [f"model.path={name}"]).config
         assert absolute_paths(config).model.path == name
+
+
+def test_a_hub_tokenizer_that_is_not_in_the_cache_has_no_fact_yet(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "cache"))
+    config = load_config(None, ["model.path=owner/model"]).config
+    assert not measure(config).keys() & {"tokenizer", "chat template"}
 
 
 def test_each_input_has_a_fact_and_a_difference_names_it(here: Path) -> None:

@@ -167,6 +167,23 @@ def audit(
     raise typer.Exit(audit_run(find(run), as_json=json_out))
 
 
+@app.command(rich_help_panel="Run")
+def backup(
+    run: Run,
+    target: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The new folder; default: beside the run, named after it and the time."
+        ),
+    ] = None,
+) -> None:
+    """Copy a run, also one that is under way: its journal, newest checkpoint, settings and logs."""
+    from penstock.inspection.backup import back_up
+    from penstock.run_folder import find
+
+    typer.echo(back_up(find(run), target))
+
+
 @app.command(rich_help_panel="Look")
 def report(
     runs: Annotated[

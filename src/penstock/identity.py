@@ -36,9 +36,11 @@ _TOKENIZER_FILES = (
 
 
 def absolute_paths(config: Config) -> Config:
-    """Return the config with absolute paths, so that it names the same files in any directory."""
+    """Return the config with absolute paths, so that it names the same files in any directory.
+
+    run.dir stays as it is: nothing reads it once the folder is made, and the folder may be moved.
+    """
     tree: dict[str, Any] = _own_files_absolute(config.model_dump())
-    tree["run"]["dir"] = _absolute(config.run.dir)
     for task in (*tree["tasks"].values(), *tree["eval"]["tasks"].values()):
         if names_a_file(task["data"]):
             task["data"] = _absolute(task["data"])
@@ -106,6 +108,8 @@ def _tokenizer_facts(source: str) -> dict[str, str]:
     """Hash the tokenizer's files in their folder or in the hub's cache; the chat template apart."""
     find = _finder(source)
     found = {name: path.read_bytes() for name in _TOKENIZER_FILES if (path := find(name))}
+    if not found:  # not in the cache yet: it will be compared after it was loaded
+        return {}
     settings = json.loads(found.pop("tokenizer_config.json", b"{}"))
     template = settings.pop("chat_template", None)
     if file := find("chat_template.jinja"):

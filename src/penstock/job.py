@@ -53,6 +53,7 @@ from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
 from penstock.track.timeline_log import TimelineLog
 from penstock.types import Batch, Rollout, WeightHandle
+from penstock.watch.disk_use import DiskWatch
 from penstock.watch.learning import LearningWatch
 from penstock.watch.waits import WaitKind, Waits
 from penstock.watch.watchdog import Watchdog, watched
@@ -94,6 +95,7 @@ class Job:
     evaluations: Evaluations
     rollout_log: RolloutLog
     learning: LearningWatch
+    disk: DiskWatch
     tracker: Fanout
     facts: dict[str, str] = field(default_factory=dict)  # what the run depends on (identity.py)
     activity: str = "starting"  # what the loop is doing now, for the display
@@ -127,7 +129,7 @@ class Job:
     async def take_batch(self, step: int) -> Batch:
         with self.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
             batch = await self.source.take_batch(step)
-        for warning in self.learning.look(batch):
+        for warning in (*self.learning.look(batch), *self.disk.look(step)):
             self.tracker.note(warning)
         return batch
 
@@ -235,10 +237,12 @@ def join_parts(
             note=lambda text: job.tracker.note(text),
         ),
         learning=_learning_watch(config, folder),
+        disk=DiskWatch(folder.path, config, total_steps),
         tracker=Fanout({}),
     )
     job.tracker = _tracker(job)
     workers.callbacks.note = job.tracker.note
+    job.tracker.note(job.disk.forecast(journal.last_committed_step()))
     closing.callback(job.tracker.close)
     closing.callback(TimelineLog(folder.path / "timeline", job.waits, job.tracker.note).close)
     closing.callback(job.rollout_log.close)

@@ -103,9 +103,10 @@ class RunFolder:
         journal.record_identity(values)
         await journal.flush()
         journal.sync()  # a copy is never newer than the journal
-        self._write_copies()
+        self.write_copies()
 
-    def _write_copies(self) -> None:
+    def write_copies(self) -> None:
+        """Renew the copies of the journal's configs for people."""
         (self.path / "configs").mkdir(exist_ok=True)
         for era in self.eras():
             name = CONFIG if era.last_step is None else f"configs/{_UNTIL}{era.last_step}.toml"

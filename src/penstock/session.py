@@ -94,7 +94,10 @@ def _resume_locked(folder: RunFolder, overrides: Sequence[str], accept: bool) ->
             raise UserError(
                 f"resume of a fork: got {overrides[0]}, allowed: no changes; fork again"
             )
-        asyncio.run(_train(folder.config(), folder, resumed=True))
+        config = folder.config()
+        for note in check_copy(folder, config):
+            _tell(note)
+        asyncio.run(_train(config, folder, resumed=True))
         return
     notes = check_journal(folder)
     before = absolute_paths(folder.config())

@@ -208,6 +208,9 @@ def test_a_full_disk_ends_the_run_in_one_line_and_room_lets_it_go_on(
     # the journal or a checkpoint reports the full disk, whichever writes first
     assert "No space left" in server.output() or "disk is full" in server.output()
     assert "MiB free there" in error_line(server)
+    told = (run.logs / "run.log").read_text()
+    assert "warning: disk: at most" in told  # the forecast
+    assert "warning: disk: only" in told  # before it was full
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     assert server.run("resume", str(run.path)) == 0, server.output()
     assert_sound(run)
@@ -230,7 +233,7 @@ def test_a_full_disk_under_metrics_samples_and_timeline_is_told_once_and_costs_n
 ) -> None:
     words = (SYNC, "track.rollouts_every_steps=1")
     run, code = server.train(
-        "no-lines", *words, point="before line write", number=3, fault="ENOSPC"
+        "no-lines", *words, point="before line write", number=4, fault="ENOSPC"
     )
     assert code == 0, server.output()
     assert digests(run) == expected
@@ -238,7 +241,7 @@ def test_a_full_disk_under_metrics_samples_and_timeline_is_told_once_and_costs_n
     for name in ("metrics.jsonl", "rollouts.jsonl", "timeline/events.jsonl"):
         assert output.count(f"{run.path / name}: cannot write: No space left on device") == 1
     assert f"{run.metrics}: 3 lines could not be written" in output
-    assert output.count("lines could not be written") == 3
+    assert output.count("lines could not be written") == 4  # and those of logs/run.log
     assert "Traceback" not in output
     assert server.run("resume", str(run.path), "train.steps=5") == 0, server.output()
     assert_sound(run, steps=5)

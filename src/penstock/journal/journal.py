@@ -7,6 +7,7 @@ queued and written in order. A query sees every record that was submitted before
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -305,6 +306,16 @@ class Journal:
     def read_identity(self) -> dict[str, str]:
         """Return the facts that identify the run, by name; empty in a journal that has none."""
         return dict(self.query("SELECT name, value FROM identity ORDER BY name"))
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the journal as it is at one moment, also while a run writes to it."""
+        try:
+            with contextlib.closing(sqlite3.connect(path)) as target:
+                self._reader.backup(target)
+        except sqlite3.OperationalError as error:
+            raise RunError(f"journal {self.path}: cannot be copied: {error}") from error
+        except sqlite3.Error as error:
+            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
     def last_committed_step(self) -> int:
         """Return the number of the last committed step; 0 before the first."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-import tempfile
 from pathlib import Path
 
 from penstock.disk import can_write, sync
@@ -21,6 +20,7 @@ from penstock.journal.checks import (
     checked_tables,
     row_check,
 )
+from penstock.scratch import ScratchFolder
 
 SCHEMA_VERSION = 3
 
@@ -177,10 +177,10 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
         return _link(path, "mode=ro")
     if not log.exists() or not log.stat().st_size:
         return _link(path, "immutable=1")
-    with tempfile.TemporaryDirectory(prefix="penstock-journal-") as scratch:
+    with ScratchFolder.new("journal") as scratch:
         for file in (path, log):
-            shutil.copyfile(file, Path(scratch) / file.name)
-        database = _link(Path(scratch) / path.name, "mode=ro")
+            shutil.copyfile(file, scratch / file.name)
+        database = _link(scratch / path.name, "mode=ro")
         database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         return database  # its files are open and stay readable after the folder is removed
 

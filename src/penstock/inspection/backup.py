@@ -1,0 +1,84 @@
+"""`penstock backup`: copy a run, also one that is under way, into a run folder of its own.
+
+`cp` of a live journal is unsafe: its newest records are in a second file, and the two change while they are
+copied. This copies the journal by SQLite's online backup, which sees one moment. Everything else is
+copied before the journal, so the journal is never behind. The copy is complete or absent.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from contextlib import closing
+from pathlib import Path
+
+from penstock.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
+from penstock.disk import sync
+from penstock.errors import RunError, UserError
+from penstock.journal import Journal
+from penstock.run_folder import CONFIG, METRICS, ORIGIN, RunFolder
+
+_COPIED = (CONFIG, "configs", ORIGIN, METRICS, "rollouts.jsonl", "eval")
+_MOST_TRIES = 10  # a live run may prune the checkpoint that is being copied
+
+
+def back_up(folder: RunFolder, target: Path | None = None) -> str:
+    """Copy journal, newest checkpoint, settings and logs to `target`; return what was copied."""
+    target = target or folder.path.with_name(
+        f"{folder.name}-backup-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    if target.exists():
+        raise UserError(f"backup: got {target}, which exists already, allowed: a new folder")
+    draft = target.with_name(f".{target.name}.draft-{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        step, checkpoint = _copy(folder, RunFolder(draft))
+        for path in (*draft.rglob("*"), draft):
+            sync(path)
+        draft.rename(target)
+        sync(target.parent)
+    except OSError as error:
+        raise RunError(f"backup: {target} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    state = "no checkpoint" if checkpoint is None else f"the checkpoint of step {checkpoint.step}"
+    return f"{target}: {step} steps, {state}; continue it with: penstock resume {target}"
+
+
+def _copy(folder: RunFolder, copy: RunFolder) -> tuple[int, Checkpoint | None]:
+    """Copy the parts of a run; return its last step and its checkpoint."""
+    for name in _COPIED:
+        source = folder.path / name
+        if source.is_dir():
+            shutil.copytree(source, copy.path / name)
+        elif source.is_file():
+            shutil.copyfile(source, copy.path / name)
+    checkpoint = _copy_checkpoint(folder.checkpoints, copy.checkpoints)
+    with closing(Journal.open(folder.journal, readonly=True)) as journal:
+        journal.copy_to(copy.journal)
+    with closing(Journal.open(copy.journal, readonly=True)) as journal:
+        journal.check_file()
+        step = journal.last_committed_step()
+    if copy.record():
+        copy.write_copies()
+    for end in ("-wal", "-shm"):  # empty: left by the looks at the copy
+        copy.journal.with_name(f"{copy.journal.name}{end}").unlink(missing_ok=True)
+    return step, checkpoint
+
+
+def _copy_checkpoint(source: Path, target: Path) -> Checkpoint | None:
+    """Copy the newest good checkpoint and compare every file with its digest."""
+    for _ in range(_MOST_TRIES):
+        newest = CheckpointStore(source).newest()
+        if newest is None:
+            return None
+        copy = target / newest.path.name
+        try:
+            shutil.copytree(newest.path, copy)
+            return read_checkpoint(copy)
+        except (OSError, RunError):
+            shutil.rmtree(copy, ignore_errors=True)
+            if newest.path.exists():  # it was not pruned: the fault is another
+                raise
+    raise RunError(f"backup: the checkpoints in {source} are pruned faster than they are copied")
