@@ -291,3 +291,30 @@ def test_a_reward_that_compares_a_group_trains_and_evaluates(tmp_path: Path) -> 
     assert not any(line["failures"] for line in summary)
     # every problem has one right sample of four: the interval is no point, and no wider than Wilson's
     assert all(0.05 < line["low"] < 0.25 < line["high"] < 0.6 for line in summary)
+
+
+def test_a_small_update_of_a_bfloat16_run_arrives(tmp_path: Path) -> None:
+    """The demo policy's file is float32; rounded to bfloat16 it is what most checkpoints are."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from penstock.demo import policy_path
+
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(policy_path(), dtype="bfloat16").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy_path()).save_pretrained(folder)
+    (tmp_path / "own.py").write_text(GROUP_REWARD)
+    run = train(
+        tmp_path,
+        "rounded",
+        f"model.path={folder}",
+        "model.dtype=bfloat16",
+        "produce.strategy=sync",
+        "train.steps=1",
+        "train.lr=1e-5",
+        "train.groups_per_step=1",
+        "sampling.max_tokens=4",
+        f"tasks.train.rewards=[{{type='{tmp_path / 'own.py'}:shortest'}}]",
+        "eval.tasks={}",
+    )
+    assert metrics(run)[0]["grad_norm"] > 0
+    assert 0.9 < metrics(run)[0]["update/arrived"] < 1.1  # with plain masters far below
