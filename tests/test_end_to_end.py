@@ -58,6 +58,11 @@ PROMISED_METRICS = [
     "time/step_s",
     "time/consumer_wait_s",
     "time/producer_wait_s",
+    "time/produce_s",
+    "produced/groups",
+    "produced/tokens",
+    "produced/reward",
+    "workers/restarts",
 ]
 
 

@@ -96,7 +96,9 @@ def test_an_example_is_one_line_with_the_end_of_the_response() -> None:
 
 def test_a_user_is_warned_in_the_console_and_in_the_log(server: CrashServer) -> None:
     same = "tasks.train.rewards=[{type='think_answer_tags'}]"  # tiny responses have no tags
-    run, code = server.train("hopeless", same, f"train.steps={FIRST}", "sampling.max_tokens=2")
+    run, code = server.train(
+        "hopeless", same, f"train.steps={FIRST}", "sampling.max_tokens=2", "engine.max_slots=0"
+    )
     assert code == 0
     rewards = [json.loads(line)["reward/mean"] for line in run.metrics.read_text().splitlines()]
     assert rewards == [0.0] * FIRST
