@@ -4,7 +4,7 @@
 
 Trains the demo policy with 2 groups of 2 responses a step. A tracker in the driver writes the resident
 memory of every process of the run, a hundred times in all. Printed are the first and last figures after
-the first tenth (imports, caches), the slope of a straight line through them, and the steps per second.
+the first tenth (imports, caches), the slope of a straight line through each half, and the steps per second.
 """
 
 from __future__ import annotations
@@ -82,6 +82,10 @@ def soak(steps: int, folder: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
+def slope_of(lines: list[dict[str, float]], name: str) -> float:
+    return float(np.polyfit([line["step"] for line in lines], [line[name] for line in lines], 1)[0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=9000)
@@ -91,15 +95,18 @@ def main() -> None:
         lines = soak(options.steps, folder)
         size = (Path(folder) / "soak" / "journal.db").stat().st_size
     kept = lines[len(lines) // 10 :]
-    table = Table("process", "first, MiB", "last, MiB", "slope, KiB a step", box=None)
+    halves = kept[: len(kept) // 2], kept[len(kept) // 2 :]
+    columns = ("process", "first, MiB", "last, MiB", "KiB a step, first half", "second half")
+    table = Table(*columns, box=None)
     for name in [key for key in kept[0] if key not in ("step", "at")]:
-        steps, sizes = [line["step"] for line in kept], [line[name] for line in kept]
-        slope = np.polyfit(steps, sizes, 1)[0]
-        table.add_row(name, f"{sizes[0] / 1024:.1f}", f"{sizes[-1] / 1024:.1f}", f"{slope:.3f}")
-    half = len(kept) // 2
+        sizes = (kept[0][name] / 1024, kept[-1][name] / 1024)
+        table.add_row(
+            name,
+            *(f"{size:.1f}" for size in sizes),
+            *(f"{slope_of(half, name):.2f}" for half in halves),
+        )
     speeds = [
-        (part[-1]["step"] - part[0]["step"]) / (part[-1]["at"] - part[0]["at"])
-        for part in (kept[:half], kept[half:])
+        (half[-1]["step"] - half[0]["step"]) / (half[-1]["at"] - half[0]["at"]) for half in halves
     ]
     console.print(f"{options.steps} steps, {os.cpu_count()} cores, load {load:.1f} at the start")
     console.print(table)

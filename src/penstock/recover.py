@@ -42,6 +42,9 @@ def check_journal(folder: RunFolder) -> list[str]:
             journal.close()
     except JournalDamaged as error:
         raise JournalDamaged(with_way_out(str(error), folder)) from error
+    if not committed and any(folder.checkpoints.glob("step-[1-9]*")):
+        fault = f"journal {folder.journal}: it has no step, but there are checkpoints"
+        raise JournalDamaged(with_way_out(fault, folder))
     if told > committed:
         return [
             f"the journal ends at step {committed}, but {folder.metrics.name} has step {told}: "

@@ -66,9 +66,8 @@ class Loop:
         job.activity = f"training step {step}"
         updating = self._train_and_commit(batch, tokens, started, waited)
         self._training = asyncio.create_task(updating, name=f"train step {step}")
-        report = await asyncio.shield(
-            self._training
-        )  # a stop never parts an update from its commit
+        # a stop never parts an update from its commit
+        report = await asyncio.shield(self._training)
         if job.engine is not None and job.config.publishes_after(step, job.total_steps):
             await self._publish(job.engine)
         job.tracker.log_step(step, report.metrics)

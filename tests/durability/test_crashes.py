@@ -17,6 +17,7 @@ from rich.console import Console
 
 from penstock.inspection.audit import audit_run
 from penstock.run_folder import RunFolder
+from stages.ray_nodes import lone_node
 from stages.tiny_run import (
     KILLED,
     SEED,
@@ -92,13 +93,8 @@ def whole(server: CrashServer) -> Whole:
 def ray_address() -> Iterator[str]:
     """Return a cluster with room for one run: what a dead driver kept would block the next run."""
     pytest.importorskip("ray")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray.cluster_utils import Cluster
-
-    size = {"num_cpus": 2, "object_store_memory": 2**27, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=size)
-    yield cluster.address
-    cluster.shutdown()
+    with lone_node(2) as address:
+        yield address
 
 
 def crash_marks(number: int) -> list[pytest.MarkDecorator]:

@@ -239,9 +239,9 @@ def test_a_full_disk_under_metrics_samples_and_timeline_is_told_once_and_costs_n
     assert digests(run) == expected
     output = server.output()
     for name in ("metrics.jsonl", "rollouts.jsonl", "timeline/events.jsonl"):
-        assert output.count(f"{run.path / name}: cannot write: No space left on device") == 1
-    assert f"{run.metrics}: 3 lines could not be written" in output
-    assert output.count("lines could not be written") == 4  # and those of logs/run.log
+        path = run.path / name
+        assert output.count(f"{path}: cannot write: No space left on device") == 1
+        assert len(re.findall(rf"{path}: \d+ lines could not be written", output)) == 1
     assert "Traceback" not in output
     assert server.run("resume", str(run.path), "train.steps=5") == 0, server.output()
     assert_sound(run, steps=5)

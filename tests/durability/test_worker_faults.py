@@ -16,6 +16,7 @@ from rich.console import Console
 from penstock.inspection.audit import audit_run
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
+from stages.ray_nodes import lone_node
 from stages.tiny_run import (
     KILLED,
     SEED,
@@ -118,13 +119,8 @@ def test_any_two_faults_of_workers_leave_the_same_weights(
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
     pytest.importorskip("ray")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray.cluster_utils import Cluster
-
-    size = {"num_cpus": 3, "object_store_memory": 2**27, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=size)
-    yield cluster.address
-    cluster.shutdown()
+    with lone_node(3) as address:
+        yield address
 
 
 @pytest.mark.ray

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from penstock.job import Job
@@ -37,6 +39,18 @@ class Nodes:
 
         ray.shutdown()
         self._cluster.shutdown()
+
+
+@contextmanager
+def lone_node(num_cpus: int) -> Iterator[str]:
+    """Start a cluster of one node, which this process does not join; yield its address."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    size = {"num_cpus": num_cpus, "object_store_memory": 2**27, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=size)
+    yield cluster.address
+    cluster.shutdown()
 
 
 def node_of(job: Job, name: str) -> str:
