@@ -1,4 +1,4 @@
-"""Five ways to round the policy's weights, on one task: how much of an update arrives, and what is learned.
+"""Six ways to round the policy's weights, on one task: how much of an update arrives, and what is learned.
 
     python benchmarks/precision.py demo --out demo.jsonl                     # a CPU, emulated coarse grid
     python benchmarks/precision.py sums --model smollm2 --out sums.jsonl     # a GPU, real formats
@@ -10,6 +10,7 @@ plain        masters start at the weights, on the grid
 dithered     masters start anywhere in the weights' rounding cells
 stochastic   masters start at the weights; every publication rounds them up or down at random
 float16      as plain, on a grid that is 8 times as fine; a real float16 with a loss scale on a GPU
+float16-dithered    both
 
 `demo` trains the policy that ships, its weights rounded to `--bits` significant bits, so that a CPU shows at lr 1e-5 in 100
 steps what bfloat16 does to larger models. `sums` trains a model folder, its weights rounded to bfloat16 first,
@@ -36,7 +37,7 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 SUMS = HERE.parent / "examples" / "sums"
-VARIANTS = ("float32", "plain", "dithered", "stochastic", "float16")
+VARIANTS = ("float32", "plain", "dithered", "stochastic", "float16", "float16-dithered")
 MORE_BITS_OF_FLOAT16 = 3
 SHOWN_STEPS = (1, 5, 10, 20, 40, 60, 80, 100)
 
@@ -155,7 +156,7 @@ def run_one(task: str, model: Path, run: dict[str, Any], words: list[str]) -> No
     torch.set_num_threads(1)
     variant = run["variant"]
     install_masters(variant, run["bits"])
-    masters = "dithered" if variant == "dithered" else "plain"
+    masters = "dithered" if "dithered" in variant else "plain"
     overrides = [
         f"model.path={model}",
         f"seed={run['seed']}",
@@ -173,7 +174,7 @@ def run_one(task: str, model: Path, run: dict[str, Any], words: list[str]) -> No
         "checkpoint.every_steps=0",
     ]
     if task == "sums":
-        dtype = variant if variant.startswith("float") else "bfloat16"
+        dtype = variant.split("-")[0] if variant.startswith("float") else "bfloat16"
         overrides += [
             f"model.dtype={dtype}",
             "engine.max_slots=1024",
@@ -312,7 +313,7 @@ def start(
     args: argparse.Namespace, model: Path, rate: float, seed: int, variant: str
 ) -> subprocess.Popen[bytes]:
     """Start one run; its log is beside OUT."""
-    finer = MORE_BITS_OF_FLOAT16 if variant == "float16" and args.bits else 0
+    finer = MORE_BITS_OF_FLOAT16 if variant.startswith("float16") and args.bits else 0
     run = {"variant": variant, "lr": rate, "seed": seed, "bits": args.bits + finer}
     run["steps"] = args.steps
     log = args.out.with_suffix(f".{variant}-{rate}-{seed}.log")
@@ -400,7 +401,7 @@ def main() -> None:
         one.add_argument("--seeds", type=int, nargs="+", default=[0])
         one.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
         one.add_argument("--steps", type=int, default=steps)
-        one.add_argument("--parallel", type=int, default=1 if name == "demo" else 5)
+        one.add_argument("--parallel", type=int, default=1 if name == "demo" else 6)
         one.add_argument("--minutes", type=float, default=60.0)
         one.add_argument(
             "--bits", type=int, default=bits, help=argparse.SUPPRESS if not bits else ""

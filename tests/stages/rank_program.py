@@ -23,7 +23,7 @@ ALGORITHMS = {
 }
 
 
-STARTS = ("full", "lora")
+STARTS = ("full", "lora", "float16")
 
 
 def texts() -> TextStream:
@@ -95,16 +95,17 @@ def reload(job: str, folder: Path, ranks: Ranks, saved_world: int) -> None:
         torch.save(weights, folder / f"{job}-{saved_world}-to-{ranks.world}.pt")
 
 
-def start_in_bfloat16(job: str, folder: Path, ranks: Ranks) -> None:
+def start_rounded(job: str, folder: Path, ranks: Ranks) -> None:
     """Save the masters and the published weights before the first step, then train one step.
 
-    Half of the weights lie on the bfloat16 grid, half have more digits.
+    Half of the weights lie on the grid, half have more digits.
     """
     model = tiny_model(dtype=torch.float32)
+    dtype = "float16" if job == "float16" else "bfloat16"
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter[::2] = parameter[::2].bfloat16().float()
-    sections = {"model": {"dtype": "bfloat16"}, "train": {"lr": 1e-4}}
+            parameter[::2] = parameter[::2].to(getattr(torch, dtype)).float()
+    sections = {"model": {"dtype": dtype}, "train": {"lr": 1e-4}}
     if job == "lora":
         sections["model"]["lora"] = {"rank": 2}
         torch.manual_seed(0)
@@ -133,4 +134,4 @@ class OneRank:
             run(name, folder, self._ranks)
         reload("plain", folder, self._ranks, saved_world=1)
         for name in STARTS:
-            start_in_bfloat16(name, folder, self._ranks)
+            start_rounded(name, folder, self._ranks)

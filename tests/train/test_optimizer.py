@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.config import TrainConfig
+from penstock.errors import UserError
 from penstock.train.optimizer import (
     LossScale,
     clip_gradients,
@@ -127,6 +128,14 @@ def test_float16_trains_like_float32_and_small_gradients_survive(saved_model) ->
     assert float(cosine) > 0.95
     for name, tensor in consumer.weights():
         assert tensor.dtype == torch.float16, name
+
+
+def test_weights_beyond_float16_are_refused(tmp_path) -> None:
+    model = tiny_model(dtype=torch.float32)
+    model.model.norm.weight.data[3] = 70000.0
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.dtype: got 'float16', but model\.norm\.weight"):
+        from_disk(tmp_path, model={"dtype": "float16"})
 
 
 def test_an_overflow_skips_the_update_counts_it_and_is_saved(saved_model, tmp_path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config import TrainConfig
+from penstock.errors import UserError
 from penstock.models.loading import format_of
 from penstock.train.dither import HALF_FORMATS, Place, dither_, dither_key
 from penstock.train.ranks import Ranks, own_rows, whole_tensor
@@ -36,6 +37,8 @@ class Masters:
         for name, parameter in model.named_parameters():
             self.formats[name] = format_of(model, name, dtype)
             exact = parameter.detach()
+            if self.formats[name] == torch.float16:
+                _check_range(name, exact, ranks)
             if ranks.world == 1:
                 parameter.data = exact.to(self.formats[name])
             if not parameter.requires_grad:
@@ -64,6 +67,16 @@ class Masters:
         if self.rounded:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.rounded.values()), self.separate)
+
+
+def _check_range(name: str, exact: Tensor, ranks: Ranks) -> None:
+    """Refuse float16 for a weight that would become infinite."""
+    _, rows = own_rows(exact, ranks)
+    if rows.numel() and not (largest := float(rows.abs().max())) < torch.finfo(torch.float16).max:
+        raise UserError(
+            f"model.dtype: got 'float16', but {name} has a weight of {largest:g}, "
+            "allowed: 'bfloat16' or 'float32' for this model"
+        )
 
 
 class _AddGradientTo:
