@@ -149,7 +149,7 @@ class Job:
             note=self.tracker.note,
             stack_of=self.workers.stack_of,
             restart=self.workers.restart,
-            end=self.workers.end,
+            end_workers=self.workers.end,
             progress_of=self.workers.progress_of,
             activity_of=self.workers.activity_of,
             producer_waits=self.producer_waits,

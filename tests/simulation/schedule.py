@@ -134,13 +134,16 @@ def _empty_journal() -> Path:
     return path
 
 
-def run_seed(seed: int, *, trace: str | None = None) -> Result:
-    """Run the schedule of a seed; return what was seen. `trace`: a file for every callback."""
+def run_seed(seed: int, *, trace: str | None = None, **given: Any) -> Result:
+    """Run the schedule of a seed; return what was seen. `trace`: a file for every callback.
+
+    given: see `World`.
+    """
     folder = Path(tempfile.mkdtemp(prefix="penstock-simulation-", dir=MEMORY))
     shutil.copy(_empty_journal(), folder / "journal.db")
     gc.disable()  # a dead driver's coroutines must not be freed while another loop runs
     try:
-        world = World(seed, folder)
+        world = World(seed, folder, **given)
         (folder / CONFIG).write_text(_copy(world.config))
         return _run(world, trace)
     finally:

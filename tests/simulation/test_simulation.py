@@ -39,13 +39,11 @@ def test_a_seed_gives_the_same_schedule_in_any_process(tmp_path: Path) -> None:
     assert first == second
 
 
-FIRST = {"statistics": 300}  # rare: about one schedule in 500 finds it; seed 350 is the first
-
-
-@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize(
+    "defect", sorted(DEFECTS.keys() - {"statistics"})
+)  # rare: see `test_found.py`
 def test_a_known_defect_is_found_and_its_seed_is_named(defect: str) -> None:
-    first = FIRST.get(defect, 0)
-    done = simulate("--schedules", "1500", "--first", str(first), "--defect", defect)
+    done = simulate("--schedules", "300", "--defect", defect)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"PYTHONPATH=tests python -m simulation --seed \d+", done.stdout)
     assert "broken:" in done.stdout

@@ -235,15 +235,16 @@ def test_a_death_is_no_answer_and_does_not_raise_the_limit() -> None:
     assert waits.moved_at == 300.0
 
 
-def test_the_watchdog_ends_what_it_stops_the_run_for() -> None:
+def test_the_watchdog_ends_the_workers_of_a_run_that_it_stops() -> None:
+    """Nobody watches what unwinds then: no call may wait for a worker that hangs."""
     ended: list[str] = []
 
-    async def end(name: str, reason: str) -> None:
-        ended.append(name)
+    async def end(reason: str) -> None:
+        ended.append(reason)
 
-    stage = WatchdogStage("stop", end=end)
-    stage.run(Called("trainer", Silent(), stage.waits).train())
-    assert ended == ["trainer"]
+    stage = WatchdogStage("stop", end_workers=end)
+    line = stage.run(Called("trainer", Silent(), stage.waits).train())
+    assert ended == [line] != [""]
 
 
 def test_a_watched_block_raises_the_error_of_the_watchdog() -> None:

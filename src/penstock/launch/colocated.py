@@ -36,6 +36,7 @@ class ColocatedTrainer(RestartingTrainer):
     ) -> None:
         super().__init__(supervised, announces=announces)
         self._engines, self._publishes = engines, publishes
+        engines.shares_gpu = True
         self._handover = asyncio.Lock()
         self._engines_sleep = False
         self._needs_gpu = False  # a call that needs the GPU is under way
@@ -85,11 +86,9 @@ class ColocatedTrainer(RestartingTrainer):
         finally:
             self._needs_gpu = False
 
-    async def _acquire_gpu(self, *, wait_for_starts: bool = True) -> None:
+    async def _acquire_gpu(self) -> None:
         async with self._handover:
-            if not self._engines_sleep:
-                await self._engines.pause("wait")
-            await self._engines.release_gpu(wait_for_starts=wait_for_starts)
+            await self._engines.release_gpu()
             self._engines_sleep = True
 
     async def _release_gpu(self) -> None:
@@ -105,9 +104,9 @@ class ColocatedTrainer(RestartingTrainer):
 
     @asynccontextmanager
     async def _reserve_start(self) -> AsyncIterator[None]:
-        """Acquire the GPU for a restart, without waiting for starting engines: they may need us."""
+        """Acquire the GPU for a restart; a starting engine that needs us meanwhile lends it."""
         self._restarting = True
-        await self._acquire_gpu(wait_for_starts=False)
+        await self._acquire_gpu()
         yield
 
     async def _restarted(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -63,10 +64,9 @@ class Workers:
         """Return the seconds of work that a worker's process has spent; None if unknown."""
         return await self.supervised[name].activity() if name in self.supervised else None
 
-    async def end(self, name: str, reason: str) -> None:
-        """Kill a worker for good, so that nothing waits for it any more."""
-        if name in self.supervised:
-            await self.supervised[name].end(reason)
+    async def end(self, reason: str) -> None:
+        """Kill every worker for good, so that nothing waits for one any more."""
+        await asyncio.gather(*(worker.end(reason) for worker in self.supervised.values()))
 
     async def restart(self, name: str, reason: str) -> bool:
         """Kill a worker that does not answer, so that it is restarted; False if it cannot be."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
 from penstock.errors import EngineError, WeightsGone
@@ -60,14 +61,21 @@ class NewestWeights:
         engine.loaded = (handle.version, digest)
         return digest
 
-    async def renewing(self, load: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `load` until the newest weights can be read; publish them again in between."""
+    async def renewing(
+        self,
+        load: Callable[[], Awaitable[T]],
+        waiting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> T:
+        """Repeat `load` until the newest weights can be read; publish them again in between.
+
+        waiting: entered while the trainer is waited for.
+        """
         while True:
             newest = self.handle
             try:
                 return await load()
             except WeightsGone:
-                async with self._renewing:
+                async with waiting(), self._renewing:
                     if newest is not None and newest is self.handle:  # none were published since
                         await self._renew_once(newest)
 

@@ -91,6 +91,7 @@ class EnginePool:
         self._gpu_released.set()
         self._starts: set[Engine] = set()  # engines that hold GPU memory, or will when they start
         self._asleep = False
+        self.shares_gpu = False  # with the trainer: engines wake, start and load in their turn
         self._changed = asyncio.Event()  # a state, a reserved start or a waiting request changed
         for one in supervised:
             self._adopt(Engine(one, len(self._engines)))
@@ -172,16 +173,31 @@ class EnginePool:
         """Wait until the trainer has released the GPU, then reserve this engine's start."""
         if engine.state in WORKING:
             self._move(engine, EngineState.STARTING)
-        if not self._gpu_released.is_set():
-            what = f"{engine.name}, until the trainer releases the GPU"
-            with self._waits.wait("driver", WaitKind.RESTART, what):
-                await self._gpu_released.wait()
-        self._starts.add(engine)
+        await self._reserve_gpu(engine)
         try:
             yield
         except BaseException:
             self._end_start(engine)
             raise
+
+    @contextlib.asynccontextmanager
+    async def _lend_gpu(self, engine: Engine, call: Call) -> AsyncIterator[None]:
+        """Free a starting engine's GPU memory while it waits for a trainer that may need it to start."""
+        if not self.shares_gpu:
+            yield
+            return
+        await call("sleep")
+        self._end_start(engine)
+        yield
+        await self._reserve_gpu(engine)
+        await call("wake")
+
+    async def _reserve_gpu(self, engine: Engine) -> None:
+        what = f"{engine.name}, until the trainer releases the GPU"
+        while not self._gpu_released.is_set():  # the trainer may take it back before we run
+            with self._waits.wait("driver", WaitKind.RESTART, what):
+                await self._gpu_released.wait()
+        self._starts.add(engine)
 
     def _end_start(self, engine: Engine) -> None:
         self._starts.discard(engine)
@@ -191,7 +207,9 @@ class EnginePool:
         """Load the newest weights into a worker that does not serve yet."""
         engine.loaded = None
         engine.earlier_tokens, engine.tokens = engine.earlier_tokens + engine.tokens, 0
-        await self._weights.renewing(lambda: self._weights.load_newest(engine, call))
+        await self._weights.renewing(
+            lambda: self._weights.load_newest(engine, call), partial(self._lend_gpu, engine, call)
+        )
 
     async def _join(self, engine: Engine) -> None:
         """Let a prepared engine serve, with weights that were published meanwhile."""
@@ -208,7 +226,8 @@ class EnginePool:
                     self._move(engine, EngineState.SERVING)
 
         try:
-            await self._weights.renewing(join)
+            lend_gpu = partial(self._lend_gpu, engine, engine.supervised.call)
+            await self._weights.renewing(join, lend_gpu)
         finally:
             self._end_start(engine)
 
@@ -338,7 +357,7 @@ class EnginePool:
 
     async def resume(self) -> None:
         self._dispatcher.held = False
-        await self._at_least_one(lambda: self._call_working("resume"))
+        await self._call_working("resume")  # an engine that is back later is not paused
         self._requests.bind_queued()
 
     async def sleep(self) -> None:
@@ -346,16 +365,18 @@ class EnginePool:
             self._asleep = True
         await self._call_working("sleep")  # dead engines need not answer: they hold no GPU memory
 
-    async def release_gpu(self, *, wait_for_starts: bool = True) -> None:
-        """Sleep until `wake`, and let no engine start or load weights until `trainer_released_gpu`.
+    async def release_gpu(self) -> None:
+        """Finish running requests and sleep until `wake`; let no engine start or load meanwhile.
 
-        Waits for: weights that are being loaded and, with `wait_for_starts`, engines that are starting.
+        Waits for: weights that are being loaded, engines that are starting. Needs no engine that serves.
         """
+        self._dispatcher.held = True
         async with self._switching:
             self._gpu_released.clear()
             self._asleep = True
-        while self._starts and wait_for_starts:
+        while self._starts:
             await self._change("engines")
+        await self._call_working("pause", "wait")
         await self._call_working("sleep")
 
     def trainer_released_gpu(self) -> None:
@@ -363,15 +384,11 @@ class EnginePool:
         self._gpu_released.set()
 
     async def wake(self) -> None:
+        """Wake the engines that sleep; those that are back later do not fall asleep."""
         self.trainer_released_gpu()
-
-        async def wake_all() -> list[Any]:
-            async with self._switching:
-                answers = await self._call_working("wake")
-                self._asleep = self._asleep and not answers
-                return answers
-
-        await self._at_least_one(wake_all)
+        async with self._switching:
+            self._asleep = False
+            await self._call_working("wake")
 
     async def stats(self) -> EngineStats:
         """Return sums; the version is the oldest one that still samples for the pool."""

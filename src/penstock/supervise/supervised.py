@@ -177,6 +177,8 @@ class Supervised:
         if self._supervising is not None:
             self._supervising.cancel()
             await asyncio.wait([self._supervising])
+        self.given_up = self.given_up or WorkerDied(f"{self.name}: it was closed")
+        self._settled.set()  # nobody waits for a worker that will not come
         if self._worker is not None:
             await self._worker.close()
         self.when_closed()

@@ -52,8 +52,8 @@ class Watchdog:
     """Reports stuck waits; `run` raises if the policy says to stop.
 
     `progress_of` returns something that changes with every piece of work, `activity_of` the seconds
-    of work that a process has spent, `restart` whether a worker is being replaced. `end` kills a
-    worker for good.
+    of work that a process has spent, `restart` whether a worker is being replaced. `end_workers` kills
+    all of them for good.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Watchdog:
         note: Callable[[str], None],
         stack_of: Callable[[str], Awaitable[str]] | None = None,
         restart: Callable[[str, str], Awaitable[bool]] | None = None,
-        end: Callable[[str, str], Awaitable[None]] | None = None,
+        end_workers: Callable[[str], Awaitable[None]] | None = None,
         progress_of: Callable[[str], Awaitable[object]] | None = None,
         activity_of: Callable[[str], Awaitable[float | None]] | None = None,
         producer_waits: Callable[[], list[str]] = list,
     ) -> None:
         self._waits, self._settings, self._note = waits, settings, note
-        self._stack_of, self._restart, self._end = stack_of, restart, end
+        self._stack_of, self._restart, self._end_workers = stack_of, restart, end_workers
         self._progress_of, self._activity_of = progress_of, activity_of
         self._producer_waits = producer_waits  # returns a sentence per wait
         self._looks: dict[tuple[str, WaitKind], _Look] = {}  # the last look at each kind of wait
@@ -174,8 +174,8 @@ class Watchdog:
         may_restart = self._settings.action == "restart" and bool(responder)
         if may_restart and self._restart is not None and await self._restart(responder, line):
             return
-        if responder and self._end is not None:  # what unwinds now must not wait for it again
-            await self._end(responder, line)
+        if self._end_workers is not None:  # nobody watches what unwinds: it must not wait for one
+            await self._end_workers(line)
         raise RunError(line)
 
     def _waits_for_a_restart(self, wait: OpenWait | None) -> bool:
