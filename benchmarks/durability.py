@@ -175,7 +175,7 @@ def measure_long_journal(groups: int, per_step: int = 32) -> None:
         read_ms = 1e3 * (time.perf_counter() - started)
         journal.close()
         path = Path(folder) / "journal.db"
-        size, resumed, freed = path.stat().st_size, resume_cost(path), pruning_cost(path)
+        size, resumed = path.stat().st_size, resume_cost(path)
     tenth = len(times) // 10
     medians = [statistics.median(times[i * tenth : (i + 1) * tenth]) for i in range(10)]
     console.print(f"the journal alone, {groups:,} groups of 8 responses of 24 tokens:")
@@ -189,7 +189,7 @@ def measure_long_journal(groups: int, per_step: int = 32) -> None:
         f"{read_ms:.1f} ms; {size / 2**20:.0f} MiB",
         highlight=False,
     )
-    console.print(f"  {resumed}\n  {freed}\n", highlight=False)
+    console.print(f"  {resumed}\n", highlight=False)
 
 
 def resume_cost(path: Path) -> str:
@@ -211,20 +211,32 @@ def resume_cost(path: Path) -> str:
     return f"a resume reads {read / 2**20:.0f} MiB of {path.stat().st_size / 2**20:.0f} in {spent:.1f} s"
 
 
-def pruning_cost(path: Path) -> str:
-    """Remove the tokens of all steps but the last, and count the pages that are free then."""
+def measure_pruning(steps: int = 100, per_step: int = 4, tokens: int = 1000) -> None:
+    """Write a run of long responses, remove its tokens, and write as much again."""
     from penstock.journal import Journal
 
-    journal = Journal.open(path)
-    last, started = journal.last_committed_step(), time.process_time()
-    journal.prune_payloads(last - 1, keep_text=False)
-    spent = (time.process_time() - started) / (last - 1)
-    ((free,),), ((pages,),) = (
-        journal.query(f"PRAGMA {name}") for name in ("freelist_count", "page_count")
-    )
-    journal.close()
-    return (
-        f"removing its tokens frees {free / pages:.0%} of the file, {1e3 * spent:.1f} CPU ms a step"
+    def batch(step: int) -> list:
+        numbers = range((step - 1) * per_step, step * per_step)
+        return [made_group(number, tokens=tokens) for number in numbers]
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.db"
+        sizes, spent = [], 0.0
+        for part in range(3):
+            journal = Journal.open(path)
+            asyncio.run(
+                write_steps(journal, range(part * steps + 1, (part + 1) * steps + 1), batch)
+            )
+            started = time.process_time()
+            journal.prune_payloads((part + 1) * steps, keep_text=True)
+            spent += time.process_time() - started
+            journal.close()
+            sizes.append(f"{path.stat().st_size / 2**20:.1f}")
+    console.print(
+        f"journal.keep_payloads = text, {tokens} tokens a response, {8 * per_step} responses a step: "
+        f"{' -> '.join(sizes)} MiB after {steps}, {2 * steps} and {3 * steps} steps; "
+        f"{1e3 * spent / (3 * steps):.1f} CPU ms a step\n",
+        highlight=False,
     )
 
 
@@ -398,6 +410,7 @@ def main() -> None:
         measure_device_digest(options.digest_gib)
     if options.groups:
         measure_long_journal(options.groups)
+        measure_pruning()
     if options.steps:
         measure_run(options.steps, options.checkpoint_every)
 
