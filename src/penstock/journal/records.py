@@ -51,9 +51,7 @@ _REDO_STEP = (
 
 # The moves of a group: from which places each may start. A move from elsewhere is a fault.
 _FROM = {
-    "landed": ("in_flight",),
-    "failed": ("in_flight",),
-    "filtered": ("in_flight",),
+    "landed": ("in_flight",),  # completed, aborted, failed or refused
     "retried": ("in_flight", "buffered"),  # in flight: it failed, or the run was resumed
     "expired": ("buffered", "in_flight"),  # in flight: it was put back when the run was resumed
     "dropped": ("in_flight", "buffered"),
@@ -133,11 +131,11 @@ class Landed:
         group, status = self.group, self.group.status.value
         scores = [r.score.value for r in group.rollouts if r.score is not None]
         reward = stored_number(sum(scores) / len(scores)) if scores else None
-        oldest, tokens = group.oldest_version, group.num_response_tokens
+        rows = [_rollout_row(group.group_id, number, r) for number, r in enumerate(group.rollouts)]
+        tokens = sum([row[5] for row in rows])
+        oldest = min([row[6] for row in rows if row[6] is not None], default=None)
         error = stored_text(group.error)
-        rollouts.extend(
-            _rollout_row(group.group_id, number, r) for number, r in enumerate(group.rollouts)
-        )
+        rollouts.extend(rows)
         groups.append(
             {
                 "group_id": group.group_id,
@@ -391,7 +389,7 @@ def _prompt_row(record: Drawn) -> tuple:
 
 
 def _rollout_row(group_id: str, number: int, rollout: Rollout) -> tuple:
-    segments = rollout.segments
+    versions = [segment.version for segment in rollout.segments]
     key = rollout_key(group_id, number, rollout.rollout_id)
     return (
         group_id,
@@ -400,8 +398,8 @@ def _rollout_row(group_id: str, number: int, rollout: Rollout) -> tuple:
         rollout.status.value,
         rollout.finish_reason,
         len(rollout.response_ids),
-        min((s.version for s in segments), default=None),
-        max((s.version for s in segments), default=None),
+        min(versions, default=None),
+        max(versions, default=None),
         rollout.temperature,
         None if rollout.score is None else rollout.score.value,
         stored_text(rollout.text),
