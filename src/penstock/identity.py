@@ -84,9 +84,9 @@ def measure(config: Config, datasets: Mapping[str, Dataset] | None = None) -> di
     Other files are hashed, if they exist; other generated data is left out.
     """
     files = {key: path for key, path in _files(config).items() if key not in (datasets or {})}
-    facts = {key: _fact(file_content(path)) for key, path in files.items() if path.is_file()}
+    facts = {key: _fact(p, file_content(p)) for key, p in files.items() if p.is_file()}
     for key, dataset in (datasets or {}).items():
-        facts[key] = _fact(dataset.content, prompts=len(dataset))
+        facts[key] = _fact(dataset.source, dataset.content, prompts=len(dataset))
     source = resolve_model_path(config.model.tokenizer or config.model.path)
     return {**facts, **_tokenizer_facts(source), **code_fact(config)}
 
@@ -100,8 +100,9 @@ def _files(config: Config) -> dict[str, Path]:
     return {**files, PTX: Path(ptx)} if ptx else files
 
 
-def _fact(content: Content, **more: int) -> str:
-    return json.dumps({"sha256": content.sha256, "bytes": content.num_bytes, **more})
+def _fact(source: str | Path, content: Content, **more: int) -> str:
+    known = {"source": str(source), "sha256": content.sha256, "bytes": content.num_bytes}
+    return json.dumps({**known, **more})
 
 
 def _tokenizer_facts(source: str) -> dict[str, str]:
@@ -121,7 +122,7 @@ def _tokenizer_facts(source: str) -> dict[str, str]:
         parts.add(content)
     text = ContentHash()
     text.add(json.dumps(template).encode())
-    return {TOKENIZER: _fact(parts.content()), TEMPLATE: _fact(text.content())}
+    return {TOKENIZER: _fact(source, parts.content()), TEMPLATE: _fact(source, text.content())}
 
 
 def _finder(source: str) -> Callable[[str], Path | None]:
@@ -178,7 +179,8 @@ def changed_content(recorded: Facts, found: Facts) -> dict[str, str]:
             continue
         before, after = json.loads(recorded[name]), json.loads(found[name])
         if before["sha256"] != after["sha256"]:
-            phrases[name] = f"{name} has other content ({_brief(before)} -> {_brief(after)})"
+            change = f"{_brief(before)} -> {_brief(after)}"
+            phrases[name] = f"{name}: {after['source']} has other content ({change})"
     return phrases
 
 

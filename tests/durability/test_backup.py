@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
+from penstock.checkpoint import Checkpoint
+from penstock.inspection import backup
 from penstock.inspection.backup import back_up
 from penstock.job import Job
 from penstock.journal import Journal
@@ -81,6 +83,25 @@ def test_each_copy_of_a_journal_that_is_written_is_of_one_moment(
     assert writer.returncode == 0
     with closing(Journal.open(tmp_path / "journal.db", readonly=True)) as journal:
         assert journal.last_committed_step() == int(more.splitlines()[-1])
+
+
+def test_a_checkpoint_that_falls_behind_the_removed_steps_is_copied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "one", steps=4)
+    journal = Journal.open(folder.journal)
+    journal.prune_payloads(3, keep_text=True)
+    journal.close()
+    found = iter([1, 3])  # the live run has made and removed checkpoints meanwhile
+
+    def copy_checkpoint(_: RunFolder, target: Path) -> Checkpoint:
+        step = next(found)
+        (target / f"step-{step}").mkdir(parents=True)
+        return Checkpoint(target / f"step-{step}", step, "")
+
+    monkeypatch.setattr(backup, "_copy_checkpoint", copy_checkpoint)
+    assert "4 steps, the checkpoint of step 3" in back_up(folder, tmp_path / "copy")
+    assert [path.name for path in (tmp_path / "copy" / "checkpoints").iterdir()] == ["step-3"]
 
 
 def test_a_folder_that_exists_is_refused_and_a_failure_leaves_nothing(

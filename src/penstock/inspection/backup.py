@@ -54,23 +54,38 @@ def _copy(folder: RunFolder, copy: RunFolder) -> tuple[int, Checkpoint | None]:
             shutil.copytree(source, copy.path / name)
         elif source.is_file():
             shutil.copyfile(source, copy.path / name)
-    checkpoint = _copy_checkpoint(folder.checkpoints, copy.checkpoints)
-    with closing(Journal.open(folder.journal, readonly=True)) as journal:
-        journal.copy_to(copy.journal)
-    with closing(Journal.open(copy.journal, readonly=True)) as journal:
-        journal.check_file()
-        step = journal.last_committed_step()
+    step, checkpoint = _copy_state(folder, copy)
     if copy.record():
         copy.write_copies()
-    for end in ("-wal", "-shm"):  # empty: left by the looks at the copy
-        copy.journal.with_name(f"{copy.journal.name}{end}").unlink(missing_ok=True)
+    _remove_journal(copy, "-wal", "-shm")  # empty: left by the looks at the copy
     return step, checkpoint
 
 
-def _copy_checkpoint(source: Path, target: Path) -> Checkpoint | None:
+def _copy_state(folder: RunFolder, copy: RunFolder) -> tuple[int, Checkpoint | None]:
+    """Copy a checkpoint, then the journal; repeat if the journal has removed the steps between them."""
+    for _ in range(_MOST_TRIES):
+        checkpoint = _copy_checkpoint(folder, copy.checkpoints)
+        with closing(Journal.open(folder.journal, readonly=True)) as journal:
+            journal.copy_to(copy.journal)
+        with closing(Journal.open(copy.journal, readonly=True)) as journal:
+            journal.check_file()
+            step, removed = journal.last_committed_step(), journal.pruned_to()
+        if checkpoint is None or checkpoint.step >= removed:
+            return step, checkpoint
+        shutil.rmtree(copy.checkpoints)
+        _remove_journal(copy)
+    raise _too_slow(folder)
+
+
+def _remove_journal(copy: RunFolder, *ends: str) -> None:
+    for end in ends or ("", "-wal", "-shm"):
+        copy.journal.with_name(f"{copy.journal.name}{end}").unlink(missing_ok=True)
+
+
+def _copy_checkpoint(folder: RunFolder, target: Path) -> Checkpoint | None:
     """Copy the newest good checkpoint and compare every file with its digest."""
     for _ in range(_MOST_TRIES):
-        newest = CheckpointStore(source).newest()
+        newest = CheckpointStore(folder.checkpoints).newest()
         if newest is None:
             return None
         copy = target / newest.path.name
@@ -81,4 +96,11 @@ def _copy_checkpoint(source: Path, target: Path) -> Checkpoint | None:
             shutil.rmtree(copy, ignore_errors=True)
             if newest.path.exists():  # it was not pruned: the fault is another
                 raise
-    raise RunError(f"backup: the checkpoints in {source} are pruned faster than they are copied")
+    raise _too_slow(folder)
+
+
+def _too_slow(folder: RunFolder) -> RunError:
+    return RunError(
+        f"backup: the checkpoints in {folder.checkpoints} are removed faster than they are copied; "
+        "raise checkpoint.keep"
+    )
