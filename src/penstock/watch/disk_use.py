@@ -78,8 +78,10 @@ class DiskWatch:
 
     def _checkpoint_bytes(self) -> int:
         """Return the size of a checkpoint of this run; before there is one, an estimate."""
+        if self._measured:
+            return self._checkpoint
         made = next((self._folder / "checkpoints").glob("step-*"), None)
-        if made is not None and not self._measured:
+        if made is not None:
             with contextlib.suppress(FileNotFoundError):  # it is being pruned
                 self._checkpoint = sum(_bytes_of(path) for path in made.rglob("*"))
                 self._measured = True
