@@ -9,10 +9,12 @@ from penstock.config import TrainConfig
 from penstock.errors import UserError
 from penstock.train.optimizer import (
     LossScale,
+    Masters,
     clip_gradients,
     learning_rate,
     make_optimizer,
 )
+from penstock.train.ranks import Ranks
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 
@@ -130,12 +132,12 @@ def test_float16_trains_like_float32_and_small_gradients_survive(saved_model) ->
         assert tensor.dtype == torch.float16, name
 
 
-def test_weights_beyond_float16_are_refused(tmp_path) -> None:
+def test_weights_beyond_float16_are_refused() -> None:
     model = tiny_model(dtype=torch.float32)
     model.model.norm.weight.data[3] = 70000.0
-    model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"model\.dtype: got 'float16', but model\.norm\.weight"):
-        from_disk(tmp_path, model={"dtype": "float16"})
+        Masters(model, torch.float16, ranks=Ranks())
+    Masters(model, torch.bfloat16, ranks=Ranks())
 
 
 def test_an_overflow_skips_the_update_counts_it_and_is_saved(saved_model, tmp_path) -> None:
