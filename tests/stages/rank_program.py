@@ -20,6 +20,7 @@ ALGORITHMS = {
     "plain": {},
     "reinforce_pp": {"name": "reinforce_pp", "kl_beta": 0.1},
     "dapo": {"name": "dapo"},
+    "lora": {"kl_beta": 0.1},  # the base weights are the reference
 }
 
 
@@ -40,11 +41,16 @@ def make(job: str, ranks: Ranks) -> Consumer:
     ptx = {"coefficient": 0.2, "data": "texts.jsonl", "sequences_per_step": 3}
     if job == "plain":
         train["ptx"] = ptx
+    if job == "lora":
+        train["gradient_checkpointing"] = True
     config = config_of(algorithm=ALGORITHMS[job], train=train)
     reference = tiny_model(seed=4) if job == "reinforce_pp" else None
+    model = tiny_model(tie_word_embeddings=job != "dapo")
+    if job == "lora":
+        add_adapters(model, config_of(model={"lora": {"rank": 2}}).model.lora)
     return Consumer(
         config,
-        tiny_model(tie_word_embeddings=job != "dapo"),
+        model,
         total_steps=10,
         reference=reference,
         texts=texts() if job == "plain" else None,

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock import cli
 from penstock.errors import UserError
 from penstock.train.flat_batch import FlatBatch
 from penstock.train.objective import TokenInputs
@@ -73,3 +74,16 @@ def test_only_the_named_layers_get_adapters(tmp_path) -> None:
         "model.layers.1.self_attn.q_proj",
         "model.layers.1.mlp.up_proj",
     }
+
+
+def test_the_command_ends_with_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys) -> None:
+    targets = 'model.lora.target_modules=["lm_head"]'
+    words = ["train", "launch.kind=inline", "model.lora.rank=2", targets]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["penstock", *words])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "model.lora.target_modules: got ['lm_head'], allowed: linear layers" in errors[0]

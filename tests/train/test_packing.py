@@ -10,6 +10,7 @@ from penstock.errors import UserError
 from penstock.train.flat_batch import FlatBatch
 from penstock.train.model_check import check_model
 from penstock.train.pack import empty_pack, make_pack, split_by_tokens
+from penstock.train.packed_attention import fits_flash
 from penstock.train.policy import Policy
 from stages.training_data import VOCABULARY, from_disk, random_batch, tiny_model
 
@@ -150,3 +151,48 @@ def test_a_model_the_trainer_would_misread_is_one_line(tmp_path) -> None:
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: output * 1.5)
     with pytest.raises(UserError, match=r"\(Qwen3ForCausalLM\), whose log-probs the trainer would"):
         check_model(policy, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key_size", "value_size", "fits"),
+    [(128, 128, True), (192, 128, False), (512, 512, False), (12, 12, False), (256, 256, True)],
+)
+def test_heads_that_the_flash_kernel_refuses_are_not_given_to_it(
+    key_size, value_size, fits
+) -> None:
+    assert fits_flash(key_size, value_size) == fits
+
+
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 2, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("Qwen3", {}),
+        ("Mistral", {"sliding_window": 3}),
+        ("Gemma", {"head_dim": 512}),
+        ("DeepseekV3", LATENT),
+    ],
+)
+def test_half_precision_on_a_gpu_packs_as_float32_does_alone(kind, fields) -> None:
+    ids, predictors, starts = sequences([17, 4, 9, 4, 40, 17])
+    plain = tiny_model(kind, dtype=torch.float32, **fields)
+    pairs = zip(ids, predictors, strict=True)
+    with torch.no_grad():
+        alone = torch.cat([padded_logprobs(plain, [row], [index], 1.0) for row, index in pairs])
+    policy = Policy(tiny_model(kind, dtype=torch.bfloat16, **fields).to("cuda"))
+    check_model(policy, kind)
+    assert policy.packs
+    pack = make_pack(range(len(ids)), ids, predictors, starts, policy.device)
+    got, _ = policy(pack, torch.ones(len(pack.target_N), device="cuda"))
+    got.sum().backward()
+    in_batch_order = torch.empty(len(got))
+    in_batch_order[torch.from_numpy(pack.token_N)] = got.detach().cpu()
+    assert float((in_batch_order - alone).abs().mean()) < 0.1
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in policy.parameters())

@@ -3,7 +3,7 @@
 Registered with transformers under the name `penstock_packed`; the forward call carries a
 `PackLayout`. Sequences are sorted by length, so sequences of equal length form a block that is viewed
 as an ordinary batch without a copy. On a GPU in half precision the variable-length flash kernel
-computes all sequences at once, unless scores are capped or have sinks. Knows no rollouts, no losses.
+computes all sequences at once, unless scores are capped, have sinks, or the heads' sizes do not fit it. Knows no rollouts, no losses.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def packed_attention(
         )
     fused = softcap is None and s_aux is None
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    if half and fused and dropout == 0.0:
+    if half and fused and dropout == 0.0 and fits_flash(query.shape[-1], value.shape[-1]):
         return _flash_attention(query, key, value, pack_layout, scaling, sliding_window), None
     sizes = [count * length for count, length in pack_layout.blocks]
     parts = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
@@ -95,6 +95,11 @@ def packed_attention(
         outputs.append(output_BHLD.transpose(1, 2).flatten(0, 1))
     joined_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined_THD[None], None
+
+
+def fits_flash(key_size: int, value_size: int) -> bool:
+    """Whether the flash kernel computes heads of these sizes; those of latent attention differ."""
+    return key_size == value_size and key_size % 8 == 0 and key_size <= 256
 
 
 def _equal_length_attention(
