@@ -115,11 +115,12 @@ class Loop:
 
     async def _start_evaluation(self) -> None:
         waits = self._job.config.eval.blocking
+        colocated = self._job.config.launch.colocate  # its engines sleep while a step trains
         evaluating = self._job.evaluations.begin(
             self._tasks,
             self.step,
             after=self._updating,
-            beside=not waits and self.step < self._job.total_steps,
+            beside=not waits and not colocated and self.step < self._job.total_steps,
         )
         if waits:
             self._job.activity = f"evaluating after step {self.step}"

@@ -58,6 +58,7 @@ KINDS = {
     "stop": 1,
     "full": 1,
     "slow disk": 1,
+    "scale": 1,
 }
 
 
@@ -68,14 +69,16 @@ def _draw(chance: random.Random, workers: list[str], horizon: int, before: list[
         kind = "kill"  # of somebody else: what the stalled worker holds up meets a restart
         target = chance.choice([one for one in workers if one != before[-1].target])
     seconds: float | None = None
-    if kind in ("restart", "stop"):
+    if kind in ("restart", "stop", "scale"):
         target = DRIVER
     elif kind in ("full", "slow disk"):
         target = chance.choice(("journal", "checkpoint"))
         seconds = chance.choice((1.0, 20.0))
     elif kind in ("stall", "slow"):
         seconds = chance.choice((5.0, 40.0, 400.0, None if kind == "stall" else 60.0))
-    life = sum(fault.target == DRIVER for fault in before) if chance.random() < 0.8 else 0
+    life = (
+        sum(fault.kind in ("restart", "stop") for fault in before) if chance.random() < 0.8 else 0
+    )
     if before and before[-1].life == life and chance.random() < 0.6:
         after_s = chance.random() * chance.choice((0.02, 4.0, 30.0))
         return Fault(kind=kind, target=target, life=life, after_s=after_s, seconds=seconds)

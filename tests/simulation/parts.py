@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.protocol import EngineStats, GenerationRequest, PauseMode
+from penstock.engine.protocol import EngineStats
 from penstock.errors import DigestMismatch, StopRequested, WeightsGone, WrongStep
 from penstock.types import Batch, Group, Prompt, Rollout, Score, StepReport, WeightHandle, staleness
 from penstock.weights.digest import FORM
@@ -230,6 +230,7 @@ class SimEngine(PacedEngine):
         super().__init__(0.05, slots=slots, length=lambda request: world.length_of(request))
         self._world, self._process = world, process
         self.digest, self.asleep = START, False
+        self.on_begin = self._begins
         world.hold_gpu(process.name)
 
     async def update_weights(self, version: int, source: WeightHandle | None = None) -> str:
@@ -242,13 +243,9 @@ class SimEngine(PacedEngine):
         self.version, self.digest = version, buffer.digest
         return self.digest
 
-    async def generate_many(self, requests: list[GenerationRequest]) -> Any:
+    def _begins(self, name: str) -> None:
         if self.asleep:
-            self._world.violated(f"{self._process.name}: got requests while it sleeps")
-        return await super().generate_many(requests)
-
-    async def pause(self, mode: PauseMode = "abort") -> None:
-        await super().pause(mode)
+            self._world.violated(f"{self._process.name}: runs {name} while it sleeps")
 
     async def sleep(self) -> None:
         if self._running and not self.paused:

@@ -31,7 +31,7 @@ from simulation.disk import SimWriter
 from simulation.event_loop import DriverKilled, SimLoop, Stuck, place_of
 from simulation.parts import START, digest_after
 from simulation.processes import Processes
-from simulation.world import PROMPTS, World
+from simulation.world import PROMPTS, USER, World
 
 LONGEST_S = 30_000.0  # of one life of the driver; a stalled worker is replaced after 300 s
 MOST_TICKS = 400_000
@@ -63,7 +63,7 @@ class _Data:
 
     chat = SimpleNamespace(decode=lambda ids: "text")
     train = {"train": PROMPTS}  # noqa: RUF012
-    evaluation: dict[str, Any] = {}  # noqa: RUF012
+    evaluation = {"held": PROMPTS}  # noqa: RUF012
 
     @classmethod
     def load(cls, config: Config, with_training: bool = True) -> _Data:
@@ -76,7 +76,8 @@ class _Data:
 class _Control:
     """Stands in for the control socket."""
 
-    def __init__(self, pointer: Path, handlers: Any) -> None: ...
+    def __init__(self, pointer: Path, handlers: Any) -> None:
+        SimWriter.world.scale = handlers["scale"]
 
     async def start(self) -> None: ...
 
@@ -220,11 +221,16 @@ def _live(world: World, result: Result, graves: list[Any], traced: list[str] | N
     result.ticks += loop.ticks
     result.seconds = loop.now
     if end not in ("killed", "stuck"):
-        left = [task for task in asyncio.all_tasks(loop) if " serves" not in task.get_name()]
+        left = [task for task in asyncio.all_tasks(loop) if not is_outside(task)]
         result.violations += [f"left running: {place_of(task)}" for task in left]
     result.violations += loop.complaints
     graves.append(loop.abandon())
     return end
+
+
+def is_outside(task: asyncio.Task[Any]) -> bool:
+    """Return whether a task stands for another process: a worker, or the user's command."""
+    return task.get_name() == USER or task.get_name().endswith(" serves")
 
 
 def check_journal(world: World) -> list[str]:

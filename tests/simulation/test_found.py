@@ -23,6 +23,13 @@ PLAIN = {
 }
 
 
+EVALUATED = {
+    "eval.tasks": {"held": {"data": "none", "rewards": [{"type": "simulation.parts:SimReward"}]}},
+    "eval.every_steps": 1,
+    "eval.blocking": False,
+}
+
+
 @pytest.fixture(autouse=True)
 def _no_garbage_of_dead_drivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Free the coroutines of killed drivers here: they must not be freed while another loop runs."""
@@ -88,6 +95,10 @@ FOUND: dict[str, tuple[dict[str, Any], list[Fault]]] = {
             then("kill", "engine-0", 0.0),
             then("kill", "engine-1", 0.0),
         ],
+    ),
+    "an evaluation beside a colocated step lost its engine and waited for those that slept": (
+        {"launch.colocate": True, **EVALUATED},
+        [at("kill", "engine-0", "sleep", "done", 2), then("kill", "engine-1", 0.0)],
     ),
     "a run that the watchdog stopped waited for a second worker that hung": (
         {"launch.colocate": True, "watchdog.action": "stop"},

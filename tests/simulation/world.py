@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from penstock.config import Config
 from penstock.config.source import validate
 from penstock.engine.protocol import GenerationRequest
+from penstock.errors import PenstockError
 from penstock.inspection.audit import _era_bounds
 from penstock.run_folder import Era
 from penstock.types import Batch, Prompt
@@ -21,14 +23,24 @@ from simulation.faults import Fault, draw_faults
 from simulation.parts import SharedMemory, stale_rollouts
 from simulation.processes import Meeting, SimProcess
 
-PROMPTS = [
+USER = "the user"  # the name of a task that waits for the driver from outside
+
+
+class Prompts(list[Prompt]):
+    """A dataset."""
+
+    def messages(self) -> list[Any]:
+        return []
+
+
+PROMPTS = Prompts(
     Prompt(
         prompt_id=f"sums:{number}",
         messages=({"role": "user", "content": str(number)},),
         token_ids=np.arange(number + 1, number + 4),
     )
     for number in range(64)
-]
+)
 
 
 class Living:
@@ -105,6 +117,7 @@ class World:
         self.excuses: list[str] = []  # faults that may end this life with an error
         self.is_training = False
         self._on_signal: Any = None
+        self.scale: Any = None
         self._signals = 0
         self.disk.full, self.disk.slowness = "", 1.0
         self._at_ticks = [fault for fault in self.faults if fault.tick and fault.life == self.life]
@@ -180,6 +193,8 @@ class World:
             if self._on_signal is not None and self._signals < 2:  # the third kills the process
                 self._signals += 1
                 self._on_signal(2, None)
+        elif fault.kind == "scale":
+            self.loop.create_task(self._scale(), name=USER)
         elif fault.kind == "full":
             self.disk.full = fault.target
             self.loop.call_later(fault.seconds or 1.0, self._has_room)
@@ -187,6 +202,12 @@ class World:
             self.disk.slowness = 200.0
         elif (process := self.processes.get(fault.target)) is not None:
             self._strike_process(fault, process)
+
+    async def _scale(self) -> None:
+        """Ask for another number of engines, as `penstock scale` does."""
+        if self.scale is not None:
+            with contextlib.suppress(PenstockError):  # the user's answer
+                await self.scale(self.random.randrange(1, 4))
 
     def _has_room(self) -> None:
         self.disk.full = ""
@@ -222,7 +243,7 @@ def draw_config(chance: random.Random, settings: dict[str, Any]) -> Config:
         "train": {"steps": chance.choice((3, 4)), "groups_per_step": 2},
         "sync": {"every_steps": every, "kind": "shared_memory"},
         "checkpoint": {"every_steps": chance.choice((0, 1, 2))},
-        "eval": {"tasks": {}, "at_start": False},
+        "eval": _evaluation(chance),
         "track": {"trackers": []},
         "watchdog": {"action": chance.choice(("restart", "restart", "restart", "stop"))},
         "launch": {
@@ -236,3 +257,16 @@ def draw_config(chance: random.Random, settings: dict[str, Any]) -> Config:
         section, _, name = key.partition(".")
         tree[section][name] = value
     return validate(tree)
+
+
+def _evaluation(chance: random.Random) -> dict[str, Any]:
+    if chance.random() < 0.7:
+        return {"tasks": {}, "at_start": False}
+    task = {"data": "none", "rewards": [{"type": "simulation.parts:SimReward"}]}
+    return {
+        "tasks": {"held": task},
+        "max_problems": 3,
+        "every_steps": chance.choice((1, 2)),
+        "at_start": chance.random() < 0.5,
+        "blocking": chance.random() < 0.3,
+    }
