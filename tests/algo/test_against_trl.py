@@ -161,3 +161,40 @@ def test_loss_and_gradient_are_trls(name, seed) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert gradients[1].abs().sum() > 0
     np.testing.assert_allclose(gradients[0], gradients[1], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rloo_is_trls(seed) -> None:
+    rloo_trainer = pytest.importorskip("trl.trainer.rloo_trainer")
+    case = random_case(seed)
+    mask = case["mask"]
+    config = AlgorithmConfig(name="rloo", correction={"kind": "none"}, decoupled=False)
+    trainer = SimpleNamespace(
+        aux_loss_enabled=False,
+        epsilon_low=resolve_settings(config).clip_low,
+        epsilon_high=resolve_settings(config).clip_high,
+        model=SimpleNamespace(training=True),
+        accelerator=OneProcess(),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    near = case["proximal"] + 0.1 * (case["logprobs"] - case["proximal"])  # some inside the clip
+    gradients = []
+    for function in ("ours", "trl"):
+        logprobs = near.clone().requires_grad_()
+        if function == "ours":
+            loss = our_loss(logprobs, case, config)
+        else:
+            scored = (logprobs, torch.zeros_like(logprobs), None)
+            trainer._get_per_token_logps_and_entropies = lambda *_, scored=scored, **__: scored
+            inputs = {
+                "prompt_ids": torch.zeros(SEQUENCES, 1),
+                "prompt_mask": torch.ones(SEQUENCES, 1),
+                "completion_ids": torch.zeros(SEQUENCES, LENGTH),
+                "completion_mask": mask,
+                "advantages": case["advantages"],
+                "old_logps": (case["proximal"] * mask).sum(1),
+            }
+            loss = rloo_trainer.RLOOTrainer._compute_loss(trainer, None, inputs)
+        gradients.append(torch.autograd.grad(loss, logprobs)[0] * mask)
+    assert gradients[1].abs().sum() > 0
+    np.testing.assert_allclose(gradients[0], gradients[1], rtol=1e-6, atol=1e-12)
