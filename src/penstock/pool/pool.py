@@ -240,7 +240,8 @@ class EnginePool:
         async with self._scaling:
             now = [engine for engine in self._engines if engine.state not in ENDED]
             for engine in now[count:]:
-                await self._drain(engine)
+                if engine.state not in ENDED:  # it may have died while another was drained
+                    await self._drain(engine)
             return [await self._add(self._make) for _ in range(count - len(now))]
 
     async def _add(self, make: Callable[[int], Supervised]) -> Supervised:
