@@ -110,7 +110,7 @@ def assemble(
     async def close() -> None:
         if copies is not None:
             await copies.close(trainer)
-        await asyncio.gather(trainer.close(), engine.close())
+        await asyncio.gather(part.close(), engine.close())
         await clean_up()
 
     return Workers(

@@ -288,3 +288,10 @@ class RestartingTrainer(TrainerClient):
             with contextlib.suppress(WorkerDied, TimeoutError):
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await self._supervised.call("request_stop")
+
+    async def close(self) -> None:
+        """Close the worker, and end a publication whose answer never came."""
+        await self._supervised.close()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.wait([self._writing])
