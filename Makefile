@@ -52,8 +52,10 @@ test-gpu: $(DEV_STAMP)  ## the tests that need a GPU, or run on a stand-in witho
 	then $(BIN)/python -m pytest -m gpu --durations=15; \
 	else echo "test-gpu: no GPU is visible here: nothing was tested"; fi
 
+SCHEDULES ?= 20000
+
 test-simulation: $(DEV_STAMP)  ## 20,000 schedules of faults on virtual time; SEED=N runs one of them again
-	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--schedules 20000 --processes 2)
+	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES) --processes 2)
 
 test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in an environment of its own
 	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh
