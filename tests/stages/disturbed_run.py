@@ -51,18 +51,19 @@ def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list
         async with open_job(config, folder) as job:
             job.workers.callbacks.note = notes.append
             notes.append(job.workers.description)
-            await begin(job)
-            keep_trainer_alive(job)
-            if disturb is not None:
-                take = job.source.take_batch
+            async with job.watched():
+                await begin(job)
+                keep_trainer_alive(job)
+                if disturb is not None:
+                    take = job.source.take_batch
 
-                async def disturbed(step: int):
-                    await disturb(job, step)
-                    return await take(step)
+                    async def disturbed(step: int):
+                        await disturb(job, step)
+                        return await take(step)
 
-                job.source.take_batch = disturbed  # type: ignore[method-assign]
-            await Loop(job).run()
-            await job.checkpoints.save(job.trainer)
+                    job.source.take_batch = disturbed  # type: ignore[method-assign]
+                await Loop(job).run()
+                await job.checkpoints.save(job.trainer)
 
     asyncio.run(train())
     return folder, notes
