@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from penstock.errors import EngineError, PartFailed, RunError, UserError, WorkerDied
 from penstock.launch.control import Control, scale_run
 from penstock.launch.processes.process_worker import ProcessWorker
+from penstock.launch.rpc_server import append_to_log
 from penstock.supervise.supervised import Supervised
 from penstock.supervise.trainer import RankGroup
 from penstock.types import Batch
@@ -126,6 +128,28 @@ def test_an_engine_that_died_inside_its_worker_is_started_again(kind: type[RunEr
         made = await engines.generate_many([request("a"), request("bb"), request("ccc")])
         assert {one.finish_reason for one in made} == {"stop"}
         assert "engine-0: it died: out of memory; starting it again (1 of 3)" in crew.notes
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_a_log_that_cannot_be_written_does_not_keep_a_dead_engine_from_its_restart(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "logs").write_text("a file where the folder of the logs should be")
+
+    async def run() -> None:
+        crew = Crew(1)
+        crew.callbacks.log = partial(append_to_log, tmp_path / "logs")
+        engines = await crew.start()
+
+        async def broken(*args: Any) -> Any:
+            raise EngineError("engine-0: it died: out of memory")
+
+        for method in ("stats", "generate_many"):
+            setattr(crew.made["engine-0"][0].engine, method, broken)
+        assert (await engines.generate(request("a"))).finish_reason == "stop"
+        assert len(crew.made["engine-0"]) == 2
         await engines.close()
 
     asyncio.run(run())

@@ -92,11 +92,17 @@ def with_log_path(error: Exception, log_path: Path) -> Exception:
 
 
 def append_to_log(folder: Path, name: str, text: str) -> str:
-    """Append to the log of a worker from the driver, whose node holds the run folder; return its path."""
+    """Append to the log of a worker from the driver, whose node holds the run folder.
+
+    Return the log's path, with the reason if nothing could be written: a full disk hides no fault.
+    """
     path = folder / f"{name}.log"
-    folder.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as log:
-        log.write(f"{text.rstrip()}\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as log:
+            log.write(f"{text.rstrip()}\n")
+    except OSError as error:
+        return f"{path}, not written: {error.strerror}"
     return str(path)
 
 

@@ -25,7 +25,13 @@ from ray.exceptions import RayError, RayTaskError
 from penstock.errors import PartFailed, RunError, WorkerDied
 from penstock.launch.ray.faults import ACTOR_IS_GONE, why
 from penstock.launch.ray.object_store_retry import retry_while_full
-from penstock.launch.rpc_server import RpcServer, portable_error, stacks, with_log_path
+from penstock.launch.rpc_server import (
+    RpcServer,
+    append_to_log,
+    portable_error,
+    stacks,
+    with_log_path,
+)
 from penstock.supervise.activity import activity_of
 
 _CALLS_AT_ONCE = 4096
@@ -136,7 +142,7 @@ class ActorWorker:
             ray.kill(actor)
             raise RunError(f"{name}: Ray gave it no place within {timeout_s:g} s") from None
         except RayError as error:
-            _append(log_path, str(error))
+            append_to_log(log_path.parent, log_path.stem, str(error))
             line = f"{name}: the actor could not be started: {why(error)} (log: {log_path})"
             raise WorkerDied(line) from error
         except BaseException:
@@ -176,7 +182,7 @@ class ActorWorker:
         if error is None:
             return result
         if not self._logs_to_run:
-            _append(self._log_path, "\n".join(getattr(error, "__notes__", [])))
+            self._log("\n".join(getattr(error, "__notes__", [])))
         raise with_log_path(error, self._log_path)
 
     def _translated(self, fault: RayError) -> Exception:
@@ -184,8 +190,11 @@ class ActorWorker:
         if isinstance(fault, ACTOR_IS_GONE) and not isinstance(fault, RayTaskError):
             ray.kill(self._actor)  # an actor that cannot be reached must not come back
             return WorkerDied(f"{self.name}: {why(fault)}")
-        _append(self._log_path, str(fault))
+        self._log(str(fault))
         return with_log_path(PartFailed(f"{self.name}: {why(fault)}"), self._log_path)
+
+    def _log(self, text: str) -> None:
+        append_to_log(self._log_path.parent, self._log_path.stem, text)
 
     async def ended(self) -> str:
         await asyncio.wait([self._end])
@@ -232,9 +241,3 @@ def _packed(value: Any) -> bytes:
 
 async def _awaited(reference: Any) -> Any:
     return await reference
-
-
-def _append(log_path: Path, text: str) -> None:
-    """Append to the log from the driver, so that it can be read on the driver's node."""
-    with contextlib.suppress(OSError), log_path.open("a") as log:
-        log.write(f"{text.rstrip()}\n")
