@@ -11,44 +11,9 @@ from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how the table writes a space in a path
-_NETWORK = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb",
-        "smb3",
-        "smbfs",
-        "9p",
-        "afs",
-        "ncpfs",
-        "coda",
-        "davfs",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "beegfs_nodev",
-        "ceph",
-        "glusterfs",
-        "orangefs",
-        "pvfs2",
-        "panfs",
-        "wekafs",
-        "ocfs2",
-        "gfs2",
-        "sshfs",
-        "s3fs",
-        "gcsfuse",
-        "goofys",
-        "rclone",
-        "juicefs",
-        "blobfuse",
-        "blobfuse2",
-        "mfs",
-        "moosefs",
-        "quobyte",
-    ]
-)
+_NETWORK = """nfs nfs4 cifs smb smb3 smbfs 9p afs ncpfs coda davfs lustre gpfs beegfs beegfs_nodev ceph
+    glusterfs orangefs pvfs2 panfs wekafs ocfs2 gfs2 sshfs s3fs gcsfuse goofys rclone juicefs blobfuse
+    blobfuse2 mfs moosefs quobyte"""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -84,7 +49,7 @@ def existing(path: Path) -> Path:
 def network_file_system(path: Path) -> str:
     """Return the type of the network file system that holds the path; empty for a local disk."""
     kind = _file_system(existing(path.absolute()).resolve())
-    return kind if kind.removeprefix("fuse.") in _NETWORK else ""
+    return kind if kind.removeprefix("fuse.") in _NETWORK.split() else ""
 
 
 def _file_system(path: Path) -> str:

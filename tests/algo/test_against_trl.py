@@ -13,6 +13,7 @@ from penstock.algo.method import TokenView, algorithm_class, resolve_settings
 from penstock.config import AlgorithmConfig
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
+rloo_trainer = pytest.importorskip("trl.trainer.rloo_trainer", reason="TRL is not installed")
 
 SEQUENCES, LENGTH, MAX_LENGTH = 6, 9, 12
 
@@ -30,8 +31,8 @@ class OneProcess:
         return tensor
 
 
-def trl_loss(logprobs, case, *, loss_type, low, high, beta=0.0, level="token", correction=False):
-    """Compute TRL's loss of these log-probs; everything around its formula is a stand-in."""
+def trl_loss(trainer_class, logprobs, case, **fields):
+    """Compute the loss of a TRL trainer from these log-probs; all around its formula is a stand-in."""
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (
             logprobs,
@@ -39,6 +40,32 @@ def trl_loss(logprobs, case, *, loss_type, low, high, beta=0.0, level="token", c
             None,
         ),
         aux_loss_enabled=False,
+        model=SimpleNamespace(training=True),
+        accelerator=OneProcess(),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        **fields,
+    )
+    mask = case["mask"]
+    inputs = {
+        "prompt_ids": torch.zeros(SEQUENCES, 1),
+        "prompt_mask": torch.ones(SEQUENCES, 1),
+        "completion_ids": torch.zeros(SEQUENCES, LENGTH),
+        "completion_mask": mask,
+        "advantages": case["advantages"],
+        "old_per_token_logps": case["proximal"],
+        "old_logps": (case["proximal"] * mask).sum(1),
+        "ref_per_token_logps": case["reference"],
+        "num_items_in_batch": mask.sum(),
+        "importance_sampling_ratio": case["weights"],
+    }
+    return trainer_class._compute_loss(trainer, None, inputs)
+
+
+def grpo_loss(logprobs, case, *, loss_type, low, high, beta=0.0, level="token", correction=False):
+    return trl_loss(
+        grpo_trainer.GRPOTrainer,
+        logprobs,
+        case,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         importance_sampling_level=level,
@@ -49,26 +76,15 @@ def trl_loss(logprobs, case, *, loss_type, low, high, beta=0.0, level="token", c
         epsilon_high=high,
         use_vllm=correction,
         vllm_importance_sampling_correction=correction,
-        model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         max_completion_length=MAX_LENGTH,
-        accelerator=OneProcess(),
         _entropy_bonus_enabled=False,
-        _metrics=defaultdict(lambda: defaultdict(list)),
     )
-    mask = case["mask"]
-    inputs = {
-        "prompt_ids": torch.zeros(SEQUENCES, 1),
-        "prompt_mask": torch.ones(SEQUENCES, 1),
-        "completion_ids": torch.zeros(SEQUENCES, LENGTH),
-        "completion_mask": mask,
-        "advantages": case["advantages"],
-        "old_per_token_logps": case["proximal"],
-        "ref_per_token_logps": case["reference"],
-        "num_items_in_batch": mask.sum(),
-        "importance_sampling_ratio": case["weights"],
-    }
-    return grpo_trainer.GRPOTrainer._compute_loss(trainer, None, inputs)
+
+
+def rloo_loss(logprobs, case, *, low, high):
+    trainer = rloo_trainer.RLOOTrainer
+    return trl_loss(trainer, logprobs, case, epsilon_low=low, epsilon_high=high)
 
 
 def our_loss(logprobs, case, config: AlgorithmConfig):
@@ -144,57 +160,38 @@ CASES = {
 }
 
 
+def loss_and_gradient(function, logprobs, mask):
+    logprobs = logprobs.clone().requires_grad_()
+    loss = function(logprobs)
+    return float(loss.detach()), torch.autograd.grad(loss, logprobs)[0] * mask
+
+
+def assert_same(case, logprobs, config: AlgorithmConfig, theirs) -> torch.Tensor:
+    """Assert that both losses and gradients agree; return the gradient."""
+    mask = case["mask"]
+    loss, gradient = loss_and_gradient(lambda x: our_loss(x, case, config), logprobs, mask)
+    expected, expected_gradient = loss_and_gradient(theirs, logprobs, mask)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert expected_gradient.abs().sum() > 0
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6, atol=1e-12)
+    return gradient
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", list(CASES))
 def test_loss_and_gradient_are_trls(name, seed) -> None:
     fields, options = CASES[name]
     case = random_case(seed)
-    losses, gradients = [], []
-    for function in (
-        lambda tensor: our_loss(tensor, case, AlgorithmConfig(**fields)),
-        lambda tensor: trl_loss(tensor, case, **options),
-    ):
-        logprobs = case["logprobs"].clone().requires_grad_()
-        loss = function(logprobs)
-        losses.append(float(loss.detach()))
-        gradients.append(torch.autograd.grad(loss, logprobs)[0] * case["mask"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert gradients[1].abs().sum() > 0
-    np.testing.assert_allclose(gradients[0], gradients[1], rtol=1e-6, atol=1e-12)
+    config = AlgorithmConfig(**fields)
+    assert_same(case, case["logprobs"], config, lambda x: grpo_loss(x, case, **options))
 
 
+@pytest.mark.parametrize("fields", [{}, {"correction": {"kind": "none"}, "decoupled": False}])
 @pytest.mark.parametrize("seed", range(3))
-def test_rloo_is_trls(seed) -> None:
-    rloo_trainer = pytest.importorskip("trl.trainer.rloo_trainer")
+def test_rloo_is_trls(seed, fields) -> None:
     case = random_case(seed)
-    mask = case["mask"]
-    config = AlgorithmConfig(name="rloo", correction={"kind": "none"}, decoupled=False)
-    trainer = SimpleNamespace(
-        aux_loss_enabled=False,
-        epsilon_low=resolve_settings(config).clip_low,
-        epsilon_high=resolve_settings(config).clip_high,
-        model=SimpleNamespace(training=True),
-        accelerator=OneProcess(),
-        _metrics=defaultdict(lambda: defaultdict(list)),
-    )
+    config = AlgorithmConfig(name="rloo", **fields)
     near = case["proximal"] + 0.1 * (case["logprobs"] - case["proximal"])  # some inside the clip
-    gradients = []
-    for function in ("ours", "trl"):
-        logprobs = near.clone().requires_grad_()
-        if function == "ours":
-            loss = our_loss(logprobs, case, config)
-        else:
-            scored = (logprobs, torch.zeros_like(logprobs), None)
-            trainer._get_per_token_logps_and_entropies = lambda *_, scored=scored, **__: scored
-            inputs = {
-                "prompt_ids": torch.zeros(SEQUENCES, 1),
-                "prompt_mask": torch.ones(SEQUENCES, 1),
-                "completion_ids": torch.zeros(SEQUENCES, LENGTH),
-                "completion_mask": mask,
-                "advantages": case["advantages"],
-                "old_logps": (case["proximal"] * mask).sum(1),
-            }
-            loss = rloo_trainer.RLOOTrainer._compute_loss(trainer, None, inputs)
-        gradients.append(torch.autograd.grad(loss, logprobs)[0] * mask)
-    assert gradients[1].abs().sum() > 0
-    np.testing.assert_allclose(gradients[0], gradients[1], rtol=1e-6, atol=1e-12)
+    case["behaviour"] = case["proximal"]  # on-policy: the default correction weighs nothing
+    gradient = assert_same(case, near, config, lambda x: rloo_loss(x, case, low=0.2, high=0.2))
+    assert (gradient.abs().sum(1) == 0).sum() < SEQUENCES  # not every response is clipped

@@ -311,10 +311,8 @@ class SyncConfig(Section):
     """Backend of `collective` between nodes; nccl needs a GPU on every node."""
 
 
-_INHERITED = (
-    "system_prompt",
-    "chat_template_kwargs",
-)  # keys of a training task that an evaluation task takes over
+# keys of a training task that an evaluation task takes over
+_INHERITED = ("system_prompt", "chat_template_kwargs")
 _ONLY_TRAINING = {"weight": 1.0, "agent": "single_turn", "agent_options": {}, "produce": {}}
 
 

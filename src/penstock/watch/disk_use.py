@@ -18,10 +18,8 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.demo import resolve_model_path
 
-TOKEN, ROLLOUT = (
-    12,
-    400,
-)  # bytes of the journal for a token (id, log-prob, text), and for a response
+TOKEN = 12  # bytes of the journal for a token: id, log-prob, text
+ROLLOUT = 400  # bytes of the journal for a response, beside its tokens
 _AHEAD = 100  # steps whose journal must fit
 _MASTER_AND_MOMENTS = 12  # bytes of a trained parameter in a checkpoint, beside the model itself
 
