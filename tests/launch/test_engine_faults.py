@@ -26,7 +26,7 @@ def failures(run: RunFolder) -> int:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: CrashServer) -> RunFolder:
-    run, code = server.train("undisturbed", *plan(server.folder, "undisturbed"), SYNC)
+    run, code = server.train("without-fault", *plan(server.folder, "without-fault"), SYNC)
     assert code == 0
     return run
 

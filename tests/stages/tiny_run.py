@@ -96,6 +96,7 @@ class CrashServer:
         return int(json.loads(answer))
 
     def train(self, name: str, *overrides: str, **death: Any) -> tuple[RunFolder, int]:
+        assert not (self.folder / name).exists(), f"another test has a run with the name {name}"
         words = ["train", *TINY, f"run.dir={self.folder}", f"run.name={name}", *overrides]
         return RunFolder(self.folder / name), self.run(*words, **death)
 
