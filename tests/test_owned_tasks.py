@@ -53,7 +53,7 @@ OWNED = {
     "reward/code.py CodeReward._verify": "every call in it is awaited",
     "reward/math_pool.py MathPool.compare": "every call in it is awaited",
     "reward/reward_model.py RewardModel.score": "`_run_batch` fails every waiting rollout",
-    "reward/user.py UserFunction._call": "`_run` carries any error to its waiter",
+    "reward/call_threads.py CallThreads._start_worker": "`_work` carries any error to its waiter",
     "sandbox/client.py VerificationClient._attempt": "every call in it is awaited",
     "sandbox/pool.py SandboxPool.__init__": "the next caller of `_take` meets the same error",
     "sandbox/serve.py VerificationService.__init__": "every call in it is awaited",

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from penstock.config import SamplingConfig
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
 from penstock.errors import EnginesLost
@@ -37,7 +39,7 @@ class SingleTurn:
         engine: InferenceEngine,
         reward: Reward,
         sampling: SamplingConfig,
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[[np.ndarray], str],
         temperature: Callable[[int], float] | None = None,
     ) -> None:
         self._engine = engine
@@ -178,7 +180,7 @@ class SingleTurn:
     def _take(self, rollout: Rollout, generation: Generation) -> None:
         rollout.append(generation.token_ids, generation.logprobs, generation.segments)
         rollout.finish_reason = generation.finish_reason
-        rollout.text = self._decode(rollout.response_ids.tolist())
+        rollout.text = self._decode(rollout.response_ids)
         if generation.finish_reason == "abort":
             rollout.move_to(Status.ABORTED)
         elif not rollout.is_finished:

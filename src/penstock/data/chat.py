@@ -200,8 +200,8 @@ class ChatTemplate:
 
         Begin, end and padding tokens are dropped; other special tokens, such as think tags, stay.
         """
-        kept = [int(token) for token in ids if int(token) not in self._dropped]
-        text = self.tokenizer.decode(
-            kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        kept = [token for token in np.asarray(ids).tolist() if token not in self._dropped]
+        text = self.tokenizer.decode(  # an array: transformers looks at each element of a list
+            np.array(kept, np.int64), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return str(text)

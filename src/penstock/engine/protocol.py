@@ -68,6 +68,19 @@ class GenerationRequest:
         """The most tokens this request can hold, prompt and response."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as positions: a run sends thousands a second, and dataclasses pickle by name."""
+        fields = (self.request_id, self.prompt_ids, self.sampling, self.seed, self.response_ids)
+        return _make_request, fields
+
+
+def _make_request(
+    name: str, prompt: np.ndarray, sampling: SamplingParams, seed: int, response: np.ndarray
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name, prompt_ids=prompt, sampling=sampling, seed=seed, response_ids=response
+    )
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Generation:
@@ -79,6 +92,29 @@ class Generation:
     segments: tuple[VersionSegment, ...]  # versions of the new tokens
     finish_reason: FinishReason
     error: str = ""  # the cause, if finish_reason is "error"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as positions, like requests."""
+        tokens = (self.token_ids, self.logprobs, self.segments)
+        return _make_generation, (self.request_id, *tokens, self.finish_reason, self.error)
+
+
+def _make_generation(
+    name: str,
+    ids: np.ndarray,
+    logprobs: np.ndarray,
+    segments: tuple[VersionSegment, ...],
+    reason: FinishReason,
+    error: str,
+) -> Generation:
+    return Generation(
+        request_id=name,
+        token_ids=ids,
+        logprobs=logprobs,
+        segments=segments,
+        finish_reason=reason,
+        error=error,
+    )
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -1,20 +1,19 @@
 """A user's own function as a reward: sync or async, of one rollout or of a whole group.
 
 The function's parameter names choose its arguments; keyword options come from the config. It runs in a
-thread of its own, so that slow code does not block the event loop. A thread cannot be killed: past
-`timeout_s` the rollout fails and the thread is left to end by itself.
+thread, so that slow code does not block the event loop (`call_threads.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from penstock.errors import RewardError, UserError
+from penstock.reward.call_threads import CallThreads, CallTimeout
 from penstock.reward.options import check_option_names
 from penstock.types import Prompt, Rollout, Score
 
@@ -37,7 +36,7 @@ class UserFunction:
         self.needs_group = any(parameter in MANY for parameter in self._parameters)
         if self.needs_group:
             self.score_group = self._score_group
-        self._slots = asyncio.Semaphore(NUM_THREADS)
+        self._threads: CallThreads | None = None  # begun by the first call
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         """Call the function for one rollout."""
@@ -63,31 +62,29 @@ class UserFunction:
 
     async def _call(self, given: Mapping[str, Any]) -> Any:
         arguments = {name: given[name] for name in self._parameters} | self._options
-        async with self._slots:
-            outcome: Future[Any] = Future()
-            call = (outcome, self._function, arguments)
-            threading.Thread(
-                target=_run, args=call, daemon=True, name=f"reward-{self.name}"
-            ).start()
-            try:
-                return await asyncio.wait_for(asyncio.wrap_future(outcome), self._timeout_s)
-            except TimeoutError:
-                if outcome.done():
-                    raise  # raised by the function itself
-                raise RewardError(f"no result after {self._timeout_s:g} s (timeout_s)") from None
+        if self._threads is None or self._threads.loop is not asyncio.get_running_loop():
+            name = f"reward-{self.name}"
+            self._threads = CallThreads(name, NUM_THREADS, self._timeout_s)
+        try:
+            return await self._threads.run(partial(_run, self._function, arguments))
+        except CallTimeout:
+            raise RewardError(f"no result after {self._timeout_s:g} s (timeout_s)") from None
 
     async def close(self) -> None:
-        """Do nothing: a hanging thread does not keep the process alive."""
+        """End the threads; a hanging one does not keep the process alive."""
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None
 
 
-def _run(outcome: Future[Any], function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    outcome.set_running_or_notify_cancel()
+def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     try:
         result = function(**arguments)
-        outcome.set_result(asyncio.run(_finish(result)) if inspect.isawaitable(result) else result)
-    except BaseException as error:  # raised again in the rollout that waits for it
-        carried = error if isinstance(error, Exception) else RewardError(f"{type(error).__name__}")
-        outcome.set_exception(carried)
+        return asyncio.run(_finish(result)) if inspect.isawaitable(result) else result
+    except Exception:
+        raise
+    except BaseException as error:  # SystemExit ends the call, not the run
+        raise RewardError(type(error).__name__) from error
 
 
 async def _finish(awaitable: Any) -> Any:
