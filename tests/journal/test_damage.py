@@ -148,6 +148,21 @@ def test_a_changed_value_is_found_by_the_name_of_its_record(
     assert outcome(run) != "fine"
 
 
+def test_a_move_does_not_hide_the_damage_of_a_row(tmp_path: Path) -> None:
+    """A moved row's checksum came from the file, so it vouched for whatever the file had by then."""
+    sampler = Sampler(make_prompts(2), task_name="t", prompt_repeat_k=2, seed=0)
+    group = sampler.group_at(0)
+    for rollout in group.rollouts:
+        finish_rollout(rollout)
+    with closing(Journal.open(tmp_path / "journal.db", threaded=False)) as journal:
+        journal.drawn(group)
+        asyncio.run(journal.landed(group))
+        with sqlite3.connect(tmp_path / "journal.db") as database:
+            database.execute("UPDATE group_rows SET reward = 0.25")
+        asyncio.run(journal.begin_step(1, [group]))
+        assert journal.damaged() == ["group t:0"]
+
+
 def test_a_run_is_not_gone_on_with_from_a_damaged_row(run: RunFolder) -> None:
     with sqlite3.connect(run.journal) as database:
         database.execute("UPDATE group_rows SET tries = 2 WHERE group_id = 'train:3'")

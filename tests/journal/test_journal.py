@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import sqlite3
 import subprocess
@@ -91,6 +92,29 @@ def test_the_codec_gives_back_what_it_got(data: st.DataObject) -> None:
     read = decode_group(encode_group(group))
     assert_same(read, group)
     assert read.fingerprint() == group.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        Score(-0.0, {'a "quoted" term': 1e300, "none": float("-inf")}, True, False, 'why "so"\n'),
+        Score(np.float32(0.1), {"whole": 3}, np.bool_(True), None, "\u2028 \udc80"),
+        Score(1, {}, None, None, ""),
+    ],
+)
+def test_the_tail_of_a_payload_is_the_json_of_its_values(score: Score) -> None:
+    """It is put together by hand; a reader in another language parses it as JSON."""
+    group = finished(0)
+    group.rollouts[0].score = score
+    read = decode_group(encode_group(group)).rollouts[0].score
+    expected = json.loads(json.dumps([score.value, score.parts], default=float))
+    assert read is not None
+    assert repr([read.value, read.parts]) == repr(expected)
+    assert (read.format_ok, read.answer_ok, read.note) == (
+        score.format_ok,
+        score.answer_ok,
+        score.note,
+    )
 
 
 def test_the_fingerprint_covers_all_that_a_trainer_reads() -> None:

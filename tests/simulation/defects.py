@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.journal import records
+from penstock.journal import group_table
 from penstock.produce.producer import Producer
 from penstock.produce.strategy import ProduceStrategy
 from penstock.run import Loop
@@ -42,7 +42,7 @@ def statistics_between_update_and_commit() -> Any:
 
 def moves_from_anywhere() -> Any:
     """A step takes groups wherever they are, and a resumed run puts its own batch back as well."""
-    take = re.sub(r" AND place IN \(.*?\)", "", records._TAKE_GROUP)
+    take = re.sub(r" AND place IN \(.*?\)", "", group_table._TAKE)
     restore = Producer.restore
 
     async def restored(self: Producer, journal: Any) -> None:
@@ -53,7 +53,7 @@ def moves_from_anywhere() -> Any:
 
     @contextmanager
     def both() -> Iterator[None]:
-        with _replaced(records, "_TAKE_GROUP", take), _replaced(Producer, "restore", restored):
+        with _replaced(group_table, "_TAKE", take), _replaced(Producer, "restore", restored):
             yield
 
     return both()

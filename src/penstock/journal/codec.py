@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
+from math import isfinite
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -35,28 +36,35 @@ def encode_rollout(rollout: Rollout, *, with_text: bool = True, key: str = "") -
 
     The checksum covers the text, wherever it is stored, and the key of the payload.
     """
-    tail = _to_json(_tail(rollout, with_text))
-    all_trained = 0 not in rollout.loss_mask.tobytes()
+    tail = _tail(rollout, with_text)
+    segments, trained = rollout.segments, rollout.loss_mask.tobytes()
+    all_trained = 0 not in trained
+    ids, logprobs = rollout.response_ids, rollout.logprobs
     header = _HEADER.pack(
         CODEC_VERSION,
         (_ALL_TRAINED if all_trained else 0) | (_KEYED if key else 0),
-        len(rollout.segments),
-        len(rollout.response_ids),
+        len(segments),
+        len(ids),
         len(tail),
         rollout.seed,
         rollout.temperature,
         rollout.issued_version,
     )
-    segments = b"".join([_SEGMENT.pack(s.version, s.length) for s in rollout.segments])
-    mask = b"" if all_trained else np.packbits(rollout.loss_mask).tobytes()
-    ids = _little(rollout.response_ids, _IDS)
-    logprobs = _little(rollout.logprobs, _LOGPROBS)
-    body = b"".join((header, ids, logprobs, mask, segments, tail))
+    body = b"".join(
+        (
+            header,
+            _little(ids, _IDS),
+            _little(logprobs, _LOGPROBS),
+            b"" if all_trained else np.packbits(rollout.loss_mask).tobytes(),
+            *[_SEGMENT.pack(segment.version, segment.length) for segment in segments],
+            tail,
+        )
+    )
     return body + _check_sum(body, None if with_text else stored_text(rollout.text), key)
 
 
 def _little(array: np.ndarray, dtype: np.dtype) -> bytes:
-    return (array if array.dtype == dtype else array.astype(dtype)).tobytes()
+    return (array if array.dtype is dtype else array.astype(dtype)).tobytes()
 
 
 def decode_rollout(
@@ -128,22 +136,30 @@ def prune_payload(data: bytes, text: str, key: str, kept_text: str) -> bytes | N
     return body + _check_sum(body, kept_text, key if header[1] & _KEYED else "")
 
 
-def _tail(rollout: Rollout, with_text: bool) -> dict[str, Any]:
-    tail: dict[str, Any] = {"status": rollout.status.value}
+def _tail(rollout: Rollout, with_text: bool) -> bytes:
+    """Return the JSON behind the arrays; put together by hand, as a run writes one for each rollout."""
+    tail = f'{{"status":"{rollout.status._value_}"'
     if rollout.finish_reason:
-        tail["finish"] = rollout.finish_reason
+        tail += f',"finish":{_quoted(rollout.finish_reason)}'
     if with_text and rollout.text:
-        tail["text"] = rollout.text
+        tail += f',"text":{_quoted(rollout.text)}'
     if rollout.error:
-        tail["error"] = rollout.error
+        tail += f',"error":{_quoted(rollout.error)}'
     if rollout.extra:
-        tail["extra"] = rollout.extra
+        tail += f',"extra":{_encode(rollout.extra)}'
     if rollout.min_tokens:
-        tail["min_tokens"] = rollout.min_tokens
+        tail += f',"min_tokens":{rollout.min_tokens}'
     score = rollout.score
     if score is not None:
-        tail["score"] = (score.value, score.parts, score.format_ok, score.answer_ok, score.note)
-    return tail
+        terms = [f"{_quoted(name)}:{_number(value)}" for name, value in score.parts.items()]
+        verdicts = f"{_VERDICTS[score.format_ok]},{_VERDICTS[score.answer_ok]}"
+        value, note = _number(score.value), _quoted(score.note)
+        tail += f',"score":[{value},{{{",".join(terms)}}},{verdicts},{note}]'
+    return (tail + "}").encode("utf-8", "surrogatepass")
+
+
+def _number(value: float) -> str:
+    return repr(value) if type(value) is float and isfinite(value) else _encode(value)
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
@@ -261,8 +277,8 @@ def stored_number(value: float) -> float | None:
 
 def _check_sum(body: bytes, text: str | None = None, key: str = "") -> bytes:
     """Return the checksum that finds a flipped byte in a payload, which SQLite would not notice."""
-    crc = zlib.crc32(body, zlib.crc32(key.encode()) if key else 0)
-    return _CHECK.pack(crc if text is None else zlib.crc32(text.encode(), crc))
+    crc = crc32(body, crc32(key.encode()) if key else 0)
+    return _CHECK.pack(crc32(text.encode(), crc) if text else crc)
 
 
 def _check_codec(codec: int) -> None:
@@ -273,8 +289,12 @@ def _check_codec(codec: int) -> None:
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=lambda v: _plain(v))
 
 
+_encode, _quoted = _encoder.encode, json.encoder.encode_basestring
+_VERDICTS = {None: "null", False: "false", True: "true"}
+
+
 def _to_json(value: Any) -> bytes:
-    return _encoder.encode(value).encode("utf-8", "surrogatepass")
+    return _encode(value).encode("utf-8", "surrogatepass")
 
 
 def _plain(value: Any) -> Any:

@@ -23,6 +23,7 @@ from penstock.journal.codec import (
     stored_number,
     stored_text,
 )
+from penstock.journal.group_table import GroupTable
 from penstock.types import Group, Prompt, Rollout, StepReport
 
 _INSERT_ROLLOUT = f"INSERT OR REPLACE INTO rollout_rows VALUES ({', '.join('?' * 13)})"
@@ -30,11 +31,6 @@ _INSERT_EVENT = (
     "INSERT INTO event_rows(at, group_id, kind, status, tries, reason, num_tokens, reward, oldest_version,"
     " row_check) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
-_INSERT_GROUP = (
-    "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)"
-    " VALUES (?, ?, ?, ?, ?, 'in_flight', ?)"
-)
-_AS_DRAWN = ("in_flight", "init", 0, *(None,) * 9)  # values of all other columns
 _COMMIT_STEP = (
     "UPDATE step_rows SET committed_at = ?, policy_version = ?, digest = ?, metrics = ?, trained = ?,"
     " num_events = ?, chain = ?, row_check = ? WHERE step = ?"
@@ -49,42 +45,17 @@ _REDO_STEP = (
 )
 
 
-# The moves of a group: from which places each may start. A move from elsewhere is a fault.
-_FROM = {
-    "landed": ("in_flight",),  # completed, aborted, failed or refused
-    "retried": ("in_flight", "buffered"),  # in flight: it failed, or the run was resumed
-    "expired": ("buffered", "in_flight"),  # in flight: it was put back when the run was resumed
-    "dropped": ("in_flight", "buffered"),
-    "taken": ("buffered",),
-}
+class Tables:
+    """Where records are written: the writer's connection, and its table of groups."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.db, self.groups = db, GroupTable(db)
 
 
-def _update_group(kind: str, *columns: str, also: str = "", **fixed: str) -> str:
-    """Return the UPDATE that moves a group and renews the row's checksum; columns are parameters."""
-    values = {column: f":{column}" for column in columns} | fixed
-    sets = ", ".join(f"{column} = {value}" for column, value in values.items())
-    check = expression("group_rows", **values)
-    places = ", ".join(f"'{place}'" for place in _FROM[kind])
-    return (
-        f"UPDATE group_rows SET {sets}, row_check = {check}"
-        f" WHERE group_id = :group_id AND place IN ({places}){also}"
-    )
+# Records are not frozen: a frozen dataclass takes three times as long to make.
 
 
-_MOVED = ("place", "status", "tries", "drop_reason")
-_LANDED = (
-    *_MOVED,
-    *("oldest_version", "num_tokens", "reward", "landed_at", "error", "num_rollouts"),
-)
-_LAND_GROUP = _update_group("landed", *_LANDED)
-_MOVE_GROUP = {kind: _update_group(kind, *_MOVED) for kind in ("retried", "expired", "dropped")}
-# A group that landed under an older schema has no number of rollouts to compare with.
-_IS_WHOLE = """ AND status = 'completed' AND COALESCE(num_rollouts, 1) <=
-    (SELECT COUNT(*) FROM rollout_rows WHERE rollout_rows.group_id = group_rows.group_id)"""
-_TAKE_GROUP = _update_group("taken", "step", "position", also=_IS_WHOLE, place="'taken'")
-
-
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Drawn:
     """A group was made from a prompt."""
 
@@ -96,16 +67,17 @@ class Drawn:
     new_prompt: bool
 
     @classmethod
-    def write_all(cls, db: sqlite3.Connection, records: Sequence[Drawn]) -> None:
-        db.executemany(
+    def write_all(cls, tables: Tables, records: Sequence[Drawn]) -> None:
+        tables.db.executemany(
             "INSERT OR IGNORE INTO prompt_rows VALUES (?, ?, ?, ?)",
             [_prompt_row(r) for r in records if r.new_prompt],
         )
-        rows = [(r.group_id, r.task, r.cursor, r.prompt.prompt_id, r.at) for r in records]
-        db.executemany(_INSERT_GROUP, [(*row, row_check(*row, *_AS_DRAWN)) for row in rows])
+        tables.groups.draw(
+            [(r.group_id, r.task, r.cursor, r.prompt.prompt_id, r.at) for r in records]
+        )
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Landed:
     """A group came back, with any status; its payload replaces an earlier one."""
 
@@ -115,48 +87,34 @@ class Landed:
     drop_reason: str | None = None
 
     @classmethod
-    def write_all(cls, db: sqlite3.Connection, records: Sequence[Landed]) -> None:
+    def write_all(cls, tables: Tables, records: Sequence[Landed]) -> None:
         rollouts: list[tuple] = []
-        groups: list[dict[str, Any]] = []
+        landed: list[tuple] = []
         events: list[tuple] = []
         for record in records:
-            record._add_rows(rollouts, groups, events)
-        db.executemany(_INSERT_ROLLOUT, rollouts)
-        _move_all(db, "landed", _LAND_GROUP, groups)
-        db.executemany(_INSERT_EVENT, events)
+            record._add_rows(rollouts, landed, events)
+        tables.db.executemany(_INSERT_ROLLOUT, rollouts)
+        tables.groups.land(landed)
+        tables.db.executemany(_INSERT_EVENT, events)
 
-    def _add_rows(
-        self, rollouts: list[tuple], groups: list[dict[str, Any]], events: list[tuple]
-    ) -> None:
-        group, status = self.group, self.group.status.value
-        scores = [r.score.value for r in group.rollouts if r.score is not None]
+    def _add_rows(self, rollouts: list[tuple], landed: list[tuple], events: list[tuple]) -> None:
+        group, at = self.group, self.at
+        group_id, status, tries = group.group_id, group.status._value_, group.tries
+        rows = [_rollout_row(group_id, number, r) for number, r in enumerate(group.rollouts)]
+        _, _, _, _, _, tokens, oldest, _, _, rewards, *_ = zip(*rows, strict=True)
+        scores = [reward for reward in rewards if reward is not None]
         reward = stored_number(sum(scores) / len(scores)) if scores else None
-        rows = [_rollout_row(group.group_id, number, r) for number, r in enumerate(group.rollouts)]
-        tokens = sum([row[5] for row in rows])
-        oldest = min([row[6] for row in rows if row[6] is not None], default=None)
-        error = stored_text(group.error)
-        rollouts.extend(rows)
-        groups.append(
-            {
-                "group_id": group.group_id,
-                "place": self.place,
-                "status": status,
-                "tries": group.tries,
-                "drop_reason": self.drop_reason,
-                "oldest_version": oldest,
-                "num_tokens": tokens,
-                "reward": reward,
-                "landed_at": self.at,
-                "error": error,
-                "num_rollouts": len(group.rollouts),
-            }
-        )
+        error, total = stored_text(group.error), sum(tokens)
+        version = min([one for one in oldest if one is not None], default=None)
+        rollouts += rows
+        values = (self.place, status, tries, version, total, reward, at)
+        landed.append((group_id, values, (self.drop_reason, error, len(rows))))
         kind = self.drop_reason if self.drop_reason == "filtered" else "landed"
-        event = (self.at, group.group_id, kind, status, group.tries, error, tokens, reward, oldest)
+        event = (at, group_id, kind, status, tries, error, total, reward, version)
         events.append((*event, row_check(*event)))
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Moved:
     """A group moved without a new payload: retried, expired or dropped."""
 
@@ -169,21 +127,15 @@ class Moved:
     reason: str
     drop_reason: str | None = None
 
-    def write(self, db: sqlite3.Connection) -> None:
-        values = {
-            "group_id": self.group_id,
-            "place": self.place,
-            "status": self.status,
-            "tries": self.tries,
-            "drop_reason": self.drop_reason,
-        }
-        _move_all(db, self.kind, _MOVE_GROUP[self.kind], [values])
+    def write(self, tables: Tables) -> None:
+        values = (self.place, self.status, self.tries)
+        tables.groups.move(self.kind, self.group_id, values, self.drop_reason)
         reason = stored_text(self.reason)
         event = (self.at, self.group_id, self.kind, self.status, self.tries, reason, *(None,) * 3)
-        db.execute(_INSERT_EVENT, (*event, row_check(*event)))
+        tables.db.execute(_INSERT_EVENT, (*event, row_check(*event)))
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class StepBegun:
     """The batch of a step, in its order."""
 
@@ -191,18 +143,15 @@ class StepBegun:
     step: int
     group_ids: Sequence[str]
 
-    def write(self, db: sqlite3.Connection) -> None:
+    def write(self, tables: Tables) -> None:
+        db = tables.db
         self._check_turn(db)
         row = (self.step, self.at, json.dumps(list(self.group_ids)))
         db.execute(
             "INSERT INTO step_rows(step, begun_at, group_ids, row_check) VALUES (?, ?, ?, ?)",
             (*row, row_check(*row, *(None,) * (len(CHECKED["step_rows"]) - len(row)))),
         )
-        taken = [
-            {"group_id": group_id, "step": self.step, "position": position}
-            for position, group_id in enumerate(self.group_ids)
-        ]
-        _move_all(db, "taken", _TAKE_GROUP, taken, f"step {self.step}: ")
+        tables.groups.take(self.step, self.group_ids)
 
     def _check_turn(self, db: sqlite3.Connection) -> None:
         """Raise unless the step before is committed and this one has a batch."""
@@ -218,14 +167,15 @@ class StepBegun:
             )
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class StepCommitted:
     """The result of a step: version, digest, metrics, and what the trainer says it trained."""
 
     at: float
     report: StepReport
 
-    def write(self, db: sqlite3.Connection) -> None:
+    def write(self, tables: Tables) -> None:
+        db = tables.db
         report, step = self.report, self.report.step
         begun_at, group_ids = self._begun(db)
         trained = json.dumps(report.trained) if report.trained else None
@@ -274,7 +224,7 @@ def step_chain(
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class StepRedone:
     """A committed step was trained again where bits do not repeat: its weights have a new digest."""
 
@@ -282,13 +232,14 @@ class StepRedone:
     step: int
     digest: str
 
-    def write(self, db: sqlite3.Connection) -> None:
+    def write(self, tables: Tables) -> None:
+        db = tables.db
         if db.execute(_REDO_STEP, {"step": self.step, "digest": self.digest}).rowcount != 1:
             raise RunError(f"journal: step {self.step} is redone, but it was never committed")
-        WeightsSeen(self.at, "redone", None, self.step, self.digest).write(db)
+        WeightsSeen(self.at, "redone", None, self.step, self.digest).write(tables)
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class StepPruned:
     """The tokens of a step's groups, and of groups dropped during it, are removed for good."""
 
@@ -296,7 +247,8 @@ class StepPruned:
     step: int
     keep_text: bool
 
-    def write(self, db: sqlite3.Connection) -> None:
+    def write(self, tables: Tables) -> None:
+        db = tables.db
         db.executemany(
             "UPDATE rollout_rows SET data = ?, text = ? WHERE group_id = ? AND number = ?",
             [row for group_id in self._groups(db) for row in self._pruned(db, group_id)],
@@ -326,7 +278,7 @@ class StepPruned:
                 yield pruned, kept, group_id, number
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class WeightsSeen:
     """Weights were published by the trainer or confirmed by an engine."""
 
@@ -336,7 +288,8 @@ class WeightsSeen:
     version: int
     digest: str
 
-    def write(self, db: sqlite3.Connection) -> None:
+    def write(self, tables: Tables) -> None:
+        db = tables.db
         row = (self.at, self.kind, self.engine, self.version, self.digest)
         db.execute(
             "INSERT INTO weight_rows(at, kind, engine, version, digest, row_check)"
@@ -345,13 +298,14 @@ class WeightsSeen:
         )
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Identified:
     """Facts that identify the run: its data, config and code."""
 
     values: dict[str, str]
 
-    def write(self, db: sqlite3.Connection) -> None:
+    def write(self, tables: Tables) -> None:
+        db = tables.db
         db.executemany(
             "INSERT OR REPLACE INTO identity_rows(name, value, row_check) VALUES (?, ?, ?)",
             [(*pair, row_check(*pair)) for pair in self.values.items()],
@@ -371,15 +325,15 @@ Record = (
 )
 
 
-def write_in_order(db: sqlite3.Connection, records: Sequence[Record]) -> None:
+def write_in_order(tables: Tables, records: Sequence[Record]) -> None:
     """Write the records in order; consecutive draws and landings go in one call each."""
     for kind, run in itertools.groupby(records, type):
         same = cast(Any, list(run))
         if kind in (Drawn, Landed):
-            cast(Any, kind).write_all(db, same)
+            cast(Any, kind).write_all(tables, same)
         else:
             for record in same:
-                record.write(db)
+                record.write(tables)
 
 
 def _prompt_row(record: Drawn) -> tuple:
@@ -389,52 +343,24 @@ def _prompt_row(record: Drawn) -> tuple:
 
 
 def _rollout_row(group_id: str, number: int, rollout: Rollout) -> tuple:
-    versions = [segment.version for segment in rollout.segments]
+    segments = rollout.segments
+    oldest = newest = segments[0].version if segments else None
+    if len(segments) > 1:
+        versions = [segment.version for segment in segments]
+        oldest, newest = min(versions), max(versions)
     key = rollout_key(group_id, number, rollout.rollout_id)
     return (
         group_id,
         number,
         rollout.rollout_id,
-        rollout.status.value,
+        rollout.status._value_,
         rollout.finish_reason,
         len(rollout.response_ids),
-        min(versions, default=None),
-        max(versions, default=None),
+        oldest,
+        newest,
         rollout.temperature,
         None if rollout.score is None else rollout.score.value,
         stored_text(rollout.text),
         stored_text(rollout.error),
         encode_rollout(rollout, with_text=False, key=key),
     )
-
-
-def _move_all(
-    db: sqlite3.Connection, kind: str, update: str, rows: Sequence[dict[str, Any]], who: str = ""
-) -> None:
-    """Move the groups; raise an error that names the first group which is not where it should be."""
-    db.execute("SAVEPOINT move")
-    if db.executemany(update, rows).rowcount == len(rows):
-        db.execute("RELEASE move")
-        return
-    db.execute("ROLLBACK TO move")
-    for row in rows:  # one by one, to find it
-        if db.execute(update, row).rowcount != 1:
-            group_id, allowed = row["group_id"], " or ".join(_FROM[kind])
-            raise RunError(
-                f"journal: {who}group {group_id} is {kind}: got {_found(db, group_id)}, allowed: {allowed}"
-            )
-
-
-def _found(db: sqlite3.Connection, group_id: str) -> str:
-    """Say where a group is, as far as a move needs it."""
-    row = db.execute(
-        "SELECT place, status, step, num_rollouts FROM group_rows WHERE group_id = ?", (group_id,)
-    ).fetchone()
-    if row is None:
-        return "a group that was never drawn"
-    place, status, step, num_rollouts = row
-    (stored,) = db.execute(
-        "SELECT COUNT(*) FROM rollout_rows WHERE group_id = ?", (group_id,)
-    ).fetchone()
-    where = place if step is None else f"{place} by step {step}"
-    return f"{where}, {status}, with {stored} of {num_rollouts or 0} rollouts"

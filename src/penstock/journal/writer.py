@@ -17,15 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import PenstockError, RunError
-from penstock.journal.records import Record, write_in_order
+from penstock.journal.records import Record, Tables, write_in_order
 
 _MOST_PER_COMMIT = 2048
 
 
-@dataclass(slots=True, frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Waiter:
     loop: asyncio.AbstractEventLoop
     done: asyncio.Future[None]
+
+
+_WAITERS = (_Waiter, Future)
 
 
 def _resolve(futures: list[asyncio.Future[None]], fault: PenstockError | None) -> None:
@@ -42,7 +45,7 @@ class Writer:
     """Owns the writing connection. `threaded=False` writes in the caller's thread, for virtual time."""
 
     def __init__(self, database: sqlite3.Connection, path: Path, *, threaded: bool = True) -> None:
-        self._database = database
+        self._database, self._tables = database, Tables(database)
         self._path = path
         self._queue: queue.SimpleQueue[Record | Future[None] | _Waiter | None] = queue.SimpleQueue()
         self._fault: PenstockError | None = None
@@ -106,15 +109,17 @@ class Writer:
         records: list[Record] = []
         waiters: list[Future[None] | _Waiter] = []
         open_still = True
+        get, wait = self._queue.get, block  # only the first item is waited for
         while len(records) < _MOST_PER_COMMIT or not block:
             try:
-                item = self._queue.get(block=block and not records and not waiters)
+                item = get(wait)
             except queue.Empty:
                 break
+            wait = False
             if item is None:
                 open_still = False
                 break
-            if isinstance(item, Future | _Waiter):
+            if isinstance(item, _WAITERS):
                 waiters.append(item)
             else:
                 records.append(item)
@@ -144,7 +149,7 @@ class Writer:
             return
         try:
             self._database.execute("BEGIN IMMEDIATE")
-            write_in_order(self._database, records)
+            write_in_order(self._tables, records)
             self._database.execute("COMMIT")
         except PenstockError as error:
             self._fail(error)

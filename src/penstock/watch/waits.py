@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -41,11 +40,18 @@ class WaitKind(StrEnum):
     ASK = "ask"  # a short question
     RESTART = "restart"  # a worker being restarted
 
+    __hash__ = str.__hash__  # an enum's own is ten times slower
 
-@dataclass(slots=True, kw_only=True)
+
+@dataclass(slots=True, eq=False)
 class OpenWait:
-    """One wait. `responder` must answer; empty if the wait depends on other waits of the driver."""
+    """One wait, open inside its `with` block. `responder` must answer; empty if other waits must end first.
 
+    An error counts as an answer. The responder's death does not, or a hang that a restart ended
+    would raise the limit of the next one; a cancellation is no news at all.
+    """
+
+    waits: Waits = field(repr=False)
     lane: str  # the row of the timeline: trainer, engine-0, rewards of train, loop
     what: WaitKind
     detail: str = ""
@@ -53,9 +59,28 @@ class OpenWait:
     since: float = 0.0
     until: float | None = None
     task: asyncio.Task[Any] | None = field(default=None, repr=False)
+    number: int = 0
 
     def __str__(self) -> str:
         return f"{self.what} ({self.detail})" if self.detail else self.what
+
+    def __enter__(self) -> OpenWait:
+        waits = self.waits
+        self.since, self.task = waits.clock(), _current_task()
+        self.number = next(waits.numbers)
+        waits.open[self.number] = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        waits = self.waits
+        del waits.open[self.number]
+        now = self.until = waits.clock()
+        self.task = None
+        if kind is None or not issubclass(kind, asyncio.CancelledError):
+            waits.moved_at = now
+            if self.responder and (kind is None or not issubclass(kind, WorkerDied)):
+                waits.note_answer(self, now)
+        waits.on_close(self)
 
 
 class Waits:
@@ -68,51 +93,18 @@ class Waits:
         self.longest: dict[tuple[str, WaitKind], float] = {}  # (responder, what) -> seconds
         self.moved_at = clock()
         self.on_close: Callable[[OpenWait], None] = lambda wait: None
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
 
-    @contextmanager
-    def wait(
-        self, lane: str, what: WaitKind, detail: str = "", *, responder: str = ""
-    ) -> Iterator[OpenWait]:
-        """Keep a wait open inside the block.
-
-        An error counts as an answer. The responder's death does not, or a hang that a restart ended
-        would raise the limit of the next one; a cancellation is no news at all.
-        """
-        number = next(self._numbers)
-        wait = OpenWait(
-            lane=lane,
-            what=what,
-            detail=detail,
-            responder=responder,
-            since=self.clock(),
-            task=_current_task(),
-        )
-        self.open[number] = wait
-        answered = moved = True
-        try:
-            yield wait
-        except asyncio.CancelledError:
-            answered = moved = False
-            raise
-        except WorkerDied:
-            answered = False
-            raise
-        finally:
-            del self.open[number]
-            wait.until, wait.task = self.clock(), None
-            if moved:
-                self.moved_at = wait.until
-            if answered and wait.responder:
-                self._note_answer(wait, wait.until)
-            self.on_close(wait)
+    def wait(self, lane: str, what: WaitKind, detail: str = "", *, responder: str = "") -> OpenWait:
+        """Return a wait that is open inside its `with` block."""
+        return OpenWait(self, lane, what, detail, responder)
 
     def leaves(self) -> list[OpenWait]:
         """Return the open waits that have a responder; for each task, the one it opened last."""
         deepest = {wait.task or number: wait for number, wait in self.open.items()}
         return [wait for wait in deepest.values() if wait.responder]
 
-    def _note_answer(self, wait: OpenWait, now: float) -> None:
+    def note_answer(self, wait: OpenWait, now: float) -> None:
         key = (wait.responder, wait.what)
         self.answered[key] = now
         self.longest[key] = max(now - wait.since, self.longest.get(key, 0.0))

@@ -1,0 +1,135 @@
+"""The table of groups: each move says from which places it may start, and renews the row's checksum.
+
+Keeps the rows of unfinished groups in memory as they were last written: the checksum of a moved row is
+computed from what was written, not from what the file has by now, so damage stays visible.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+
+from penstock.errors import RunError
+from penstock.journal.checks import CHECKED, row_check
+
+_COLUMNS = CHECKED["group_rows"]
+_PLACE, _STEP, _REASON = map(_COLUMNS.index, ("place", "step", "drop_reason"))
+_MOVED, _LANDED = slice(_PLACE, _PLACE + 3), slice(_PLACE, _PLACE + 7)
+_TAKEN, _LAST = slice(_STEP, _STEP + 2), slice(_REASON, _REASON + 3)
+_AS_DRAWN = ("in_flight", "init", 0, *(None,) * 9)  # the columns behind those of a draw
+
+# The moves of a group: from which places each may start. A move from elsewhere is a fault.
+_FROM = {
+    "landed": ("in_flight",),  # completed, aborted, failed or refused
+    "retried": ("in_flight", "buffered"),  # in flight: it failed, or the run was resumed
+    "expired": ("buffered", "in_flight"),  # in flight: it was put back when the run was resumed
+    "dropped": ("in_flight", "buffered"),
+    "taken": ("buffered",),
+}
+
+
+def _update(kind: str, columns: Sequence[str], also: str = "") -> str:
+    """Return the UPDATE that moves a group: parameters are the columns, the checksum and the id."""
+    sets = ", ".join(f"{column} = ?" for column in (*columns, "row_check"))
+    places = ", ".join(f"'{place}'" for place in _FROM[kind])
+    return f"UPDATE group_rows SET {sets} WHERE group_id = ? AND place IN ({places}){also}"
+
+
+_DRAW = (
+    "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)"
+    " VALUES (?, ?, ?, ?, ?, 'in_flight', ?)"
+)
+_LAND = _update("landed", (*_COLUMNS[_LANDED], *_COLUMNS[_LAST]))
+_MOVE = {
+    kind: _update(kind, (*_COLUMNS[_MOVED], "drop_reason"))
+    for kind in ("retried", "expired", "dropped")
+}
+# A group that landed under an older schema has no number of rollouts to compare with.
+_IS_WHOLE = """ AND status = 'completed' AND COALESCE(num_rollouts, 1) <=
+    (SELECT COUNT(*) FROM rollout_rows WHERE rollout_rows.group_id = group_rows.group_id)"""
+_TAKE = _update("taken", ("place", "step", "position"), _IS_WHOLE)
+_READ = f"SELECT {', '.join(_COLUMNS)} FROM group_rows WHERE group_id = ?"
+
+
+class GroupTable:
+    """Writes the rows of groups inside the writer's transaction."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._unfinished: dict[str, list] = {}  # group id -> its row, in the order of _COLUMNS
+
+    def draw(self, drawn: Iterable[tuple]) -> None:
+        """Insert groups: (group id, task, cursor, prompt id, time) each."""
+        rows = []
+        for values in drawn:
+            row = self._unfinished[values[0]] = [*values, *_AS_DRAWN]
+            rows.append((*values, row_check(*row)))
+        self._db.executemany(_DRAW, rows)
+
+    def land(self, landed: Iterable[tuple[str, tuple, tuple]]) -> None:
+        """Move groups that came back: id, columns from place to landed_at, columns from drop_reason on."""
+        rows = []
+        for group_id, values, last in landed:
+            row = self._row(group_id)
+            row[_LANDED], row[_LAST] = values, last
+            rows.append((*values, *last, row_check(*row), group_id))
+            if values[0] == "dropped":
+                del self._unfinished[group_id]
+        self._move_all("landed", _LAND, rows)
+
+    def move(self, kind: str, group_id: str, values: tuple, drop_reason: str | None) -> None:
+        """Move a group without a new payload: `values` are place, status and tries."""
+        row = self._row(group_id)
+        row[_MOVED], row[_REASON] = values, drop_reason
+        if values[0] == "dropped":
+            del self._unfinished[group_id]
+        self._move_all(kind, _MOVE[kind], [(*values, drop_reason, row_check(*row), group_id)])
+
+    def take(self, step: int, group_ids: Iterable[str]) -> None:
+        """Move the groups of a step's batch, in their order."""
+        rows = []
+        for position, group_id in enumerate(group_ids):
+            row = self._row(group_id)
+            row[_PLACE], row[_TAKEN] = "taken", (step, position)
+            rows.append(("taken", step, position, row_check(*row), group_id))
+        self._move_all("taken", _TAKE, rows, f"step {step}: ")
+        for group_id in group_ids:
+            self._unfinished.pop(group_id, None)
+
+    def _row(self, group_id: str) -> list:
+        """Return the group's row as it was last written; all None if it was never drawn."""
+        row = self._unfinished.get(group_id)
+        if row is None:
+            found = self._db.execute(_READ, (group_id,)).fetchone()
+            row = self._unfinished[group_id] = list(found or (None,) * len(_COLUMNS))
+        return row
+
+    def _move_all(self, kind: str, update: str, rows: Sequence[tuple], who: str = "") -> None:
+        """Move the groups; raise an error that names the first one which is not where it should be."""
+        db = self._db
+        db.execute("SAVEPOINT move")
+        if db.executemany(update, rows).rowcount == len(rows):
+            db.execute("RELEASE move")
+            return
+        db.execute("ROLLBACK TO move")
+        for row in rows:  # one by one, to find it
+            if db.execute(update, row).rowcount != 1:
+                found, allowed = self._found(row[-1]), " or ".join(_FROM[kind])
+                raise RunError(
+                    f"journal: {who}group {row[-1]} is {kind}: got {found}, allowed: {allowed}"
+                )
+
+    def _found(self, group_id: str) -> str:
+        """Say where a group is, as far as a move needs it."""
+        row = self._db.execute(
+            "SELECT place, status, step, num_rollouts FROM group_rows WHERE group_id = ?",
+            (group_id,),
+        ).fetchone()
+        if row is None:
+            return "a group that was never drawn"
+        place, status, step, num_rollouts = row
+        (stored,) = self._db.execute(
+            "SELECT COUNT(*) FROM rollout_rows WHERE group_id = ?", (group_id,)
+        ).fetchone()
+        where = place if step is None else f"{place} by step {step}"
+        return f"{where}, {status}, with {stored} of {num_rollouts or 0} rollouts"
