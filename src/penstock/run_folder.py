@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -79,7 +79,9 @@ class RunFolder:
 
     def eras(self) -> list[Era]:
         """Return the configs that were in force, in order; the last one has no end."""
-        record = self.record()
+        return self._eras_of(self.record())
+
+    def _eras_of(self, record: Mapping[str, str]) -> list[Era]:
         if _IN_FORCE in record:
             ends = {name: name.removeprefix(_EARLIER) for name in record if _EARLIER in name}
             old = [Era(_config_of(record[name]), int(end)) for name, end in ends.items()]
@@ -95,7 +97,7 @@ class RunFolder:
     ) -> None:
         """Put `config` in force after a step, and keep the old one, in one record; renew the copies."""
         values = {_IN_FORCE: config.model_dump_json(), **facts}
-        *old, last = self.eras()
+        *old, last = self._eras_of(journal.read_identity())
         if after_step and last.config != config:  # else no step was done under the old config
             old.append(Era(last.config, after_step))
         for era in old:  # the first that ended at a step was in force until then
@@ -103,15 +105,16 @@ class RunFolder:
         journal.record_identity(values)
         await journal.flush()
         journal.sync()  # a copy is never newer than the journal
-        self.write_copies()
+        self.write_copies(self._eras_of(journal.read_identity()))
 
-    def write_copies(self) -> None:
+    def write_copies(self, eras: Sequence[Era] | None = None) -> None:
         """Renew the copies of the journal's configs for people."""
         (self.path / "configs").mkdir(exist_ok=True)
-        for era in self.eras():
+        for era in self.eras() if eras is None else eras:
             name = CONFIG if era.last_step is None else f"configs/{_UNTIL}{era.last_step}.toml"
-            if _text_of(self.path / name) != _copy(era.config):
-                write_whole(self.path / name, _copy(era.config))
+            copy = _copy(era.config)
+            if _text_of(self.path / name) != copy:
+                write_whole(self.path / name, copy)
 
     def has_copy(self) -> bool:
         """Return whether config.toml is there and not empty."""

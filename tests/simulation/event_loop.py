@@ -1,13 +1,15 @@
 """An event loop on virtual time that a seed decides: order of callbacks, delays of threads, the end.
 
 Ready callbacks run in a shuffled order; `run_in_executor` calls the function on the loop after a delay; tasks
-and futures hash by their number, so that sets of them have one order in every process. `at_tick` is
-called before every callback; once `is_killed` is set, no callback runs any more. No socket, no thread, no system clock.
+and futures hash by their number, so that sets of them have one order in every process. `at_tick` is called
+before a callback from tick `next_fault` on and returns the next such tick; once `is_killed` is set, no callback
+runs any more. No socket, no thread, no system clock.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import random
 from collections import deque
@@ -49,49 +51,6 @@ class SimFuture(_Numbered, asyncio.Future):
         super().__init__(loop=loop)
 
 
-class _Ready(deque):
-    """The callbacks that are ready: mostly first come first served, by the seed also out of order."""
-
-    def __init__(self, loop: SimLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def popleft(self) -> Any:
-        loop = self._loop
-        loop.ticks += 1
-        loop.at_tick(loop.ticks)
-        if loop.is_killed:
-            raise DriverKilled
-        if len(self) > 1 and loop.random.random() < loop.shuffled:
-            place = loop.random.randrange(min(len(self), 6))
-            handle = self[place]
-            del self[place]
-        else:
-            handle = super().popleft()
-        if loop.trace is not None:
-            loop.trace.append(f"{loop.ticks} {loop.now:.6f} {_label(handle)}")
-        return handle
-
-
-class _Clock:
-    """Takes the place of a selector: moves time forward where a loop would sleep."""
-
-    def __init__(self, loop: SimLoop) -> None:
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        loop = self._loop
-        if timeout is None:
-            raise Stuck(f"every task waits and no timer is set\n{loop.stacks()}")
-        if not loop._ready:  # a timer that fires a rounding error early must see that time passed
-            loop.now = max(loop.now + timeout, math.nextafter(loop.now, math.inf))
-        if loop.now > loop.ends_at or loop.ticks > loop.most_ticks:
-            raise Stuck(f"not done after {loop.now:.0f} s, {loop.ticks} ticks\n{loop.stacks()}")
-        return []
-
-    def close(self) -> None: ...
-
-
 class SimLoop(asyncio.BaseEventLoop):
     """One life of the driver."""
 
@@ -103,20 +62,19 @@ class SimLoop(asyncio.BaseEventLoop):
         longest_s: float,
         most_ticks: int,
         shuffled: float,
-        at_tick: Callable[[int], None],
+        at_tick: Callable[[int], float],
     ) -> None:
         super().__init__()
         self.random = random.Random(seed)
         self.now, self.ends_at = now, now + longest_s
         self.ticks, self.most_ticks = 0, most_ticks
-        self.shuffled, self.at_tick = shuffled, at_tick
+        self.shuffled, self.at_tick, self.next_fault = shuffled, at_tick, at_tick(0)
         self.is_killed = False
         self.complaints: list[str] = []  # exceptions that nobody read
         self.trace: list[str] | None = None  # every callback, if somebody wants it
         self._numbers = 0
-        self._clock_resolution = 1e-12
-        self._selector = _Clock(self)
-        self._ready = _Ready(self)
+        self._ready: deque[Any] = deque()
+        self._timers: list[tuple[float, int, Any]] = []
         self.set_task_factory(lambda loop, coro, **kw: SimTask(coro, loop=loop, **kw))
         self.set_exception_handler(self._complain)
 
@@ -130,9 +88,56 @@ class SimLoop(asyncio.BaseEventLoop):
     def create_future(self) -> SimFuture:
         return SimFuture(loop=self)
 
-    def _process_events(self, events: Any) -> None: ...
-
     def _write_to_self(self) -> None: ...
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, self.next_number(), handle))
+        return handle
+
+    def _run_once(self) -> None:
+        """Run the callbacks that are ready; where a loop would sleep, move the time to the next timer."""
+        ready, timers = self._ready, self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not ready:
+            if not timers:
+                raise Stuck(f"every task waits and no timer is set\n{self.stacks()}")
+            # a timer that fires a rounding error early must see that time passed
+            self.now = max(timers[0][0], math.nextafter(self.now, math.inf))
+        while timers and timers[0][0] <= self.now:
+            ready.append(heapq.heappop(timers)[2])
+        if self.now > self.ends_at or self.ticks > self.most_ticks:
+            raise Stuck(f"not done after {self.now:.0f} s, {self.ticks} ticks\n{self.stacks()}")
+        for _ in range(len(ready)):
+            handle = self._next_ready()
+            if not handle._cancelled:
+                handle._run()
+
+    def _next_ready(self) -> asyncio.Handle:
+        """Take a callback: mostly first come first served, by the seed also out of order."""
+        ready = self._ready
+        self.ticks += 1
+        if self.ticks >= self.next_fault:
+            self.next_fault = self.at_tick(self.ticks)
+        if self.is_killed:
+            raise DriverKilled
+        if len(ready) > 1 and self.random.random() < self.shuffled:
+            place = self.random.randrange(min(len(ready), 6))
+            handle = ready[place]
+            del ready[place]
+        else:
+            handle = ready.popleft()
+        if self.trace is not None:
+            self.trace.append(f"{self.ticks} {self.now:.6f} {_label(handle)}")
+        return handle
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
         """Call the function on the loop, after the delay of a thread."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from penstock import job, session
+from penstock import job, run_folder, session
 from penstock.config import Config
 from penstock.errors import PenstockError
 from penstock.inspection.audit import audit_journal
@@ -104,6 +104,7 @@ def installed(world: World) -> Iterator[None]:
         (local, "ProcessWorker", Processes(world)),
         (local, "weight_folder", _NoFolder),
         (local, "_free_port", lambda: next(ports)),
+        (run_folder, "_read", lambda path: world.config),  # of a run that has not begun
         (job, "_Data", _Data),
         (job, "measure", lambda config, datasets: {}),
         (job, "Control", _Control),

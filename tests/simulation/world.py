@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections import Counter
 from pathlib import Path
@@ -158,11 +159,12 @@ class World:
 
     # ---- faults
 
-    def at_tick(self, tick: int) -> None:
-        while self._at_ticks and any(fault.tick <= tick for fault in self._at_ticks):
-            fault = next(fault for fault in self._at_ticks if fault.tick <= tick)
+    def at_tick(self, tick: int) -> float:
+        """Let the faults of this tick strike; return the tick of the next one."""
+        for fault in [fault for fault in self._at_ticks if fault.tick <= tick]:
             self._at_ticks.remove(fault)
             self._strike(fault)
+        return min((fault.tick for fault in self._at_ticks), default=math.inf)
 
     def at_call(self, process: SimProcess, method: str, phase: str) -> None:
         key = (process.name, method, phase)
