@@ -140,6 +140,18 @@ LINE = {"messages": {"role": "user", "content": "1+1"}, "gt_answer": "2"}
         (["tasks.train.data=empty.jsonl"], "empty"),
         (["tasks.train.data=bad.jsonl"], "bad.jsonl"),
         (["tasks.train.data=sudoku"], "sudoku"),
+        (
+            ["tasks.train.data=good.jsonl", "tasks.train.rewards=[{type='mine.py:by_level'}]"],
+            "data good.jsonl line 1: got no 'level', which reward by_level reads",
+        ),
+        (
+            ["tasks.train.data=good.jsonl", "tasks.train.columns={prompt='problem'}"],
+            "line 1: columns.prompt: got 'problem', allowed: a field of the record (messages, gt_",
+        ),
+        (
+            ["tasks.train.data=good.jsonl", "tasks.train.rewards=[{type='mine.py:vague'}]"],
+            "reward vague: got a function of (a, b), allowed: a parameter named rollout or response",
+        ),
         (["tasks.train.rewards=[{type='niceness'}]"], "niceness"),
         (["tasks.train.agent=chatty"], "chatty"),
         (["produce.strategy=no_such_module:Mine"], "no_such_module cannot be imported"),
@@ -173,6 +185,9 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_leaves_no_run_folder(
 ) -> None:
     write_lines(tmp_path / "empty.jsonl")
     write_lines(tmp_path / "bad.jsonl", LINE, "{not json")
+    write_lines(tmp_path / "good.jsonl", LINE)
+    own = "def by_level(response, level): ...", "def vague(a, b): ..."
+    write_lines(tmp_path / "mine.py", *own)
     assert run(monkeypatch, "train", *overrides) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ")

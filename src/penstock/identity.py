@@ -19,7 +19,16 @@ from typing import Any
 
 from penstock import __version__
 from penstock.config import Config
-from penstock.data.dataset import Content, ContentHash, Dataset, file_content, names_a_file
+from penstock.data.dataset import Dataset
+from penstock.data.source import (
+    HUB,
+    Content,
+    ContentHash,
+    file_content,
+    find_files,
+    hub_name,
+    names_files,
+)
 from penstock.demo import resolve_model_path
 from penstock.errors import UserError
 from penstock.run_folder import CONFIG, RunFolder
@@ -42,7 +51,9 @@ def absolute_paths(config: Config) -> Config:
     """
     tree: dict[str, Any] = _own_files_absolute(config.model_dump())
     for task in (*tree["tasks"].values(), *tree["eval"]["tasks"].values()):
-        if names_a_file(task["data"]):
+        if name := hub_name(task["data"]):
+            task["data"] = f"{HUB}{name}"
+        elif names_files(task["data"]):
             task["data"] = _absolute(task["data"])
     for section, name in (("model", "path"), ("model", "tokenizer"), ("train", "reference")):
         value = tree[section][name]
@@ -83,21 +94,33 @@ def measure(config: Config, datasets: Mapping[str, Dataset] | None = None) -> di
 
     Other files are hashed, if they exist; other generated data is left out.
     """
-    files = {key: path for key, path in _files(config).items() if key not in (datasets or {})}
-    facts = {key: _fact(p, file_content(p)) for key, p in files.items() if p.is_file()}
+    facts = {}
+    for key, (source, files) in _files(config).items():
+        if files and key not in (datasets or {}):
+            facts[key] = _fact(source, file_content(*files))
     for key, dataset in (datasets or {}).items():
         facts[key] = _fact(dataset.source, dataset.content, prompts=len(dataset))
     source = resolve_model_path(config.model.tokenizer or config.model.path)
     return {**facts, **_tokenizer_facts(source), **code_fact(config)}
 
 
-def _files(config: Config) -> dict[str, Path]:
-    """Return the files of data by key, such as `tasks.math.data`."""
-    named = {f"tasks.{name}.data": task.data for name, task in config.tasks.items()}
-    named |= {f"eval.tasks.{name}.data": task.data for name, task in config.eval.tasks.items()}
-    files = {key: Path(data).expanduser() for key, data in named.items() if names_a_file(data)}
-    ptx = config.train.ptx.data
-    return {**files, PTX: Path(ptx)} if ptx else files
+def _files(config: Config) -> dict[str, tuple[str, list[Path]]]:
+    """Return the data that names files, and these files, by key, such as `tasks.math.data`; none: gone."""
+    named: dict[str, tuple[str, dict[str, Any], str]] = {}
+    for name, task in config.tasks.items():
+        named[f"tasks.{name}.data"] = (task.data, task.data_options, "train")
+    for name, judged in config.eval.tasks.items():
+        named[f"eval.tasks.{name}.data"] = (judged.data, judged.data_options, "")
+    if config.train.ptx.data:
+        named[PTX] = (config.train.ptx.data, {}, "")
+    found = {}
+    for key, (data, options, split) in named.items():
+        if names_files(data):
+            try:
+                found[key] = (data, find_files(data, options, split))
+            except UserError:  # told where the data is loaded, with what is allowed
+                found[key] = (data, [])
+    return found
 
 
 def _fact(source: str | Path, content: Content, **more: int) -> str:
@@ -202,10 +225,10 @@ def changed_code(recorded: Facts, found: Facts) -> str:
 
 def check_files(folder: RunFolder, config: Config, accept_changes: bool) -> None:
     """Do what `check_content` does for files alone, before anything is loaded; name a missing file."""
-    for key, path in _files(config).items():
-        if not path.is_file():
+    for key, (source, files) in _files(config).items():
+        if not files:
             raise UserError(
-                f"{key}: got {path}, which does not exist; put it back, or name its new place with: "
+                f"{key}: got {source}, which does not exist; put it back, or name its new place with: "
                 f"penstock resume {folder.path} {key}=PATH"
             )
     check_content(folder, config, measure(config), accept_changes)

@@ -18,7 +18,7 @@ from penstock.agent import AGENTS
 from penstock.algo.method import run_settings
 from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
-from penstock.config import Config
+from penstock.config import Config, TaskDataConfig
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.overlap import count_overlap
@@ -44,7 +44,7 @@ from penstock.produce import (
     ReplayBuffer,
     strategy_config,
 )
-from penstock.reward import build_reward
+from penstock.reward import build_reward, fields_read
 from penstock.run_folder import RunFolder
 from penstock.supervise.trainer import TrainerPart
 from penstock.track.fanout import Fanout
@@ -186,6 +186,12 @@ def _notes(
             f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
             "refused groups are drawn in addition, so the run passes over its prompts more often"
         )
+    for key, dataset in data.by_key().items():
+        if left_out := dataset.num_skipped_long:
+            notes.append(
+                f"note: {key}: {left_out} of {left_out + len(dataset)} prompts are longer than "
+                f"max_prompt_tokens and are left out"
+            )
     for task in eval_tasks:
         asked = [problem.messages for problem in task.problems]
         for name, dataset in data.train.items():
@@ -341,13 +347,14 @@ class _Data:
         )
         chat = ChatTemplate(tokenizer)
         tasks = config.tasks if with_training else {}
+
+        def load_one(name: str, task: TaskDataConfig) -> Dataset:
+            return load_dataset(name, task, chat, config.seed, readers=fields_read(task.rewards))
+
         return cls(
             chat,
-            {name: load_dataset(name, task, chat, config.seed) for name, task in tasks.items()},
-            {
-                name: load_dataset(name, task, chat, config.seed)
-                for name, task in config.eval.tasks.items()
-            },
+            {name: load_one(name, task) for name, task in tasks.items()},
+            {name: load_one(name, task) for name, task in config.eval.tasks.items()},
         )
 
     def by_key(self) -> dict[str, Dataset]:
@@ -406,6 +413,7 @@ def _task(
         max_tokens=sampling.max_tokens,
         waits=workers.callbacks.waits,
         lane=f"rewards of {name}",
+        is_chat=data.train[name].is_chat,
     )
     closing.push_async_callback(reward.close)
     agent_class = load(f"tasks.{name}.agent", task.agent, AGENTS)
@@ -453,6 +461,7 @@ def _eval_tasks(
             max_tokens=sampling.max_tokens,
             waits=waits,
             lane=f"rewards of eval {name}",
+            is_chat=data.evaluation[name].is_chat,
         )
         closing.push_async_callback(reward.close)
         tasks.append(

@@ -88,8 +88,7 @@ def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
         if isinstance(task, TaskConfig):
             check_name(f"{where}.agent", task.agent, AGENTS)
         with _named(where):
-            reward.check(task.rewards)
-            validate_source(name, task)
+            validate_source(name, task, readers=reward.fields_read(task.rewards))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from penstock.config.source import validate
 from penstock.data import Dataset, load_dataset, validate_source
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.dataset import Example, read_examples
+from penstock.data.source import Records
 from penstock.errors import UserError
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -37,7 +38,12 @@ def write(folder: Path, *lines: object) -> str:
 
 
 def read_one(folder: Path, line: object, **options: Any) -> Any:
-    return read_examples(write(folder, line), {}, seed=0, **options)[0]
+    return read(write(folder, line), **options)[0]
+
+
+def read(data: str, **options: Any) -> list[Example]:
+    task = TaskConfig(data=data, columns=options.pop("columns", {}))
+    return list(read_examples(Records(data, {}), task, **options))
 
 
 @pytest.mark.parametrize(
@@ -46,16 +52,22 @@ def read_one(folder: Path, line: object, **options: Any) -> Any:
         ({"messages": USER, "gt_answer": "2"}, "2", {}),
         ({"messages": [USER], "gt_answer": 2}, "2", {}),
         ({"messages": [USER], "gt_answer": "2", "level": 5}, "2", {"level": 5}),
-        ({"prompt": "1+1", "answer": "2"}, "2", {}),
-        ({"prompt": [USER], "solution": "2"}, "2", {}),
+        ({"prompt": "1+1", "answer": "2"}, "2", {"answer": "2"}),
+        ({"prompt": [USER], "solution": "2"}, "2", {"solution": "2"}),
+        ({"problem": "1+1", "ground_truth": "2"}, "2", {"ground_truth": "2"}),
+        (
+            {"prompt": [USER], "reward_model": {"style": "rule", "ground_truth": 2}},
+            "2",
+            {"reward_model": {"style": "rule", "ground_truth": 2}},
+        ),
         ({"prompt": "1+1", "gt_answer": "2", "answer": "two"}, "2", {"answer": "two"}),
-        ({"prompt": "1+1", "gt_answer": None, "solution": "2"}, "2", {"gt_answer": None}),
+        ({"prompt": "1+1", "gt_answer": None, "solution": "2"}, "2", {"solution": "2"}),
         (
             {"question": "1+1", "answer": "It is\n#### 1,002"},
             "1002",
             {"answer": "It is\n#### 1,002"},
         ),
-        ({"question": "1+1", "answer": 2.5}, "2.5", {}),
+        ({"question": "1+1", "answer": 2.5}, "2.5", {"answer": 2.5}),
     ],
 )
 def test_accepted_lines(
@@ -129,7 +141,7 @@ def test_a_byte_order_mark_and_unicode_line_breaks_are_no_trouble(tmp_path: Path
     path = tmp_path / "data.jsonl"
     line = json.dumps({"prompt": "a\u2028b", "answer": "ü"}, ensure_ascii=False)
     path.write_bytes(b"\xef\xbb\xbf" + f"{line}\r\n{line}\n".encode())
-    examples = read_examples(str(path), {}, seed=0)
+    examples = read(str(path))
     assert [example.line for example in examples] == [1, 2]
     assert examples[0].messages[0]["content"] == "a\u2028b"
 
@@ -147,7 +159,7 @@ def test_a_missing_file_is_refused_with_what_is_allowed(tmp_path: Path) -> None:
         UserError, match=r"eval.tasks.math: data: got 'nope.jsonl', allowed: .*addition"
     ):
         validate_source("math", EvalTaskConfig(data="nope.jsonl"))
-    with pytest.raises(UserError, match="a JSONL file that exists"):
+    with pytest.raises(UserError, match=r"got the folder .* without data"):
         validate_source("train", TaskConfig(data=str(tmp_path)))
 
 
@@ -220,6 +232,40 @@ def test_a_dataset_can_be_sent_to_another_process(chat: ChatTemplate) -> None:
         copy[3]
 
 
+def test_columns_name_the_prompt_the_answer_and_any_other_field(tmp_path: Path) -> None:
+    line = {
+        "messages": [USER, {"role": "assistant", "content": "2"}],
+        "problem": "1+1",
+        "meta": {"level": ["easy", 5], "answer": 2},
+    }
+    columns = {"prompt": "problem", "gt_answer": "meta.answer", "level": "meta.level.1"}
+    example = read_one(tmp_path, line, columns=columns)
+    assert (example.messages, example.gt_answer) == ((USER,), "2")
+    assert example.extra == {"messages": line["messages"], "meta": line["meta"], "level": 5}
+    with pytest.raises(
+        UserError, match=r"line 1: columns.prompt: got 'task.text', allowed: .*\(mess"
+    ):
+        read_one(tmp_path, line, columns={"prompt": "task.text"})
+
+
+def test_a_text_of_20_mb_is_left_out_without_being_tokenised(
+    tmp_path: Path, chat: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"prompt": "1" * 20_000_000, "answer": "2"}, {"prompt": "1+1", "answer": "2"}]
+    data, longest = write(tmp_path, *lines), list[int]()
+    encode = chat.encode_many
+
+    def watched(conversations: list[Any], *more: Any) -> list[Any]:
+        longest.extend(len(message["content"]) for one in conversations for message in one)
+        return encode(conversations, *more)
+
+    monkeypatch.setattr(chat, "encode_many", watched)
+    assert load_dataset("train", TaskConfig(data=data), chat).num_skipped_long == 1
+    assert longest == [3]
+    with pytest.raises(UserError, match=r"line 1: got a prompt of 20000000 characters, allowed"):
+        load_dataset("train", TaskConfig(data=data, long_prompts="refuse"), chat)
+
+
 def test_the_check_before_a_run_looks_at_training_and_evaluation(tmp_path: Path) -> None:
     train = {"steps": 1}
     preflight.check(validate({"train": train}))
@@ -258,7 +304,7 @@ def test_any_json_line_is_taken_or_refused_in_one_line(
 
 def _read_or_refusal(data: str) -> tuple[list[Example], str]:
     try:
-        return read_examples(data, {}, seed=0), ""
+        return read(data), ""
     except UserError as error:
         return [], str(error)
 

@@ -80,6 +80,8 @@ TINY_LINE = {
 }
 FOREIGN = {  # names in inline code that are not ours
     *("RolloutState", "per_device_train_batch_size", "use_vllm"),  # XTuner, TRL
+    *("train_files", "val_files", "train_batch_size", "actor_rollout_ref", "kl_loss_coef"),  # verl
+    *("max_prompt_length", "max_response_length"),
     *("from_pretrained", "generate_batch", "my_module", "my_function", "my_reward", "my_rewards"),
     *("CUDA_VISIBLE_DEVICES", "VLLM_ALLOW_INSECURE_SERIALIZATION", "user_version", "leg_counting"),
 }

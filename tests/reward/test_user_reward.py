@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.config import RewardConfig
 from penstock.errors import RewardError, UserError
-from penstock.reward import VerifiableReward, build_reward, check
-from penstock.types import Score
+from penstock.reward import VerifiableReward, build_reward, check, fields_read
+from penstock.types import Prompt, Score
 from stages.reward_samples import prompt, rollout
 
 SOURCE = """
@@ -74,6 +75,22 @@ def nothing(x):
 
 def both(rollout, rollouts):
     return 0
+
+def trl(prompts, completions, gt_answer, level="none", **kwargs):
+    assert len(prompts) == len(gt_answer) == len(kwargs["source"]) == len(completions)
+    said = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    assert said == completions or prompts[0][-1]["role"] == "user"
+    return [None if s == "skip" else float(a in s) + (l == "hard") for s, a, l in zip(said, gt_answer, level)]
+
+async def trl_ids(completions, completion_ids, log_metric):
+    log_metric("seen", 1.0)
+    return [float(len(ids)) for ids in completion_ids]
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth, "source": data_source}
+
+async def verl_number(solution_str, ground_truth, extra_info, *, bonus=0.0, **kwargs):
+    return float(solution_str in ground_truth) + extra_info["index"] + bonus
 
 class Own:
     def __init__(self, factor=1.0):
@@ -208,8 +225,7 @@ def test_a_function_that_hangs_fails_its_rollout() -> None:
     [
         ("with_options", {"facto": 1}, "unknown option 'facto'.*did you mean factor?"),
         ("length", {"timeout_s": 0}, "timeout_s: got 0, allowed: a number above 0"),
-        ("needs_more", {}, "parameter 'threshold' is not filled"),
-        ("nothing", {}, "without a parameter for the rollout"),
+        ("nothing", {}, r"got a function of \(x\), allowed: .*response.*completions.*solution_str"),
         ("both", {}, "allowed: one kind"),
         ("Own", {"facto": 1}, "unknown option 'facto'"),
         ("NotAReward", {}, "a class with `async def score"),
@@ -219,3 +235,59 @@ def test_a_function_that_hangs_fails_its_rollout() -> None:
 def test_mistakes_are_told_before_the_run(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check([RewardConfig(type=f"users_rewards:{name}", options=options)])
+
+
+def a_prompt(gold: str | None = "2", **extra: Any) -> Prompt:
+    messages = ({"role": "user", "content": "1+1"},)
+    return Prompt("p:1", messages, np.ones(1), gt_answer=gold, extra=extra)
+
+
+def score_all(name: str, texts: list[str], asked: Prompt, *, is_chat: bool = False) -> list[Score]:
+    async def run() -> list[Score]:
+        config = RewardConfig(type=f"users_rewards:{name}")
+        reward = build_reward([config], max_tokens=10, is_chat=is_chat)
+        return await reward.score_group([rollout(text) for text in texts], [asked] * len(texts))
+
+    return asyncio.run(run())
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_function_in_the_shape_of_trl(is_chat: bool) -> None:
+    asked = a_prompt(level="hard", source="x")
+    scores = score_all("trl", ["it is 2", "3", "skip"], asked, is_chat=is_chat)
+    assert [score.value for score in scores] == [2.0, 1.0, 0.0]
+    assert scores[2].note == "not judged"  # TRL's None: this reward says nothing of the response
+    assert [score.value for score in score_all("trl_ids", ["a", "b"], asked)] == [0.0, 0.0]
+
+
+@pytest.mark.usefixtures("module")
+def test_a_function_in_the_shape_of_verl() -> None:
+    asked = a_prompt(data_source="sums", extra_info={"index": 3})
+    right, wrong = score_all("verl", ["2", "3"], asked)
+    assert (right.value, right.answer_ok, wrong.value, wrong.answer_ok) == (1.0, True, 0.0, False)
+    several = a_prompt(None, reward_model={"ground_truth": ["2", "two"]}, extra_info={"index": 3})
+    (score,) = score_all("verl_number", ["two"], several)
+    assert score.value == 4.0  # the answer keeps the type that it has in verl's layout
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("length", {}),
+        ("right", {"gt_answer": "right"}),
+        ("needs_more", {"threshold": "needs_more"}),
+        ("trl", {"gt_answer": "trl"}),
+        ("verl", {"gt_answer": "verl"}),
+    ],
+)
+def test_the_fields_that_a_reward_reads_are_known(name: str, fields: dict[str, str]) -> None:
+    assert fields_read([RewardConfig(type=f"users_rewards:{name}")]) == fields
+
+
+def test_an_object_with_score_is_a_reward(module: types.ModuleType) -> None:
+    module.made = module.Own(factor=3.0)
+    assert score(build("made")).value == 3.0
+    with pytest.raises(UserError, match="unknown option 'factor'"):
+        build("made", factor=1.0)

@@ -71,9 +71,11 @@ class TaskDataConfig(Section):
     """Settings that training and evaluation tasks share: prompts, rewards, sampling."""
 
     data: str = "addition"
-    """A JSONL file, a built-in task, or `reasoning_gym:NAME`."""
+    """A file (JSONL, JSON, CSV, Parquet, .gz), folder, glob or hub name, a built-in task, or `reasoning_gym:NAME`."""
     data_options: dict[str, Any] = {}
-    """Options of a built-in or generated dataset (size, range, seed)."""
+    """Options of a built-in or generated dataset (size, range, seed), or split (a folder, a hub name), config, revision."""
+    columns: dict[str, str] = {}
+    """Which field of a record is the prompt, the answer or another field: { prompt = "problem", gt_answer = "a.b" }."""
     rewards: list[RewardConfig] = [RewardConfig()]
     """Rewards of a response; their weighted sum is its reward."""
     system_prompt: str = ""
@@ -318,7 +320,7 @@ _ONLY_TRAINING = {"weight": 1.0, "agent": "single_turn", "agent_options": {}, "p
 
 class EvalTaskConfig(TaskDataConfig):
     data: str = "addition:heldout"
-    """A JSONL file, a built-in task, or `reasoning_gym:NAME`: problems that are not trained on."""
+    """As the data of a training task: problems that are not trained on."""
     system_prompt: str = ""
     """System message for prompts that have none; not given: that of the training tasks, if they agree."""
     sampling: dict[str, Any] = {}

@@ -108,6 +108,11 @@ class ChatTemplate:
         return int(pad) if pad is not None else (self.eos_ids or (0,))[0]
 
     @property
+    def longest_token(self) -> int:
+        """Characters of the longest entry of the vocabulary: no token covers more text."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    @property
     def begin(self) -> np.ndarray:
         """The ids that the tokenizer puts before every text: its beginning-of-sequence id, or none."""
         added = self.tokenizer("", verbose=False)["input_ids"][:1]

@@ -1,32 +1,35 @@
-"""Datasets: turns a JSONL file, a built-in task or a reasoning-gym generator into Prompts.
+"""Datasets: turns the records of a source into Prompts.
 
-Every line is checked before training starts, and an error names the file and line. Prompts over the
+Every record is checked before training starts, and an error names its file and line. Prompts over the
 limit are skipped and counted, or refused; none is cut. A dataset keeps the order of its source; the
-sampler draws and shuffles.
+sampler draws and shuffles. `source.py` reads the records.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from penstock.config import EvalTaskConfig, TaskDataConfig
-from penstock.data import builtin, reasoning_gym
+from penstock.data import reasoning_gym
 from penstock.data.chat import ChatTemplate
+from penstock.data.source import BadRecord, Content, Records
 from penstock.errors import UserError
 from penstock.types import Prompt
 
-PROMPT_FIELDS = ("messages", "prompt", "question")
-ANSWER_FIELDS = ("gt_answer", "answer", "solution")
+PROMPT_FIELDS = ("messages", "prompt", "question", "problem")
+ANSWER_FIELDS = ("gt_answer", "answer", "solution", "ground_truth")
+VERL_ANSWER = ("reward_model", "ground_truth")  # where verl's layout has the answer
 GSM8K_MARK = "####"
-TOKENIZE_BATCH = 1024
+TOKENIZE_BATCH = 1024  # most prompts of one call of the tokenizer
+TOKENIZE_CHARACTERS = 2**22  # most text of one call
+CHARACTERS_PER_TOKEN = 64  # a text with more than this for each allowed token is measured first
 REWARDS_THAT_NEED_AN_ANSWER = frozenset({"think_answer_tags", "boxed", "code"})
 
 
@@ -34,47 +37,16 @@ REWARDS_THAT_NEED_AN_ANSWER = frozenset({"think_answer_tags", "boxed", "code"})
 class Example:
     """One checked record of a source, before tokenisation."""
 
-    line: int  # line number in the file, or index of a generated problem; counts from 1
+    line: int  # number of the record in its source; counts from 1
     messages: tuple[dict[str, Any], ...]
     gt_answer: str | None
     test_cases: dict[str, Any] | None
     extra: dict[str, Any] = field(default_factory=dict)
+    is_chat: bool = False  # the data has messages, not a text
 
-
-@dataclass(slots=True, frozen=True)
-class Content:
-    """The identity of a source's content."""
-
-    sha256: str
-    num_bytes: int
-
-
-class ContentHash:
-    """Takes the identity of content while it is read."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._num_bytes = 0
-
-    def add(self, part: bytes) -> None:
-        self._hash.update(part)
-        self._num_bytes += len(part)
-
-    def content(self) -> Content:
-        return Content(self._hash.hexdigest(), self._num_bytes)
-
-
-def file_content(path: Path) -> Content:
-    """Read a whole file and return the identity of its content."""
-    parts = ContentHash()
-    with path.open("rb") as file:
-        while part := file.read(2**20):
-            parts.add(part)
-    return parts.content()
-
-
-class BadRecord(ValueError):
-    """One record is wrong; the caller adds its file and line."""
+    @property
+    def num_characters(self) -> int:
+        return sum(len(message["content"]) for message in self.messages)
 
 
 class Dataset:
@@ -94,6 +66,7 @@ class Dataset:
         self.source = source  # the `data` of the task
         self.content = content  # all lines, also those that were skipped
         self.num_skipped_long = num_skipped_long  # prompts over max_prompt_tokens
+        self.is_chat = bool(examples) and examples[0].is_chat  # its prompts are lists of messages
         self._examples = list(examples)
         self._token_ids = list(token_ids)
 
@@ -121,7 +94,12 @@ class Dataset:
 
 def _content_key(example: Example, token_ids: np.ndarray) -> str:
     """Return eight hex digits that depend on all of a prompt but its place in the file."""
-    fields = (example.messages, example.gt_answer, example.test_cases, example.extra)
+    others = {
+        k: v
+        for k, v in example.extra.items()
+        if k not in ANSWER_FIELDS or str(v) != example.gt_answer
+    }
+    fields = (example.messages, example.gt_answer, example.test_cases, others)
     digest = hashlib.blake2b(token_ids.astype("<i4").tobytes(), digest_size=4)
     digest.update(json.dumps(fields, sort_keys=True).encode())
     return digest.hexdigest()
@@ -134,30 +112,32 @@ def load_dataset(
     seed: int = 0,
     *,
     needs_answer: bool | None = None,
+    readers: Mapping[str, str] | None = None,
 ) -> Dataset:
     """Read, check and tokenise the data of task `name`.
 
     `seed` generates problems unless data_options has a seed. `needs_answer=False` allows records
-    without gt_answer and test_cases; None asks the task's rewards.
+    without gt_answer and test_cases; None asks the task's rewards. `readers`: see `read_examples`.
     """
-    if needs_answer is None:
-        needs_answer = task_needs_answer(task)
     with _naming_key(name, task):
-        parts = ContentHash()
-        examples = read_examples(
-            task.data, task.data_options, seed, needs_answer=needs_answer, parts=parts
-        )
+        records = _records(task, seed)
+        examples = list(read_examples(records, task, needs_answer=needs_answer, readers=readers))
         token_ids = _tokenize(examples, chat, task)
-        fits = _check_lengths(task, examples, token_ids)
+        fits = _check_lengths(task, records, examples, token_ids)
     kept = [index for index, fit in enumerate(fits) if fit]
     return Dataset(
         name,
         task.data,
         [examples[index] for index in kept],
-        [token_ids[index] for index in kept],
-        parts.content(),
+        [ids for index in kept if (ids := token_ids[index]) is not None],
+        records.content(),
         num_skipped_long=len(fits) - len(kept),
     )
+
+
+def _records(task: TaskDataConfig, seed: int = 0) -> Records:
+    split = "" if isinstance(task, EvalTaskConfig) else "train"
+    return Records(task.data, task.data_options, seed, default_split=split)
 
 
 @contextmanager
@@ -172,25 +152,59 @@ def _naming_key(name: str, task: TaskDataConfig) -> Iterator[None]:
 
 def _tokenize(
     examples: Sequence[Example], chat: ChatTemplate, task: TaskDataConfig
-) -> list[np.ndarray]:
-    token_ids: list[np.ndarray] = []
-    for start in range(0, len(examples), TOKENIZE_BATCH):
-        conversations = [example.messages for example in examples[start : start + TOKENIZE_BATCH]]
-        token_ids += chat.encode_many(conversations, task.system_prompt, task.chat_template_kwargs)
+) -> list[np.ndarray | None]:
+    """Return the ids of every prompt; None for a text that is too long whatever its tokens are.
+
+    The tokenizer needs some hundred bytes for each character, so such a text is not given to it.
+    """
+    token_ids: list[np.ndarray | None] = [None] * len(examples)
+    limit = task.max_prompt_tokens * CHARACTERS_PER_TOKEN
+    if any(example.num_characters > limit for example in examples):
+        limit = task.max_prompt_tokens * max(chat.longest_token, CHARACTERS_PER_TOKEN)
+    for batch in _batches(examples, limit):
+        conversations = [examples[index].messages for index in batch]
+        encoded = chat.encode_many(conversations, task.system_prompt, task.chat_template_kwargs)
+        for index, ids in zip(batch, encoded, strict=True):
+            token_ids[index] = ids
     return token_ids
 
 
+def _batches(examples: Sequence[Example], limit: int) -> Iterator[list[int]]:
+    """Yield the indices of prompts that are tokenised together, without texts over the limit."""
+    batch, characters = list[int](), 0
+    for index, example in enumerate(examples):
+        if example.num_characters > limit:
+            continue
+        full = (
+            len(batch) == TOKENIZE_BATCH
+            or characters + example.num_characters > TOKENIZE_CHARACTERS
+        )
+        if batch and full:
+            yield batch
+            batch, characters = [], 0
+        batch.append(index)
+        characters += example.num_characters
+    yield batch
+
+
 def _check_lengths(
-    task: TaskDataConfig, examples: Sequence[Example], token_ids: Sequence[np.ndarray]
+    task: TaskDataConfig,
+    records: Records,
+    examples: Sequence[Example],
+    token_ids: Sequence[np.ndarray | None],
 ) -> list[bool]:
     """Return which prompts fit; raise a UserError if none does or if long prompts are refused."""
-    fits = [len(ids) <= task.max_prompt_tokens for ids in token_ids]
+    fits = [ids is not None and len(ids) <= task.max_prompt_tokens for ids in token_ids]
     num_long = fits.count(False)
     if num_long and (task.long_prompts == "refuse" or num_long == len(fits)):
         first = fits.index(False)
+        ids = token_ids[first]
+        size = (
+            f"{examples[first].num_characters} characters" if ids is None else f"{len(ids)} tokens"
+        )
         raise UserError(
-            f"{_where(task.data, examples[first].line)}: got a prompt of {len(token_ids[first])} "
-            f"tokens, allowed: max_prompt_tokens = {task.max_prompt_tokens} "
+            f"{records.place(examples[first].line)}: got a prompt of {size}, "
+            f"allowed: max_prompt_tokens = {task.max_prompt_tokens} "
             f"({num_long} of {len(fits)} prompts are longer)"
         )
     return fits
@@ -201,123 +215,136 @@ def task_needs_answer(task: TaskDataConfig) -> bool:
     return any(reward.type in REWARDS_THAT_NEED_AN_ANSWER for reward in task.rewards)
 
 
-def validate_source(name: str, task: TaskDataConfig, *, needs_answer: bool | None = None) -> None:
+def validate_source(
+    name: str,
+    task: TaskDataConfig,
+    *,
+    needs_answer: bool | None = None,
+    readers: Mapping[str, str] | None = None,
+) -> None:
     """Raise a UserError for mistakes found without a tokenizer: missing file, bad line, unknown name."""
-    if needs_answer is None:
-        needs_answer = task_needs_answer(task)
     with _naming_key(name, task):
         if task.data.startswith(reasoning_gym.PREFIX):
             reasoning_gym.validate(task.data, task.data_options)
-        else:
-            read_examples(task.data, task.data_options, seed=0, needs_answer=needs_answer)
+            return
+        for _ in read_examples(_records(task), task, needs_answer=needs_answer, readers=readers):
+            pass
 
 
 def read_examples(
-    data: str,
-    options: dict[str, Any],
-    seed: int,
+    records: Records,
+    task: TaskDataConfig,
     *,
-    needs_answer: bool = True,
-    parts: ContentHash | None = None,
-) -> list[Example]:
-    """Return the checked records of a source; a UserError names the first mistake and counts the rest.
+    needs_answer: bool | None = None,
+    readers: Mapping[str, str] | None = None,
+) -> Iterator[Example]:
+    """Yield the checked records; at the end raise a UserError for the first mistake, counting the rest.
 
-    What is read is added to `parts`.
+    `readers`: field -> the reward that reads it; a record without such a field is a mistake.
     """
-    parts = parts or ContentHash()
-    if names_a_file(data):
-        records = _read_jsonl(data, options, parts)
-    else:
-        records = _generated(data, options, seed, parts)
-    examples: list[Example] = []
+    if needs_answer is None:
+        needs_answer = task_needs_answer(task)
     mistakes: list[tuple[int, str]] = []
+    count = 0
     for line, record in records:
         try:
-            examples.append(_parse_record(line, record, needs_answer))
+            example = _parse_record(
+                line, _with_columns(record, task.columns), task.columns, needs_answer
+            )
+            _check_readers(example, readers or {})
         except BadRecord as error:
             mistakes.append((line, str(error)))
+            continue
+        count += 1
+        yield example
     if mistakes:
         line, reason = mistakes[0]
         more = f" ({len(mistakes) - 1} more lines are wrong)" if len(mistakes) > 1 else ""
-        raise UserError(f"{_where(data, line)}: {reason}{more}")
-    if not examples:
-        raise UserError(f"data: got {data!r} with no problem in it, allowed: at least one")
-    return examples
+        raise UserError(f"{records.place(line)}: {reason}{more}")
+    if not count:
+        raise UserError(f"data: got {records.data!r} with no problem in it, allowed: at least one")
 
 
-def names_a_file(data: str) -> bool:
-    """Return whether the `data` of a task names a file: no built-in task and no generator."""
-    return not data.startswith(reasoning_gym.PREFIX) and not builtin.is_builtin(data)
+def _with_columns(record: object, columns: Mapping[str, str]) -> object:
+    """Return the record with the fields that `columns` names; a field that is renamed leaves its old name."""
+    if not columns or not isinstance(record, dict):
+        return record
+    moved = {path for path in columns.values() if path in record}
+    found = {name: _value_at(record, name, path) for name, path in columns.items()}
+    return {key: value for key, value in record.items() if key not in moved} | found
 
 
-def _generated(
-    data: str, options: dict[str, Any], seed: int, parts: ContentHash
-) -> Iterator[tuple[int, object]]:
-    if data.startswith(reasoning_gym.PREFIX):
-        records = reasoning_gym.load(data, options, seed)
-    else:
-        records = builtin.load(data, options)
-    for number, record in enumerate(records, start=1):
-        parts.add(json.dumps(record, sort_keys=True).encode())
-        yield number, record
+def _value_at(record: dict[str, Any], name: str, path: str) -> Any:
+    if path in record:
+        return record[path]
+    value: Any = record
+    for part in path.split("."):
+        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        else:
+            raise BadRecord(
+                f"columns.{name}: got {path!r}, allowed: a field of the record ({_names(record)}), "
+                "or a path such as a.b"
+            )
+    return value
 
 
-def _where(data: str, line: int) -> str:
-    return f"data {data} line {line}"
+def _names(fields: Iterable[str]) -> str:
+    return ", ".join(fields) or "it has none"
 
 
-def _read_jsonl(
-    data: str, options: dict[str, Any], parts: ContentHash
-) -> Iterator[tuple[int, object]]:
-    """Yield (line number, parsed line or BadRecord) for each line of a file that is not blank."""
-    path = Path(data).expanduser()
-    if not path.is_file():
-        names = ", ".join(builtin.TASKS)
-        raise UserError(
-            f"data: got {data!r}, allowed: a JSONL file that exists, a built-in task ({names}) "
-            f"or {reasoning_gym.PREFIX}NAME"
-        )
-    if options:
-        raise UserError(
-            f"data_options: got {', '.join(options)} with the file {data}, allowed: none for a file"
-        )
-    with path.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            parts.add(raw)
-            if not raw.strip():
-                continue
-            try:
-                yield number, json.loads(raw.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                yield number, BadRecord(f"not UTF-8 text: {error.reason} at byte {error.start}")
-            except json.JSONDecodeError as error:
-                yield number, BadRecord(f"not valid JSON: {error.msg} at column {error.colno}")
+def ground_truth(gt_answer: str | None, extra: Mapping[str, Any]) -> Any:
+    """Return what verl's layout has as the answer, of any type; else the answer."""
+    holder = extra.get(VERL_ANSWER[0])
+    found = holder.get(VERL_ANSWER[1]) if isinstance(holder, dict) else None
+    return gt_answer if found is None else found
 
 
-def _parse_record(line: int, record: object, needs_answer: bool) -> Example:
+def _check_readers(example: Example, readers: Mapping[str, str]) -> None:
+    answer = ground_truth(example.gt_answer, example.extra)
+    known = {"gt_answer": answer, "test_cases": example.test_cases, **example.extra}
+    for name, reader in readers.items():
+        if known.get(name) is None:
+            there = _names(key for key, value in known.items() if value is not None)
+            raise BadRecord(
+                f"got no {name!r}, which reward {reader} reads; the record has: {there}; "
+                f"allowed: a record with it, or columns = {{ {name} = FIELD }}"
+            )
+
+
+def _parse_record(
+    line: int, record: object, columns: Mapping[str, str], needs_answer: bool
+) -> Example:
     if isinstance(record, BadRecord):
         raise record
     if not isinstance(record, dict):
         raise BadRecord(f"got {_kind(record)}, allowed: a JSON object")
-    prompt_field = _first_present(record, PROMPT_FIELDS)
+    prompt_field = _first_present(record, _chosen(PROMPT_FIELDS, columns))
     if prompt_field is None:
         raise BadRecord(f"got no prompt, allowed: one of the fields {', '.join(PROMPT_FIELDS)}")
-    answer_field = _first_present(record, ANSWER_FIELDS)
-    answer, is_extracted = _parse_answer(answer_field, record)
+    answer = _parse_answer(record, columns)
     test_cases = _parse_test_cases(record.get("test_cases"))
     if needs_answer and answer is None and test_cases is None:
         raise BadRecord(
             f"got neither an answer nor test_cases, allowed: one of {', '.join(ANSWER_FIELDS)}, "
             "or test_cases"
         )
-    used = {prompt_field, "test_cases"} | (set() if is_extracted else {answer_field})
+    used = (prompt_field, "gt_answer", "test_cases")
     return Example(
         line=line,
         messages=_parse_messages(prompt_field, record[prompt_field]),
         gt_answer=answer,
         test_cases=test_cases,
         extra={key: value for key, value in record.items() if key not in used},
+        is_chat=not isinstance(record[prompt_field], str),
     )
+
+
+def _chosen(fields: Sequence[str], columns: Mapping[str, str]) -> Sequence[str]:
+    """Return the field among these that `columns` names; all of them if it names none."""
+    return [name for name in fields if name in columns] or fields
 
 
 def _first_present(record: dict[str, Any], fields: Sequence[str]) -> str | None:
@@ -348,23 +375,29 @@ def _parse_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
     return tuple(messages)
 
 
-def _parse_answer(name: str | None, record: dict[str, Any]) -> tuple[str | None, bool]:
-    """Return the answer, and whether it is part of a longer field, which then stays in `extra`."""
+def _parse_answer(record: dict[str, Any], columns: Mapping[str, str]) -> str | None:
+    """Return the answer of the first answer field, or of verl's layout; None if there is none."""
+    name = _first_present(record, _chosen(ANSWER_FIELDS, columns))
     if name is None:
-        return None, False
+        value = ground_truth(None, record)
+        return str(value) if isinstance(value, str | int | float) and str(value).strip() else None
     value = record[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise BadRecord(f"{name}: got {_kind(value)}, allowed: a string or a number")
     text = str(value)
-    is_extracted = name == "answer" and GSM8K_MARK in text
-    if is_extracted:
+    if GSM8K_MARK in text and (name == "answer" or columns.get(name) == "answer"):
         text = text.rpartition(GSM8K_MARK)[2].strip().replace(",", "")
     if not text.strip():
         raise BadRecord(f"{name}: got an empty answer, allowed: some text")
-    return text, is_extracted
+    return text
 
 
 def _parse_test_cases(value: object) -> dict[str, Any] | None:
+    if isinstance(value, str):  # some datasets keep them as JSON in a text
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRecord("test_cases: got a text that is not JSON, allowed: an object") from None
     if value is None:
         return None
     if not isinstance(value, dict):

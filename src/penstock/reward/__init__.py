@@ -30,21 +30,31 @@ def build_reward(
     max_tokens: int,
     waits: Waits | None = None,
     lane: str = "rewards",
+    is_chat: bool = False,
 ) -> VerifiableReward:
-    """Build the weighted sum of `rewards`. Workers start at their first use; `close()` ends them."""
+    """Build the weighted sum of `rewards`. Workers start at their first use; `close()` ends them.
+
+    `is_chat`: the task's data has messages; functions in TRL's shape then get messages.
+    """
     names: list[str] = []
     parts: list[Part] = []
     for config in rewards:
         target = plugins.load("reward", config.type, REWARDS)
         name = _unique(config.type, names)
         names.append(name)
-        parts.append(make_part(name, target, config, max_tokens))
+        parts.append(make_part(name, target, config, max_tokens, is_chat=is_chat))
     return VerifiableReward(parts, waits=waits, lane=lane)
 
 
 def check(rewards: Sequence[RewardConfig]) -> None:
     """Raise a UserError unless every name and option is valid. Starts nothing."""
     build_reward(rewards, max_tokens=1)
+
+
+def fields_read(rewards: Sequence[RewardConfig]) -> dict[str, str]:
+    """Return the fields of the data that these rewards cannot do without, and which reward reads each."""
+    parts = build_reward(rewards, max_tokens=1).parts
+    return {field: part.name for part in parts for field in getattr(part.reward, "fields", ())}
 
 
 def _unique(type_name: str, taken: list[str]) -> str:
@@ -56,4 +66,4 @@ def _unique(type_name: str, taken: list[str]) -> str:
     return name
 
 
-__all__ = ["REWARDS", "Reward", "VerifiableReward", "build_reward", "check"]
+__all__ = ["REWARDS", "Reward", "VerifiableReward", "build_reward", "check", "fields_read"]

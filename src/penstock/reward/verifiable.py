@@ -44,12 +44,18 @@ class Part:
         return bool(getattr(self.reward, "needs_group", False))
 
 
-def make_part(name: str, target: Any, config: RewardConfig, max_tokens: int) -> Part:
-    """Build one part from what its name stands for: a built-in, the user's class or function."""
+def make_part(
+    name: str, target: Any, config: RewardConfig, max_tokens: int, *, is_chat: bool = False
+) -> Part:
+    """Build one part from what its name stands for: a built-in, the user's class, object or function."""
+    reward: Reward
     if isinstance(target, type):
         reward = _build_class(name, target, config, max_tokens)
+    elif inspect.iscoroutinefunction(getattr(target, "score", None)) and hasattr(target, "close"):
+        check_option_names(name, config.options, [])
+        reward = target
     elif callable(target):
-        reward = UserFunction(name, target, config.options)
+        reward = UserFunction(name, target, config.options, is_chat=is_chat)
     else:
         raise UserError(
             f"reward: got {config.type!r}, which is a {type(target).__name__}, "

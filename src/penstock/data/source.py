@@ -1,0 +1,432 @@
+"""Where a task's records come from: files of several formats, folders, globs, hub datasets, generators.
+
+`Records` yields plain records with a number that is unique in the source, names the place of a record
+for messages, and takes the identity of all content while it is read. Judges no record (`dataset.py`).
+pyarrow and datasets are imported when a source needs them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import glob
+import gzip
+import hashlib
+import io
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from penstock.data import builtin, reasoning_gym
+from penstock.errors import UserError
+
+HUB = "hub:"
+ALLOWED = (
+    "a file, folder or glob that exists, a hub name owner/name, "
+    f"a built-in task ({', '.join(builtin.TASKS)}) or {reasoning_gym.PREFIX}NAME"
+)
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_OPTIONS = ("config", "split", "revision")
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval|heldout)(?![a-z])")
+_ROWS_AT_ONCE = 256
+_INSTALL = "install it with: pip install 'penstock[datasets]'"
+
+Row = tuple[int, object]  # the number of a record in its file, and the record or a BadRecord
+
+
+class BadRecord(ValueError):
+    """One record is wrong; the caller adds its place."""
+
+
+@dataclass(slots=True, frozen=True)
+class Content:
+    """The identity of a source's content."""
+
+    sha256: str
+    num_bytes: int
+
+
+class ContentHash:
+    """Takes the identity of content while it is read."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._num_bytes = 0
+
+    def add(self, part: bytes | memoryview) -> None:
+        self._hash.update(part)
+        self._num_bytes += len(part)
+
+    def add_file(self, path: Path) -> None:
+        with path.open("rb") as file:
+            while part := file.read(2**20):
+                self.add(part)
+
+    def content(self) -> Content:
+        return Content(self._hash.hexdigest(), self._num_bytes)
+
+
+def file_content(*paths: Path) -> Content:
+    """Read whole files and return the identity of their content, one after the other."""
+    parts = ContentHash()
+    for path in paths:
+        parts.add_file(path)
+    return parts.content()
+
+
+# -- what `data` names -------------------------------------------------------------------------
+
+
+def hub_name(data: str) -> str | None:
+    """Return the hub name that `data` stands for: `hub:NAME`, or owner/name that is no path here."""
+    if data.startswith(HUB):
+        return data.removeprefix(HUB)
+    path = Path(data)
+    is_path = path.exists() or path.parent.exists() or _format_of(path) is not None
+    return data if _HUB_NAME.fullmatch(data) and not is_path else None
+
+
+def names_files(data: str) -> bool:
+    """Return whether `data` names files: no built-in task, no generator, no hub dataset."""
+    generated = data.startswith(reasoning_gym.PREFIX) or builtin.is_builtin(data)
+    return not generated and hub_name(data) is None
+
+
+def find_files(data: str, options: Mapping[str, Any], default_split: str = "") -> list[Path]:
+    """Return the files of a file, folder or glob, in order; raise a UserError if there are none."""
+    path = Path(data).expanduser()
+    is_folder = path.is_dir()
+    allowed = ("split",) if is_folder else ()
+    for name in options:
+        if name not in allowed:
+            raise UserError(
+                f"data_options: got {', '.join(options)} with the {'folder' if is_folder else 'file'} "
+                f"{data}, allowed: {', '.join(allowed) or 'none for a file'}"
+            )
+    if path.is_file():
+        return [path]
+    if is_folder:
+        return _files_of_folder(path, str(options.get("split", "")), default_split)
+    found = sorted(map(Path, glob.glob(str(path), recursive=True)))
+    if files := [one for one in found if one.is_file()]:
+        return files
+    raise UserError(f"data: got {data!r}, allowed: {ALLOWED}")
+
+
+def _files_of_folder(folder: Path, split: str, default_split: str) -> list[Path]:
+    if (folder / "dataset_dict.json").is_file():  # several datasets, one for each split
+        splits = json.loads((folder / "dataset_dict.json").read_text("utf-8"))["splits"]
+        folder, split = folder / choose_split(str(folder), splits, split, default_split), ""
+    if (folder / "state.json").is_file():  # as `Dataset.save_to_disk` writes it
+        state = json.loads((folder / "state.json").read_text("utf-8"))
+        return [folder / part["filename"] for part in state["_data_files"]]
+    inside = [path for path in sorted(folder.rglob("*")) if path.is_file() and _format_of(path)]
+    files = [
+        path
+        for path in inside
+        if not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    ]
+    if not files:
+        raise UserError(
+            f"data: got the folder {folder} without data, allowed: files that end with "
+            f"{', '.join(FORMATS)} (or these with .gz), or what save_to_disk wrote"
+        )
+    named = {path: _split_of(path.relative_to(folder)) for path in files}
+    splits = sorted({one for one in named.values() if one})
+    if len(splits) < 2 and not split:
+        return files
+    wanted = choose_split(str(folder), splits, split, default_split)
+    return [path for path, one in named.items() if one == wanted]
+
+
+def _split_of(path: Path) -> str:
+    """Return the split that a file's name or its folder's name begins with, such as train-00000."""
+    found = [match[1] for part in path.parts[::-1] if (match := _SPLIT.match(part))]
+    return found[0] if found else ""
+
+
+def choose_split(data: str, splits: Iterable[str], split: str, default: str) -> str:
+    """Return the split to read; raise a UserError if it is not there, or if several are."""
+    names = list(splits)
+    if split in names:
+        return split
+    if not split and len(names) == 1:
+        return names[0]
+    if not split and default in names:
+        return default
+    got = f"split = {split!r}" if split else "no split"
+    raise UserError(
+        f"data_options of {data}: got {got}, allowed: split = one of {', '.join(names)}"
+    )
+
+
+# -- records -----------------------------------------------------------------------------------
+
+
+class Records:
+    """The records of one source, in order. Iterate once; then `content` is the identity of it all."""
+
+    def __init__(
+        self, data: str, options: Mapping[str, Any], seed: int = 0, default_split: str = ""
+    ) -> None:
+        """`seed` generates problems; `default_split` is read if the data has several."""
+        self.data = data
+        self._options, self._seed, self._default_split = dict(options), seed, default_split
+        self._parts = ContentHash()
+        self._starts: list[
+            tuple[int, str, str]
+        ] = []  # (numbers before it, name, word for a record)
+
+    def content(self) -> Content:
+        return self._parts.content()
+
+    def place(self, number: int) -> str:
+        """Return where a record is, for messages: `data FILE line N`."""
+        index = bisect.bisect_left(self._starts, number, key=lambda start: start[0]) - 1
+        before, name, unit = self._starts[max(index, 0)]
+        return f"data {name} {unit} {number - before}"
+
+    def __iter__(self) -> Iterator[Row]:
+        if name := hub_name(self.data):
+            yield from self._numbered(self.data, "row", self._hub_rows(name))
+        elif names_files(self.data):
+            files = find_files(self.data, self._options, self._default_split)
+            before = 0
+            for path in files:
+                shown = self.data if len(files) == 1 and Path(self.data).is_file() else str(path)
+                read, unit = _format_of(path) or FORMATS[".jsonl"]
+                self._starts.append((before, shown, unit))
+                number = 0
+                for number, record in _named_faults(path, read(path, self._parts)):
+                    yield before + number, record
+                before += number
+        else:
+            yield from self._numbered(self.data, "line", self._generated())
+
+    def _numbered(self, name: str, unit: str, records: Iterable[object]) -> Iterator[Row]:
+        self._starts.append((0, name, unit))
+        for number, record in enumerate(records, start=1):
+            self._parts.add(json.dumps(record, sort_keys=True).encode())
+            yield number, record
+
+    def _generated(self) -> list[builtin.Record]:
+        if self.data.startswith(reasoning_gym.PREFIX):
+            return reasoning_gym.load(self.data, self._options, self._seed)
+        return builtin.load(self.data, self._options)
+
+    def _hub_rows(self, name: str) -> Iterator[object]:
+        for option in self._options:
+            if option not in _HUB_OPTIONS:
+                raise UserError(
+                    f"data_options of {name}: got {option!r}, allowed: {', '.join(_HUB_OPTIONS)}"
+                )
+        try:
+            from datasets import load_dataset
+        except ImportError:
+            raise UserError(
+                f"data: got the hub name {name!r}, but the package datasets is not installed; {_INSTALL}"
+            ) from None
+        chosen = self._options
+        try:
+            splits = load_dataset(name, chosen.get("config"), revision=chosen.get("revision"))
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"data: the hub dataset {name!r} cannot be loaded: {reason}") from error
+        split = choose_split(name, splits, str(chosen.get("split", "")), self._default_split)
+        return (plain(row) for row in splits[split])
+
+
+def plain(value: object) -> object:
+    """Return a value as JSON holds it: NaN becomes null, a date its text, bytes their number."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    if callable(to_list := getattr(value, "tolist", None)):  # numpy arrays and scalars
+        return plain(to_list())
+    return str(value)
+
+
+def _named_faults(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
+    """Turn a fault of the whole file into a UserError that names the file."""
+    try:
+        yield from rows
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"data {path}: not a whole gzip file ({error})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"data {path}: not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
+    except PermissionError as error:
+        raise UserError(
+            f"data {path}: {error.strerror}, allowed: a file that can be read"
+        ) from None
+
+
+class _HashedFile(io.RawIOBase):
+    """A file whose bytes are added to a ContentHash as they are read."""
+
+    def __init__(self, path: Path, parts: ContentHash) -> None:
+        self._file, self._parts = path.open("rb", buffering=0), parts
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer) or 0
+        self._parts.add(memoryview(buffer)[:count])
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            while self.read(2**20):  # what a reader leaves is content as well
+                pass
+            self._file.close()
+        super().close()
+
+
+def _open(path: Path, parts: ContentHash) -> IO[bytes]:
+    """Open a file for reading from its start to its end; a name that ends with .gz is unpacked."""
+    file = io.BufferedReader(_HashedFile(path, parts), 2**20)
+    return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[return-value]
+
+
+def _read_jsonl(path: Path, parts: ContentHash) -> Iterator[Row]:
+    file = _open(path, parts)
+    yield from _json_lines(file)
+    file.close()
+
+
+def _json_lines(lines: Iterable[bytes]) -> Iterator[Row]:
+    """Yield (line number, parsed line or BadRecord) for each line that is not blank."""
+    for number, raw in enumerate(lines, start=1):
+        if not raw.strip():
+            continue
+        try:
+            yield number, json.loads(raw.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            yield number, BadRecord(f"not UTF-8 text: {error.reason} at byte {error.start}")
+        except json.JSONDecodeError as error:
+            yield number, BadRecord(f"not valid JSON: {error.msg} at column {error.colno}")
+        except RecursionError:
+            yield number, BadRecord("not valid JSON: nested too deeply")
+
+
+def _read_json(path: Path, parts: ContentHash) -> Iterator[Row]:
+    """Read a list of records, an object that holds one list of records, or JSON lines."""
+    with _open(path, parts) as file:
+        raw = file.read()
+    try:
+        found = json.loads(raw.decode("utf-8-sig"))
+    except RecursionError:
+        raise UserError(f"data {path}: not valid JSON: nested too deeply") from None
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":  # else a second document follows: JSON lines
+            raise UserError(
+                f"data {path} line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}"
+            ) from None
+        yield from _json_lines(raw.splitlines())
+        return
+    del raw
+    if isinstance(found, dict):
+        lists = [value for value in found.values() if isinstance(value, list) and value]
+        tables = [rows for rows in lists if all(isinstance(row, dict) for row in rows)]
+        has_prompt = any(name in found for name in ("messages", "prompt", "question"))
+        found = tables[0] if len(tables) == 1 and not has_prompt else [found]
+    yield from enumerate(found if isinstance(found, list) else [found], start=1)
+
+
+def _read_csv(path: Path, parts: ContentHash) -> Iterator[Row]:
+    """Read rows under a header; an empty cell counts as absent."""
+    csv.field_size_limit(2**31 - 1)  # a cell may be longer than Python's default of 128 KiB
+    with io.TextIOWrapper(_open(path, parts), "utf-8-sig", newline="") as text:
+        rows = csv.reader(text, delimiter="\t" if ".tsv" in path.suffixes else ",")
+        header = next(rows, [])
+        if len(set(header)) != len(header) or not all(header):
+            raise UserError(
+                f"data {path} line 1: got the columns {', '.join(header)}, "
+                "allowed: a header with a different name for each column"
+            )
+        line = rows.line_num + 1
+        for cells in rows:
+            if len(cells) == len(header):
+                yield line, {k: cell or None for k, cell in zip(header, cells, strict=True)}
+            elif cells:
+                yield (
+                    line,
+                    BadRecord(f"got {len(cells)} cells, allowed: {len(header)}, as the header"),
+                )
+            line = rows.line_num + 1
+
+
+def _read_parquet(path: Path, parts: ContentHash) -> Iterator[Row]:
+    _need_pyarrow(path)
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as table:
+            yield from _arrow_rows(table.iter_batches(batch_size=_ROWS_AT_ONCE))
+    except ArrowException as error:
+        raise UserError(f"data {path}: not a Parquet file: {_first_line(error)}") from None
+    parts.add_file(path)
+
+
+def _read_arrow(path: Path, parts: ContentHash) -> Iterator[Row]:
+    """Read the stream of record batches that `datasets` writes."""
+    _need_pyarrow(path)
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+            yield from _arrow_rows(batches)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"data {path}: not an Arrow stream: {_first_line(error)}") from None
+    parts.add_file(path)
+
+
+def _arrow_rows(batches: Iterable[Any]) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        for start in range(0, len(batch), _ROWS_AT_ONCE):
+            for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist():
+                number += 1
+                yield number, plain(row)
+
+
+def _need_pyarrow(path: Path) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError(f"data {path}: the package pyarrow is not installed; {_INSTALL}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+FORMATS: dict[str, tuple[Callable[[Path, ContentHash], Iterator[Row]], str]] = {
+    ".jsonl": (_read_jsonl, "line"),
+    ".ndjson": (_read_jsonl, "line"),
+    ".json": (_read_json, "record"),
+    ".csv": (_read_csv, "line"),
+    ".tsv": (_read_csv, "line"),
+    ".parquet": (_read_parquet, "row"),
+    ".arrow": (_read_arrow, "row"),
+}  # the end of a file's name -> its reader, and the word for one record
+
+
+def _format_of(path: Path) -> tuple[Callable[[Path, ContentHash], Iterator[Row]], str] | None:
+    suffixes = [one for one in path.suffixes if one != ".gz"]
+    return FORMATS.get(suffixes[-1].lower()) if suffixes else None

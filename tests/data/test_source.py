@@ -1,0 +1,194 @@
+"""Every format of data gives the same records, a broken one names its place, splits are never mixed."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import EvalTaskConfig, TaskConfig, TaskDataConfig
+from penstock.data import validate_source
+from penstock.data.dataset import read_examples
+from penstock.data.source import Records, file_content, find_files, hub_name, plain
+from penstock.errors import UserError
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "1+1", "answer": "2", "level": "easy"},
+    {"prompt": "12+34\nplease", "answer": "46", "level": "hard"},
+]
+
+
+def as_jsonl(path: Path, rows: list[dict[str, Any]] = ROWS) -> None:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def as_csv(path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ROWS[0], delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def as_gzip(write: Callable[[Path], None]) -> Callable[[Path], None]:
+    def packed(path: Path) -> None:
+        write(path)
+        path.write_bytes(gzip.compress(path.read_bytes()))
+
+    return packed
+
+
+def as_parquet(path: Path) -> None:
+    pytest.importorskip("datasets").Dataset.from_list(ROWS).to_parquet(path)
+
+
+def as_saved(path: Path) -> None:
+    pytest.importorskip("datasets").Dataset.from_list(ROWS).save_to_disk(path)
+
+
+def as_saved_splits(path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    train, test = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list(ROWS[:1])
+    datasets.DatasetDict(train=train, test=test).save_to_disk(path)
+
+
+FORMS: dict[str, Callable[[Path], None]] = {
+    "rows.jsonl": as_jsonl,
+    "rows.any": as_jsonl,
+    "rows.json": lambda path: path.write_text(json.dumps(ROWS, indent=1)) and None,
+    "lines.json": as_jsonl,
+    "table.json": lambda path: path.write_text(json.dumps({"version": 1, "data": ROWS})) and None,
+    "rows.csv": as_csv,
+    "rows.tsv": as_csv,
+    "rows.jsonl.gz": as_gzip(as_jsonl),
+    "rows.csv.gz": as_gzip(as_csv),
+    "rows.parquet": as_parquet,
+    "saved": as_saved,
+    "saved-splits": as_saved_splits,
+}
+
+
+def read(data: str, task: type[TaskDataConfig] = TaskConfig, **options: Any) -> list[Any]:
+    split = "train" if task is TaskConfig else ""
+    return list(read_examples(Records(data, options, default_split=split), task(data=data)))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_gives_the_same_examples(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    FORMS[name](path)
+    examples = read(str(path))
+    assert [example.messages[0]["content"] for example in examples] == ["1+1", "12+34\nplease"]
+    assert [example.gt_answer for example in examples] == ["2", "46"]
+    assert examples[1].extra == {"answer": "46", "level": "hard"}
+    records = Records(str(path), {}, default_split="train")
+    assert len(list(records)) == 2
+    assert records.content() == file_content(*find_files(str(path), {}, "train"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "a", "answer": "b"}\n{"prompt"\n', r"line 2: not valid JSON"),
+        ("a.json", b'[{"prompt": "a"},\n {]', r"a.json line 2: not valid JSON: .* at column 3"),
+        ("a.json", b'[{"prompt": "a", "answer": "b"}, 5]', r"record 2: got a number"),
+        ("a.jsonl", b"[" * 100_000, r"line 1: not valid JSON: nested too deeply"),
+        ("a.csv", b'prompt,answer\n"a\nb",c\nd\n', r"a.csv line 4: got 1 cells, allowed: 2"),
+        ("a.csv", b"prompt,prompt\n", r"line 1: got the columns prompt, prompt"),
+        ("a.csv", b"prompt,answer\na,\n", r"line 2: got neither an answer"),
+        ("a.csv", b"prompt,answer\n\xff,b\n", r"a.csv: not UTF-8 text"),
+        ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz: not a whole gzip file"),
+        ("a.jsonl.gz", gzip.compress(b"{}\n" * 999)[:-9], r"a.jsonl.gz: not a whole gzip file"),
+        ("a.parquet", b"no parquet", r"a.parquet: not a Parquet file"),
+        ("a.arrow", b"no arrow stream", r"a.arrow: not an Arrow stream"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_line(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        validate_source("train", TaskConfig(data=str(path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_glob_and_a_folder_read_all_files_in_order(tmp_path: Path) -> None:
+    as_jsonl(tmp_path / "b.jsonl", ROWS[1:])
+    as_jsonl(tmp_path / "a.jsonl", ROWS[:1])
+    (tmp_path / "notes.txt").write_text("no data")
+    for data in (str(tmp_path), str(tmp_path / "*.jsonl"), str(tmp_path / "**" / "?.jsonl")):
+        assert [example.gt_answer for example in read(data)] == ["2", "46"]
+        assert [example.line for example in read(data)] == [1, 2]
+    (tmp_path / "c.jsonl").write_text("\n{\n")
+    with pytest.raises(UserError, match=r"c.jsonl line 2: not valid JSON"):
+        read(str(tmp_path))
+
+
+def test_a_folder_with_splits_is_never_mixed(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    as_jsonl(tmp_path / "data" / "train-00000-of-00001.jsonl")
+    as_jsonl(tmp_path / "data" / "test-00000-of-00001.jsonl", ROWS[:1])
+    assert len(read(str(tmp_path))) == 2  # a training task takes the split train
+    assert len(read(str(tmp_path), EvalTaskConfig, split="test")) == 1
+    with pytest.raises(UserError, match=r"got no split, allowed: split = one of test, train"):
+        read(str(tmp_path), EvalTaskConfig)
+    with pytest.raises(UserError, match=r"got split = 'dev', allowed: split = one of test, train"):
+        read(str(tmp_path), split="dev")
+
+
+def test_a_hub_name_is_loaded_by_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = list[Any]()
+
+    def load_dataset(name: str, config: str | None, revision: str | None) -> dict[str, Any]:
+        asked.append((name, config, revision))
+        if config is None:
+            raise ValueError("Config name is missing.\nPick one of main, socratic")
+        return {"train": ROWS, "test": ROWS[:1]}
+
+    fake = types.ModuleType("datasets")
+    fake.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.chdir(tmp_path)
+    assert len(read("openai/gsm8k", config="main", revision="abc")) == 2
+    assert len(read("hub:openai/gsm8k", EvalTaskConfig, config="main", split="test")) == 1
+    assert asked == [("openai/gsm8k", "main", "abc"), ("openai/gsm8k", "main", None)]
+    with pytest.raises(
+        UserError, match=r"'openai/gsm8k' cannot be loaded: Config name is missing.$"
+    ):
+        read("openai/gsm8k")
+    with pytest.raises(UserError, match=r"got 'size', allowed: config, split, revision"):
+        read("openai/gsm8k", size=3)
+
+
+def test_a_path_is_no_hub_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    assert hub_name("openai/gsm8k") == hub_name("hub:openai/gsm8k") == "openai/gsm8k"
+    for data in ("data/train", "gone/train.jsonl", "train.jsonl", "/a/b", "~/a", "./a/b"):
+        assert hub_name(data) is None
+        with pytest.raises(UserError, match="allowed: a file, folder or glob that exists"):
+            read(data)
+
+
+def test_values_that_json_lacks_become_plain() -> None:
+    import datetime
+    from decimal import Decimal
+
+    import numpy as np
+
+    row = {
+        "day": datetime.date(2026, 1, 2),
+        "image": {"bytes": b"abc"},
+        "sum": Decimal("1.5"),
+        "none": float("nan"),
+        "array": np.arange(3),
+    }
+    expected = {"day": "2026-01-02", "image": {"bytes": "<3 bytes>"}, "sum": "1.5"}
+    assert plain(row) == {**expected, "none": None, "array": [0, 1, 2]}
