@@ -28,6 +28,7 @@ CANDIDATES: dict[str, list[str]] = {
     "token mean": ["algorithm.aggregation=token"],
     "beta2 0.999": ["train.betas=[0.9, 0.999]"],
     "no dual clip": ["algorithm.dual_clip=0"],
+    "plain masters": ["train.masters=plain"],
     "decoupled": ["algorithm.decoupled=true"],
 }
 DEMO = ["launch.kind=inline", "train.steps=20", "train.lr=2e-4", "eval.every_steps=0"]
@@ -66,11 +67,11 @@ def read_curves(args: argparse.Namespace, candidate: str) -> dict[int, list[dict
 
 
 def heldout(args: argparse.Namespace, candidate: str, seed: int) -> float:
-    """Return the last held-out accuracy of a run, the mean over its evaluation tasks."""
+    """Return the last held-out reward of a run, the mean over its evaluation tasks."""
     folder = args.out / "runs" / f"{candidate.replace(' ', '-')}-{seed}" / "eval"
     lines = [json.loads(line) for line in (folder / "summary.jsonl").read_text().splitlines()]
     last = max(line["step"] for line in lines)
-    return statistics.mean(line["accuracy"] for line in lines if line["step"] == last)
+    return statistics.mean(line["reward"] for line in lines if line["step"] == last)
 
 
 def spread(values: list[float], digits: int = 3) -> str:
@@ -81,7 +82,7 @@ def spread(values: list[float], digits: int = 3) -> str:
 
 def table(args: argparse.Namespace) -> str:
     lines = [
-        "| candidate | seeds | held-out accuracy, last | accuracy, mean over steps | clip/fraction | grad_norm |",
+        "| candidate | seeds | held-out reward, last | reward, mean over steps | clip/fraction | grad_norm |",
         "|---|---|---|---|---|---|",
     ]
     for candidate in args.candidates:
@@ -94,7 +95,7 @@ def table(args: argparse.Namespace) -> str:
 
         last = [heldout(args, candidate, seed) for seed in curves]
         lines.append(
-            f"| {candidate} | {len(curves)} | {spread(last)} | {spread(mean('accuracy/mean'))} "
+            f"| {candidate} | {len(curves)} | {spread(last)} | {spread(mean('reward/mean'))} "
             f"| {spread(mean('clip/fraction'), 5)} | {spread(mean('grad_norm'), 2)} |"
         )
     return "\n".join(lines)
@@ -107,7 +108,7 @@ def draw(args: argparse.Namespace) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for candidate in args.candidates:
         curves = [
-            [row["accuracy/mean"] for row in rows] for rows in read_curves(args, candidate).values()
+            [row["reward/mean"] for row in rows] for rows in read_curves(args, candidate).values()
         ]
         if not curves:
             continue
@@ -116,7 +117,7 @@ def draw(args: argparse.Namespace) -> None:
         (line,) = axes.plot(steps, [statistics.mean(column) for column in columns], label=candidate)
         low, high = [min(column) for column in columns], [max(column) for column in columns]
         axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-    axes.set(xlabel="step", ylabel="accuracy of the step's samples")
+    axes.set(xlabel="step", ylabel="reward of the step's samples")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(args.picture)

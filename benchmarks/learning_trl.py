@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--micro-batch", type=int, default=128)
+    parser.add_argument("--micro-batch", type=int, default=64)
     train(parser.parse_args())
 
 
