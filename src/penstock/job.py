@@ -74,6 +74,12 @@ class BatchSource(Protocol):
     def weights_updated(self, version: int) -> None:
         """Note that the engines confirmed these weights."""
 
+    async def pause(self, *, abort: bool) -> float:
+        """Generate nothing until `resume`; abort what is running or wait for it; return the seconds."""
+
+    def resume(self) -> None:
+        """Generate again; do nothing if it was not paused."""
+
     def read_metrics(self) -> dict[str, float]:
         """Return the metrics of the producing side since the last call."""
 
@@ -436,6 +442,7 @@ def _task(
             seed=config.seed,
             replay_buffer=buffer,
         ),
+        num_skipped_long=data.train[name].num_skipped_long,
     )
 
 

@@ -53,6 +53,8 @@ def check(config: Config) -> None:
         load_strategy(produce.strategy)
         if produce.is_valid_sample:
             load("produce.is_valid_sample", produce.is_valid_sample, {})
+        if produce.should_continue:
+            load("produce.should_continue", produce.should_continue, {})
     check_tasks("tasks", config.tasks.items())
     _check_eval_tasks(config)
 

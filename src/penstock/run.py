@@ -62,13 +62,15 @@ class Loop:
         waited = loop_time() - started
         if job.config.launch.colocate:
             await self._settle()  # an evaluation cannot run while the engines sleep
+            if self._publishes(step):  # engines that sleep cannot finish or abort a response
+                await self._pause_producer()
         tokens = 0 if job.engine is None else (await job.engine.stats()).tokens_generated
         job.activity = f"training step {step}"
         updating = self._train_and_commit(batch, tokens, started, waited)
         self._training = asyncio.create_task(updating, name=f"train step {step}")
         # a stop never parts an update from its commit
         report = await asyncio.shield(self._training)
-        if job.engine is not None and job.config.publishes_after(step, job.total_steps):
+        if job.engine is not None and self._publishes(step):
             await self._publish(job.engine)
         job.tracker.log_step(step, report.metrics)
         job.rollout_log.write(batch)
@@ -105,8 +107,20 @@ class Loop:
         self._updating = self._tasks.create_task(updating, name="update weights")
 
     async def _update_engine(self, engine: InferenceEngine, handle: WeightHandle) -> None:
+        if not self._job.config.launch.colocate:
+            await self._pause_producer()
         digest = await engine.update_weights(handle.version, handle)
         self._confirmed(handle.version, digest)
+        self._job.source.resume()
+
+    async def _pause_producer(self) -> None:
+        """Make room for new weights: leave, abort or await what is being generated."""
+        on_update = self._job.config.sync.on_update
+        if on_update != "keep":
+            await self._job.source.pause(abort=on_update == "abort")
+
+    def _publishes(self, step: int) -> bool:
+        return self._job.config.publishes_after(step, self._job.total_steps)
 
     def _confirmed(self, version: int, digest: str) -> None:
         """Called when the first engine has loaded a version, and again when all have."""

@@ -98,6 +98,9 @@ class Score:
     format_ok: bool | None = None  # whether the form is right; None: not judged
     answer_ok: bool | None = None  # whether the answer is right; None: not judged
     note: str = ""  # the reason in words, for people
+    # for evaluation files; not journalled
+    parsed: str | None = field(default=None, compare=False)  # the answer found in the response
+    tests: tuple[int, ...] = field(default=(), compare=False)  # a code's verdict per test
 
 
 @dataclass(slots=True, frozen=True)

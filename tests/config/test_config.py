@@ -111,9 +111,10 @@ def test_broken_toml_and_missing_file_are_named(tmp_path: Path, text: str) -> No
 
 
 def test_partial_rollouts_that_can_do_nothing_are_warned_of() -> None:
-    useless = ["produce.max_staleness=0", "produce.enable_partial_rollout=true"]
-    assert any("no effect" in line for line in doubts(load_config(None, useless).config))
-    useful = ["produce.max_staleness=1", "produce.enable_partial_rollout=true"]
+    partial = ["produce.enable_partial_rollout=true", "sync.on_update=abort"]
+    useless = [*partial, "produce.max_staleness=0", "produce.over_sample_threshold=0.5"]
+    assert any("expired" in line for line in doubts(load_config(None, useless).config))
+    useful = [*partial, "produce.max_staleness=1"]
     assert doubts(load_config(None, useful).config) == []
 
 

@@ -263,9 +263,9 @@ def test_raw_rewards_are_counted_before_filtering_and_read_once(tmp_path: Path) 
         stage.loop.finish("t:0", reward=0.5)
         with pytest.raises(RuntimeError, match="refused 1 groups in a row"):
             await task
-        metrics = stage.progress.read_metrics()
+        metrics = stage.progress.read_metrics()["t"]
         assert (metrics["raw_rewards_sum"], metrics["raw_rewards_count"]) == (1.0, 2.0)
-        assert stage.progress.read_metrics()["raw_rewards_count"] == 0
+        assert stage.progress.read_metrics()["t"]["raw_rewards_count"] == 0
 
     on_virtual_time(main)
 

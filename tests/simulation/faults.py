@@ -14,7 +14,7 @@ DRIVER = "driver"
 PHASES = ("sent", "begun", "done", "answered")
 METHODS = {
     "trainer": ("train", "publish", "announce", "snapshot", "write_snapshot", "identity", "load"),
-    "engine": ("generate_many", "update_weights", "stats", "pause", "resume", "__start__"),
+    "engine": ("generate_many", "update_weights", "stats", "pause", "resume", "abort", "__start__"),
 }
 
 

@@ -30,6 +30,8 @@ USER = "the user"  # the name of a task that waits for the driver from outside
 class Prompts(list[Prompt]):
     """A dataset."""
 
+    num_skipped_long = 0
+
     def messages(self) -> list[Any]:
         return []
 
@@ -81,7 +83,8 @@ class World:
         """`settings` (by dotted key) and `faults` take the place of what the seed would draw."""
         self.seed, self.folder = seed, folder
         self.random = random.Random(seed)
-        self.config = draw_config(self.random, settings or {})
+        on_update = random.Random(-1 - seed).choice(("keep", "keep", "abort", "wait"))
+        self.config = draw_config(self.random, {"sync.on_update": on_update, **(settings or {})})
         self.bounds = _era_bounds(Era(self.config, None))
         workers = [f"engine-{n}" for n in range(self.config.launch.num_producers)]
         ranks = self.config.launch.num_consumers
@@ -102,7 +105,8 @@ class World:
         config = self.config
         return (
             f"{config.produce.strategy}, max_staleness {config.produce.max_staleness}, "
-            f"{config.train.steps} steps, weights every {config.sync.every_steps}, "
+            f"{config.train.steps} steps, weights every {config.sync.every_steps} "
+            f"({config.sync.on_update}), "
             f"checkpoints every {config.checkpoint.every_steps}, engines "
             f"{config.launch.num_producers} ({config.engine.update}), ranks "
             f"{config.launch.num_consumers}{', colocated' if config.launch.colocate else ''}; "

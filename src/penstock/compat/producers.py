@@ -347,7 +347,7 @@ def producer_config(
     algorithm = dict(grpo_config or {})
     reward: dict[str, Any] = {"type": algorithm.pop("reward_fn_type", "think_answer_tags")}
     if "code_verifier_api_url" in algorithm:
-        reward["options"] = {"urls": [algorithm.pop("code_verifier_api_url")]}
+        reward["options"] = {"servers": [algorithm.pop("code_verifier_api_url")]}
     data = _renamed(train_dataset_config, {"path": "data", "max_length": "max_prompt_tokens"})
     sampling = _renamed(generate_config, _SAMPLING_NAMES)
     if sampling.get("top_k") in (-1, None):

@@ -5,7 +5,7 @@ What cannot work at all is refused in `tree.py` and in the checks before a run.
 
 from __future__ import annotations
 
-from penstock.config import Config
+from penstock.config import Config, ProduceConfig
 
 
 def doubts(config: Config) -> list[str]:
@@ -18,15 +18,13 @@ def doubts(config: Config) -> list[str]:
                 f"tasks.{task}: top_k {sampling.top_k} and top_p {sampling.top_p} cut tokens that the trainer "
                 "counts, and importance weights have to make up for it: leave both off, or watch mismatch/kl"
             )
-        if (
-            produce.enable_partial_rollout
-            and produce.max_staleness == 0
-            and config.sync.every_steps == 1
-        ):
-            found.append(
-                f"tasks.{task}: enable_partial_rollout has no effect with max_staleness 0 and "
-                "sync.every_steps 1: every partial response has expired before it can continue"
-            )
+        found += [f"tasks.{task}: {line}" for line in _without_effect(config, produce)]
+    ahead = [config.task_produce(task) for task in config.tasks]
+    if config.sync.on_update != "keep" and not any(map(_generates_during_updates, ahead)):
+        found.append(
+            f"sync.on_update {config.sync.on_update} has no effect without run-ahead and oversampling: no response "
+            "is being generated when new weights arrive"
+        )
     if config.launch.colocate and config.launch.kind == "inline":
         found.append(
             "launch.colocate has no effect with launch.kind inline: one process holds both sides"
@@ -38,4 +36,39 @@ def doubts(config: Config) -> list[str]:
         for name, task in config.eval.tasks.items()
         if trained and not task.system_prompt
     ]
+    return found
+
+
+def _generates_during_updates(produce: ProduceConfig) -> bool:
+    return produce.strategy != "sync" and (
+        produce.max_staleness > 0 or produce.over_sample_threshold > 0
+    )
+
+
+def _without_effect(config: Config, produce: ProduceConfig) -> list[str]:
+    """Return a line for each switch of [produce] that does nothing in this run."""
+    aborts, found = config.sync.on_update == "abort", []
+    if produce.enable_partial_rollout and not aborts:
+        found.append(
+            f"enable_partial_rollout has no effect with sync.on_update {config.sync.on_update}: only abort stops a "
+            "response before its end"
+        )
+    elif (
+        produce.enable_partial_rollout
+        and produce.max_staleness == 0
+        and config.sync.every_steps == 1
+    ):
+        found.append(
+            "enable_partial_rollout has no effect with max_staleness 0 and sync.every_steps 1: every partial "
+            "response has expired before it can continue"
+        )
+    if produce.tail_batch_trigger_size and not produce.over_sample_threshold and not aborts:
+        found.append(
+            f"tail_batch_trigger_size has no effect with over_sample_threshold 0 and sync.on_update "
+            f"{config.sync.on_update}: steps wait for every group, so none expires"
+        )
+    if produce.pause_timeout_s != ProduceConfig().pause_timeout_s and not aborts:
+        found.append(
+            f"pause_timeout_s has no effect with sync.on_update {config.sync.on_update}: nothing is aborted"
+        )
     return found

@@ -165,7 +165,7 @@ class ProduceSettings(Section):
     over_sample_threshold: float = Field(0.0, ge=0)
     """Extra groups to generate, as a share of the task's batch."""
     enable_partial_rollout: bool = False
-    """Continue an interrupted response from its tokens instead of from the prompt."""
+    """Continue a response that sync.on_update = "abort" has stopped from its tokens, instead of from its prompt."""
     tail_batch_trigger_size: int = Field(0, ge=0)
     """Collect this many expired groups, then generate them in one call of their own; 0: retry them at once."""
     max_tries: int = Field(3, ge=1)
@@ -189,11 +189,30 @@ class ProduceSettings(Section):
         return name
 
 
+_FUNCTIONS = {
+    "is_valid_sample_fn": "is_valid_sample",
+    "should_continue_fn": "should_continue",
+}
+
+
 class ProduceConfig(ProduceSettings):
     max_buffered_groups: int = Field(0, ge=0)
     """Most completed groups of a task in the replay buffer; 0: as many as staleness allows."""
     is_valid_sample: str = ""
     """Validity rule, `module:function`: gets a finished group's rollouts, returns whether to keep it."""
+    should_continue: str = ""
+    """Continue rule, `module:function`: gets the completed groups and the batch size, returns whether to launch more;
+    empty: until the batch is full."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_names_of_functions(cls, given: Any) -> Any:
+        """Accept the names that the Python configs have: is_valid_sample_fn, should_continue_fn."""
+        return (
+            {_FUNCTIONS.get(k, k): v for k, v in given.items()}
+            if isinstance(given, dict)
+            else given
+        )
 
 
 class CorrectionConfig(Section):
@@ -307,6 +326,9 @@ class TrainConfig(Section):
 class SyncConfig(Section):
     every_steps: int = Field(1, ge=1)
     """Updates between two publications of the weights."""
+    on_update: Literal["keep", "abort", "wait"] = "keep"
+    """Responses that are being generated when new weights arrive; keep: they go on under the new weights; abort: they are
+    stopped first, then continued (produce.enable_partial_rollout) or restarted; wait: they finish first, nothing new starts."""
     kind: str = "auto"
     """auto | in_process | shared_memory | cuda_ipc | collective."""
     backend: Literal["gloo", "nccl"] = "gloo"

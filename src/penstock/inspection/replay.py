@@ -214,6 +214,13 @@ class RecordedBatches:
     def weights_updated(self, version: int) -> None:
         """Do nothing: recorded batches do not depend on the version."""
 
+    async def pause(self, *, abort: bool) -> float:
+        """Do nothing: no group is generated."""
+        return 0.0
+
+    def resume(self) -> None:
+        """Do nothing: no group is generated."""
+
     def read_metrics(self) -> dict[str, float]:
         """Return nothing: no group is produced."""
         return {}

@@ -13,6 +13,8 @@ from penstock.produce.context import (
     ProduceBatchStatus,
     ProduceContext,
     ShouldContinue,
+    default_is_valid_sample_fn,
+    default_should_continue_fn,
 )
 from penstock.produce.producer import Producer, ProduceTask
 from penstock.produce.progress import ProduceProgress, TaskShares
@@ -23,6 +25,7 @@ from penstock.produce.strategy import (
     AsyncProduceStrategy,
     AsyncProduceStrategyConfig,
     ProduceStrategy,
+    ProduceStrategyConfig,
     SyncProduceStrategy,
     SyncProduceStrategyConfig,
     calculate_stale_threshold,
@@ -39,6 +42,7 @@ __all__ = [
     "ProduceContext",
     "ProduceProgress",
     "ProduceStrategy",
+    "ProduceStrategyConfig",
     "ProduceTask",
     "Producer",
     "ProducerSnapshot",
@@ -51,5 +55,7 @@ __all__ = [
     "TaskShares",
     "TaskSnapshot",
     "calculate_stale_threshold",
+    "default_is_valid_sample_fn",
+    "default_should_continue_fn",
     "strategy_config",
 ]

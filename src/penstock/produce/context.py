@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from penstock.data.sampler import PromptsExhausted
+from penstock.errors import UserError
 from penstock.journal import Journal
 from penstock.produce.progress import ProduceProgress
 from penstock.produce.replay_buffer import ReplayBuffer
@@ -20,6 +21,16 @@ from penstock.types import Group, Rollout, Status
 
 IsValidSample = Callable[[list[Rollout]], bool]
 ShouldContinue = Callable[[int, int], bool]
+
+
+def default_is_valid_sample_fn(samples: list[Any], **kwargs: Any) -> bool:
+    """Accept every group."""
+    return True
+
+
+def default_should_continue_fn(completed_count: int, batch_size: int, **kwargs: Any) -> bool:
+    """Continue until the batch is full."""
+    return completed_count < batch_size
 
 
 class ProduceBatchStatus(StrEnum):
@@ -54,6 +65,18 @@ class GroupSampler(Protocol):
     async def sample(
         self, task_name: str, group_status: Status | Sequence[Status] | None = None
     ) -> Group: ...
+
+
+class GroupDesk(Protocol):
+    """The part of a group runner that a strategy of the user's own works with, through its context."""
+
+    async def draw(self, ctx: ProduceContext, statuses: tuple[Status, ...]) -> Group: ...
+
+    async def generate(
+        self, ctx: ProduceContext, group: Group, *, partial: bool | None
+    ) -> Group: ...
+
+    async def land(self, ctx: ProduceContext, group: Group) -> bool: ...
 
 
 class NoJournal:
@@ -92,6 +115,57 @@ class ProduceContext:
     journal: Journal | NoJournal = field(default_factory=NoJournal)
     exhausted: PromptsExhausted | None = None  # set when no fresh prompt is left
     idle_since_change: int | None = None  # the producer's change count that this task sleeps on
+    runner: GroupDesk | None = None  # of the task's strategy
+
+    @property
+    def consumer_step(self) -> int:
+        """The step that is trained next."""
+        return self.progress.next_consumer_step
+
+    @property
+    def target_abs(self) -> int:
+        """The groups that the task owes since the start of the run."""
+        return self.progress.target(self.task_name)
+
+    def should_abort(self) -> bool:
+        """Return whether new weights or a pause ask for the end of `produce_batch`."""
+        return self.update_event.is_set()
+
+    async def expired_count(self) -> int:
+        return self.replay_buffer.count_now(self.task_name, Status.EXPIRED)
+
+    async def available_count(self) -> int:
+        """Count the groups that were trained or are completed, to compare with `target_abs`."""
+        return self.progress.consumed(self.task_name) + self.completed()
+
+    async def sample_group(self, *, from_expired_pool: bool = False) -> Group:
+        """Draw a group to generate: an aborted one, or a fresh prompt; from the expired ones first if asked.
+
+        The group is in flight until `put_generated_group` takes it. Waits for: the end of a pause.
+        """
+        first = (Status.EXPIRED,) if from_expired_pool else ()
+        return await self._desk().draw(self, (*first, Status.ABORTED))
+
+    async def generate_group(
+        self, group: Group, *, enable_partial_rollout: bool | None = None
+    ) -> Group:
+        """Generate and score a group; an error fails its unfinished members. None: as [produce] says."""
+        return await self._desk().generate(self, group, partial=enable_partial_rollout)
+
+    async def put_generated_group(self, group: Group) -> bool:
+        """Journal, count and buffer a group; return whether it may be trained.
+
+        A completed group that the validity rule refuses is dropped. An aborted group waits for its next
+        try, a failed one too, until it has had `max_tries`.
+        """
+        return await self._desk().land(self, group)
+
+    def _desk(self) -> GroupDesk:
+        if self.runner is None:
+            raise UserError(
+                "context: got no runner, allowed: ProduceContext(..., runner=strategy.runner)"
+            )
+        return self.runner
 
     def completed(self) -> int:
         """Count the completed groups in the buffer."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from penstock.config import ProduceSettings
 from penstock.data.sampler import PromptsExhausted, rollout_seed
 from penstock.errors import EnginesLost, PenstockError, RunError, TooManyFailures
+from penstock.produce.account import TaskAccount
 from penstock.produce.context import IsValidSample, ProduceContext
 from penstock.produce.pending import PendingGroup, PendingSet
 from penstock.produce.signal import Signal
@@ -80,8 +83,10 @@ class GroupRunner:
         self.drawn = 0  # fresh prompts, over the whole run
         self.dropped: Counter[str] = Counter()  # groups that ended untrained, by reason
         self.counters: Counter[str] = Counter()  # events that lost no group: retries, aborts, ...
+        self.account = TaskAccount()
         self.fault: BaseException | None = None
         self._refused_in_a_row = 0
+        self._aborting = False  # a pause is under way that waits for no response
 
     # -- launching ----------------------------------------------------------------------------
 
@@ -93,20 +98,22 @@ class GroupRunner:
         if not ctx.replay_buffer.room(ctx.task_name, reserved=len(self.pending)):
             return False
 
-        async def draw() -> PendingGroup:
-            group = await self._draw(ctx, statuses)
-            is_tail = self._is_tail(group)
-            self._renew(ctx, group)
-            return PendingGroup(group, _oldest_version(group, ctx.model_step), is_tail)
-
         try:
             return await self.pending.schedule(
-                cap=cap, draw=draw, run=lambda entry: self._generate(ctx, entry)
+                cap=cap,
+                draw=lambda: self._draw_entry(ctx, statuses),
+                run=lambda entry: self._generate(ctx, entry),
             )
         except PromptsExhausted:
             if not len(self.pending):
                 raise
             return False  # the groups in flight may still fill the batch
+
+    async def _draw_entry(self, ctx: ProduceContext, statuses: tuple[Status, ...]) -> PendingGroup:
+        group = await self._draw(ctx, statuses)
+        is_tail = self._is_tail(group)
+        self._renew(ctx, group)
+        return PendingGroup(group, _oldest_version(group, ctx.model_step), is_tail)
 
     async def _draw(self, ctx: ProduceContext, statuses: tuple[Status, ...]) -> Group:
         resumed = ctx.replay_buffer.take_now(ctx.task_name, Status.INIT)
@@ -169,8 +176,7 @@ class GroupRunner:
     async def _attempt(self, ctx: ProduceContext, entry: PendingGroup, failures: int) -> bool:
         """Generate the group once; return True if it failed and may be retried."""
         group = entry.group
-        tokens_before = group.num_response_tokens
-        if self.pending.closed:  # a pause came before the first step of this asyncio task
+        if self._aborting:  # a pause came before the first step of this asyncio task
             group.abort_unfinished()
         else:
             await self._call_agent(ctx, group)
@@ -178,7 +184,6 @@ class GroupRunner:
             return False
         try:
             is_refused = await self._is_refused(ctx, group)
-            ctx.progress.produced_tokens += max(0, group.num_response_tokens - tokens_before)
             if group.status is Status.FAILED and failures + 1 < self._settings.max_tries:
                 await self._count_failure(ctx, group)
                 self.pending.release(entry, _oldest_version(group, ctx.model_step))
@@ -189,15 +194,22 @@ class GroupRunner:
                 self.pending.remove(entry)
         return False
 
-    async def _call_agent(self, ctx: ProduceContext, group: Group) -> None:
+    async def _call_agent(
+        self, ctx: ProduceContext, group: Group, partial: bool | None = None
+    ) -> None:
         """Call the agent loop; its errors fail the group's unfinished members, lost engines the run."""
         lengths_before = [len(rollout.response_ids) for rollout in group.rollouts]
+        todo = sum(rollout.status is not Status.COMPLETED for rollout in group.rollouts)
+        if partial is None:
+            partial = self._settings.enable_partial_rollout
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         try:
             returned = await _call(
                 ctx.agent_loop,
                 "generate_group",
                 group.rollouts,
-                enable_partial_rollout=self._settings.enable_partial_rollout,
+                enable_partial_rollout=partial,
             )
             _accept(group, returned)
             _check_versions(group, lengths_before)
@@ -208,6 +220,9 @@ class GroupRunner:
             for rollout in group.rollouts:
                 if rollout.status not in (Status.COMPLETED, Status.FAILED):
                     rollout.fail(reason)
+        self.account.group_times_s.append(loop.time() - started)
+        made = group.num_response_tokens - sum(lengths_before)
+        ctx.progress.add_produced(ctx.task_name, todo, max(0, made))
 
     async def _is_refused(self, ctx: ProduceContext, group: Group) -> bool:
         """Ask the validity rule, once and only for completed groups; its errors fail the group."""
@@ -240,6 +255,7 @@ class GroupRunner:
     async def _land(
         self, ctx: ProduceContext, group: Group, is_tail: bool, is_refused: bool
     ) -> None:
+        self.account.landed(group)
         if group.status is Status.FAILED:
             await self._count_failure(ctx, group)
             self.dropped["failed"] += 1
@@ -248,8 +264,9 @@ class GroupRunner:
             await self._land_aborted(ctx, group)
         else:
             self.failures.succeeded()
-            ctx.progress.produced_samples += 1
-            ctx.progress.add_rewards(r.score.value for r in group.rollouts if r.score is not None)
+            ctx.progress.add_rewards(
+                ctx.task_name, (r.score.value for r in group.rollouts if r.score is not None)
+            )
             if is_refused:
                 await self._land_refused(ctx, group)
             else:
@@ -259,6 +276,7 @@ class GroupRunner:
     async def _land_refused(self, ctx: ProduceContext, group: Group) -> None:
         group.move_to(Status.FILTERED)
         self.dropped["filtered"] += 1
+        self.counters["filtered"] += 1
         await ctx.journal.filtered(group)
         self._refused_in_a_row += 1
         if self._refused_in_a_row >= self._settings.max_refused_in_a_row:
@@ -287,37 +305,90 @@ class GroupRunner:
         await ctx.journal.failed(group)
         self.failures.failed(ctx.task_name, group.error, asyncio.get_running_loop().time())
 
+    # -- for a strategy that generates by itself (see `ProduceContext`) ------------------------
+
+    async def draw(self, ctx: ProduceContext, statuses: tuple[Status, ...]) -> Group:
+        """Draw one group, in flight until `land` gets it. Waits for: the end of a pause."""
+        while True:
+            seen = self.changed.count
+            group = await self.pending.hold(lambda: self._draw_entry(ctx, statuses))
+            if group is not None:
+                return group
+            await self.changed.wait_after(seen)
+
+    async def generate(self, ctx: ProduceContext, group: Group, *, partial: bool | None) -> Group:
+        """Call the agent loop once; return the group, with errors as failed members."""
+        await self._call_agent(ctx, group, partial)
+        return group
+
+    async def land(self, ctx: ProduceContext, group: Group) -> bool:
+        """Record the outcome of a group that `draw` returned; return whether it may be trained."""
+        entry = self.pending.claim_of(group)
+        if entry is None:
+            return False  # a pause has given up on the group and put it back
+        try:
+            is_refused = await self._is_refused(ctx, group)
+            if group.status is Status.FAILED and group.tries < self._settings.max_tries:
+                await self._count_failure(ctx, group)
+                group.abort_unfinished()
+            elif group.status is Status.INIT:  # it was never generated
+                group.abort_unfinished()
+            await self._land(ctx, group, entry.tail, is_refused)
+            return group.status is Status.COMPLETED
+        finally:
+            self.pending.remove(entry)
+            self.changed.notify()
+
     # -- pause and cancel ---------------------------------------------------------------------
 
     async def pause(self, ctx: ProduceContext) -> float:
         """Abort all groups and wait for them to land; return the seconds it took.
 
-        The abort is repeated every few seconds. At `pause_timeout_s` the groups that are left go back to
-        the buffer as ABORTED with the tokens they have.
+        A request to abort runs beside the wait and is sent again every few seconds, also if none was
+        answered. At `pause_timeout_s` the groups that are left go back to the buffer as ABORTED with the
+        tokens they have.
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
         deadline = started + self._settings.pause_timeout_s
-        self.pending.closed = True
-        self.changed.notify()
-        try:
-            while len(self.pending) and loop.time() < deadline and self.fault is None:
-                await self._abort_once(ctx, deadline - loop.time())
-                await self._until_empty(min(loop.time() + _ABORT_AGAIN_S, deadline))
-            left = await self.pending.claim_all()
-            self.counters["pause_timeouts"] += len(left)
-            await self._take_back(ctx, left)
-        finally:
-            self.pending.closed = False
-            self.changed.notify()
+        requests: list[asyncio.Task[None]] = []
+        with self._closed(aborting=True):
+            try:
+                while len(self.pending) and loop.time() < deadline and self.fault is None:
+                    requests.append(asyncio.create_task(self._abort_once(ctx), name="abort groups"))
+                    await self._until_empty(min(loop.time() + _ABORT_AGAIN_S, deadline))
+                left = await self.pending.claim_all()
+                self.counters["pause_timeouts"] += len(left)
+                await self._take_back(ctx, left)
+            finally:
+                unanswered = [request for request in requests if not request.done()]
+                self.counters["abort_timeouts"] += len(unanswered)
+                await _cancel(unanswered)
         return loop.time() - started
 
-    async def _abort_once(self, ctx: ProduceContext, timeout_s: float) -> None:
+    async def drain(self) -> float:
+        """Launch nothing more and wait until all groups have landed; return the seconds it took."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        with self._closed(aborting=False):
+            while len(self.pending) and self.fault is None:
+                await self.changed.wait_after(self.changed.count)
+        return loop.time() - started
+
+    @contextmanager
+    def _closed(self, *, aborting: bool) -> Iterator[None]:
+        """Schedule nothing inside the block; with `aborting`, groups that have not begun are aborted."""
+        self.pending.closed, self._aborting = True, aborting
+        self.changed.notify()
         try:
-            async with asyncio.timeout(max(0.0, timeout_s)):
-                await _call(ctx.agent_loop, "pause")
-        except TimeoutError:
-            self.counters["abort_timeouts"] += 1
+            yield
+        finally:
+            self.pending.closed = self._aborting = False
+            self.changed.notify()
+
+    async def _abort_once(self, ctx: ProduceContext) -> None:
+        try:
+            await _call(ctx.agent_loop, "pause")
         except Exception:  # the agent loop cannot abort: wait for the pause's time-out
             self.counters["abort_errors"] += 1
 
@@ -343,8 +414,7 @@ class GroupRunner:
 
         Their tries and seeds are those of before the launch; the journal still has them in flight.
         """
-        self.pending.closed = True
-        try:
+        with self._closed(aborting=True):
             entries = await self.pending.claim_all()
             await _cancel_tasks(entries)
             for entry in entries:
@@ -353,9 +423,6 @@ class GroupRunner:
                 ctx.replay_buffer.put_now(entry.group)
                 self.pending.remove(entry)
             await self._until_empty(asyncio.get_running_loop().time() + _CANCEL_WAIT_S)
-        finally:
-            self.pending.closed = False
-            self.changed.notify()
 
 
 async def _call(target: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -366,7 +433,10 @@ async def _call(target: Any, method: str, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _cancel_tasks(entries: list[PendingGroup]) -> None:
-    tasks = [entry.task for entry in entries if entry.task is not None]
+    await _cancel([entry.task for entry in entries if entry.task is not None])
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     if tasks:

@@ -18,7 +18,7 @@ from penstock.types import Group
 
 @dataclass(slots=True, eq=False)
 class PendingGroup:
-    """One group that is being generated."""
+    """One group that is being generated, by its own asyncio task or by the strategy that drew it."""
 
     group: Group
     oldest_version: int  # version of the oldest token that the group will have when it lands
@@ -51,10 +51,27 @@ class PendingSet:
             if self.closed or len(self._entries) >= cap:
                 return False
             entry = await draw()
-            self._entries[entry.group.group_id] = entry
-            self._versions[entry.oldest_version, entry.tail] += 1
+            self._add(entry)
             entry.task = asyncio.create_task(run(entry), name=f"generate {entry.group.group_id}")
             return True
+
+    async def hold(self, draw: Callable[[], Awaitable[PendingGroup]]) -> Group | None:
+        """Draw one group for a caller that generates it; return None if the set is closed."""
+        async with self._lock:
+            if self.closed:
+                return None
+            entry = await draw()
+            self._add(entry)
+            return entry.group
+
+    def _add(self, entry: PendingGroup) -> None:
+        self._entries[entry.group.group_id] = entry
+        self._versions[entry.oldest_version, entry.tail] += 1
+
+    def claim_of(self, group: Group) -> PendingGroup | None:
+        """Claim a group that `hold` returned; None if a pause has taken it back."""
+        entry = self._entries.get(group.group_id)
+        return entry if entry is not None and entry.group is group and self.claim(entry) else None
 
     def claim(self, entry: PendingGroup) -> bool:
         """Return True to exactly one caller, which lands the group and then calls `remove`."""

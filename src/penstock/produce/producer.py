@@ -26,7 +26,7 @@ from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.produce.signal import Signal
 from penstock.produce.snapshot import ProducerSnapshot, ProducerWait, TaskSnapshot
 from penstock.produce.strategy import ProduceStrategy
-from penstock.types import Batch, Group, Status
+from penstock.types import Batch, Group, Status, staleness
 from penstock.watch.clock import loop_time
 from penstock.watch.waits import WaitKind, Waits
 
@@ -40,11 +40,23 @@ class ProduceTask:
     strategy: ProduceStrategy
     agent_loop: AgentLoop
     sampler: Sampler
+    num_skipped_long: int = 0  # prompts of the dataset that were left out as too long
     ctx: ProduceContext = field(init=False, repr=False)
 
     def has_work(self) -> bool:
         """Return whether a group in flight may still complete."""
         return self.strategy.pending_task_count() > 0
+
+    async def pause(self, *, abort: bool) -> float:
+        """Abort the groups in flight or let them finish; return the seconds until all have landed."""
+        if abort:
+            return await self.strategy.pause_produce(self.ctx)
+        return await self.strategy.drain_produce(self.ctx)
+
+    def needs_weights(self, step: int, version: int) -> bool:
+        """Return whether groups of weights `version` would be too old for a step."""
+        too_old = staleness(step, version) >= self.strategy.stale_threshold
+        return too_old or self.strategy.is_model_expired(step, version)
 
     def take(self, step: int, num_groups: int) -> list[Group]:
         """Take the step's groups from the buffer, in cursor order; none of them has expired."""
@@ -74,6 +86,18 @@ class ProduceTask:
             group.abort_unfinished()
         group.tries = record.tries
         self.put_back(group)
+
+    def read_metrics(self, counted: dict[str, float]) -> dict[str, float]:
+        """Return the figures of the task since the last call; `counted` is its share of the progress."""
+        runner = self.strategy.runner
+        return {
+            "samples": counted["produced_samples"],
+            "tokens": counted["produced_tokens"],
+            "reward_sum": counted["raw_rewards_sum"],
+            "reward_count": counted["raw_rewards_count"],
+            "prompts_skipped_long": float(self.num_skipped_long),
+            **runner.account.read(runner.counters),
+        }
 
     def snapshot(self) -> TaskSnapshot:
         buffer, runner = self.ctx.replay_buffer, self.strategy.runner
@@ -131,6 +155,7 @@ class Producer:
         self._waiting_for: dict[str, tuple[str, float]] = {}  # who -> (what, since)
         self._idle_since: float | None = None
         self._idle_s = 0.0
+        self._pause_s = 0.0  # since the metrics were read
 
     def _new_shares(self, first_step: int = 1) -> TaskShares:
         weights = {task.name: task.weight for task in self._tasks}
@@ -150,6 +175,7 @@ class Producer:
             model_step=self.model_version,
             progress=self.progress,
             journal=self._journal,
+            runner=task.strategy.runner,
         )
 
     # -- running ahead ------------------------------------------------------------------------
@@ -203,6 +229,8 @@ class Producer:
             return "nothing: the last step is taken"
         ctx.update_event.clear()
         self._aim(task)
+        if task.needs_weights(ctx.train_step, self.model_version):
+            return f"weights newer than version {self.model_version}"
         try:
             status = await task.strategy.produce_batch(ctx)
         except PromptsExhausted as ended:
@@ -226,7 +254,7 @@ class Producer:
             step = min(step, self._last_step)
         ctx.train_step, ctx.model_step = step, self.model_version
         ctx.task_batch_size = self._shares.at(next_step).get(task.name, 0)
-        if not strategy.is_model_expired(step, self.model_version):
+        if not task.needs_weights(step, self.model_version):
             self.progress.ensure_target_upto(step, self._shares.at, task.name)
 
     async def _idle(self, task: ProduceTask, seen: int, what: str) -> None:
@@ -265,19 +293,24 @@ class Producer:
             task.ctx.update_event.set()
         self._changed.notify()
 
-    async def pause(self) -> float:
-        """Abort the groups of all tasks at once and wait for them to land; return the seconds."""
+    async def pause(self, *, abort: bool = True) -> float:
+        """Launch nothing until `resume`, and wait for the groups of all tasks to land; return the seconds.
+
+        abort: all groups are told to stop at once; otherwise they are generated to their end.
+        """
         self._paused = True
         self._interrupt()
-        seconds = await asyncio.gather(
-            *(task.strategy.pause_produce(task.ctx) for task in self._tasks)
-        )
-        return max(seconds)
+        what = "the groups that were aborted" if abort else "the groups in flight"
+        with self._waiting("update", what), self._waits.wait("update", WaitKind.WAIT, what):
+            seconds = max(await asyncio.gather(*(task.pause(abort=abort) for task in self._tasks)))
+        self._pause_s += seconds
+        return seconds
 
     def resume(self) -> None:
-        """Continue after `pause`."""
-        self._paused = False
-        self._changed.notify()
+        """Continue after `pause`; do nothing without one."""
+        if self._paused:
+            self._paused = False
+            self._changed.notify()
 
     # -- consuming ----------------------------------------------------------------------------
 
@@ -340,9 +373,7 @@ class Producer:
                 continue  # the task has not looked at the newest change yet
             if ctx.exhausted is not None:
                 raise RunError(line + str(ctx.exhausted))
-            needs_weights = ctx.train_step < step or task.strategy.is_model_expired(
-                step, self.model_version
-            )
+            needs_weights = ctx.train_step < step or task.needs_weights(step, self.model_version)
             if not self._paused and not needs_weights:
                 raise RunError(line + "should_continue_fn stopped before the batch was full")
 
@@ -381,14 +412,18 @@ class Producer:
 
     def read_metrics(self) -> dict[str, float]:
         """Return the metrics of the producing side since the last call, before any filter."""
+        metrics = {"time/pause_s": self._pause_s}
+        self._pause_s = 0.0
         counted = self.progress.read_metrics()
-        metrics = {
-            "produced/groups": counted["produced_samples"],
-            "produced/tokens": counted["produced_tokens"],
-            "time/produce_s": counted["produce_time_s"],
-        }
-        if counted["raw_rewards_count"]:
-            metrics["produced/reward"] = counted["raw_rewards_sum"] / counted["raw_rewards_count"]
+        by_task = {task.name: task.read_metrics(counted[task.name]) for task in self._tasks}
+        for name, key in (("groups", "produced/groups"), ("tokens", "produced/tokens")):
+            metrics[key] = sum(figures[name] for figures in by_task.values())
+        metrics["time/produce_s"] = sum(figures["produce_s"] for figures in by_task.values())
+        if count := sum(figures["reward_count"] for figures in by_task.values()):
+            total = sum(figures["reward_sum"] for figures in by_task.values())
+            metrics["produced/reward"] = total / count
+        for task, figures in by_task.items():
+            metrics |= {f"tasks/{task}/{name}": value for name, value in figures.items()}
         return metrics
 
     # -- resuming a run -----------------------------------------------------------------------

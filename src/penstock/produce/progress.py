@@ -16,14 +16,9 @@ from typing import Any
 
 from penstock.errors import UserError
 
-_METRICS = (
-    "raw_rewards_sum",
-    "raw_rewards_count",
-    "produced_samples",
-    "produced_tokens",
-    "produce_time_s",
-)
+_METRICS = ("raw_rewards_sum", "raw_rewards_count", "produced_samples", "produced_tokens")
 _COUNTS = ("consumed_samples", "target_samples", "target_upto")
+_STEPS = ("next_consumer_step", "producer_future_step")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,11 +31,12 @@ class ProduceProgress:
     target_samples: dict[str, int] = field(default_factory=dict)  # groups wanted so far, per task
     target_upto: dict[str, int] = field(default_factory=dict)  # the last step in the target
     consuming_step: int | None = None
-    raw_rewards_sum: float = 0.0  # over every scored group, before filters
-    raw_rewards_count: int = 0
-    produced_samples: int = 0  # groups that completed
-    produced_tokens: int = 0
-    produce_time_s: float = 0.0  # inside produce_batch
+    # since the metrics were read, per task
+    raw_rewards_sum: dict[str, float] = field(default_factory=dict)  # before filters
+    raw_rewards_count: dict[str, int] = field(default_factory=dict)
+    produced_samples: dict[str, int] = field(default_factory=dict)  # responses, aborted ones too
+    produced_tokens: dict[str, int] = field(default_factory=dict)
+    produce_time_s: float = 0.0  # inside produce_batch, summed over the tasks
 
     @classmethod
     def build(cls, task_names: Iterable[str], *, first_step: int = 1) -> ProduceProgress:
@@ -51,12 +47,26 @@ class ProduceProgress:
 
     @classmethod
     def build_local(
-        cls, task_name: str, task_batch_size: int, *, train_step: int = 1
+        cls,
+        task_name: str | Mapping[str, int],
+        task_batch_size: int | None = None,
+        *,
+        train_step: int = 1,
     ) -> ProduceProgress:
-        """Return the progress of a single batch: the target is that batch."""
-        progress = cls.build([task_name], first_step=train_step)
-        progress.target_samples[task_name] = task_batch_size
-        progress.target_upto[task_name] = train_step
+        """Return the progress of a single batch: the target is that batch.
+
+        For several tasks give their sizes: `build_local({"math": 6, "code": 2})`.
+        """
+        if isinstance(task_name, str):
+            if task_batch_size is None:
+                raise UserError("build_local: got no task_batch_size, allowed: 0 or more")
+            sizes: Mapping[str, int] = {task_name: task_batch_size}
+        else:
+            sizes = task_name
+        progress = cls.build(sizes, first_step=train_step)
+        for name, size in sizes.items():
+            progress.target_samples[name] = size
+            progress.target_upto[name] = train_step
         return progress
 
     def add_task(self, name: str) -> None:
@@ -64,6 +74,8 @@ class ProduceProgress:
         self.consumed_samples.setdefault(name, 0)
         self.target_samples.setdefault(name, 0)
         self.target_upto.setdefault(name, self.next_consumer_step - 1)
+        for metric in _METRICS:
+            getattr(self, metric).setdefault(name, 0)
 
     @property
     def target_upto_future_step(self) -> int:
@@ -100,33 +112,53 @@ class ProduceProgress:
         self.consuming_step = None
         self.next_consumer_step = step + 1
 
-    def add_rewards(self, rewards: Iterable[float]) -> None:
+    def add_rewards(self, task_name: str, rewards: Iterable[float]) -> None:
         for reward in rewards:
-            self.raw_rewards_sum += reward
-            self.raw_rewards_count += 1
+            self.raw_rewards_sum[task_name] += reward
+            self.raw_rewards_count[task_name] += 1
 
-    def read_metrics(self) -> dict[str, float]:
-        """Return what was counted since the last call and reset it."""
-        found = {name: float(getattr(self, name)) for name in _METRICS}
+    def add_produced(self, task_name: str, samples: int, tokens: int) -> None:
+        self.produced_samples[task_name] += samples
+        self.produced_tokens[task_name] += tokens
+
+    def read_metrics(self) -> dict[str, dict[str, float]]:
+        """Return what was counted since the last call, by task, and reset it."""
+        found = {
+            task: {name: float(getattr(self, name)[task]) for name in _METRICS}
+            for task in self.consumed_samples
+        }
         for name in _METRICS:
-            setattr(self, name, type(getattr(self, name))())
+            counts = getattr(self, name)
+            counts.update(dict.fromkeys(counts, 0))
+        self.produce_time_s = 0.0
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {name: dict(getattr(self, name)) for name in _COUNTS}
-        for name in ("next_consumer_step", "producer_future_step", *_METRICS):
+        state: dict[str, Any] = {name: dict(getattr(self, name)) for name in (*_COUNTS, *_METRICS)}
+        for name in (*_STEPS, "produce_time_s"):
             state[name] = getattr(self, name)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load in place; a task that is not in the state starts at zero."""
-        for name in ("next_consumer_step", "producer_future_step", *_METRICS):
+        """Load in place; a task or a counter that is not in the state starts at zero.
+
+        A counter that an older state has as one sum over all tasks starts at zero too.
+        """
+        for name in _STEPS:
             setattr(self, name, state[name])
-        for name in _COUNTS:
-            getattr(self, name).update(state[name])
+        self.produce_time_s = float(state.get("produce_time_s", 0.0))
+        for name in (*_COUNTS, *_METRICS):
+            saved = state.get(name, {})
+            if isinstance(saved, Mapping):
+                getattr(self, name).update(saved)
+        upto = state.get("target_upto_future_step", self.next_consumer_step - 1)
         for task in self.consumed_samples:
             if task not in state["consumed_samples"]:
                 self.target_upto[task] = self.next_consumer_step - 1
+            elif task not in state.get("target_upto", {}):
+                self.target_upto[task] = upto
+        for task in state["consumed_samples"]:
+            self.add_task(task)
 
     def _known(self, counts: dict[str, int], task_name: str) -> int:
         if task_name not in counts:

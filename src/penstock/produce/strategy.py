@@ -22,6 +22,8 @@ from penstock.produce.context import (
     ProduceBatchStatus,
     ProduceContext,
     ShouldContinue,
+    default_is_valid_sample_fn,
+    default_should_continue_fn,
 )
 from penstock.produce.group_runner import GroupRunner
 from penstock.types import Status, staleness
@@ -41,32 +43,35 @@ def calculate_stale_threshold(max_staleness: int, sync_weights_interval: int = 1
     return (max_staleness + 1) * sync_weights_interval
 
 
-def accept_all(rollouts: list[Any]) -> bool:
-    """Accept every group: the default validity rule."""
-    return True
-
-
-def until_batch_is_full(completed: int, batch: int) -> bool:
-    """Continue until the batch is full: the default rule."""
-    return completed < batch
-
-
-class AsyncProduceStrategyConfig(ProduceSettings):
-    """The settings of one task: the keys of [produce], and two rules that only Python can give."""
+class ProduceStrategyConfig(ProduceSettings):
+    """The settings of one task: the keys of [produce], and its two rules as functions."""
 
     max_staleness: int = Field(0, ge=0)
-    is_valid_sample_fn: IsValidSample = accept_all
+    is_valid_sample_fn: IsValidSample = default_is_valid_sample_fn
     """Asked once for every completed group; may be a coroutine function."""
-    should_continue_fn: ShouldContinue = until_batch_is_full
+    should_continue_fn: ShouldContinue = default_should_continue_fn
     """Given (completed, batch size), says whether to launch more groups."""
 
-    def build(self, *, sync_weights_interval: int = 1) -> ProduceStrategy:
-        """Build the strategy that `strategy` names."""
+    def build(
+        self, *, sync_weights_interval: int = 1, rollout_controller: Any = None
+    ) -> ProduceStrategy:
+        """Build the strategy that `strategy` names.
+
+        rollout_controller: an object, or a Ray actor of one, that wants to know whether aborted responses
+        continue; its `set_enable_partial_rollout` is called once.
+        """
         strategy = load_strategy(self.strategy)
+        if rollout_controller is not None:
+            tell = rollout_controller.set_enable_partial_rollout
+            getattr(tell, "remote", tell)(self.enable_partial_rollout)
         return strategy(self, sync_weights_interval=sync_weights_interval)
 
 
-class SyncProduceStrategyConfig(AsyncProduceStrategyConfig):
+class AsyncProduceStrategyConfig(ProduceStrategyConfig):
+    """The settings of a task that is generated ahead of the trainer."""
+
+
+class SyncProduceStrategyConfig(ProduceStrategyConfig):
     """The same settings for one on-policy batch a step: nothing is generated for a later step."""
 
     strategy: str = "sync"
@@ -80,11 +85,13 @@ class SyncProduceStrategyConfig(AsyncProduceStrategyConfig):
 
 
 def strategy_config(
-    produce: ProduceConfig, is_valid_sample_fn: IsValidSample = accept_all
-) -> AsyncProduceStrategyConfig:
+    produce: ProduceConfig, is_valid_sample_fn: IsValidSample = default_is_valid_sample_fn
+) -> ProduceStrategyConfig:
     """Return the settings that a [produce] table gives to a strategy."""
     fields = {name: getattr(produce, name) for name in ProduceSettings.model_fields}
     fields["is_valid_sample_fn"] = is_valid_sample_fn
+    if produce.should_continue:
+        fields["should_continue_fn"] = load("produce.should_continue", produce.should_continue, {})
     if produce.strategy != "sync":
         return AsyncProduceStrategyConfig(**fields)
     return SyncProduceStrategyConfig(
@@ -101,9 +108,7 @@ class ProduceStrategy:
 
     runs_ahead = True  # may produce for steps after the one that is consumed next
 
-    def __init__(
-        self, config: AsyncProduceStrategyConfig, *, sync_weights_interval: int = 1
-    ) -> None:
+    def __init__(self, config: ProduceStrategyConfig, *, sync_weights_interval: int = 1) -> None:
         self.config = config
         self.sync_weights_interval = sync_weights_interval
         self.stale_threshold = calculate_stale_threshold(
@@ -137,7 +142,7 @@ class ProduceStrategy:
         """
         tail_only = self.config.over_sample_threshold > 0
         oldest = self.runner.pending.oldest_version(tail_only=tail_only)
-        return oldest is not None and self.is_model_expired(train_step + 1, oldest)
+        return oldest is not None and staleness(train_step + 1, oldest) >= self.stale_threshold
 
     def raise_fault(self) -> None:
         """Raise the error that ends the run, if a landing group met one."""
@@ -148,6 +153,8 @@ class ProduceStrategy:
 
     async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
         """Launch groups until the task's target is available; return why it stopped."""
+        if ctx.should_abort():
+            return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
         if self.is_model_expired(ctx.train_step, ctx.model_step):
             return ProduceBatchStatus.EXPIRED_BATCH
         loop = asyncio.get_running_loop()
@@ -155,24 +162,28 @@ class ProduceStrategy:
         wake = asyncio.ensure_future(ctx.update_event.wait())
         wake.add_done_callback(self._wake_on_update)
         try:
-            return await self._produce(ctx, loop)
+            return await self._produce(ctx, loop, wake)
         finally:
             wake.cancel()
             ctx.progress.produce_time_s += loop.time() - started
+            self.runner.account.produce_s += loop.time() - started
 
     def _wake_on_update(self, update: asyncio.Future[Any]) -> None:
         if not update.cancelled():
             self.changed.notify()
 
     async def _produce(
-        self, ctx: ProduceContext, loop: asyncio.AbstractEventLoop
+        self,
+        ctx: ProduceContext,
+        loop: asyncio.AbstractEventLoop,
+        update: asyncio.Future[Any],  # done: the event was set, even if it was cleared since
     ) -> ProduceBatchStatus:
         self.expire(ctx)
         statuses, extra = self.plan(ctx)
         while True:
             seen = self.changed.count
             self.raise_fault()
-            if ctx.update_event.is_set():
+            if ctx.should_abort() or update.done():
                 return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
             self.expire(ctx)
             available = ctx.progress.consumed(ctx.task_name) + ctx.completed()
@@ -181,8 +192,11 @@ class ProduceStrategy:
             if not self.config.should_continue_fn(completed, ctx.task_batch_size):
                 return ProduceBatchStatus.NORMAL
             hold_s = self.runner.failures.hold_s(loop.time())
-            if hold_s == 0 and await self.runner.launch(ctx, statuses, missing + extra):
+            allowed = missing + extra
+            if hold_s == 0 and await self.runner.launch(ctx, statuses, allowed):
                 continue
+            if allowed <= 0 and not self.pending_task_count():
+                return ProduceBatchStatus.NORMAL  # the rule wants more than may be launched
             await self.changed.wait_after(seen, hold_s or None)
 
     def expire(self, ctx: ProduceContext, train_step: int | None = None) -> None:
@@ -204,6 +218,7 @@ class ProduceStrategy:
     def plan(self, ctx: ProduceContext) -> tuple[tuple[Status, ...], int]:
         """Return the statuses of groups to draw before fresh prompts, and the oversampling."""
         if self._is_tail_call(ctx):
+            self.runner.counters["tail_calls"] += 1
             return (Status.EXPIRED, Status.ABORTED), 0
         extra = math.ceil(self.config.over_sample_threshold * ctx.task_batch_size)
         if self.config.tail_batch_trigger_size > 0:
@@ -230,6 +245,10 @@ class ProduceStrategy:
         """Abort all groups and wait for them to land; return the seconds it took."""
         return await self.runner.pause(ctx)
 
+    async def drain_produce(self, ctx: ProduceContext) -> float:
+        """Wait for all groups to land; return the seconds it took."""
+        return await self.runner.drain()
+
 
 def load_strategy(name: str) -> type[ProduceStrategy]:
     """Return the class that `produce.strategy` names."""
@@ -247,6 +266,18 @@ class AsyncProduceStrategy(ProduceStrategy):
 
 
 class SyncProduceStrategy(ProduceStrategy):
-    """Produce exactly the groups of the next step."""
+    """Produce exactly the groups of the next step.
+
+    Groups of the weights in force never expire: the producer calls a sync strategy only with weights
+    that are new enough.
+    """
 
     runs_ahead = False
+
+    def is_model_expired(self, train_step: int, model_step: int) -> bool:
+        return False
+
+    def expire(self, ctx: ProduceContext, train_step: int | None = None) -> None:
+        """Expire only groups of older weights, such as those of an async run that is resumed as sync."""
+        step = ctx.progress.next_consumer_step if train_step is None else train_step
+        super().expire(ctx, min(step, ctx.model_step + 1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -34,7 +35,7 @@ class CodeOptions(Section):
     timeout_s: float = Field(6.0, gt=0)
     """Wall time of one test."""
     servers: tuple[str, ...] = ()
-    """URLs of verification servers; empty: sandboxes on this machine."""
+    """URLs of verification servers, with or without /check_correctness; empty: sandboxes on this machine."""
     token: str = ""
     """Bearer token of the servers."""
     request_timeout_s: float = Field(120.0, gt=0)
@@ -82,7 +83,8 @@ class CodeReward:
             return self._score(found.format_ok, 0.0, found.note)
         verdict = await self._verify(prompt, found.answer)
         share = verdict.result.count(PASS) / len(verdict.result)
-        return self._score(found.format_ok, share, _note(verdict))
+        score = self._score(found.format_ok, share, _note(verdict))
+        return replace(score, parsed=found.answer, tests=tuple(verdict.result))
 
     def _extract(self, text: str) -> Extract:
         return python_block(text) if self._settings.source == "block" else Extract(text, True)

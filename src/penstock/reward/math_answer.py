@@ -80,7 +80,8 @@ class MathAnswer:
         if found.answer is None:
             return self._score(found.format_ok, False, found.note or "no answer")
         right, note = await self._equal(prompt.gt_answer, found.answer)
-        return self._score(found.format_ok, right, "; ".join(filter(None, (found.note, note))))
+        notes = "; ".join(filter(None, (found.note, note)))
+        return self._score(found.format_ok, right, notes, found.answer)
 
     async def _equal(self, gold: str, answer: str) -> tuple[bool, str]:
         if self._settings.equality == "exact":
@@ -91,13 +92,17 @@ class MathAnswer:
             return comparison.equal, comparison.note
         return bool(verdict), ""
 
-    def _score(self, format_ok: bool, answer_ok: bool, note: str) -> Score:
+    def _score(
+        self, format_ok: bool, answer_ok: bool, note: str, parsed: str | None = None
+    ) -> Score:
         settings = self._settings
         earned = answer_ok and (format_ok or settings.format != "gate")
         value = settings.right if earned else settings.wrong
         if settings.format == "add" and format_ok:
             value += settings.format_value
-        return Score(value=value, format_ok=format_ok, answer_ok=answer_ok, note=note)
+        return Score(
+            value=value, format_ok=format_ok, answer_ok=answer_ok, note=note, parsed=parsed
+        )
 
     async def close(self) -> None:
         """End the comparison workers, if any were started."""

@@ -141,6 +141,8 @@ class VerifiableReward:
             format_ok=_all_of([score.format_ok for score in scores]),
             answer_ok=_all_of([score.answer_ok for score in scores]),
             note="; ".join(notes),
+            parsed=next((one.parsed for one in scores if one.parsed is not None), None),
+            tests=next((one.tests for one in scores if one.tests), ()),
         )
 
     async def close(self) -> None:

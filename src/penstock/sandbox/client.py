@@ -22,6 +22,7 @@ from penstock.sandbox.verify import Verdict
 MAX_REPLY_BYTES = 64 << 20
 MAX_BACKOFF_S = 30.0
 CONNECTIONS = 32
+_ROUTE = "/check_correctness"
 
 
 class _TryAgain(Exception):
@@ -108,8 +109,7 @@ class VerificationClient:
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(url.hostname, url.port, timeout=self._request_timeout_s)
         try:
-            path = f"{url.path.rstrip('/')}/check_correctness"
-            connection.request("POST", path, body, self._headers)
+            connection.request("POST", f"{url.path}{_ROUTE}", body, self._headers)
             response = connection.getresponse()
             after = response.headers.get("Retry-After", "0")
             return response.status, response.read(MAX_REPLY_BYTES), _seconds(after)
@@ -129,7 +129,7 @@ def _checked_url(url: str) -> SplitResult:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"verification server: got {url!r}, allowed: http://HOST:PORT")
-    return parts
+    return parts._replace(path=parts.path.rstrip("/").removesuffix(_ROUTE))
 
 
 def _seconds(text: str) -> float:

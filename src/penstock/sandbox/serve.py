@@ -64,6 +64,10 @@ class CheckRequest(BaseModel):
     generation: str
     timeout: float = Field(6.0, gt=0)
     stop_at_failure: bool = False
+    eval_mode: bool = False
+    """Run every test, also after a failure."""
+    debug: bool = False
+    """Accepted from clients of other servers; changes nothing."""
 
 
 class BatchRequest(BaseModel):
@@ -111,7 +115,7 @@ class VerificationService:
                 request.in_outs,
                 request.generation,
                 request.timeout,
-                request.stop_at_failure,
+                request.stop_at_failure and not request.eval_mode,
             )
             return {"result": verdict.result, "metadata": verdict.metadata}
         except Refusal as refusal:
