@@ -93,7 +93,7 @@ def measure_run(steps: int, every: int) -> None:
     from penstock.launch.part_factories import TrainerService
     from penstock.session import train_new
     from penstock.track.jsonl import JsonlTracker
-    from penstock.train.consumer import Consumer
+    from penstock.training.consumer import Consumer
     from penstock.types import Batch
 
     watch = Stopwatch()

@@ -80,7 +80,7 @@ def dithered(exact: Tensor, bits: int) -> Tensor:
 
 def install_masters(variant: str, bits: int) -> None:
     """Make the consumer of this process round as the variant says; 0 bits: the formats of torch."""
-    from penstock.train import consumer, optimizer
+    from penstock.training import consumer, optimizer
 
     class Coarse(optimizer.Masters):
         """Masters beside float32 weights that lie on a grid."""
@@ -215,7 +215,7 @@ def show_lora(rate: float, steps: int) -> None:
 
     from penstock.config import Config
     from penstock.demo import policy_path
-    from penstock.train.consumer import Consumer
+    from penstock.training.consumer import Consumer
 
     sys.path.insert(0, str(HERE.parent / "tests"))
     from stages.training_data import random_batch

@@ -29,7 +29,7 @@ from penstock.data.dataset import Dataset, load_dataset
 from penstock.data.sampler import Sampler
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.reward import build_reward
-from penstock.train.consumer import Consumer
+from penstock.training.consumer import Consumer
 from penstock.types import Batch, Group, WeightHandle
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores
 
 LONGEST_FIRST = (  # so that neither test process is left with one of these while the other is idle
-    "train/test_learning.py",
+    "training/test_learning.py",
     "sandbox/test_server.py",
     "durability/test_crashes.py",
     "produce/test_conservation.py",
@@ -30,7 +30,7 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
     "launch/test_faults.py",
     "durability/test_several_ranks.py",
     "engine/test_openai_engine.py",
-    "train/test_parallel.py",
+    "training/test_parallel.py",
     "reward/test_reward_model.py",
     "engine/test_decode_kernels.py",
     "engine/test_transformers_engine.py",

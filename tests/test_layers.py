@@ -18,7 +18,7 @@ FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lo
     ("watch",),
     ("journal", "models", "algo", "sandbox", "data", "track", "checkpoint"),
     ("weights", "reward", "run_folder"),
-    ("engine", "train", "produce", "identity"),
+    ("engine", "training", "produce", "identity"),
     ("agent", "evaluation", "supervise"),
     ("pool",),
     ("launch",),

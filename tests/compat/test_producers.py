@@ -67,7 +67,7 @@ def test_wrong_fields_are_refused(producer: SimpleProducer) -> None:
 
 def test_new_weights_are_loaded_and_told_by_their_digest(producer: SimpleProducer) -> None:
     from penstock.demo import policy_path
-    from penstock.train.policy import load_policy
+    from penstock.training.policy import load_policy
 
     model = load_policy(str(policy_path()), producer.config.model, torch.float32)
     state = {name: p.detach() * 0.5 for name, p in model.named_parameters()}

@@ -12,9 +12,9 @@ import transformers
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import UserError
-from penstock.train import packed_attention as attention
-from penstock.train.pack import make_pack
-from penstock.train.policy import Policy
+from penstock.training import packed_attention as attention
+from penstock.training.pack import make_pack
+from penstock.training.policy import Policy
 from stages import tiny_policy as tiny
 from stages.engine_case import run
 

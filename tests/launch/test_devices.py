@@ -11,7 +11,7 @@ from penstock.config.source import load_config
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import UserError
 from penstock.launch.part_factories import trainer_part
-from penstock.train.policy import trainer_device
+from penstock.training.policy import trainer_device
 
 
 @pytest.fixture

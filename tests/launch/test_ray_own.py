@@ -19,7 +19,7 @@ from penstock.compat.weight_broadcast import join_group, send_state_dict
 from penstock.demo import policy_path
 from penstock.job import Job
 from penstock.run_folder import RunFolder
-from penstock.train.policy import load_policy
+from penstock.training.policy import load_policy
 from penstock.weights.digest import weights_digest
 from penstock.weights.model_weights import weight_bits
 from stages.disturbed_run import assert_balanced, config_of, digests, run, when_told

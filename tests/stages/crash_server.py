@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import penstock.engine.transformers.engine as engine
-import penstock.train.snapshot as snapshot
+import penstock.training.snapshot as snapshot
 from penstock.checkpoint import CheckpointStore
 from penstock.cli import main
 from penstock.journal import records, writer

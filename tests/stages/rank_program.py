@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from penstock.train.consumer import Consumer
-from penstock.train.policy import add_adapters
-from penstock.train.ptx import Text, TextStream
-from penstock.train.ranks import Ranks, rank_share, whole_tensor
+from penstock.training.consumer import Consumer
+from penstock.training.policy import add_adapters
+from penstock.training.ptx import Text, TextStream
+from penstock.training.ranks import Ranks, rank_share, whole_tensor
 from penstock.weights.offload import HostOffload
 from stages.training_data import config_of, random_batch, tiny_model, tricky_batch
 

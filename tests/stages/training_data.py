@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from penstock.config import Config
-from penstock.train import packed_attention
-from penstock.train.consumer import Consumer
+from penstock.training import packed_attention
+from penstock.training.consumer import Consumer
 from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
 
 VOCABULARY = 23

@@ -3,7 +3,7 @@
 A new algorithm is one file with a subclass of `method.Algorithm`, one line in this table, one test
 and one row in docs/algorithms.md. Nothing here imports torch: the maths uses methods of the tensors
 it is given, so that the control plane can read an algorithm's settings. Whatever needs packs, ranks
-or a model belongs in `train/`.
+or a model belongs in `training/`.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class TrainerService:
         sync: WeightSync,
         folder: ScratchFolder | None = None,
     ) -> None:
-        from penstock.train.consumer import Consumer
+        from penstock.training.consumer import Consumer
         from penstock.weights.offload import explain_out_of_memory
 
         self._memory = partial(explain_out_of_memory, "trainer", _memory_advice(config))
@@ -169,7 +169,7 @@ def _shares_device(config: Config, kind: str) -> bool:
     """Return whether weights are published on the GPU; with colocation `auto` saves its memory."""
     if kind not in ("cuda_ipc", SHARED):
         return False
-    from penstock.train.policy import trainer_device
+    from penstock.training.policy import trainer_device
 
     device = trainer_device(config.model).type
     if kind == "cuda_ipc" and device != "cuda":

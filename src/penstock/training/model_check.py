@@ -3,7 +3,7 @@
 A few short sequences are scored by the unchanged model, each alone, and by the policy, packed. A model
 that mixes packed sequences (convolutions, state-space layers) trains one sequence per forward pass; a
 model whose log-probs the policy cannot give is refused. Attention windows longer than these sequences
-are not covered here; tests/train/test_architectures.py covers windows for every architecture.
+are not covered here; tests/training/test_architectures.py covers windows for every architecture.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UserError
-from penstock.train.pack import make_pack
-from penstock.train.policy import Policy
+from penstock.training.pack import make_pack
+from penstock.training.policy import Policy
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import torch
 
 from penstock import cli
 from penstock.errors import UserError
-from penstock.train.flat_batch import FlatBatch
-from penstock.train.objective import TokenInputs
+from penstock.training.flat_batch import FlatBatch
+from penstock.training.objective import TokenInputs
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 

@@ -7,14 +7,14 @@ import torch
 
 from penstock.config import TrainConfig
 from penstock.errors import UserError
-from penstock.train.optimizer import (
+from penstock.training.optimizer import (
     LossScale,
     Masters,
     clip_gradients,
     learning_rate,
     make_optimizer,
 )
-from penstock.train.ranks import Ranks
+from penstock.training.ranks import Ranks
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.launch.processes.process_worker import ProcessWorker
-from penstock.train.ranks import Ranks, digest_over, rank_share
+from penstock.training.ranks import Ranks, digest_over, rank_share
 from penstock.weights.model_weights import digest_of
 from stages import rank_program
 

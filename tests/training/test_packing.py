@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UserError
-from penstock.train.flat_batch import FlatBatch
-from penstock.train.model_check import check_model
-from penstock.train.pack import empty_pack, make_pack, split_by_tokens
-from penstock.train.packed_attention import fits_flash
-from penstock.train.policy import Policy
+from penstock.training.flat_batch import FlatBatch
+from penstock.training.model_check import check_model
+from penstock.training.pack import empty_pack, make_pack, split_by_tokens
+from penstock.training.packed_attention import fits_flash
+from penstock.training.policy import Policy
 from stages.training_data import VOCABULARY, from_disk, random_batch, tiny_model
 
 CPU = torch.device("cpu")

@@ -25,10 +25,10 @@ from penstock.data.chat import load_tokenizer
 from penstock.demo import resolve_model_path
 from penstock.errors import RunError
 from penstock.models.loading import quiet_transformers
-from penstock.train.optimizer import LossScale, Masters
-from penstock.train.policy import Policy
-from penstock.train.ptx import TextStream
-from penstock.train.ranks import Ranks, own_rows
+from penstock.training.optimizer import LossScale, Masters
+from penstock.training.policy import Policy
+from penstock.training.ptx import TextStream
+from penstock.training.ranks import Ranks, own_rows
 from penstock.weights.offload import HostOffload
 
 FORMAT = 2

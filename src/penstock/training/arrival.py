@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from penstock.train.dither import HALF_FORMATS, Place
-from penstock.train.optimizer import Masters
-from penstock.train.policy import ADAPTER, Policy
-from penstock.train.ranks import Ranks, own_rows, whole_tensor
+from penstock.training.dither import HALF_FORMATS, Place
+from penstock.training.optimizer import Masters
+from penstock.training.policy import ADAPTER, Policy
+from penstock.training.ranks import Ranks, own_rows, whole_tensor
 
 Sample = list[tuple[Tensor, Tensor]]  # of each tensor: the exact numbers, the published ones
 _SIDE = 256

@@ -16,9 +16,9 @@ from penstock.algo import advantage, kl
 from penstock.algo.correction import importance_weights
 from penstock.algo.method import Algorithm, TokenView
 from penstock.algo.settings import AlgorithmSettings
-from penstock.train.flat_batch import FlatBatch
-from penstock.train.pack import Pack
-from penstock.train.ranks import Ranks
+from penstock.training.flat_batch import FlatBatch
+from penstock.training.pack import Pack
+from penstock.training.ranks import Ranks
 
 
 def shaped_rewards(

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from penstock.errors import UserError
-from penstock.train import packed_attention
-from penstock.train.model_check import check_model
-from penstock.train.pack import make_pack
-from penstock.train.policy import Policy
+from penstock.training import packed_attention
+from penstock.training.model_check import check_model
+from penstock.training.pack import make_pack
+from penstock.training.policy import Policy
 from stages.tiny_architectures import UNBUILT, make, names
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from penstock.errors import RunError, StopRequested, UserError
-from penstock.train.consumer import Consumer
-from penstock.train.policy import add_adapters
+from penstock.training.consumer import Consumer
+from penstock.training.policy import add_adapters
 from penstock.weights.model_weights import model_digest
 from stages.training_data import (
     VOCABULARY,

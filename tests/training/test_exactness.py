@@ -9,8 +9,8 @@ import torch
 from penstock.algo import ALGORITHMS
 from penstock.algo.method import resolve_settings
 from penstock.config import AlgorithmConfig
-from penstock.train.flat_batch import FlatBatch, mini_batches
-from penstock.train.objective import TokenInputs
+from penstock.training.flat_batch import FlatBatch, mini_batches
+from penstock.training.objective import TokenInputs
 from penstock.types import Score
 from stages.training_data import (
     Gradients,

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from penstock.algo.method import resolve_settings
-from penstock.train.flat_batch import FlatBatch
-from penstock.train.objective import TokenInputs
-from penstock.train.policy import add_adapters
+from penstock.training.flat_batch import FlatBatch
+from penstock.training.objective import TokenInputs
+from penstock.training.policy import add_adapters
 from penstock.types import Batch
 from stages.training_data import config_of, consumer_of, random_batch, relative_gap, tiny_model
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.train.dither import HALF_FORMATS, Place, dither_, dither_key
+from penstock.training.dither import HALF_FORMATS, Place, dither_, dither_key
 
 
 @pytest.mark.parametrize("dtype", HALF_FORMATS, ids=str)

@@ -10,7 +10,7 @@ import torch
 
 from penstock.errors import RunError
 from penstock.launch.part_factories import TrainerService
-from penstock.train.consumer import Consumer
+from penstock.training.consumer import Consumer
 from penstock.types import Batch
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.offload import HostOffload

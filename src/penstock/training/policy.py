@@ -21,11 +21,11 @@ from penstock.config import LoraConfig, ModelConfig
 from penstock.demo import resolve_model_path
 from penstock.errors import UserError
 from penstock.models.loading import choose_device, end_ids, format_of, load_causal_lm
-from penstock.train import packed_attention
-from penstock.train.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
-from penstock.train.logprobs import LogitRule, token_logprobs
-from penstock.train.pack import Pack
-from penstock.train.ranks import Ranks, whole_tensor
+from penstock.training import packed_attention
+from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
+from penstock.training.logprobs import LogitRule, token_logprobs
+from penstock.training.pack import Pack
+from penstock.training.ranks import Ranks, whole_tensor
 
 ADAPTER = "default"
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.train.packed_attention import PackLayout
+from penstock.training.packed_attention import PackLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.train import logprobs
-from penstock.train.logprobs import LogitRule, token_logprobs
+from penstock.training import logprobs
+from penstock.training.logprobs import LogitRule, token_logprobs
 
 
 def full_logprobs(hidden, weight, bias, targets, temperatures, rule, banned=None):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from penstock.train.arrival import Arrival
-from penstock.train.optimizer import Masters
-from penstock.train.policy import Policy
-from penstock.train.ranks import Ranks
+from penstock.training.arrival import Arrival
+from penstock.training.optimizer import Masters
+from penstock.training.policy import Policy
+from penstock.training.ranks import Ranks
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 LORA = {"lora": {"rank": 8}}

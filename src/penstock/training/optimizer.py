@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from penstock.config import TrainConfig
 from penstock.errors import UserError
 from penstock.models.loading import format_of
-from penstock.train.dither import HALF_FORMATS, Place, dither_, dither_key
-from penstock.train.ranks import Ranks, own_rows, whole_tensor
+from penstock.training.dither import HALF_FORMATS, Place, dither_, dither_key
+from penstock.training.ranks import Ranks, own_rows, whole_tensor
 
 
 class Masters:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.train.flat_batch import FlatBatch
-from penstock.train.objective import PackResult
-from penstock.train.ranks import Ranks
+from penstock.training.flat_batch import FlatBatch
+from penstock.training.objective import PackResult
+from penstock.training.ranks import Ranks
 
 
 class TokenStats:

@@ -30,12 +30,12 @@ from penstock.config import Config
 from penstock.data.sampler import stable_hash
 from penstock.errors import RunError, StopRequested
 from penstock.models.loading import compute_dtype
-from penstock.train.arrival import Arrival
-from penstock.train.flat_batch import FlatBatch, mini_batches
-from penstock.train.metrics import TokenStats, mean_of_finite, step_metrics
-from penstock.train.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
-from penstock.train.model_check import check_model
-from penstock.train.objective import (
+from penstock.training.arrival import Arrival
+from penstock.training.flat_batch import FlatBatch, mini_batches
+from penstock.training.metrics import TokenStats, mean_of_finite, step_metrics
+from penstock.training.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
+from penstock.training.model_check import check_model
+from penstock.training.objective import (
     TokenInputs,
     loss_weights,
     pack_loss,
@@ -43,18 +43,18 @@ from penstock.train.objective import (
     token_advantages,
     update_sums,
 )
-from penstock.train.optimizer import (
+from penstock.training.optimizer import (
     LossScale,
     Masters,
     clip_gradients,
     learning_rate,
     make_optimizer,
 )
-from penstock.train.pack import Pack, empty_pack, make_pack, split_by_tokens
-from penstock.train.policy import Policy, add_adapters, load_policy, trainer_device
-from penstock.train.ptx import TextStream
-from penstock.train.ranks import Ranks, digest_over
-from penstock.train.snapshot import load_snapshot, take_snapshot
+from penstock.training.pack import Pack, empty_pack, make_pack, split_by_tokens
+from penstock.training.policy import Policy, add_adapters, load_policy, trainer_device
+from penstock.training.ptx import TextStream
+from penstock.training.ranks import Ranks, digest_over
+from penstock.training.snapshot import load_snapshot, take_snapshot
 from penstock.types import Batch, StepReport
 from penstock.weights.offload import HostOffload
 
