@@ -241,7 +241,7 @@ def test_what_a_user_should_know_is_said_once_before_the_first_step(
         f"eval.tasks.heldout.data={tmp_path / 'test.jsonl'}",
     )
     said = capfd.readouterr().err
-    assert said.count("eval.tasks.heldout: 1 of 3 problems are also prompts of tasks.train") == 1
+    assert said.count("1 of 3 problems of eval.tasks.heldout are prompts of tasks.train") == 1
     assert said.count("note: train.episodes 1 is 1 steps") == 1
 
 

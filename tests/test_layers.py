@@ -19,7 +19,7 @@ FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lo
     ("journal", "models", "algo", "sandbox", "data", "track", "checkpoint"),
     ("weights", "reward", "run_folder"),
     ("engine", "training", "produce", "identity"),
-    ("agent", "evaluation", "supervise"),
+    ("agent", "evaluation", "supervise", "findings"),
     ("pool",),
     ("launch",),
     ("preflight", "job"),

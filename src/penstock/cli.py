@@ -167,6 +167,18 @@ def audit(
     raise typer.Exit(audit_run(find(run), as_json=json_out))
 
 
+@app.command(rich_help_panel="Look")
+def doctor(
+    run: Run,
+    json_out: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """Print what is wrong with a run, how it shows and which setting to change; exit 1 if anything is."""
+    from penstock.inspection.doctor import examine
+    from penstock.run_folder import find
+
+    raise typer.Exit(examine(find(run), Console(), as_json=json_out))
+
+
 @app.command(rich_help_panel="Run")
 def backup(
     run: Run,

@@ -35,6 +35,7 @@ from penstock.run_folder import CONFIG, RunFolder
 
 Facts = Mapping[str, str]
 CODE, TOKENIZER, TEMPLATE, TOTAL_STEPS = "code", "tokenizer", "chat template", "total steps"
+MACHINE, OVERLAP = "machine", "overlap of "  # the second: "overlap of eval.tasks.A and tasks.B"
 PTX = "train.ptx.data"
 _OWN_FILE = re.compile(r"(.+\.py):\w+")  # a user's own object, as in `my_rewards.py:score`
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "reasoning-gym")
@@ -99,9 +100,16 @@ def measure(config: Config, datasets: Mapping[str, Dataset] | None = None) -> di
         if files and key not in (datasets or {}):
             facts[key] = _fact(source, file_content(*files))
     for key, dataset in (datasets or {}).items():
-        facts[key] = _fact(dataset.source, dataset.content, prompts=len(dataset))
+        counts = {"prompts": len(dataset), "skipped": dataset.num_skipped_long}
+        facts[key] = _fact(dataset.source, dataset.content, **counts, longest=dataset.longest)
     source = resolve_model_path(config.model.tokenizer or config.model.path)
-    return {**facts, **_tokenizer_facts(source), **code_fact(config)}
+    return {**facts, **_tokenizer_facts(source), **code_fact(config), MACHINE: _machine()}
+
+
+def _machine() -> str:
+    """Return the CPU cores and GPUs that the driver's machine has."""
+    gpus = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    return json.dumps({"cpus": len(os.sched_getaffinity(0)), "gpus": gpus})
 
 
 def _files(config: Config) -> dict[str, tuple[str, list[Path]]]:
@@ -145,7 +153,8 @@ def _tokenizer_facts(source: str) -> dict[str, str]:
         parts.add(content)
     text = ContentHash()
     text.add(json.dumps(template).encode())
-    return {TOKENIZER: _fact(source, parts.content()), TEMPLATE: _fact(source, text.content())}
+    written = _fact(source, text.content(), present=int(template is not None))
+    return {TOKENIZER: _fact(source, parts.content()), TEMPLATE: written}
 
 
 def _finder(source: str) -> Callable[[str], Path | None]:

@@ -7,6 +7,7 @@ engine and trainer where the launcher puts them. The loop (`run.py`) does the tr
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,7 +29,8 @@ from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
 from penstock.evaluation.background import Evaluations
 from penstock.evaluation.evaluate import EvalTask, choose_problems
-from penstock.identity import TOTAL_STEPS, measure
+from penstock.findings.live import LiveFindings
+from penstock.identity import OVERLAP, TOTAL_STEPS, measure
 from penstock.journal import Journal
 from penstock.launch import LAUNCHERS
 from penstock.launch.control import Control
@@ -52,9 +54,8 @@ from penstock.track.jsonl import restore_metrics
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
 from penstock.track.timeline_log import TimelineLog
-from penstock.types import Batch, Rollout, WeightHandle
-from penstock.watch.disk_use import DiskWatch
-from penstock.watch.learning import LearningWatch
+from penstock.types import Batch, Rollout, StepReport, WeightHandle
+from penstock.watch.memory_use import available_mib
 from penstock.watch.waits import WaitKind, Waits
 from penstock.watch.watchdog import Watchdog, watched
 
@@ -100,8 +101,8 @@ class Job:
     checkpoints: CheckpointStore
     evaluations: Evaluations
     rollout_log: RolloutLog
-    learning: LearningWatch
-    disk: DiskWatch
+    findings: LiveFindings
+    timeline: TimelineLog
     tracker: Fanout
     facts: dict[str, str] = field(default_factory=dict)  # what the run depends on (identity.py)
     activity: str = "starting"  # what the loop is doing now, for the display
@@ -132,12 +133,26 @@ class Job:
         first = "; ".join([self.activity, *self.producer_waits()])
         return "\n".join([first, *map(str, self.source.snapshot().tasks)])
 
+    def last_failure(self) -> str:
+        """Return why a group failed, the newest reason of the first task that has one."""
+        return next(
+            (task.last_error for task in self.source.snapshot().tasks if task.last_error), ""
+        )
+
     async def take_batch(self, step: int) -> Batch:
         with self.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
-            batch = await self.source.take_batch(step)
-        for warning in (*self.learning.look(batch), *self.disk.look(step)):
-            self.tracker.note(warning)
-        return batch
+            return await self.source.take_batch(step)
+
+    def log_step(self, batch: Batch, report: StepReport) -> None:
+        """Look for findings, and give the metrics and some samples of a step to whoever shows them."""
+        memory = available_mib()
+        metrics = {**report.metrics, **self.timeline.read_metrics()}
+        if memory is not None:
+            metrics["memory/available_mib"] = memory
+        self.findings.look(batch, metrics)
+        metrics["findings/open"] = float(len(self.findings.open))
+        self.tracker.log_step(batch.step, metrics)
+        self.rollout_log.write(batch)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -174,39 +189,29 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         eval_tasks = _eval_tasks(config, data, journal.waits, closing)
         job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
         facts = await asyncio.to_thread(measure, config, data.by_key())
-        job.facts = {**facts, TOTAL_STEPS: str(total_steps)}
+        overlaps = await asyncio.to_thread(_overlaps, data, eval_tasks)
+        job.facts = {**facts, **overlaps, TOTAL_STEPS: str(total_steps)}
         await _serve_control(folder, workers, closing)
-        for text in await asyncio.to_thread(_notes, config, total_steps, data, eval_tasks):
-            job.tracker.note(text)
+        refuses = run_settings(config).filter_groups or config.produce.is_valid_sample
+        if config.train.episodes is not None and refuses:
+            job.tracker.note(
+                f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
+                "refused groups are drawn in addition, so the run passes over its prompts more often"
+            )
+        job.findings.start(journal.last_committed_step(), job.facts)
         yield job
 
 
-def _notes(
-    config: Config, total_steps: int, data: _Data, eval_tasks: Sequence[EvalTask]
-) -> list[str]:
-    """Return what the user should know of the run before it starts."""
-    notes = []
-    refuses = run_settings(config).filter_groups or config.produce.is_valid_sample
-    if config.train.episodes is not None and refuses:
-        notes.append(
-            f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
-            "refused groups are drawn in addition, so the run passes over its prompts more often"
-        )
-    for key, dataset in data.by_key().items():
-        if left_out := dataset.num_skipped_long:
-            notes.append(
-                f"note: {key}: {left_out} of {left_out + len(dataset)} prompts are longer than "
-                f"max_prompt_tokens and are left out"
-            )
+def _overlaps(data: _Data, eval_tasks: Sequence[EvalTask]) -> dict[str, str]:
+    """Return a fact for each evaluation task that asks prompts of a training task."""
+    facts = {}
     for task in eval_tasks:
         asked = [problem.messages for problem in task.problems]
         for name, dataset in data.train.items():
             if found := count_overlap(dataset.messages(), asked):
-                notes.append(
-                    f"note: eval.tasks.{task.name}: {found} of {len(asked)} problems are also prompts of "
-                    f"tasks.{name}; their accuracy may show what was learned by heart"
-                )
-    return notes
+                counts = json.dumps({"found": found, "problems": len(asked)})
+                facts[f"{OVERLAP}eval.tasks.{task.name} and tasks.{name}"] = counts
+    return facts
 
 
 def join_parts(
@@ -248,27 +253,21 @@ def join_parts(
             num_groups=config.track.rollouts_per_log,
             note=lambda text: job.tracker.note(text),
         ),
-        learning=_learning_watch(config, folder),
-        disk=DiskWatch(folder.path, config, total_steps),
+        findings=LiveFindings(folder, config, total_steps, last_failure=lambda: job.last_failure()),
+        timeline=TimelineLog(
+            folder.path / "timeline",
+            workers.callbacks.waits,
+            lambda text: job.tracker.note(text),
+        ),
         tracker=Fanout({}),
     )
     job.tracker = _tracker(job)
-    workers.callbacks.note = job.tracker.note
-    job.tracker.note(job.disk.forecast(journal.last_committed_step()))
+    workers.callbacks.note = job.findings.note = job.tracker.note
     closing.callback(job.tracker.close)
-    closing.callback(TimelineLog(folder.path / "timeline", job.waits, job.tracker.note).close)
+    closing.callback(job.timeline.close)
     closing.callback(job.rollout_log.close)
     closing.push_async_callback(job.checkpoints.settle)
     return job
-
-
-def _learning_watch(config: Config, folder: RunFolder) -> LearningWatch:
-    settings = run_settings(config)
-    return LearningWatch(
-        str(folder.path),
-        by_group=settings.group_relative,
-        by_reward=settings.overlong_penalty == 0,
-    )
 
 
 def _prune_payloads(journal: Journal, config: Config, oldest_step: int) -> None:

@@ -72,8 +72,7 @@ class Loop:
         report = await asyncio.shield(self._training)
         if job.engine is not None and self._publishes(step):
             await self._publish(job.engine)
-        job.tracker.log_step(step, report.metrics)
-        job.rollout_log.write(batch)
+        job.log_step(batch, report)
         if self._evaluation_due():
             await self._start_evaluation()
         if job.checkpoints.due(step):

@@ -9,6 +9,7 @@ and know no engine, trainer or journal.
 from __future__ import annotations
 
 import hashlib
+import shlex
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -362,3 +363,20 @@ class WeightHandle:
     digest: str
     kind: str  # the weight sync that published them: in_process | shared_memory | ...
     location: Any = None  # what that sync needs to fetch them; small enough for a message
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Finding:
+    """Something that is wrong with a run, and what to do about it (`findings/`)."""
+
+    name: str  # stable, for metrics and pages: "equal_rewards"
+    what: str  # one sentence without a full stop
+    since: int  # the step with which it began; 0: before the first step
+    evidence: str  # the figures that show it
+    advice: str  # what to do, in words
+    change: tuple[str, ...] = ()  # settings to paste, such as "train.lr=1e-6"
+
+    def __str__(self) -> str:
+        since = f" (since step {self.since})" if self.since else ""
+        pasted = f": {' '.join(map(shlex.quote, self.change))}" if self.change else ""
+        return f"{self.what}{since}. {self.evidence}. {self.advice}{pasted}"

@@ -60,6 +60,7 @@ class Dataset:
         token_ids: Sequence[np.ndarray],
         content: Content,
         num_skipped_long: int = 0,
+        longest: int = 0,
     ) -> None:
         assert len(examples) == len(token_ids)
         self.name = name
@@ -67,6 +68,7 @@ class Dataset:
         self.content = content  # all lines, also those that were skipped
         self.num_skipped_long = num_skipped_long  # prompts over max_prompt_tokens
         self.is_chat = bool(examples) and examples[0].is_chat  # its prompts are lists of messages
+        self.longest = longest  # tokens of the longest prompt, also of those that were skipped
         self._examples = list(examples)
         self._token_ids = list(token_ids)
 
@@ -132,6 +134,7 @@ def load_dataset(
         [ids for index in kept if (ids := token_ids[index]) is not None],
         records.content(),
         num_skipped_long=len(fits) - len(kept),
+        longest=max(len(ids) for ids in token_ids if ids is not None),
     )
 
 

@@ -151,6 +151,7 @@ async def open_fork(folder: RunFolder) -> AsyncIterator[Job]:
         steps = config.train.steps
         job = join_parts(config, folder, journal, workers, source, steps, closing)
         job.facts = code_fact(config)
+        job.findings.start(journal.last_committed_step(), job.facts)
         job.tracker.note(f"fork of {parent.path}, steps 1 to {origin.steps}; nothing is generated")
         yield job
 

@@ -41,6 +41,7 @@ class FailurePolicy:
         self._recent: deque[bool] = deque(maxlen=settings.failure_window)  # True: failed
         self._failures_in_a_row = 0
         self._hold_until = 0.0
+        self.last_reason = ""  # of the newest failure
 
     def succeeded(self) -> None:
         self._recent.append(False)
@@ -49,6 +50,7 @@ class FailurePolicy:
 
     def failed(self, task_name: str, reason: str, now: float) -> None:
         """Count one failure; raise TooManyFailures above the allowed share."""
+        self.last_reason = reason
         self._recent.append(True)
         self._failures_in_a_row += 1
         rounds = self._failures_in_a_row // _FAILURES_BEFORE_HOLD

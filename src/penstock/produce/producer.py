@@ -113,6 +113,7 @@ class ProduceTask:
             aborted=counts[Status.ABORTED],
             expired=counts[Status.EXPIRED],
             counters=dict(runner.counters),
+            last_error=runner.failures.last_reason,
         )
 
 
@@ -422,6 +423,8 @@ class Producer:
         if count := sum(figures["reward_count"] for figures in by_task.values()):
             total = sum(figures["reward_sum"] for figures in by_task.values())
             metrics["produced/reward"] = total / count
+        for name in ("failed", "expired"):  # groups, each time that they were
+            metrics[f"groups/{name}"] = sum(figures[name] for figures in by_task.values())
         for task, figures in by_task.items():
             metrics |= {f"tasks/{task}/{name}": value for name, value in figures.items()}
         return metrics

@@ -23,6 +23,7 @@ class TaskSnapshot:
     aborted: int  # buffered groups to retry after an abort
     expired: int  # buffered groups to retry because they were too old
     counters: Mapping[str, int] = field(default_factory=dict)  # retried, failed, aborted, ...
+    last_error: str = ""  # why a group failed, the newest
 
     @property
     def balanced(self) -> bool:

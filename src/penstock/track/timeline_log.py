@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from penstock.track.line_file import LineFile, Note, print_note
-from penstock.watch.waits import OpenWait, Waits
+from penstock.watch.waits import OpenWait, WaitKind, Waits
 
 FILE = "events.jsonl"
 _BATCH = 512
@@ -24,14 +24,22 @@ class TimelineLog:
         self._file = LineFile(folder / FILE, note)
         self._epoch = time.time() - waits.clock()
         self._lines: list[tuple[str, str, str, float, float]] = []
+        self._rewards: list[float] = []  # seconds of each score of training since the last reading
         waits.on_close = self.add
 
     def add(self, wait: OpenWait) -> None:
         assert wait.until is not None
+        if wait.what == WaitKind.REWARD and not wait.lane.startswith("rewards of eval "):
+            self._rewards.append(wait.until - wait.since)
         start, end = self._epoch + wait.since, self._epoch + wait.until
         self._lines.append((wait.lane, wait.what, wait.detail, start, end))
         if len(self._lines) >= _BATCH:
             self.flush()
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return how long a response waited for its reward, on average since the last call."""
+        seconds, self._rewards = self._rewards, []
+        return {"time/reward_s": sum(seconds) / len(seconds)} if seconds else {}
 
     def flush(self) -> None:
         lines, self._lines = self._lines, []

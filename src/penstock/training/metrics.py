@@ -69,18 +69,20 @@ class MetricSums:
         self.maxima[name] = float(known.max(initial=-np.inf))
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Return the metrics over all ranks; 0 if nothing was counted."""
+        """Return the metrics over all ranks, without those of which no rank counted anything."""
         mean_names, max_names = sorted(self.sums), sorted(self.maxima)
         table = np.array([self.sums[name] for name in mean_names], np.float64).reshape(-1, 2)
         summed = ranks.sum(table)
         maxima = ranks.max(np.array([self.maxima[name] for name in max_names], np.float64))
         metrics = {
-            name: float(total / count) if count else 0.0
+            name: float(total / count)
             for name, (total, count) in zip(mean_names, summed, strict=True)
+            if count
         }
         metrics |= {
-            name: float(value) if np.isfinite(value) else 0.0
+            name: float(value)
             for name, value in zip(max_names, maxima, strict=True)
+            if np.isfinite(value)
         }
         return metrics
 
@@ -103,10 +105,11 @@ def step_metrics(
     _add_mismatch(sums, flat, stats)
     metrics = sums.reduce(ranks)
     for name in ("reward", "advantage"):
-        square = metrics.pop(f"_{name}/square")
-        metrics[f"{name}/std"] = float(np.sqrt(max(square - metrics[f"{name}/mean"] ** 2, 0.0)))
-    square = metrics.pop("_importance/square")
-    metrics["importance/ess"] = metrics["importance/mean"] ** 2 / square if square else 0.0
+        if (square := metrics.pop(f"_{name}/square", None)) is not None:
+            variance = square - metrics[f"{name}/mean"] ** 2
+            metrics[f"{name}/std"] = float(np.sqrt(max(variance, 0.0)))
+    if square := metrics.pop("_importance/square", None):
+        metrics["importance/ess"] = metrics["importance/mean"] ** 2 / square
     metrics["loss/policy"] = mean_of_finite(stats.losses)
     metrics |= _log_gap_by_staleness(flat, stats, ranks)
     metrics["tokens/trained"] = ranks.sum_of(flat.num_tokens)
@@ -133,6 +136,9 @@ def _add_rollouts(sums: MetricSums, flat: FlatBatch) -> None:
     sums.mean("response_length/mean", lengths_R)
     sums.max("response_length/max", lengths_R)
     sums.mean("truncated/share", flat.truncated_R.astype(np.float64))
+    told = [one for one in flat.rollouts if one.text or len(one.response_ids) <= 1]
+    empty = [not rollout.text.strip() for rollout in told]  # others came without their text
+    sums.mean("empty/share", np.array(empty, dtype=np.float64))
     equal = [np.ptp(rewards_R[flat.group_R == group]) == 0 for group in range(flat.num_groups)]
     sums.mean("groups/zero_variance", np.array(equal, dtype=np.float64))
 

@@ -1,4 +1,4 @@
-"""How much disk a run will use: a forecast at its start, and a warning before the disk is full.
+"""How much disk a run will use: a forecast at its start, and the space before every step.
 
 The journal grows with every token and checkpoints with the model. The forecast is an upper bound from
 the config until steps and checkpoints have been measured. Decides nothing: a full disk stops the run
@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import Config
@@ -22,6 +23,27 @@ TOKEN = 12  # bytes of the journal for a token: id, log-prob, text
 ROLLOUT = 400  # bytes of the journal for a response, beside its tokens
 _AHEAD = 100  # steps whose journal must fit
 _MASTER_AND_MOMENTS = 12  # bytes of a trained parameter in a checkpoint, beside the model itself
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DiskSpace:
+    """What is free under a run folder, and what the run will write there next; in bytes."""
+
+    folder: Path
+    free: int
+    checkpoint: int  # the next checkpoint
+    journal: int  # the journal's growth over the next `ahead` steps
+    ahead: int
+
+    @property
+    def is_short(self) -> bool:
+        return self.free < self.checkpoint + self.journal
+
+    def __str__(self) -> str:
+        return (
+            f"{size_text(self.free)} are free in {self.folder}; the next checkpoint needs "
+            f"{size_text(self.checkpoint)}, the journal {size_text(self.journal)} for the next {self.ahead} steps"
+        )
 
 
 class DiskWatch:
@@ -34,42 +56,43 @@ class DiskWatch:
         total_steps: int,
         *,
         free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
+        first: tuple[int, int] | None = None,
     ) -> None:
+        """first: a step and the size of the journal then; None: measure it at the first look."""
         self._folder, self._config, self._total = folder, config, total_steps
         self._free = free
         self._checkpoint = checkpoint_bytes(config)
         self._measured = False  # whether that is the size of a checkpoint of this run
-        self._first: tuple[int, int] | None = None  # step and size of the journal at the first look
-        self._told_at: float = float("inf")  # free bytes at the last warning
+        self._first = first
 
     def forecast(self, steps_done: int) -> str:
         """Return what the rest of the run will write, at most, and what is free, in one line."""
         journal = (self._total - steps_done) * _step_bytes(self._config)
         checkpoint, keep = self._checkpoint_bytes(), self._config.checkpoint.keep + 1
         free = self._free(self._folder)
-        written = f"at most {_size(journal)} of journal ({TOKEN} bytes a token)"
+        written = f"at most {size_text(journal)} of journal ({TOKEN} bytes a token)"
         if checkpoint:
-            written += f" and {keep} checkpoints of {_size(checkpoint)} (one while it is written)"
+            written += (
+                f" and {keep} checkpoints of {size_text(checkpoint)} (one while it is written)"
+            )
         short = journal + keep * checkpoint > free
-        return f"{'warning: ' if short else ''}disk: {written}; {_size(free)} are free"
+        return f"{'warning: ' if short else ''}disk: {written}; {size_text(free)} are free"
 
-    def look(self, step: int) -> list[str]:
-        """Return a warning if the next checkpoint and the next steps of the journal may not fit."""
-        free, size = self._free(self._folder), self._journal_bytes()
+    def look(self, step: int) -> DiskSpace:
+        """Return what is free before a step, and what will be written next."""
+        size = self._journal_bytes()
         if self._first is None:
             self._first = step, size
         first, size_then = self._first
         ahead = min(_AHEAD, self._total - step + 1)
         growth = (size - size_then) / (step - first) if step > first else 0.0
-        journal, checkpoint = int(growth * ahead), self._checkpoint_bytes()
-        if free >= journal + checkpoint or free > self._told_at / 2:
-            return []
-        self._told_at = free
-        return [
-            f"warning: disk: only {_size(free)} are free in {self._folder}; the next checkpoint needs "
-            f"{_size(checkpoint)}, the journal {_size(journal)} for the next {ahead} steps; make room, "
-            "or the run will stop (nothing that was journalled would be lost)"
-        ]
+        return DiskSpace(
+            folder=self._folder,
+            free=self._free(self._folder),
+            checkpoint=self._checkpoint_bytes(),
+            journal=int(growth * ahead),
+            ahead=ahead,
+        )
 
     def _journal_bytes(self) -> int:
         return sum(_bytes_of(self._folder / name) for name in ("journal.db", "journal.db-wal"))
@@ -128,7 +151,7 @@ def _parameters(path: Path) -> int:
     return sum(math.prod(tensor["shape"]) for tensor in tensors)
 
 
-def _size(number: float) -> str:
+def size_text(number: float) -> str:
     power = min(4, (max(int(number), 1).bit_length() - 1) // 10)
     value = number / 1024**power
     digits = 1 if power and value < 10 else 0
