@@ -43,6 +43,7 @@ from penstock.recover import (
 from penstock.run import Loop
 from penstock.run_folder import RunFolder
 from penstock.scratch import ScratchFolder
+from penstock.track.note_log import NoteLog
 
 T = TypeVar("T")
 _STOPPED_EARLY = "stopped during the start; nothing was trained"
@@ -151,6 +152,16 @@ def _tell(text: str) -> None:
 
 
 async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bool = False) -> None:
+    """Train to the end; the line that ends the run before is also in its logs/run.log."""
+    try:
+        await _train_to_the_end(config, folder, resumed, accept)
+    except (PenstockError, OSError) as error:
+        kind = "" if isinstance(error, StopRequested) else "error: "
+        NoteLog(folder.logs / "run.log").note(f"{kind}{' '.join(str(error).split())}")
+        raise
+
+
+async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, accept: bool) -> None:
     started = time.monotonic()
     console = Console(stderr=True)
     for warning in doubts(config):

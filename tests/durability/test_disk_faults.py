@@ -223,6 +223,7 @@ def test_a_journal_that_cannot_grow_stops_the_run_in_one_line(
     run, code = server.train("no-room", SYNC, point="before journal record", number=20, fault="EIO")
     assert code == 1
     assert "cannot write: [Errno 5]" in error_line(server)
+    assert (run.logs / "run.log").read_text().endswith(f" {error_line(server)}\n")
     assert server.run("resume", str(run.path)) == 0, server.output()
     assert_sound(run)
     assert digests(run) == expected

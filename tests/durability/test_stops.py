@@ -40,10 +40,12 @@ def test_a_stop_saves_the_last_step(
     assert done >= 2
     assert newest_step(run) == done
     assert "stop requested: saving a checkpoint" in server.output()
-    assert (
+    last = (
         f"stopped after step {done} of 1000, checkpoint written; "
-        f"continue with: penstock resume {run.path}" in server.output()
+        f"continue with: penstock resume {run.path}"
     )
+    assert last in server.output()
+    assert (run.logs / "run.log").read_text().endswith(f" {last}\n")
     assert "Traceback" not in server.output()
 
 

@@ -29,9 +29,12 @@ START = f"{FORM}start"
 STATE = "state.json"
 
 
-def digest_after(digest: str, groups: tuple[Group, ...]) -> str:
-    """Return the digest of the weights after an update with these groups, in this order."""
-    made = hashlib.sha256(digest.encode())
+def digest_after(digest: str, groups: tuple[Group, ...], bits: str = "") -> str:
+    """Return the digest of the weights after an update with these groups, in this order.
+
+    bits: what makes it another one in another process, on a device that does not repeat bits.
+    """
+    made = hashlib.sha256(digest.encode() + bits.encode())
     for group in groups:
         made.update(group.group_id.encode())
         for rollout in group.rollouts:
@@ -119,6 +122,8 @@ class SimTrainer:
         self._announced: Buffer | None = None
         self._knows_layout = False
         self._draft: tuple[Path, dict[str, Any]] | None = None
+        life = f"life {world.life}, {process.peers[0] or process.place}"
+        self._bits = "" if world.repeats_bits else life
         world.hold_gpu(process.name)
 
     def _handle(self, buffer: Buffer) -> WeightHandle:
@@ -142,9 +147,10 @@ class SimTrainer:
             for group in share[place : place + 1]
         )
         await self._process.work(0.5)
-        self.step, self.digest = batch.step, digest_after(self.digest, whole)
+        before, self.digest = self.digest, digest_after(self.digest, whole, self._bits)
+        self.step = batch.step
         if self._rank == 0:
-            self._world.trained(replace(batch, groups=whole), self.digest)
+            self._world.trained(replace(batch, groups=whole), before, self.digest)
         await self._process.work(0.1)
         return StepReport(
             step=self.step,
@@ -204,7 +210,7 @@ class SimTrainer:
         return self.step, self.digest
 
     async def is_exact(self) -> bool:
-        return True
+        return self._world.repeats_bits
 
     async def request_stop(self) -> None:
         self._stop = True
@@ -263,11 +269,12 @@ class SimEngine(PacedEngine):
         return replace(await super().stats(), digest=self.digest)
 
 
-def stale_rollouts(batch: Batch, bound: int) -> list[str]:
-    """Return the rollouts of a batch that have a token older than the bound allows."""
+def stale_rollouts(batch: Batch, bounds: dict[str, int]) -> list[str]:
+    """Return the rollouts of a batch that have a token older than the bound of their task allows."""
     return [
         f"{rollout.rollout_id}: staleness {staleness(batch.step, rollout.oldest_version)}"
-        for rollout in batch.rollouts
+        for group in batch.groups
+        for rollout in group.rollouts
         if rollout.oldest_version is not None
-        and staleness(batch.step, rollout.oldest_version) > bound
+        and staleness(batch.step, rollout.oldest_version) > bounds[group.task]
     ]

@@ -125,6 +125,17 @@ def test_a_second_hang_is_noticed_as_soon_as_the_first() -> None:
     assert result.seconds < 4 * 320
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_half_written_by_a_trainer_that_does_not_repeat_bits_are_published_again(
+    seed: int,
+) -> None:
+    """Engines were given the dead trainer's weights three times, and the run stopped."""
+    faults = [at("kill", "trainer", "publish", "begun", 3)]
+    result = run_seed(seed, settings=PLAIN, faults=faults, repeats_bits=False)
+    assert result.happened
+    assert result.violations == [], result.lives
+
+
 def test_an_update_that_vanishes_is_found() -> None:
     """About one schedule in 500 finds it: an engine stalls after the update, and the trainer dies."""
     stall = at("stall", "engine-0", "stats", "begun", 3, seconds=40.0)

@@ -24,6 +24,8 @@ from simulation.faults import Fault, draw_faults
 from simulation.parts import SharedMemory, stale_rollouts
 from simulation.processes import Meeting, SimProcess
 
+TASKS = ("train", "other")
+_TASK = {"data": "none", "rewards": [{"type": "simulation.parts:SimReward"}]}
 USER = "the user"  # the name of a task that waits for the driver from outside
 
 
@@ -79,13 +81,18 @@ class World:
         *,
         settings: dict[str, Any] | None = None,
         faults: list[Fault] | None = None,
+        repeats_bits: bool | None = None,
     ) -> None:
-        """`settings` (by dotted key) and `faults` take the place of what the seed would draw."""
+        """What is given takes the place of what the seed would draw; settings by dotted key."""
         self.seed, self.folder = seed, folder
         self.random = random.Random(seed)
         on_update = random.Random(-1 - seed).choice(("keep", "keep", "abort", "wait"))
-        self.config = draw_config(self.random, {"sync.on_update": on_update, **(settings or {})})
+        given = {"sync.on_update": on_update, **(settings or {})}
+        self.config = draw_config(self.random, seed, given)
         self.bounds = _era_bounds(Era(self.config, None))
+        self.repeats_bits = random.Random(f"bits of {seed}").random() < 0.8
+        if repeats_bits is not None:
+            self.repeats_bits = repeats_bits
         workers = [f"engine-{n}" for n in range(self.config.launch.num_producers)]
         ranks = self.config.launch.num_consumers
         workers += ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
@@ -97,6 +104,7 @@ class World:
         self.loop: SimLoop
         self.disk = Disk()
         self._steps: dict[str, int] = {}  # group -> the step that trained it, by any trainer
+        self.updates: set[tuple[int, str, str]] = set()  # step, digests before and after it
         self._lengths = self.random.choice(((2, 6), (1, 30)))
         self.begin_life()
 
@@ -109,7 +117,9 @@ class World:
             f"({config.sync.on_update}), "
             f"checkpoints every {config.checkpoint.every_steps}, engines "
             f"{config.launch.num_producers} ({config.engine.update}), ranks "
-            f"{config.launch.num_consumers}{', colocated' if config.launch.colocate else ''}; "
+            f"{config.launch.num_consumers}{', colocated' if config.launch.colocate else ''}, "
+            f"{len(config.tasks)} task{'s' if len(config.tasks) > 1 else ''}"
+            f"{'' if self.repeats_bits else ', bits do not repeat'}; "
             f"drawn: {'; '.join(map(str, self.faults)) or 'no fault'}"
         )
 
@@ -153,13 +163,14 @@ class World:
     def leave_gpu(self, name: str) -> None:
         self._gpu.discard(name)
 
-    def trained(self, batch: Batch, digest: str) -> None:
+    def trained(self, batch: Batch, before: str, digest: str) -> None:
         """Keep the trainer's own record of an update, and compare it with those before."""
         for group in batch.groups:
             step = self._steps.setdefault(group.group_id, batch.step)
             if step != batch.step:
                 self.violated(f"{group.group_id}: trained in step {step} and step {batch.step}")
-        self.violations += stale_rollouts(batch, self.bounds.allowed["train"])
+        self.violations += stale_rollouts(batch, self.bounds.allowed)
+        self.updates.add((batch.step, before, digest))
 
     # ---- faults
 
@@ -229,15 +240,16 @@ class World:
             process.loses += 1
 
 
-def draw_config(chance: random.Random, settings: dict[str, Any]) -> Config:
+def draw_config(chance: random.Random, seed: int, settings: dict[str, Any]) -> Config:
     """Draw the settings of a small run; those that are given stay."""
     asynchronous = chance.random() < 0.7
     staleness = chance.randrange(3) if asynchronous else 0
     every = chance.choice((1, 1, 2))
     ranks = chance.choice((1, 1, 1, 2))
+    several = random.Random(f"tasks of {seed}").random() < 0.2
     tree: dict[str, Any] = {
         "seed": 1,
-        "tasks": {"train": {"data": "none", "rewards": [{"type": "simulation.parts:SimReward"}]}},
+        "tasks": dict.fromkeys(TASKS[: 2 if several else 1], _TASK),
         "sampling": {"num_generations": 2, "max_tokens": 40},
         "engine": {"max_slots": 4, "update": chance.choice(("together", "together", "rolling"))},
         "produce": {
@@ -268,9 +280,8 @@ def draw_config(chance: random.Random, settings: dict[str, Any]) -> Config:
 def _evaluation(chance: random.Random) -> dict[str, Any]:
     if chance.random() < 0.7:
         return {"tasks": {}, "at_start": False}
-    task = {"data": "none", "rewards": [{"type": "simulation.parts:SimReward"}]}
     return {
-        "tasks": {"held": task},
+        "tasks": {"held": _TASK},
         "max_problems": 3,
         "every_steps": chance.choice((1, 2)),
         "at_start": chance.random() < 0.5,

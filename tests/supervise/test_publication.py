@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,6 +106,33 @@ def test_a_trainer_that_dies_after_it_published_publishes_the_same_again() -> No
         trainers.made[0].die()
         assert (await trainer.renewed(published)).location == "side of 1"
         assert trainers.log[-1] == "publish by 1"
+        await trainers.supervised.close()
+
+    asyncio.run(run())
+
+
+class OtherBits(TrainerFake):
+    """Redoes a step with other bits than the worker before it, as a GPU may."""
+
+    async def publish(self) -> WeightHandle:
+        return replace(await super().publish(), digest=f"digest of {self._number}")
+
+    async def identity(self) -> tuple[int, str]:
+        return 1, f"digest of {self._number}"
+
+
+def test_a_trainer_that_redid_its_step_with_other_bits_publishes_those() -> None:
+    """The handle of the dead worker was handed out again, so the engines could never load that version."""
+
+    async def run() -> None:
+        trainers = Trainers(first_hangs=True, part=OtherBits)
+        trainer = await trainers.start()
+        published = await trainer.publish()
+        trainers.made[0].die()
+        renewed = await trainer.renewed(published)
+        assert renewed.location == "side of 1"
+        assert (renewed.version, renewed.digest) == (published.version, "digest of 1")
+        assert await trainer.renewed(published) == renewed
         await trainers.supervised.close()
 
     asyncio.run(run())

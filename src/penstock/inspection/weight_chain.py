@@ -13,15 +13,19 @@ from penstock.journal import Journal
 
 def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
     """Return what breaks the chain. `recorded`: a fork, whose versions are those of its origin."""
-    published, confirmed = _seen(journal, "published"), _seen(journal, "confirmed")
+    published, confirmed, redone = (
+        _seen(journal, kind) for kind in ("published", "confirmed", "redone")
+    )
     faults = [
         f"weights {version}: an engine confirmed digest {digest}, the trainer published "
         f"{_words(published.get(version))}"
-        for version, digests in sorted(confirmed.items())
-        for digest in sorted(digests - published.get(version, set()))
+        for version, digests in sorted(
+            confirmed.items()
+        )  # a restarted trainer publishes what it redid
+        for digest in sorted(digests - published.get(version, set()) - redone.get(version, set()))
     ]
     if not recorded:
-        faults += _step_faults(journal, published, _seen(journal, "redone"))
+        faults += _step_faults(journal, published, redone)
     for version in _sampled_versions(journal):
         if version not in published:
             faults.append(

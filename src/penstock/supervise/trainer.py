@@ -250,18 +250,22 @@ class RestartingTrainer(TrainerClient):
             self._writing = None
 
     async def _publish_again(self) -> None:
-        """Let a restarted worker publish what its predecessor had published."""
+        """Let a restarted worker publish the version that its predecessor had published.
+
+        Where bits do not repeat, its redone weights have another digest, and there are no others.
+        """
         async with self._publishing:
             worker = self._supervised.worker
             if self._published is None or worker is None or worker is self._published[1]:
                 return
             handle = self._published[0]
-            if await self._supervised.call("identity") == (handle.version, handle.digest):
+            version, _ = await self._supervised.call("identity")
+            if version == handle.version:
                 handle = await self._supervised.call("publish")
             self._published = (handle, worker)
 
     async def renewed(self, handle: WeightHandle) -> WeightHandle:
-        """Return a readable handle of the same weights after the death of their writer."""
+        """Return a readable handle of the same version after the death of its writer."""
         await self._written()
         while True:
             await self._supervised.ready()
@@ -272,7 +276,7 @@ class RestartingTrainer(TrainerClient):
             except WorkerDied:
                 continue
         newest = handle if self._published is None else self._published[0]
-        if (newest.version, newest.digest) != (handle.version, handle.digest):
+        if newest.version != handle.version:
             raise EngineError(
                 f"weights of version {handle.version} are gone, and the trainer is at {newest.version}"
             )
