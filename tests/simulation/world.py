@@ -32,6 +32,8 @@ USER = "the user"  # the name of a task that waits for the driver from outside
 class Prompts(list[Prompt]):
     """A dataset."""
 
+    is_chat = True
+
     num_skipped_long = 0
 
     def messages(self) -> list[Any]:
