@@ -29,11 +29,12 @@ import torch
 from penstock.config import LaunchConfig
 from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.pool.node_copies import NodeCopies
+from penstock.scratch import weight_folder
 from penstock.supervise.supervised import SupervisionCallbacks
 from penstock.types import WeightHandle
 from penstock.watch.waits import Waits
 from penstock.weights.in_process import InProcessSync
-from penstock.weights.shared_memory import SharedMemorySync, weight_folder
+from penstock.weights.shared_memory import SharedMemorySync
 
 TENSOR_BYTES = 32 * 2**20
 PATHS = ("in_process", "shared_memory", "collective", "two nodes")

@@ -43,6 +43,16 @@ class ScratchFolder:
         self.remove()
 
 
+def memory_folder() -> str:
+    """Return the folder whose files are kept in memory, or the temporary folder if there is none."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def weight_folder() -> ScratchFolder:
+    """Make a folder for the weight buffers of a run, in memory if the system has such a folder."""
+    return ScratchFolder.new("weights", memory_folder())
+
+
 def _locked(path: Path) -> int:
     """Create and lock a folder; return its descriptor. Repeat if it is swept before it is locked."""
     while True:

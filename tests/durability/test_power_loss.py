@@ -26,7 +26,7 @@ from penstock.inspection.audit import _era_bounds, audit_journal
 from penstock.journal import Journal
 from penstock.recover import check_journal, newest_checkpoint
 from penstock.run_folder import RunFolder
-from penstock.weights.mapped_files import memory_folder
+from penstock.scratch import memory_folder
 from stages.power_loss import Change, Disk, Kind, read_record
 from stages.recorded_run import MORE_STEPS, NAME
 from stages.tiny_policy import save_policy

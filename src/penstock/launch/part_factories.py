@@ -19,7 +19,7 @@ from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError, WrongStep
 from penstock.plugins import load
-from penstock.scratch import ScratchFolder
+from penstock.scratch import ScratchFolder, weight_folder
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.weights import SHARED
 from penstock.weights.protocol import Announcing, WeightSync
@@ -154,7 +154,7 @@ def trainer_part(
     node: str = "",
 ) -> TrainerService:
     """Build a trainer rank. `node`: the name of its node in a cluster, where it has its own folder."""
-    from penstock.weights.shared_memory import SharedMemorySync, weight_folder
+    from penstock.weights.shared_memory import SharedMemorySync
 
     _set_rank_variables(config, rank, meeting)
     own: ScratchFolder | None = None

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from penstock.errors import RunError, UserError
-from penstock.scratch import ScratchFolder
+from penstock.scratch import ScratchFolder, weight_folder
 from penstock.types import WeightHandle
 from penstock.weights.broadcast import BUCKET_BYTES, WeightGroup, connect_store, open_store
-from penstock.weights.shared_memory import SharedMemorySync, location_of, weight_folder
+from penstock.weights.shared_memory import SharedMemorySync, location_of
 
 Meeting = tuple[str, int]  # address and port at which the members of a group meet
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import mmap
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,6 @@ import torch
 FOLDER = "folder"  # the kind of a WeightHandle whose location is a folder of safetensors files
 FileEntry = tuple[str, str, list[int], str, int]  # name, dtype, shape, file, offset
 _ALIGN = 64
-
-
-def memory_folder() -> str:
-    """Return the folder whose files are kept in memory, or the temporary folder if there is none."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
 def share_weights(weights: dict[str, torch.Tensor], file: Path, *, copy: bool) -> list[FileEntry]:

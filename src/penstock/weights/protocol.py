@@ -7,11 +7,12 @@ as a message. A sync moves bytes: it does not decide when to publish, and engine
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.types import WeightHandle
+
+if TYPE_CHECKING:
+    import torch
 
 
 class WeightSync(Protocol):

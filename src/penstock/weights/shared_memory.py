@@ -14,21 +14,14 @@ from pathlib import Path
 
 import torch
 
-from penstock.scratch import ScratchFolder
 from penstock.types import WeightHandle
 from penstock.weights.buffer import CAN_WAIT_FOR_BYTES, BufferReader, BufferWriter, ReaderCache
-from penstock.weights.mapped_files import memory_folder
 
 WAKE_BYTES = 8 * 2**20  # wake waiting readers after every so many bytes
 DEVICE_WAKE_BYTES = 256 * 2**20  # the same on a GPU, where each wake-up first waits for the device
 _ALIGN = 64
 Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, offset
 Layout = tuple[list[Entry], int]
-
-
-def weight_folder() -> ScratchFolder:
-    """Make a folder for the weight buffers of a run, in /dev/shm if the system has it."""
-    return ScratchFolder.new("weights", memory_folder())
 
 
 class SharedMemorySync:

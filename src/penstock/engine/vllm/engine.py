@@ -29,7 +29,7 @@ from penstock.engine.protocol import (
 from penstock.engine.remote_requests import RemoteRequest, RemoteRequests
 from penstock.engine.vllm.options import Transfer, VllmOptions, sampling_fields
 from penstock.errors import EngineError
-from penstock.scratch import ScratchFolder
+from penstock.scratch import ScratchFolder, memory_folder
 from penstock.types import WeightHandle
 from penstock.weights import mapped_files
 from penstock.weights.broadcast import WeightGroup, open_store
@@ -363,7 +363,7 @@ class VllmEngine:
 
     async def _transfer(self, llm: AsyncLLM, version: int, source: WeightHandle) -> None:
         """Fetch and check weights, then load them in every worker during a pause."""
-        folder = self._options.transfer_folder or mapped_files.memory_folder()
+        folder = self._options.transfer_folder or memory_folder()
         weights = await asyncio.to_thread(checked_weights, self._fetch, source)
         with ScratchFolder.new("transfer", folder) as place:
             info = await self._prepare(weights, source, place / "weights")

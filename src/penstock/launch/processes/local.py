@@ -17,12 +17,12 @@ from penstock.launch.assemble import all_or_first_error, assemble, colocated_pub
 from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.launch.rpc_server import append_to_log
 from penstock.launch.workers import Workers
+from penstock.scratch import weight_folder
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RankGroup
 from penstock.supervise.worker import Worker
 from penstock.watch.waits import Waits
 from penstock.weights import sync_kind
-from penstock.weights.shared_memory import weight_folder
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
