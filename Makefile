@@ -32,6 +32,9 @@ check: $(DEV_STAMP)  ## format, lint and types
 	$(BIN)/ruff check src tests benchmarks scripts examples
 	$(BIN)/mypy
 
+# compile each file once for all the processes that the tests start, whatever the environment says
+export PYTHONDONTWRITEBYTECODE :=
+
 # one file stays in one process; tests/conftest.py puts the longest files first
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 

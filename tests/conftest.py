@@ -6,6 +6,7 @@ Without `-m gpu` every test runs on the CPU, on a machine with GPUs too: most of
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # read when torch and Triton are imported, here and in every process that a test starts
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores
 
+_ALL_RAY = re.compile(r"^pytestmark = \[?pytest\.mark\.ray\b", re.MULTILINE)
 LONGEST_FIRST = (  # so that neither test process is left with one of these while the other is idle
     "training/test_learning.py",
     "sandbox/test_server.py",
@@ -55,9 +57,16 @@ def _has_gpu() -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, import only files with such tests: a GPU machine may lack what others need."""
-    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if is_test and _asks_for_gpu(config) and "mark.gpu" not in collection_path.read_text():
+    """Do not import files without a test to run: they cost time, and may need what is not installed.
+
+    With `-m gpu`, files without such tests; with `not ray`, files whose tests all need Ray.
+    """
+    if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    text = collection_path.read_text()
+    if _asks_for_gpu(config) and "mark.gpu" not in text:
+        return True
+    if "not ray" in config.option.markexpr and _ALL_RAY.search(text):
         return True
     return None
 

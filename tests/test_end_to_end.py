@@ -23,6 +23,7 @@ from penstock.inspection.rollout_viewer import show_rollouts
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.session import resume_run, train_new
+from stages.rewards import ODD_REWARD
 from stages.step_pipe import STEP_PIPE
 from stages.tiny_run import CrashServer
 
@@ -237,6 +238,8 @@ def test_what_a_user_should_know_is_said_once_before_the_first_step(
         "notes",
         "train={episodes=1, groups_per_step=4}",
         "algorithm.filter_groups=true",
+        "sampling.max_tokens=6",
+        f"tasks.train.rewards=[{{type='{ODD_REWARD}'}}]",  # it differs in every group: none is refused
         f"tasks.train.data={tmp_path / 'train.jsonl'}",
         f"eval.tasks.heldout.data={tmp_path / 'test.jsonl'}",
     )
@@ -301,8 +304,6 @@ def test_a_reward_that_compares_a_group_trains_and_evaluates(tmp_path: Path) -> 
 def test_a_small_update_of_a_bfloat16_run_arrives(tmp_path: Path) -> None:
     """The demo policy's file is float32; rounded to bfloat16 it is what most checkpoints are."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from penstock.demo import policy_path
 
     folder = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(policy_path(), dtype="bfloat16").save_pretrained(folder)

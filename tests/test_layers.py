@@ -94,7 +94,9 @@ def test_only_the_vllm_engine_imports_vllm_and_only_launch_imports_ray() -> None
 
 def test_the_control_plane_imports_no_torch() -> None:
     modules = "types config config.source journal produce agent agent.single_turn reward data data.sampler preflight cli "
-    modules += "job run recover session launch.inline launch.processes.local pool.pool inspection.audit"
+    modules += (
+        "job run recover session launch.inline launch.processes.local pool.pool inspection.audit"
+    )
     code = "import sys\n" + "\n".join(f"import penstock.{name}" for name in modules.split())
     code += "\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

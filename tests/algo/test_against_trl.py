@@ -12,9 +12,6 @@ from penstock.algo.correction import importance_weights
 from penstock.algo.method import TokenView, algorithm_class, resolve_settings
 from penstock.config import AlgorithmConfig
 
-grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
-rloo_trainer = pytest.importorskip("trl.trainer.rloo_trainer", reason="TRL is not installed")
-
 SEQUENCES, LENGTH, MAX_LENGTH = 6, 9, 12
 
 
@@ -31,8 +28,9 @@ class OneProcess:
         return tensor
 
 
-def trl_loss(trainer_class, logprobs, case, **fields):
+def trl_loss(name, logprobs, case, **fields):
     """Compute the loss of a TRL trainer from these log-probs; all around its formula is a stand-in."""
+    module = pytest.importorskip(f"trl.trainer.{name}_trainer", reason="TRL is not installed")
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (
             logprobs,
@@ -58,12 +56,12 @@ def trl_loss(trainer_class, logprobs, case, **fields):
         "num_items_in_batch": mask.sum(),
         "importance_sampling_ratio": case["weights"],
     }
-    return trainer_class._compute_loss(trainer, None, inputs)
+    return getattr(module, f"{name.upper()}Trainer")._compute_loss(trainer, None, inputs)
 
 
 def grpo_loss(logprobs, case, *, loss_type, low, high, beta=0.0, level="token", correction=False):
     return trl_loss(
-        grpo_trainer.GRPOTrainer,
+        "grpo",
         logprobs,
         case,
         top_entropy_quantile=1.0,
@@ -83,8 +81,7 @@ def grpo_loss(logprobs, case, *, loss_type, low, high, beta=0.0, level="token", 
 
 
 def rloo_loss(logprobs, case, *, low, high):
-    trainer = rloo_trainer.RLOOTrainer
-    return trl_loss(trainer, logprobs, case, epsilon_low=low, epsilon_high=high)
+    return trl_loss("rloo", logprobs, case, epsilon_low=low, epsilon_high=high)
 
 
 def our_loss(logprobs, case, config: AlgorithmConfig):

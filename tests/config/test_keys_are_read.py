@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -15,7 +16,7 @@ from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskConfig, Ta
 SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 READ_BY_NAME = {  # sections whose fields are copied by name into another record, which is then read
     "produce": "produce/strategy.py copies the fields into the strategy's own config",
-    "algorithm": "algo/choice.py lays the fields over the method's AlgorithmSettings",
+    "algorithm": "algo/method.py lays the fields over the method's AlgorithmSettings",
 }
 READ_BY_THE_TREE = {  # keys that the config itself turns into what the code reads
     "eval.temperature": "Config.eval_sampling makes a SamplingConfig of it",
@@ -51,11 +52,16 @@ class SourceFile:
         self.names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
-FILES = [
-    SourceFile(path)
-    for path in SOURCE.rglob("*.py")
-    if "config" not in path.relative_to(SOURCE).parts and path != SOURCE / "preflight.py"
-]
+@functools.cache
+def source_files() -> list[SourceFile]:
+    """Return the files of the package but those of config and preflight."""
+    return [
+        SourceFile(path)
+        for path in SOURCE.rglob("*.py")
+        if "config" not in path.relative_to(SOURCE).parts and path != SOURCE / "preflight.py"
+    ]
+
+
 LEAVES = list(leaves(Config))
 
 
@@ -67,9 +73,9 @@ def test_a_key_is_read_where_its_section_is_used(
 ) -> None:
     section = path.rstrip(".").rsplit(".", 1)[-1] or "config"
     classes = {kind.__name__ for kind in model.__mro__ if name in getattr(kind, "model_fields", {})}
-    files = FILES
+    files = source_files()
     if section not in READ_BY_NAME:
-        files = [file for file in FILES if file.names & {section, *classes}]
+        files = [file for file in files if file.names & {section, *classes}]
     if f"{path}{name}" not in READ_BY_THE_TREE:
         assert any(name in file.reads for file in files), "no code outside config/ reads this key"
 

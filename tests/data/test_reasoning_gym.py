@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -11,7 +12,9 @@ from penstock.data import load_dataset, reasoning_gym, validate_source
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
 
-pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed"
+)
 
 
 def questions(name: str, **options: object) -> set[str]:

@@ -77,7 +77,9 @@ def changed(
     return digests(RunFolder(folder)), server.counts()
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize(
+    "number", [0, 1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 3, 4))]
+)
 def test_killed_while_its_settings_change_it_goes_on_with_the_new_ones(
     server: CrashServer, killed: RunFolder, changed: tuple[list[str], dict[str, int]], number: int
 ) -> None:

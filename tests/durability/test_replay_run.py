@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -24,12 +25,14 @@ def equal_steps(output: str) -> int:
     return sum(line.endswith("equal") for line in output.splitlines())
 
 
-def test_fifty_asynchronous_steps_compute_again_bit_for_bit(server: CrashServer) -> None:
-    run, code = server.train("long", "train.steps=50", "produce.max_staleness=2")
+@pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_asynchronous_steps_compute_again_bit_for_bit(server: CrashServer, steps: int) -> None:
+    words = (f"train.steps={steps}", "produce.max_staleness=2")
+    run, code = server.train(f"long-{steps}", *words)
     assert code == 0, server.output()
     assert max(json.loads(line)["staleness/max"] for line in run.metrics.open()) > 0
     assert server.run("replay", str(run.path)) == 0, server.output()
-    assert equal_steps(server.output()) == 50
+    assert equal_steps(server.output()) == steps
 
 
 def test_replay_stops_where_it_is_told(server: CrashServer, parent: RunFolder) -> None:
@@ -39,8 +42,14 @@ def test_replay_stops_where_it_is_told(server: CrashServer, parent: RunFolder) -
     assert f"--to: got 9, allowed: 1 to {STEPS}" in server.output()
 
 
-def test_a_difference_is_named_by_its_step(server: CrashServer) -> None:
-    run, _ = server.train("tampered", "train.steps=3")
+@pytest.fixture
+def copied(parent: RunFolder, tmp_path: Path) -> RunFolder:
+    """Return a copy of the parent to change."""
+    return RunFolder(shutil.copytree(parent.path, tmp_path / "run"))
+
+
+def test_a_difference_is_named_by_its_step(server: CrashServer, copied: RunFolder) -> None:
+    run = copied
     with sqlite3.connect(run.journal) as database:
         database.execute("UPDATE step_rows SET digest = 'leaves-f00d' WHERE step = 2")
     assert server.run("replay", str(run.path)) == 1
@@ -50,8 +59,10 @@ def test_a_difference_is_named_by_its_step(server: CrashServer) -> None:
     assert "leaves-f00d" in line
 
 
-def test_a_run_with_digests_of_another_form_is_refused_in_one_line(server: CrashServer) -> None:
-    run, _ = server.train("older", "train.steps=2")
+def test_a_run_with_digests_of_another_form_is_refused_in_one_line(
+    server: CrashServer, copied: RunFolder
+) -> None:
+    run = copied
     with sqlite3.connect(run.journal) as database:
         database.execute("UPDATE step_rows SET digest = '0123456789abcdef'")
     assert server.run("replay", str(run.path)) == 2, server.output()

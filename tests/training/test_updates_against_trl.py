@@ -18,9 +18,6 @@ from penstock.training.objective import TokenInputs
 from penstock.training.policy import add_adapters
 from penstock.types import Batch
 from stages.training_data import config_of, consumer_of, random_batch, relative_gap, tiny_model
-
-pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
-
 from stages.trl_run import END, Updates, run_trl
 
 BATCHES, GROUPS, SIZE = 5, 6, 4
@@ -163,6 +160,7 @@ def with_adapters(model: Any, config: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(("method", "way"), CASES)
 def test_five_batches_change_the_weights_as_trl_does(method, way, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     algorithm, options = METHODS[method]
     ours, theirs = WAYS[way]
