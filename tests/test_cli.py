@@ -96,6 +96,16 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("words", ["sandbox check", "sandbox serve"])
+def test_an_unknown_setting_of_the_sandbox_is_refused_with_those_that_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    assert run(monkeypatch, *words.split(), "wrokers=1") == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: unknown key 'wrokers', allowed: ")
+    assert "workers" in error.removeprefix("error: unknown key 'wrokers'")
+
+
 def test_greedy_evaluation_with_several_samples_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

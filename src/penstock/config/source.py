@@ -111,9 +111,15 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def explain(error: ValidationError) -> str:
-    """Return the first mistake in one line: the key, what was given, what is allowed."""
-    return _explain(error.errors()[0])
+def explain(error: ValidationError, *, keys: Sequence[str] = ()) -> str:
+    """Return the first mistake in one line: the key, what was given, what is allowed.
+
+    keys: those of a section that stands alone; without them, the keys of the whole config are allowed.
+    """
+    first = error.errors()[0]
+    if keys and first["type"] == "extra_forbidden":
+        return f"unknown key {str(first['loc'][0])!r}, allowed: {', '.join(keys)}"
+    return _explain(first)
 
 
 def _explain(error: ErrorDetails) -> str:
