@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
+from penstock.config.source import load_config
 from stages.command_line import commands
 
 
@@ -66,6 +67,7 @@ WRONG = {  # for each command a wrong argument, and words of its error message
     "eval": (["eval.max_problems=-1"], "eval.max_problems: got -1"),
     "backup": (["no-such-run"], "no-such-run"),
     "audit": (["no-such-run"], "no-such-run"),
+    "doctor": (["no-such-run"], "no-such-run"),
     "report": (["no-such-run"], "no-such-run"),
     "timeline": (["no-such-run"], "no-such-run"),
     "rollouts": (["no-such-run", "--limit", "0"], "--limit"),
@@ -125,14 +127,42 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(
     assert len(error.splitlines()) == 1
 
 
-def test_config_prints_value_origin_and_doc(
+def test_config_prints_toml_that_can_be_used_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(monkeypatch, "config", "train.lr=0.25", "tasks.train.system_prompt=[b] think") == 0
+    text = capsys.readouterr().out
+    assert (
+        "# Learning rate after the warm-up. Allowed: above 0. (command line)\nlr = 0.25\n" in text
+    )
+    assert "[sampling]" in text
+    assert 'schedule = "constant"' in text
+    assert "Allowed: constant | linear | cosine. (default)" in text
+    assert 'system_prompt = "[b] think"' in text
+    assert "(built-in demo)" in text
+    (tmp_path / "again.toml").write_text(text)
+    given = load_config(None, ["train.lr=0.25", "tasks.train.system_prompt=[b] think"]).config
+    assert load_config(tmp_path / "again.toml").config == given
+
+
+def test_config_shows_the_settings_that_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "config", "train.lr=0.25") == 0
-    text = capsys.readouterr().out
-    assert "train.lr = 0.25" in text
-    assert "Learning rate after the warm-up. (command line)" in text
-    assert "(built-in demo)" in text
+    assert run(monkeypatch, "config", "--filter", "staleness") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "max_staleness = 1" in lines
+    assert "[produce]" in lines
+    assert "[model]" not in lines
+    assert run(monkeypatch, "config", "--filter", "no such words") == 2
+
+
+def test_a_config_without_tasks_does_not_train_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "my.toml").write_text("[train]\nsteps = 1\n")
+    assert run(monkeypatch, "train", "my.toml") == 2
+    assert "error: tasks: got none, allowed: at least one [tasks.NAME]" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 LINE = {"messages": {"role": "user", "content": "1+1"}, "gt_answer": "2"}

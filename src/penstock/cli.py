@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from rich.text import Text
 
 from penstock import __version__
 from penstock.config import Section
@@ -79,6 +80,7 @@ def train(arguments: Arguments = None) -> None:
 
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
+    loaded.require_tasks()
     from penstock import preflight
     from penstock.session import train_new
 
@@ -271,20 +273,29 @@ def generate(
         typer.echo(line)
 
 
-@app.command(rich_help_panel="Look")
-def config(arguments: Arguments = None) -> None:
-    """Print every setting: its value, where it came from and what it means."""
+@app.command(rich_help_panel="Prepare")
+def config(
+    arguments: Arguments = None,
+    only: Annotated[
+        str, typer.Option("--filter", help="Only settings whose key or meaning has these words.")
+    ] = "",
+) -> None:
+    """Print every setting as TOML that can be used again: meaning, allowed values, where it came from."""
     from penstock.config.doubts import doubts
-    from penstock.config.source import describe, load_config
+    from penstock.config.listing import config_lines
+    from penstock.config.source import load_config
 
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
+    lines = list(config_lines(loaded, only))
+    if not lines:
+        raise UserError(f"--filter: got {only!r}, allowed: words of a key or of its meaning")
     console = Console()
-    for key, value, origin, doc in describe(loaded.config, loaded.origins):
-        console.print(f"[bold]{key}[/bold] = {value!r}", highlight=False, soft_wrap=True)
-        console.print(f"    [dim]{doc} ({origin})[/dim]", highlight=False, soft_wrap=True)
+    for line in lines:
+        style = "dim" if line.startswith("#") else "bold" if line.startswith("[") else ""
+        console.print(Text(line, style=style), soft_wrap=True)
     for warning in doubts(loaded.config):
-        console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
+        Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
 
 
 @app.command(rich_help_panel="Rewards")

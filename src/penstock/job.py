@@ -105,6 +105,7 @@ class Job:
     timeline: TimelineLog
     tracker: Fanout
     facts: dict[str, str] = field(default_factory=dict)  # what the run depends on (identity.py)
+    newest_batch: Batch | None = None  # that was trained
     activity: str = "starting"  # what the loop is doing now, for the display
 
     @property
@@ -145,6 +146,7 @@ class Job:
 
     def log_step(self, batch: Batch, report: StepReport) -> None:
         """Look for findings, and give the metrics and some samples of a step to whoever shows them."""
+        self.newest_batch = batch
         memory = available_mib()
         metrics = {**report.metrics, **self.timeline.read_metrics()}
         if memory is not None:
@@ -495,5 +497,7 @@ def _tracker(job: Job) -> Fanout:
         total_steps=job.total_steps,
         first_step=reports[-1].step if reports else 0,
         live=job.live,
+        findings=lambda: job.findings.open,
+        batch=lambda: job.newest_batch,
     )
     return Fanout.from_info(info)

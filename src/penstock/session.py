@@ -168,6 +168,7 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
         console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
     console.print(f"run folder: [bold]{folder.path}[/bold]", highlight=False, soft_wrap=True)
     is_fork = folder.origin() is not None
+    _tell(_describe_start(config, is_fork))
     with StopSignals(_way_on(folder)) as signals:
         async with AsyncExitStack() as closing:
             opening = open_fork(folder) if is_fork else open_job(config, folder)
@@ -196,6 +197,15 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
             f"stopped after step {done} of {job.total_steps}, {state}; {signals.way_on}"
         )
     print_summary(Console(), folder, seconds=time.monotonic() - started)
+
+
+def _describe_start(config: Config, is_fork: bool) -> str:
+    """Return what is being started, in one line: models may take minutes to load."""
+    launch, model = config.launch, config.model
+    ranks = "trainer" if launch.num_consumers == 1 else f"{launch.num_consumers} trainer ranks"
+    engines = "engine" if launch.num_producers == 1 else f"{launch.num_producers} engines"
+    parts = ranks if is_fork else f"{engines} ({config.engine.name}) and {ranks}"
+    return f"starting: {parts}, model {model.path}, device {model.device}; reading the data"
 
 
 @contextmanager

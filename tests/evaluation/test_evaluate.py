@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.errors import RunError
@@ -20,6 +23,7 @@ from penstock.evaluation.evaluate import (
     mean_pass_at,
     wilson,
 )
+from penstock.inspection.summary import print_evaluations
 from penstock.types import Prompt, Rollout, Score, VersionSegment
 
 
@@ -105,6 +109,27 @@ def test_a_failed_request_is_a_wrong_answer_and_is_counted(tmp_path: Path) -> No
         "ans_valid",
         "response_length",
     } <= set(lines[0])
+
+
+class HalfOfAll:
+    """A reward of a number: it judges no answer."""
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        return Score(0.5)
+
+    async def close(self) -> None: ...
+
+
+def test_where_nothing_is_judged_there_is_no_accuracy(tmp_path: Path) -> None:
+    unjudged = dataclasses.replace(task(3, 2), reward=HalfOfAll())
+    for failing in (False, True):
+        result = run(ScriptedEngine(failing=failing), unjudged, tmp_path)
+        assert (result.accuracy, result.low, result.high, result.pass_at) == (None, None, None, {})
+        assert result.metrics().keys() == {"eval/even/reward"}
+    append_summary(tmp_path, result)
+    console = Console(file=io.StringIO(), width=100)
+    print_evaluations(console, [result])
+    assert "0.000" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_samples_of_other_weights_are_refused(tmp_path: Path) -> None:

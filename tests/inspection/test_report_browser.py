@@ -180,6 +180,42 @@ def test_no_text_of_a_run_becomes_markup(made: RunFolder, tmp_path: Path) -> Non
     assert hostile in page.texts["response"]
 
 
+def test_findings_stand_on_top_samples_are_grouped_and_no_chart_is_empty(
+    made: RunFolder, tmp_path: Path
+) -> None:
+    """The made run's answers are in no verdict, its rewards are equal, and its KL is always 0."""
+    run = RunFolder(shutil.copytree(made.path, tmp_path / "ill"))
+    rows = [
+        {k: v for k, v in row.items() if k != "accuracy/mean"}
+        | {"groups/zero_variance": 1.0, "reward/std": 0.0, "reward/mean": 0.5, "kl/mean": 0.0}
+        for row in metrics_of(run)
+    ]
+    run.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    summary = run.evaluations / "summary.jsonl"
+    lines = [json.loads(line) | {"accuracy": None} for line in summary.read_text().splitlines()]
+    summary.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    page = open_page(write_report([run]), tmp_path / "profile")
+    assert (page.root.get("data-ready"), page.root.get("data-error")) == ("yes", None)
+    [finding] = page.all("article", finding="equal_rewards")
+    assert finding["data-since"] == "1"
+    tags = [attributes.get("class", "") for _, attributes in page.elements]
+    assert tags.index("finding") < tags.index("tiles")
+    charts = {picture.get("data-chart") for picture in page.all("svg")}
+    assert "reward/mean" in charts
+    assert not charts & {"accuracy", "kl/mean"}
+    held_out = {line["step"]: line["reward"] for line in lines}
+    assert points(page, "reward/mean", "eval/heldout") == pytest.approx(held_out)
+    assert "absent" not in tags
+    groups = [attributes for attributes in page.all("article") if "data-group" in attributes]
+    shown = [div for div in page.all("div") if "data-rollout" in div]
+    assert len(groups) == 6
+    assert [div["data-rollout"].rpartition(".")[0] for div in shown[:GROUP_SIZE]] == [
+        groups[0]["data-group"]
+    ] * GROUP_SIZE
+    rewards = [float(div["data-reward"]) for div in shown[:GROUP_SIZE]]
+    assert rewards == sorted(rewards, reverse=True)
+
+
 def test_several_runs_lie_over_each_other_and_one_may_be_empty(
     made: RunFolder, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import resource
@@ -20,7 +21,17 @@ from penstock.track.jsonl import JsonlTracker, restore_metrics
 from penstock.track.line_file import LineFile
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
-from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, StepReport, VersionSegment
+from penstock.types import (
+    Batch,
+    Finding,
+    Group,
+    Prompt,
+    Rollout,
+    Score,
+    Status,
+    StepReport,
+    VersionSegment,
+)
 
 
 def info(tmp_path: Path, *trackers: str) -> RunInfo:
@@ -107,6 +118,51 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path) -> No
     assert "heldout accuracy 0.250" in text
     assert "    math: drawn 8, trained 4" in text
     assert "\x1b" not in text
+
+
+def test_nothing_is_shown_of_answers_that_nothing_judges(tmp_path: Path) -> None:
+    out = io.StringIO()
+    tracker = ConsoleTracker(info(tmp_path), Console(file=out, width=200))
+    tracker.log_eval(0, {"eval/heldout/reward": 0.25})
+    tracker.log_step(10, {"reward/mean": 0.5})
+    tracker.close()
+    assert "accuracy" not in out.getvalue()
+    assert "heldout reward 0.250  reward 0.500" in out.getvalue()
+
+
+def test_the_panel_has_curves_samples_and_findings(tmp_path: Path) -> None:
+    prompt = Prompt("p:0", ({"role": "user", "content": "2+[b]3"},), np.array([1]), gt_answer="5")
+    rollouts = []
+    for number, text in enumerate(("5\n", "four")):
+        rollout = Rollout(rollout_id=f"t:0.{number}", prompt_ids=np.array([1]), seed=0, text=text)
+        rollout.score = Score(1.0 - number)
+        rollouts.append(rollout)
+    group = Group(group_id="t:0", task="t", cursor=0, prompt=prompt, rollouts=rollouts)
+    finding = Finding(
+        name="x", what="It is [red]ill", since=3, evidence="", advice="", change=("train.lr=1e-5",)
+    )
+    shown = dataclasses.replace(
+        info(tmp_path),
+        findings=lambda: [finding] * 5,
+        batch=lambda: Batch(step=4, groups=(group,)),
+    )
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    tracker = ConsoleTracker(shown, console)
+    tracker.log_eval(0, {"eval/heldout/accuracy": 0.25})
+    tracker.log_eval(2, {"eval/heldout/accuracy": 1.0})
+    for step in range(1, 5):
+        tracker.log_step(step, {"reward/mean": step / 4, "accuracy/mean": 0.5})
+    tracker.close()
+    plain = Console(file=io.StringIO(), width=100)
+    plain.print(tracker._render())
+    lines = [line.rstrip() for line in plain.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert "heldout accuracy  1.000  ▃█" in lines
+    assert "reward            1.000  ▁▃▆█" in lines
+    assert "best   1.000  2+[b]3 -> 5" in lines
+    assert "worst  0.000  2+[b]3 -> four" in lines
+    assert lines.count("● It is [red]ill  since step 3") == 3
+    assert "  train.lr=1e-5" in lines
+    assert f"  and 2 more: penstock doctor {tmp_path}" in " ".join(lines)
 
 
 def test_on_a_terminal_the_panel_says_who_waits(tmp_path: Path) -> None:

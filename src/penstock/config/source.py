@@ -16,7 +16,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from penstock.config import Config
+from penstock.config import Config, foreign_words
 from penstock.errors import UserError
 
 DEMO_CONFIG = Path(__file__).parents[1] / "demo" / "demo.toml"
@@ -28,6 +28,23 @@ class LoadedConfig:
 
     config: Config
     origins: dict[str, str]  # dotted key -> "file NAME" | "command line"
+
+    def origin(self, key: str) -> str:
+        """Return where the value of a key came from."""
+        parts = key.split(".")
+        for length in range(len(parts), 0, -1):
+            if found := self.origins.get(".".join(parts[:length])):
+                return found
+        below = [origin for other, origin in self.origins.items() if other.startswith(f"{key}.")]
+        return below[0] if below else "default"
+
+    def require_tasks(self) -> None:
+        """Refuse a config file without tasks: it would train the demo's in silence."""
+        if not any(key.split(".")[0] == "tasks" for key in self.origins):
+            raise UserError(
+                "tasks: got none, allowed: at least one [tasks.NAME] with its data and rewards; "
+                "penstock init writes a config with one"
+            )
 
 
 def load_config(
@@ -63,13 +80,8 @@ def validate(tree: dict[str, Any]) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """Return the resolved config as TOML, for the run folder."""
+    """Return the resolved config as TOML, for the run folder; `listing.py` prints it for people."""
     return "\n".join(_toml_lines(config.model_dump(mode="json"), prefix="")) + "\n"
-
-
-def describe(config: Config, origins: dict[str, str]) -> Iterator[tuple[str, Any, str, str]]:
-    """Yield (key, value, origin, doc) of every setting, in the order of the tree."""
-    yield from _describe(config, "", origins)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -125,7 +137,7 @@ def explain(error: ValidationError, *, keys: Sequence[str] = ()) -> str:
 def _explain(error: ErrorDetails) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return _unknown_key(key)
+        return _unknown_key(key, error["input"])
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{key}: {message}" if key else message
@@ -133,9 +145,12 @@ def _explain(error: ErrorDetails) -> str:
     return f"{key}: got {error['input']!r}, allowed: {allowed}"
 
 
-def _unknown_key(key: str) -> str:
+def _unknown_key(key: str, value: Any) -> str:
     valid = list(valid_keys())
-    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    if isinstance(value, dict) and len(value) == 1:  # a table that is not known, with one key
+        key = f"{key}.{next(_leaves(value))[0]}"
+    known = foreign_words.KEYS.get(key.rsplit(".", 1)[-1].lower())
+    near = [known] if known else difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     if not near:  # a misspelt table, or the right name in the wrong table
         last = key.rsplit(".", 1)[-1]
         near = [k for k in valid if k.rsplit(".", 1)[-1] == last][:1]
@@ -157,52 +172,26 @@ def _model_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
                 yield from _model_keys(kind, f"{prefix}{name}.{middle}")
 
 
-def _describe(
-    section: BaseModel, prefix: str, origins: dict[str, str]
-) -> Iterator[tuple[str, Any, str, str]]:
-    for name, field in type(section).model_fields.items():
-        value, key = getattr(section, name), f"{prefix}{name}"
-        if isinstance(value, BaseModel):
-            yield from _describe(value, f"{key}.", origins)
-        elif (
-            isinstance(value, dict)
-            and value
-            and all(isinstance(v, BaseModel) for v in value.values())
-        ):
-            for item, below in value.items():
-                yield from _describe(below, f"{key}.{item}.", origins)
-        else:
-            yield key, value, _origin(key, origins), field.description or ""
-
-
-def _origin(key: str, origins: dict[str, str]) -> str:
-    parts = key.split(".")
-    for length in range(len(parts), 0, -1):
-        found = origins.get(".".join(parts[:length]))
-        if found:
-            return found
-    below = [origin for other, origin in origins.items() if other.startswith(f"{key}.")]
-    return below[0] if below else "default"
-
-
 def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:
     for key, value in table.items():
         if not isinstance(value, dict) and value is not None:
-            yield f"{_toml_key(key)} = {_toml_value(value)}"
+            yield f"{toml_key(key)} = {toml_value(value)}"
     for key, value in table.items():
         if isinstance(value, dict):
-            name = f"{prefix}{_toml_key(key)}"
+            name = f"{prefix}{toml_key(key)}"
             yield ""
             yield f"[{name}]"
             yield from _toml_lines(value, f"{name}.")
 
 
-def _toml_key(key: str) -> str:
+def toml_key(key: str) -> str:
+    """Return a key as TOML writes it: bare if it may be."""
     bare = key.replace("-", "").replace("_", "")
-    return key if bare.isalnum() and bare.isascii() else _toml_value(key)
+    return key if bare.isalnum() and bare.isascii() else toml_value(key)
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value as TOML, on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -213,8 +202,8 @@ def _toml_value(value: Any) -> str:
             escaped = escaped.replace(raw, code)
         return f'"{escaped}"'
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        pairs = (f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None)
+        pairs = (f"{toml_key(k)} = {toml_value(v)}" for k, v in value.items() if v is not None)
         return "{" + ", ".join(pairs) + "}"
     raise TypeError(f"no TOML form for {type(value).__name__}")

@@ -56,9 +56,9 @@ class EvalResult:
     policy_version: int
     problems: int
     samples: int
-    accuracy: float  # mean over problems of the share of right samples
-    low: float  # 95 % confidence interval of the accuracy
-    high: float
+    accuracy: float | None  # mean over problems of the share of right samples; None: not judged
+    low: float | None  # 95 % confidence interval of the accuracy
+    high: float | None
     pass_at: dict[int, float] = field(default_factory=dict)  # k -> unbiased pass@k
     reward: float = 0.0
     format: float = 0.0
@@ -68,7 +68,9 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         prefix = f"eval/{self.task}"
         named = {f"{prefix}/pass@{k}": value for k, value in self.pass_at.items() if k > 1}
-        return {f"{prefix}/accuracy": self.accuracy, f"{prefix}/reward": self.reward, **named}
+        if self.accuracy is not None:
+            named = {f"{prefix}/accuracy": self.accuracy, **named}
+        return {**named, f"{prefix}/reward": self.reward}
 
 
 def choose_problems(name: str, dataset: PromptSource, most: int) -> list[Prompt]:
@@ -183,18 +185,17 @@ def _no_score(rollout: Rollout) -> Score:
     return Score(0.0, format_ok=False, answer_ok=False, note=f"failed: {rollout.error}")
 
 
-def is_right(score: Score) -> bool:
-    """Return the reward's verdict on an answer; if it has none, whether the value is above zero."""
-    return score.answer_ok if score.answer_ok is not None else score.value > 0
-
-
 def _summarise(
     task: EvalTask, rollouts: list[Rollout], scores: list[Score], *, step: int, version: int
 ) -> EvalResult:
     k = task.num_generations
-    right_GK = np.array([is_right(score) for score in scores], dtype=bool).reshape(-1, k)
-    accuracy = float(right_GK.mean())
-    low, high = interval(right_GK.mean(axis=1), k)
+    failed = [rollout.status is Status.FAILED for rollout in rollouts]
+    answered = [score for score, fails in zip(scores, failed, strict=True) if not fails]
+    accuracy, low, high, pass_at = None, None, None, {}
+    if not answered or any(score.answer_ok is not None for score in answered):
+        right_GK = np.array([bool(score.answer_ok) for score in scores]).reshape(-1, k)
+        accuracy, (low, high) = float(right_GK.mean()), interval(right_GK.mean(axis=1), k)
+        pass_at = {n: mean_pass_at(right_GK, n) for n in _powers_up_to(k)}
     return EvalResult(
         task=task.name,
         step=step,
@@ -204,11 +205,11 @@ def _summarise(
         accuracy=accuracy,
         low=low,
         high=high,
-        pass_at={n: mean_pass_at(right_GK, n) for n in _powers_up_to(k)},
+        pass_at=pass_at,
         reward=float(np.mean([score.value for score in scores])),
         format=float(np.mean([score.format_ok is not False for score in scores])),
         response_length=float(np.mean([len(rollout.response_ids) for rollout in rollouts])),
-        failures=sum(rollout.status is Status.FAILED for rollout in rollouts),
+        failures=sum(failed),
     )
 
 

@@ -67,10 +67,9 @@ def _cause(o: Observed) -> tuple[str, str, tuple[str, ...]]:
         return f"{cut:.0%} of the responses are cut off at max_tokens", *_longer(o)
     if form <= 1 - _MOST:
         for task, lacks, ask in _forms(o):
-            asked = f"Ask for the form in the prompt ({1 - form:.0%} of the responses miss it)"
             return (
                 f"{1 - form:.0%} of the responses {lacks}",
-                asked,
+                "Ask for the form in the prompt",
                 (f'tasks.{task}.system_prompt="{ask}"',),
             )
     if right >= _ALL:

@@ -5,8 +5,6 @@ The summary reads the run folder, so that it covers a resumed run from its first
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Self
 
 from rich.console import Console
@@ -18,10 +16,9 @@ from penstock.evaluation.evaluate import EvalResult
 from penstock.inspection.report.data import RunRecord, read_run
 from penstock.inspection.report.figures import FigureChange, Figures, take_figures
 from penstock.run_folder import RunFolder
+from penstock.track.finding_text import finding_table
+from penstock.track.sparkline import sparkline
 from penstock.types import StepReport
-
-_BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=*#"
-_PLOT_WIDTH = 40
 
 
 def print_summary(console: Console, folder: RunFolder, *, seconds: float) -> None:
@@ -35,6 +32,9 @@ def print_summary(console: Console, folder: RunFolder, *, seconds: float) -> Non
         table.add_row(name, value)
     console.print()
     console.print(table)
+    if record.findings:
+        console.print()
+        console.print(finding_table(record.findings))
     report = folder.path / "report.html"
     if report.is_file():
         _path(console, "report", str(report))
@@ -52,8 +52,8 @@ def print_evaluations(console: Console, results: list[EvalResult]) -> None:
     for result in results:
         table.add_row(
             Text(result.task),
-            Text(f"{result.accuracy:.3f}", style="bold"),
-            f"{result.low:.2f}-{result.high:.2f}",
+            Text(_figure(result.accuracy), style="bold"),
+            "-" if result.low is None else f"{result.low:.2f}-{result.high:.2f}",
             *(f"{result.pass_at[k]:.3f}" if k in result.pass_at else "-" for k in several),
             f"{result.reward:.3f}",
             f"{result.response_length:.1f}",
@@ -97,10 +97,12 @@ def _lines(
 ) -> list[tuple[str, Text]]:
     lines = []
     for task, rows in record.evaluations.items():
-        plot = _sparkline(console, [row["accuracy"] for row in rows], low=0.0, high=1.0)
-        lines.append((f"{task} accuracy", _change(figures.held_out[task], plot)))
+        measure = figures.measures[task]
+        bounds = (0.0, 1.0) if measure == "accuracy" else (None, None)
+        plot = sparkline(console, [row[measure] for row in rows], *bounds)
+        lines.append((f"{task} {measure}", _change(figures.held_out[task], plot)))
     reward = figures.reward
-    plot = _sparkline(console, record.curves.get("reward/mean", []))
+    plot = sparkline(console, record.curves.get("reward/mean", []))
     lines.append(("reward", Text("not logged") if reward is None else _change(reward, plot)))
     lines.append(("steps", Text(f"{figures.steps} in {_duration(seconds)}")))
     if figures.tokens_per_s is not None:
@@ -118,31 +120,13 @@ def _lines(
     return lines
 
 
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def _change(change: FigureChange, plot: str) -> Text:
     return Text.assemble(
         f"{change.first:.3f} -> ", (f"{change.last:.3f}", "bold"), ("  " + plot, "cyan")
-    )
-
-
-def _sparkline(
-    console: Console,
-    values: Sequence[float | None],
-    low: float | None = None,
-    high: float | None = None,
-) -> str:
-    """Return a plot one line high; a long series is averaged over equal stretches."""
-    present = [value for value in values if value is not None]
-    if len(present) < 2:
-        return ""
-    columns = min(len(present), _PLOT_WIDTH)
-    edges = [round(i * len(present) / columns) for i in range(columns + 1)]
-    means = [sum(present[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low = min(means) if low is None else low
-    high = max(means) if high is None else high
-    blocks = _BLOCKS if console.encoding.lower().startswith("utf") else _PLAIN_BLOCKS
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(
-        blocks[round(min(max(mean - low, 0.0) * scale, len(blocks) - 1))] for mean in means
     )
 
 

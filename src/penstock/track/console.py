@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import time
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
+from penstock.track.finding_text import finding_table
 from penstock.track.protocol import RunInfo
+from penstock.track.sparkline import sparkline
+from penstock.types import Rollout
 
 _PLAIN_INTERVAL_S = 5.0
+_SHOWN_FINDINGS = 3
+_KEPT = 1000  # values of a curve; a longer one is thinned out
 
 
 class ConsoleTracker:
-    """Shows step, reward, held-out accuracy, tokens/s, staleness and the open waits."""
+    """Shows step, time left, reward and held-out curves, samples, the open waits and findings."""
 
     def __init__(self, info: RunInfo, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._info = info
         self._metrics: dict[str, float] = {}
-        self._evals: dict[str, float] = {}
+        self._rewards: list[float | None] = []
+        self._evals: dict[str, list[float | None]] = {}  # "heldout accuracy" -> values
         self._last_plain = 0.0
         self._progress = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
             BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left"),
             TimeRemainingColumn(),
             console=self._console,
         )
@@ -43,12 +58,18 @@ class ConsoleTracker:
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         self._metrics = metrics
+        self._rewards.append(metrics.get("reward/mean"))
+        if len(self._rewards) > 2 * _KEPT:
+            self._rewards = self._rewards[::2]
         self._progress.update(self._bar, completed=step)
         if self._live is None:
             self._plain_line(step)
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        self._evals.update(metrics)
+        for name, value in metrics.items():
+            task, _, measure = name.removeprefix("eval/").rpartition("/")
+            if measure == "accuracy" or f"eval/{task}/accuracy" not in metrics:
+                self._evals.setdefault(f"{task} {measure}", []).append(value)
         figures = "  ".join(f"{name.removeprefix('eval/')} {v:.3f}" for name, v in metrics.items())
         self._console.print(f"[cyan]eval[/cyan] after step {step}: {figures}", highlight=False)
 
@@ -66,19 +87,28 @@ class ConsoleTracker:
         if now - self._last_plain < _PLAIN_INTERVAL_S and not last:
             return
         self._last_plain = now
-        figures = "  ".join(f"{name} {value}" for name, value in self._figures())
+        curves = [(name, f"{values[-1]:.3f}") for name, values in self._curves()]
+        figures = "  ".join(f"{name} {value}" for name, value in [*curves, *self._figures()])
         self._console.print(
             f"step {step}/{self._info.total_steps}  {figures}", highlight=False, soft_wrap=True
         )
         for line in self._info.live().splitlines()[1:]:
             self._console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
 
+    def _curves(self) -> list[tuple[str, list[float | None]]]:
+        found = [(name, values) for name, values in self._evals.items() if values]
+        if self._rewards and self._rewards[-1] is not None:
+            found.append(("reward", self._rewards))
+        return found
+
     def _figures(self) -> list[tuple[str, str]]:
         get = self._metrics.get
         rate = get("tokens/generated", 0.0) / max(get("time/step_s", 0.0), 1e-9)
-        shown = [
-            ("reward", f"{get('reward/mean', 0.0):.3f}"),
-            ("accuracy", f"{get('accuracy/mean', 0.0):.3f}"),
+        shown = [("accuracy", f"{get('accuracy/mean', 0.0):.3f}")]
+        if "accuracy/mean" not in self._metrics:  # nothing judges the answers
+            shown = []
+        return [
+            *shown,
             ("length", f"{get('response_length/mean', 0.0):.1f}"),
             ("tokens/s", f"{rate:,.0f}"),
             (
@@ -88,15 +118,57 @@ class ConsoleTracker:
             ("trainer waited", f"{get('time/consumer_wait_s', 0.0):.2f} s"),
             ("producer waited", f"{get('time/producer_wait_s', 0.0):.2f} s"),
         ]
-        held_out = [(n.split("/")[1], v) for n, v in self._evals.items() if n.endswith("/accuracy")]
-        return [*((f"{task} accuracy", f"{value:.3f}") for task, value in held_out), *shown]
+
+    # -- the panel ----------------------------------------------------------------------------
 
     def _render(self) -> Group:
+        parts: list[RenderableType] = [self._progress]
+        if self._metrics or self._evals:
+            parts += [self._curve_table(), self._figure_line(), self._sample_table()]
+        parts.append(Text(self._info.live(), style="dim"))
+        if found := list(self._info.findings()):
+            parts.append(finding_table(found[:_SHOWN_FINDINGS], brief=True))
+            if more := len(found) - _SHOWN_FINDINGS:
+                hint = f"  and {more} more: penstock doctor {self._info.folder}"
+                parts += [Text(hint, style="dim")] if more > 0 else []
+        return Group(*parts)
+
+    def _curve_table(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        figures = self._figures()
-        for start in range(0, len(figures), 4):
-            row = [
-                Text.assemble((f"{n} ", "dim"), (v, "bold")) for n, v in figures[start : start + 4]
-            ]
-            table.add_row(*row)
-        return Group(self._progress, table, Text(self._info.live(), style="yellow"))
+        table.add_column(style="dim", no_wrap=True)
+        width = max(10, min(60, self._console.width - 40))
+        for name, values in self._curves():
+            low, high = (0.0, 1.0) if name.endswith("accuracy") else (None, None)
+            plot = sparkline(self._console, values, low, high, width)
+            table.add_row(name, Text(f"{values[-1]:.3f}", style="bold"), Text(plot, style="cyan"))
+        return table
+
+    def _figure_line(self) -> Text:
+        pieces: list[tuple[str, str]] = []
+        for name, value in self._figures() if self._metrics else []:
+            name, value = (
+                text.replace(" ", "\u00a0") for text in (name, value)
+            )  # a pair stays whole
+            pieces += [(f"{name}\u00a0", "dim"), (f"{value}   ", "")]
+        return Text.assemble(*pieces)
+
+    def _sample_table(self) -> Table:
+        """Show the best and the worst response of the newest batch."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        batch = self._info.batch()
+        scored = [one for one in batch.rollouts if one.score is not None] if batch else []
+        if scored:
+            ranked = sorted(scored, key=lambda rollout: rollout.reward)
+            for name, rollout in (("best", ranked[-1]), ("worst", ranked[0])):
+                table.add_row(name, Text(f"{rollout.reward:.3f}"), _one_line(rollout))
+        return table
+
+
+def _one_line(rollout: Rollout) -> Text:
+    asked = rollout.prompt.messages[-1].get("content", "") if rollout.prompt else ""
+    question, answer = (" ".join(str(text).split()) for text in (asked, rollout.text))
+    short = question if len(question) <= 50 else f"{question[:48]}.."
+    return Text.assemble((f"{short} -> ", "dim"), answer or "(empty)")

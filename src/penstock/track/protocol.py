@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from penstock.config import Config
+from penstock.types import Batch, Finding
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class RunInfo:
     total_steps: int
     first_step: int  # 0 for a new run, the last finished step after a resume
     live: Callable[[], str]  # returns the open waits, then a line per task
+    findings: Callable[[], Sequence[Finding]] = tuple  # returns what is wrong with the run now
+    batch: Callable[[], Batch | None] = lambda: None  # returns the newest batch that was trained
 
 
 class Tracker(Protocol):

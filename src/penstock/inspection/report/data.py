@@ -16,9 +16,12 @@ from typing import Any
 
 from penstock.config.source import to_toml
 from penstock.errors import PenstockError, RunError
+from penstock.findings import find
+from penstock.findings.observed import read_observed
 from penstock.inspection.rollout_viewer import message_text, views_of_group
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
+from penstock.types import Finding
 
 CURVES = (
     "reward/mean",
@@ -65,6 +68,7 @@ class RunRecord:
     groups: dict[str, int] = field(default_factory=dict)  # state -> groups
     drops: dict[str, int] = field(default_factory=dict)  # reason -> groups
     samples: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
 
 def read_run(folder: RunFolder) -> RunRecord:
@@ -77,6 +81,8 @@ def read_run(folder: RunFolder) -> RunRecord:
     _read_journal(folder, record)
     if not record.samples:
         _read_rollout_log(folder, record)
+    if config and record.steps:
+        record.findings = find(read_observed(folder))
     return record
 
 
@@ -126,22 +132,12 @@ def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:
         tuple[str, int], dict[str, Any]
     ] = {}  # a resumed run may repeat one: the last counts
     for row in _read_lines(path, record, "no evaluation was done"):
-        accuracy = _number(row.get("accuracy"))
-        if (
-            isinstance(row.get("task"), str)
-            and isinstance(row.get("step"), int)
-            and accuracy is not None
-        ):
-            found[row["task"], row["step"]] = row | {"accuracy": accuracy}
+        scores = {name: _number(row.get(name)) for name in ("accuracy", "low", "high", "reward")}
+        known = scores["accuracy"] is not None or scores["reward"] is not None
+        if isinstance(row.get("task"), str) and isinstance(row.get("step"), int) and known:
+            found[row["task"], row["step"]] = {"step": row["step"], **scores}
     for (task, _), row in sorted(found.items()):
-        record.evaluations.setdefault(task, []).append(
-            {
-                "step": row["step"],
-                "accuracy": row["accuracy"],
-                "low": _number(row.get("low")),
-                "high": _number(row.get("high")),
-            }
-        )
+        record.evaluations.setdefault(task, []).append(row)
 
 
 def _read_journal(folder: RunFolder, record: RunRecord) -> None:

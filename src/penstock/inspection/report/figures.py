@@ -23,7 +23,8 @@ class Figures:
     steps: int
     planned_steps: int | None
     seconds: float | None  # time of all steps together
-    held_out: dict[str, FigureChange]  # accuracy by evaluation task
+    held_out: dict[str, FigureChange]  # by evaluation task
+    measures: dict[str, str]  # what it is by evaluation task: accuracy; reward if none was judged
     reward: FigureChange | None
     accuracy: FigureChange | None
     tokens_per_s: float | None  # generated tokens per second of training time
@@ -42,14 +43,19 @@ def take_figures(record: RunRecord) -> Figures:
     tokens = _total(curves.get("tokens/generated"))
     largest = max((v for v in curves.get("staleness/max", ()) if v is not None), default=None)
     known = bool(record.groups)
+    measures = {
+        task: "reward" if rows[0]["accuracy"] is None else "accuracy"
+        for task, rows in record.evaluations.items()
+    }
     return Figures(
         steps=len(record.steps),
         planned_steps=record.planned_steps,
         seconds=seconds,
         held_out={
-            task: FigureChange(first=rows[0]["accuracy"], last=rows[-1]["accuracy"])
+            task: FigureChange(first=rows[0][measures[task]], last=rows[-1][measures[task]])
             for task, rows in record.evaluations.items()
         },
+        measures=measures,
         reward=_change(curves.get("reward/mean")),
         accuracy=_change(curves.get("accuracy/mean")),
         tokens_per_s=tokens / seconds if tokens is not None and seconds else None,

@@ -1,4 +1,4 @@
-// The page itself: header, key figures, curves, pipeline, data, samples.
+// The page itself: header, findings, key figures, curves, pipeline, data, samples.
 
 const CHARTS = [
   { name: "accuracy", title: "Accuracy", text: "Share of right answers; held-out with its 95 % interval.", low: 0, high: 1, wide: true },
@@ -37,30 +37,39 @@ function seriesOf(chart, run) {
     dashed,
     points: values(name).map((y, i) => ({ x: run.steps[i], y })).filter((point) => point.y !== null),
   });
-  if (chart.name === "accuracy") {
-    const held = Object.entries(run.evaluations).map(([task, rows]) => ({
+  if (chart.name === "accuracy" || chart.name === "reward/mean") {
+    const measure = chart.name === "accuracy" ? "accuracy" : "reward";
+    const held = heldOut(run, measure).map(([task, rows]) => ({
       run: run.index,
       name: `eval/${task}`,
       label: label(task),
       markers: true,
-      points: rows.map((row) => ({ x: row.step, y: row.accuracy, low: row.low, high: row.high })),
+      points: rows.map((row) => ({ x: row.step, y: row[measure], ...(measure === "accuracy" ? { low: row.low, high: row.high } : {}) })),
     }));
-    return [...held, curve("accuracy/mean", "training", held.length > 0)];
+    return [...held, curve(`${measure}/mean`, held.length ? "training" : "", held.length > 0)];
   }
   if (chart.name === "staleness") return [curve("staleness/mean", "mean", false), curve("staleness/max", "largest", true)];
   return [curve(chart.name, "", false)];
 }
 
+// The evaluation tasks that are measured by their accuracy, or, if nothing judges their answers, by their reward.
+const heldOut = (run, measure) => Object.entries(run.evaluations).filter(([task]) => run.figures.measures[task] === measure);
+
 function chartKey(chart) {
   if (chart.name === "staleness") return key([["ink", "mean"], ["ink dash", "largest"]]);
-  const evaluated = runs.some((run) => Object.keys(run.evaluations).length);
-  if (chart.name === "accuracy" && evaluated) return key([["ink", "held out"], ["ink dash", "training batches"]]);
-  return null;
+  const measure = { accuracy: "accuracy", "reward/mean": "reward" }[chart.name];
+  const evaluated = runs.some((run) => heldOut(run, measure).length);
+  return evaluated ? key([["ink", "held out"], ["ink dash", "training batches"]]) : null;
 }
 
+// A chart is drawn if it has something to show: a value that is not zero.
+const pointsOf = (chart) => runs.flatMap((run) => seriesOf(chart, run).flatMap((one) => one.points));
+const ALWAYS_DRAWN = ["accuracy", "reward/mean"];
+
 function learningSection() {
-  const logged = CHARTS.filter((chart) => runs.some((run) => seriesOf(chart, run).some((one) => one.points.length)));
-  const cards = logged.map((chart) =>
+  const logged = CHARTS.filter((chart) => pointsOf(chart).length);
+  const drawn = logged.filter((chart) => ALWAYS_DRAWN.includes(chart.name) || pointsOf(chart).some((point) => point.y !== 0));
+  const cards = drawn.map((chart) =>
     card(
       chart.title,
       chart.text,
@@ -74,8 +83,12 @@ function learningSection() {
       { class: chart.wide ? "wide" : "" },
     ),
   );
-  const absentNames = CHARTS.filter((chart) => !logged.includes(chart)).map((chart) => chart.title.toLowerCase());
-  const note = absentNames.length ? html("p", { class: "quiet-text" }, `Not logged: ${absentNames.join(", ")}.`) : null;
+  const names = (charts) => charts.map((chart) => chart.title.toLowerCase()).join(", ");
+  const lines = [
+    ["Not logged", CHARTS.filter((chart) => !logged.includes(chart))],
+    ["Always 0", logged.filter((chart) => !drawn.includes(chart))],
+  ].filter(([, charts]) => charts.length);
+  const note = lines.length ? html("p", { class: "quiet-text" }, lines.map(([why, charts]) => `${why}: ${names(charts)}.`).join(" ")) : null;
   const slider = html("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: view.smoothing, "aria-label": "smoothing" });
   slider.addEventListener("input", () => {
     view.smoothing = Number(slider.value);
@@ -86,7 +99,9 @@ function learningSection() {
 }
 
 function pipelineSection() {
-  const timelines = runs.map((run) =>
+  const timed = runs.filter((run) => timeSlots(run).length);
+  if (!timed.length) return null;
+  const timelines = timed.map((run) =>
     card(several ? run.name : "Timeline", "Each step along the clock. The two lanes overlap when neither side waits.", (body, width) => {
       body.append(key([["train block", "training"], ["produce block", "producing"], ["wait block", "waiting"]]));
       drawTimeline(body, width, run);
@@ -96,16 +111,36 @@ function pipelineSection() {
 }
 
 function dataSection() {
-  return section(
-    "Data",
-    html("div", { class: "controls" }, runLegend()),
-    html(
-      "div",
-      { class: several ? "grid-data uneven" : "grid-data" },
+  const known = (holds) => runs.some(holds);
+  const cards = [
+    known((run) => Object.keys(run.staleness).length) &&
       card("Staleness", "Trained groups by the age of their oldest token.", (body, width) => drawStaleness(body, width, shownRuns())),
+    known((run) => run.lengths.length) &&
       card("Response lengths", "Trained against all that finished: a gap is a bias.", (body, width) => drawLengths(body, width, shownRuns())),
+    known((run) => Object.keys(run.groups).length) &&
       card("Groups", "Every group that was drawn, by its fate.", (body, width) => drawFates(body, width, shownRuns())),
-    ),
+  ].filter(Boolean);
+  if (!cards.length) return null;
+  return section("Data", html("div", { class: "controls" }, runLegend()), html("div", { class: several ? "grid-data uneven" : "grid-data" }, ...cards));
+}
+
+// What is wrong with the runs, above everything else; nothing if nothing was found.
+function findingsSection() {
+  const found = runs.flatMap((run) => run.findings.map((finding) => ({ run, ...finding })));
+  if (!found.length) return null;
+  return html("div", { class: "findings" }, ...found.map(findingCard));
+}
+
+function findingCard(finding) {
+  const since = finding.since ? `since step ${finding.since}` : "from the start";
+  const change = finding.change.length ? html("pre", { class: "change" }, finding.change.join("\n")) : null;
+  return html(
+    "article",
+    { class: "finding", "data-finding": finding.name, "data-since": finding.since },
+    html("header", {}, html("h3", {}, finding.what), html("span", { class: "since" }, several ? `${finding.run.name}, ${since}` : since)),
+    html("p", {}, finding.evidence),
+    html("p", { class: "advice" }, finding.change.length ? `${finding.advice}:` : `${finding.advice}.`),
+    change,
   );
 }
 
@@ -150,7 +185,10 @@ function figureRows(run) {
   const f = run.figures;
   const steps = f.planned_steps && f.planned_steps !== f.steps ? `${f.steps} of ${f.planned_steps}` : String(f.steps);
   return [
-    ...Object.entries(f.held_out).map(([task, value]) => [`Accuracy on ${task}`, change(value, (share) => share.toFixed(3))]),
+    ...Object.entries(f.held_out).map(([task, value]) => [
+      `${f.measures[task] === "accuracy" ? "Accuracy" : "Reward"} on ${task}`,
+      change(value, (share) => share.toFixed(3)),
+    ]),
     ["Reward", change(f.reward)],
     ["Steps", [steps, html("span", { class: "unit" }, ` in ${duration(f.seconds)}`)]],
     ["Generated", [number(f.tokens_per_s), html("span", { class: "unit" }, " tokens/s")]],
@@ -163,7 +201,8 @@ function figureRows(run) {
 
 function keyFigures() {
   if (several) return comparison();
-  const tiles = figureRows(runs[0]).map(([name, value], i) =>
+  const known = figureRows(runs[0]).filter(([, value]) => value[0] !== "–");
+  const tiles = known.map(([name, value], i) =>
     html("div", { class: i < 2 ? "tile hero" : "tile" }, html("div", { class: "tile-name" }, name), html("div", { class: "tile-value" }, ...value)),
   );
   return html("div", { class: "tiles" }, ...tiles);
@@ -200,12 +239,15 @@ function build() {
   const page = document.getElementById("page");
   page.replaceChildren(
     pageHeader(),
-    keyFigures(),
-    configFolds(),
-    learningSection(),
-    pipelineSection(),
-    dataSection(),
-    section("Samples", null, sampleBrowser(runs)),
+    ...[
+      findingsSection(),
+      keyFigures(),
+      configFolds(),
+      learningSection(),
+      pipelineSection(),
+      dataSection(),
+      section("Samples", null, sampleBrowser(runs)),
+    ].filter(Boolean),
   );
   document.body.append(tip);
   redraw();

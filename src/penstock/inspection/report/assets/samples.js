@@ -1,6 +1,6 @@
-// The sample browser: a filtered list of prompts and responses with their outcome.
+// The sample browser: prompts with their responses, the best first, filtered by the reader.
 
-const SAMPLES_AT_ONCE = 12;
+const GROUPS_AT_ONCE = 6;
 
 function sampleBrowser(runs) {
   const samples = runs.flatMap((run) => run.samples.map((sample) => ({ ...sample, run })));
@@ -9,20 +9,21 @@ function sampleBrowser(runs) {
   const count = html("p", { class: "quiet-text", id: "sample-count" });
   const more = html("button", { type: "button", class: "more" }, "Show more");
   const fields = filterFields(runs, samples);
-  let shown = SAMPLES_AT_ONCE;
+  let shown = GROUPS_AT_ONCE;
   const update = () => {
     const found = samples.filter((sample) => fields.every((field) => field.keeps(sample)));
-    list.replaceChildren(...found.slice(0, shown).map((sample) => sampleCard(sample, runs.length > 1)));
-    count.textContent = `${found.length} of ${samples.length} samples, evenly taken from the run`;
-    more.hidden = found.length <= shown;
+    const groups = grouped(found);
+    list.replaceChildren(...groups.slice(0, shown).map((group) => groupCard(group, runs.length > 1)));
+    count.textContent = `${found.length} of ${samples.length} samples in ${groups.length} groups, evenly taken from the run`;
+    more.hidden = groups.length <= shown;
   };
   const restart = () => {
-    shown = SAMPLES_AT_ONCE;
+    shown = GROUPS_AT_ONCE;
     update();
   };
   for (const field of fields) field.input.addEventListener("input", restart);
   more.addEventListener("click", () => {
-    shown += 2 * SAMPLES_AT_ONCE;
+    shown += 2 * GROUPS_AT_ONCE;
     update();
   });
   update();
@@ -59,29 +60,41 @@ function bound(label, name, matches) {
   return { label, input, keeps: (sample) => input.value === "" || matches(sample, Number(input.value)) };
 }
 
-function sampleCard(sample, withRun) {
-  const good = sample.reward !== null && sample.reward > 0;
-  const versions = sample.versions.map(([version, length]) => (length ? `v${version} ×${length}` : `v${version}`)).join(", ");
-  const facts = [
-    withRun ? sample.run.name : null,
-    sample.fate,
-    `${sample.num_tokens} tokens${sample.finish_reason === "length" ? ", cut at the limit" : ""}`,
-    versions,
-    sample.task,
-  ];
-  const parts = Object.entries(sample.parts).map(([name, value]) => html("span", { class: "part" }, `${name} ${number(value)}`));
+// Samples of one prompt together, in the order of the run; the best response first.
+function grouped(samples) {
+  const groups = new Map();
+  for (const sample of samples) {
+    const name = `${sample.run.index} ${sample.group_id}`;
+    if (!groups.has(name)) groups.set(name, []);
+    groups.get(name).push(sample);
+  }
+  const worth = (sample) => (sample.reward === null ? -Infinity : sample.reward);
+  return [...groups.values()].map((group) => group.sort((a, b) => worth(b) - worth(a) || 0));
+}
+
+function groupCard(group, withRun) {
+  const first = group[0];
+  const rewards = group.map((sample) => sample.reward).filter((reward) => reward !== null);
+  const mean = rewards.length ? `${group.length} responses, mean reward ${number(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : null;
+  const facts = [withRun ? first.run.name : null, first.fate, mean, first.task];
+  const expected = first.gt_answer === null || first.gt_answer === undefined ? null : html("p", { class: "expected" }, `expected ${first.gt_answer}`);
   return html(
     "article",
-    { class: `sample ${sample.state}`, "data-rollout": sample.rollout_id, "data-reward": sample.reward, "data-step": sample.step },
-    html(
-      "header",
-      {},
-      html("span", { class: `reward ${good ? "good" : "poor"}` }, sample.reward === null ? "no reward" : `${good ? "▲" : "▽"} ${number(sample.reward)}`),
-      ...parts,
-      html("span", { class: "facts" }, facts.filter(Boolean).join(" · ")),
-    ),
-    html("pre", { class: "prompt" }, sample.prompt),
-    html("pre", { class: "response" }, sample.response),
-    html("footer", {}, [sample.gt_answer === null || sample.gt_answer === undefined ? null : `expected ${sample.gt_answer}`, sample.note, sample.error].filter(Boolean).join(" · ")),
+    { class: `group ${first.state}`, "data-group": first.group_id },
+    html("header", {}, html("pre", { class: "prompt" }, first.prompt), expected, html("p", { class: "facts" }, facts.filter(Boolean).join(" · "))),
+    ...group.map(sampleCard),
+  );
+}
+
+function sampleCard(sample) {
+  const good = sample.reward !== null && sample.reward > 0;
+  const versions = sample.versions.map(([version, length]) => (length ? `v${version} ×${length}` : `v${version}`)).join(", ");
+  const facts = [`${sample.num_tokens} tokens${sample.finish_reason === "length" ? ", cut at the limit" : ""}`, versions, sample.note, sample.error];
+  const parts = Object.entries(sample.parts).map(([name, value]) => html("span", { class: "part" }, `${name} ${number(value)}`));
+  return html(
+    "div",
+    { class: "sample", "data-rollout": sample.rollout_id, "data-reward": sample.reward, "data-step": sample.step },
+    html("span", { class: `reward ${good ? "good" : "poor"}` }, sample.reward === null ? "no reward" : `${good ? "▲" : "▽"} ${number(sample.reward)}`),
+    html("div", {}, html("pre", { class: "response" }, sample.response), html("p", { class: "facts" }, ...parts, facts.filter(Boolean).join(" · "))),
   );
 }
