@@ -5,8 +5,8 @@
     python benchmarks/durability.py --lengths 100 1000 10000  # the journal alone, at those lengths of a run
     python benchmarks/durability.py --step-s 2.8              # a large step (64 groups of 8 x 512 tokens) that takes 2.8 s
 
-Three parts. A real run of the built-in demo in this process, with a checkpoint every fourth step, where the
-calls that wait are timed: their shares of a step, in the first and in the last third of the run.
+Three parts. A real run of the built-in demo with its worker processes and a checkpoint every fourth step, where
+the calls that wait are timed: their shares of a step, in the first and in the last third of the run.
 Then the journal alone over a long run, to see whether a record costs more as the journal grows, how
 much of it a resume reads, and what removing its tokens frees.
 Then the digest alone on weights of big models' sizes, and how long a step must last for it to be
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import tempfile
@@ -72,39 +73,34 @@ class Stopwatch:
         setattr(owner, method, counted)
 
 
-WATCHED = {
-    "journal: written by its thread": "beside",
-    "journal: loop waits for a batch": "waits",
-    "journal: loop waits for a commit": "waits",
-    "digest in the trainer": "waits",
-    "record of the batch in the trainer": "waits",
-    "digest in the engine": "beside",
-    "checkpoint: copy": "waits",
-    "checkpoint: write": "beside",
-}
+WAITS = (
+    "the loop waits for the journal: batch",
+    "the loop waits for the journal: commit",
+    "the trainer hashes its weights and its batch",
+)
+COPY = "the loop waits for the copy of a checkpoint"
+BESIDE = (
+    "beside training: the journal's thread (CPU)",
+    "beside training: digest in an engine",
+    "beside training: writing a checkpoint",
+)
 
 
 def measure_run(steps: int, every: int) -> None:
-    """Train the demo and print what each part took of a step."""
-    import penstock.weights.model_weights as engine_weights
+    """Train the demo as a user does, with worker processes; print what each part took of a step."""
     from penstock.config.source import load_config
     from penstock.journal import Journal
     from penstock.journal.writer import Writer
-    from penstock.launch.part_factories import TrainerService
     from penstock.session import train_new
+    from penstock.supervise.trainer import RestartingTrainer
     from penstock.track.jsonl import JsonlTracker
-    from penstock.training.consumer import Consumer
-    from penstock.types import Batch
 
     watch = Stopwatch()
-    watch.watch("journal: written by its thread", Writer, "_commit", cpu=True)
-    watch.watch("journal: loop waits for a batch", Journal, "begin_step")
-    watch.watch("journal: loop waits for a commit", Journal, "commit_step")
-    watch.watch("digest in the trainer", Consumer, "digest")
-    watch.watch("record of the batch in the trainer", Batch, "fingerprints")
-    watch.watch("digest in the engine", engine_weights, "model_digest", cpu=True)
-    watch.watch("checkpoint: copy", TrainerService, "snapshot")
-    watch.watch("checkpoint: write", TrainerService, "write_snapshot")
+    watch.watch(WAITS[0], Journal, "begin_step")
+    watch.watch(WAITS[1], Journal, "commit_step")
+    watch.watch(COPY, RestartingTrainer, "snapshot")
+    watch.watch(BESIDE[0], Writer, "_commit", cpu=True)
+    watch.watch(BESIDE[2], RestartingTrainer, "write_snapshot")
     watch.next_step_after(JsonlTracker, "log_step")
     with tempfile.TemporaryDirectory() as folder:
         words = [
@@ -112,39 +108,57 @@ def measure_run(steps: int, every: int) -> None:
             "run.name=run",
             f"train.steps={steps}",
             f"checkpoint.every_steps={every}",
-            "launch.kind=inline",
             "eval.tasks={}",
             "track.trackers=[]",
         ]
-        started = time.perf_counter()
         train_new(load_config(None, words).config)
-        step_s = (time.perf_counter() - started) / steps
-        size = (Path(folder) / "run" / "journal.db").stat().st_size
+        run = Path(folder) / "run"
+        size = (run / "journal.db").stat().st_size
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    watch.seconds[WAITS[2]].update((row["step"], row["time/digest_s"]) for row in rows)
+    digest_s = demo_digest_s()
+    watch.seconds[BESIDE[1]].update((row["step"], digest_s) for row in rows)
+    print_shares(watch, steps, statistics.mean(row["time/step_s"] for row in rows[1:]), every)
+    console.print(f"journal: {size / steps / 1024:.1f} KiB a step\n", highlight=False)
+
+
+def demo_digest_s() -> float:
+    """Return the seconds that the digest of the demo's policy takes, alone."""
+    from penstock.demo import policy_path
+    from penstock.weights.mapped_files import read_folder
+    from penstock.weights.model_weights import digest_of
+
+    weights = read_folder(str(policy_path()))
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        digest_of(weights.items())
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def print_shares(watch: Stopwatch, steps: int, step_s: float, every: int) -> None:
+    """Print each part's milliseconds a step, its share, and the share that training waits for."""
     third = steps // 3
-    table = Table(
-        "part (beside: on threads of their own)",
-        "first third, ms",
-        "last third, ms",
-        "share of a step",
-        "",
-        box=None,
-    )
-    for name, kind in WATCHED.items():
+    columns = ("part", "first third, ms a step", "last third, ms a step", "share of a step")
+    table = Table(*columns, box=None)
+    shares = {}
+    for name in (*WAITS, COPY, *BESIDE):
         spent = watch.seconds[name]
+        if not spent:
+            raise SystemExit(f"{name}: was never called; the benchmark watches the wrong place")
         first = statistics.mean(spent[step] for step in range(2, third + 2))
         last = statistics.mean(spent[step] for step in range(steps - third + 1, steps + 1))
-        share = statistics.mean(spent[step] for step in range(2, steps + 1)) / step_s
-        table.add_row(name, f"{1e3 * first:.2f}", f"{1e3 * last:.2f}", f"{share:.2%}", kind)
+        shares[name] = statistics.mean(spent[step] for step in range(2, steps + 1)) / step_s
+        table.add_row(name, f"{1e3 * first:.2f}", f"{1e3 * last:.2f}", f"{shares[name]:.2%}")
     console.print(
         f"\nthe demo, {steps} steps of {1e3 * step_s:.0f} ms, a checkpoint every {every}:"
     )
     console.print(table)
-    waits = [name for name, kind in WATCHED.items() if kind == "waits" and "checkpoint" not in name]
-    spent_s = sum(statistics.mean(list(watch.seconds[name].values())[1:]) for name in waits)
-    copy_s = statistics.mean(watch.seconds["checkpoint: copy"].values())
+    copy_s = sum(watch.seconds[COPY].values()) / (steps // every)
     console.print(
-        f"the loop and the trainer wait {spent_s / step_s:.2%} of a step, and {copy_s / 600:.3%} for the "
-        f"copy of a checkpoint every ten minutes; journal: {size / steps / 1024:.1f} KiB a step\n",
+        f"training waits {sum(shares[name] for name in WAITS):.2%} of a step, and {copy_s / 600:.4%} "
+        "for the copy of a checkpoint every ten minutes",
         highlight=False,
     )
 

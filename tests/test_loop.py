@@ -6,10 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from penstock.config.source import load_config
 from penstock.engine.protocol import EngineStats
+from penstock.errors import RunError
 from penstock.run import Loop
-from penstock.types import Batch, StepReport
+from penstock.types import Batch, StepReport, WeightHandle
 
 NO_EVALUATION = ["eval.at_start=false", "eval.every_steps=0", "sync.every_steps=5", "train.steps=9"]
 
@@ -48,11 +51,30 @@ def test_no_engine_is_asked_between_an_update_and_its_commit() -> None:
         ),
         journal=SimpleNamespace(commit_step=commit),
         workers=SimpleNamespace(restarts=0),
-        tracker=SimpleNamespace(log_step=lambda *args: None),
-        rollout_log=SimpleNamespace(write=lambda batch: None),
+        log_step=lambda batch, report: None,
         checkpoints=SimpleNamespace(due=lambda step: False),
     )
     asyncio.run(Loop(job)._one_step(1))  # type: ignore[arg-type]
     assert calls == ["take", "stats", "train", "commit"]
     assert committed[0].metrics["tokens/generated"] == 7
     assert committed[0].metrics["produced/groups"] == 3
+
+
+def test_weights_of_another_version_than_the_step_are_not_published() -> None:
+    """A trainer that lost its update would hand the engines the version before, under no error."""
+    published: list[int] = []
+
+    async def publish() -> WeightHandle:
+        return WeightHandle(version=1, digest="d", kind="in_process")
+
+    async def pinned() -> None: ...
+
+    job = SimpleNamespace(
+        trainer=SimpleNamespace(publish=publish),
+        evaluations=SimpleNamespace(pinned=pinned),
+        journal=SimpleNamespace(record_published=lambda version, digest: published.append(version)),
+    )
+    loop = Loop(job, first_step=2)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="published version 1, allowed: 2"):
+        asyncio.run(loop._publish(SimpleNamespace()))  # type: ignore[arg-type]
+    assert published == []

@@ -17,7 +17,7 @@ import contextlib
 from dataclasses import replace
 
 from penstock.engine.protocol import InferenceEngine
-from penstock.errors import StopRequested
+from penstock.errors import RunError, StopRequested
 from penstock.job import Job
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.watch.clock import loop_time
@@ -101,6 +101,8 @@ class Loop:
         """Publish the weights; the engines load them while the next step trains."""
         await self._settle()
         handle = await self._job.trainer.publish()
+        if handle.version != self.step:
+            raise RunError(f"trainer: published version {handle.version}, allowed: {self.step}")
         self._job.journal.record_published(handle.version, handle.digest)
         updating = self._update_engine(engine, handle)
         self._updating = self._tasks.create_task(updating, name="update weights")

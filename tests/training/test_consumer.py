@@ -48,6 +48,7 @@ METRICS = [
     "importance/ess",
     "ptx/loss",
     "time/train_s",
+    "time/digest_s",
     "tokens_per_s",
     "memory/peak_mib",
     "updates/skipped",

@@ -94,7 +94,7 @@ def test_two_ranks_give_the_weights_of_one(results, job) -> None:
 @pytest.mark.parametrize("job", JOBS)
 def test_two_ranks_report_the_metrics_of_one(results, job) -> None:
     one, two = (json.loads((results / f"{job}-{n}.json").read_text()) for n in (1, 2))
-    own_to_a_process = {"time/train_s", "tokens_per_s", "memory/peak_mib"}
+    own_to_a_process = {"time/train_s", "time/digest_s", "tokens_per_s", "memory/peak_mib"}
     for left, right in zip(two, one, strict=True):
         assert left.keys() == right.keys()
         for name in left.keys() - own_to_a_process:

@@ -176,14 +176,16 @@ class Consumer:
         if self.texts is not None:
             per_update = self.config.train.ptx.sequences_per_step
             self.texts.cursor += len(trained.ptx_losses) * per_update
-        digest = self.digest()
-        metrics = self._metrics(trained, time.perf_counter() - started)
+        updated = time.perf_counter()
+        digest, fingerprints = self.digest(), batch.fingerprints()
+        ended = time.perf_counter()
+        metrics = self._metrics(trained, ended - started)
         return StepReport(
             step=self.step,
             policy_version=self.policy_version,
             digest=digest,
-            metrics=metrics,
-            trained=batch.fingerprints(),
+            metrics={**metrics, "time/digest_s": ended - updated},
+            trained=fingerprints,
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
