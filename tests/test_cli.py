@@ -98,14 +98,26 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("words", ["sandbox check", "sandbox serve"])
+@pytest.mark.parametrize(
+    ("words", "wrong", "meant"),
+    [
+        ("sandbox check", "wrokers", "workers"),
+        ("sandbox serve", "que_size", "queue_size"),
+        ("sandbox serve", "sandbox.wrokers", "sandbox.workers"),
+    ],
+)
 def test_an_unknown_setting_of_the_sandbox_is_refused_with_those_that_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    wrong: str,
+    meant: str,
 ) -> None:
-    assert run(monkeypatch, *words.split(), "wrokers=1") == 2
+    assert run(monkeypatch, *words.split(), f"{wrong}=1") == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith("error: unknown key 'wrokers', allowed: ")
-    assert "workers" in error.removeprefix("error: unknown key 'wrokers'")
+    assert error.startswith(f"error: unknown key '{wrong}', allowed: ")
+    assert f" {meant}," in error
+    assert error.endswith(f"; did you mean {meant}?")
 
 
 def test_greedy_evaluation_with_several_samples_is_refused(

@@ -358,7 +358,7 @@ def _section(kind: type[S], options: list[str] | None) -> S:
     try:
         return kind.model_validate(parse_options(options or []))
     except ValidationError as error:
-        raise UserError(explain(error, keys=tuple(kind.model_fields))) from None
+        raise UserError(explain(error, kind)) from None
 
 
 _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)

@@ -123,21 +123,15 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def explain(error: ValidationError, *, keys: Sequence[str] = ()) -> str:
-    """Return the first mistake in one line: the key, what was given, what is allowed.
-
-    keys: those of a section that stands alone; without them, the keys of the whole config are allowed.
-    """
-    first = error.errors()[0]
-    if keys and first["type"] == "extra_forbidden":
-        return f"unknown key {str(first['loc'][0])!r}, allowed: {', '.join(keys)}"
-    return _explain(first)
+def explain(error: ValidationError, tree: type[BaseModel] = Config) -> str:
+    """Return the first mistake in one line: the key, what was given, what is allowed in the tree."""
+    return _explain(error.errors()[0], tree)
 
 
-def _explain(error: ErrorDetails) -> str:
+def _explain(error: ErrorDetails, tree: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return _unknown_key(key, error["input"])
+        return _unknown_key(key, error["input"], tree)
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{key}: {message}" if key else message
@@ -145,17 +139,18 @@ def _explain(error: ErrorDetails) -> str:
     return f"{key}: got {error['input']!r}, allowed: {allowed}"
 
 
-def _unknown_key(key: str, value: Any) -> str:
-    valid = list(valid_keys())
+def _unknown_key(key: str, value: Any, tree: type[BaseModel]) -> str:
+    valid = list(_model_keys(tree, ""))
     if isinstance(value, dict) and len(value) == 1:  # a table that is not known, with one key
         key = f"{key}.{next(_leaves(value))[0]}"
-    known = foreign_words.KEYS.get(key.rsplit(".", 1)[-1].lower())
+    known = foreign_words.KEYS.get(key.rsplit(".", 1)[-1].lower()) if tree is Config else None
     near = [known] if known else difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     if not near:  # a misspelt table, or the right name in the wrong table
         last = key.rsplit(".", 1)[-1]
         near = [k for k in valid if k.rsplit(".", 1)[-1] == last][:1]
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"unknown key {key!r}, allowed: a key that `penstock config` lists{hint}"
+    allowed = "a key that `penstock config` lists" if tree is Config else ", ".join(valid)
+    return f"unknown key {key!r}, allowed: {allowed}{hint}"
 
 
 def valid_keys() -> Iterator[str]:
