@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from penstock.journal import Journal
 from penstock.produce import (
     AsyncProduceStrategyConfig,
@@ -32,8 +34,8 @@ from penstock.produce import (
     Sampler,
     SyncProduceStrategyConfig,
 )
-from penstock.produce.virtual_time import VirtualClock
 from penstock.types import Prompt, Rollout, Score, Status, StepReport, VersionSegment
+from stages.virtual_time import VirtualClock
 
 GROUPS, GENERATIONS = 32, 8
 TOKEN_S, MEAN_TOKENS, MOST_TOKENS = 0.02, 200, 2000

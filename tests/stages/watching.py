@@ -9,13 +9,13 @@ from typing import Any
 from penstock.agent.single_turn import SingleTurn
 from penstock.config import LaunchConfig, SamplingConfig, WatchdogConfig
 from penstock.errors import RunError
-from penstock.produce.virtual_time import VirtualClock
 from penstock.reward.verifiable import Part, VerifiableReward
 from penstock.supervise.supervised import CALLS, Supervised, SupervisionCallbacks, call_worker
 from penstock.types import Rollout
 from penstock.watch.waits import Waits
 from penstock.watch.watchdog import Watchdog
 from stages.rollouts import make_prompt
+from stages.virtual_time import VirtualClock
 
 STALL_S = 60.0
 

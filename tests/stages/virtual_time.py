@@ -1,8 +1,8 @@
 """An event loop with virtual time: it jumps to the next timer instead of waiting.
 
 All waits of the producing side are asyncio waits, so the real strategies run under this loop unchanged.
-Tests and benchmarks use it today; it ships because a simulator of whole runs will be built on it. When
-nothing can happen any more it raises Deadlock instead of hanging. It supports no threads and no sockets.
+When nothing can happen any more it raises Deadlock instead of hanging. It supports no threads and no
+sockets. The loop of `tests/simulation` also shuffles callbacks and injects faults.
 """
 
 from __future__ import annotations
