@@ -5,9 +5,11 @@ Without `-m gpu` every test runs on the CPU, on a machine with GPUs too: most of
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +42,10 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PENSTOCK_TEST_HOME" not in os.environ:  # one key for all test processes, not the user's
+        home = os.environ["PENSTOCK_TEST_HOME"] = tempfile.mkdtemp(prefix="penstock-test-home-")
+        os.environ["XDG_CONFIG_HOME"] = home
+        atexit.register(shutil.rmtree, home, ignore_errors=True)
     if not (_asks_for_gpu(config) and _has_gpu()):
         if shutil.which("nvidia-smi"):  # elsewhere Ray's tests count GPUs that are made up
             os.environ["CUDA_VISIBLE_DEVICES"] = ""

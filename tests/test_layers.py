@@ -13,9 +13,9 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 
 FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lower floors
-    ("types", "errors", "disk"),
+    ("types", "errors", "disk", "terminal"),
     ("config", "plugins", "demo", "scratch"),
-    ("watch",),
+    ("watch", "trust"),
     ("journal", "models", "algo", "sandbox", "data", "track", "checkpoint"),
     ("weights", "reward", "run_folder"),
     ("engine", "training", "produce", "identity"),
@@ -90,6 +90,15 @@ def test_only_the_vllm_engine_imports_vllm_and_only_launch_imports_ray() -> None
             assert path.relative_to(SOURCE).as_posix() == "engine/vllm/engine.py"
         if "ray" in roots:
             assert unit_of(path) == "launch"
+
+
+def test_only_terminal_makes_a_console() -> None:
+    """So that no text of a model, of data or of a foreign run folder controls the terminal."""
+    for path in FILES:
+        calls = [n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        names = {ast.unparse(call) for call in calls}
+        if unit_of(path) != "terminal":
+            assert not names & {"Console", "typer.echo"}, f"{path}: use penstock.terminal"
 
 
 def test_the_control_plane_imports_no_torch() -> None:

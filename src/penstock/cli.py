@@ -9,19 +9,18 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 from rich.text import Text
 
 from penstock import __version__
 from penstock.config import Section
 from penstock.config.source import explain
 from penstock.errors import PenstockError, StopRequested, UserError
+from penstock.terminal import console, say
 
 app = typer.Typer(
     name="penstock",
@@ -47,6 +46,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as train.lr=1e-5."),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Allow what a run of another user would execute or connect to."),
+]
 
 
 def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
@@ -59,7 +62,7 @@ def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
 
 def _show_version(value: bool) -> None:
     if value:
-        typer.echo(f"penstock {__version__}")
+        say(f"penstock {__version__}")
         raise typer.Exit
 
 
@@ -74,7 +77,7 @@ def options(
 
 
 @app.command(rich_help_panel="Run")
-def train(arguments: Arguments = None) -> None:
+def train(arguments: Arguments = None, trust: Trust = False) -> None:
     """Train a policy. Without a config: the demo, on this machine's CPU."""
     from penstock.config.source import load_config
 
@@ -83,7 +86,9 @@ def train(arguments: Arguments = None) -> None:
     loaded.require_tasks()
     from penstock import preflight
     from penstock.session import train_new
+    from penstock.trust import check_config
 
+    check_config(path, loaded.config, trust=trust)
     preflight.check(loaded.config)
     train_new(loaded.config)
 
@@ -99,12 +104,13 @@ def resume(
             help="Continue with data or a tokenizer of other content than before.",
         ),
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Continue a run after a stop or a crash: load the newest checkpoint, redo the journalled steps."""
     from penstock.run_folder import find
     from penstock.session import resume_run
 
-    resume_run(find(run), overrides or [], accept_changes=accept_changes)
+    resume_run(find(run), overrides or [], accept_changes=accept_changes, trusted=trust)
 
 
 @app.command(rich_help_panel="Run")
@@ -115,6 +121,7 @@ def replay(
         int | None, typer.Option(min=1, help="Last step to recompute or to train on.")
     ] = None,
     algo: Annotated[str | None, typer.Option(help="Fork the run with this algorithm.")] = None,
+    trust: Trust = False,
 ) -> None:
     """Recompute a run from its journal and compare every digest; exit 1 if one differs.
 
@@ -123,7 +130,8 @@ def replay(
     from penstock.run_folder import find
     from penstock.session import replay_run
 
-    replay_run(find(run), to_step=to, algorithm=algo, overrides=overrides or [])
+    words = overrides or []
+    replay_run(find(run), to_step=to, algorithm=algo, overrides=words, trusted=trust)
 
 
 @app.command(rich_help_panel="Run")
@@ -137,7 +145,7 @@ def scale(
     from penstock.launch.control import scale_run
     from penstock.run_folder import find
 
-    typer.echo(scale_run(find(run).path, setting))
+    say(scale_run(find(run).path, setting))
 
 
 @app.command("eval", rich_help_panel="Run")
@@ -146,6 +154,7 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Folder for one JSONL file of samples per task.")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Evaluate a config's model, a run's newest checkpoint, or a model folder on the evaluation tasks.
 
@@ -154,7 +163,7 @@ def evaluate(
     from penstock.session import evaluate_once
 
     path, overrides = _split(arguments)
-    evaluate_once(path, overrides, out)
+    evaluate_once(path, overrides, out, trusted=trust)
 
 
 @app.command(rich_help_panel="Look")
@@ -195,7 +204,7 @@ def backup(
     from penstock.inspection.backup import back_up
     from penstock.run_folder import find
 
-    typer.echo(back_up(find(run), target))
+    say(back_up(find(run), target))
 
 
 @app.command(rich_help_panel="Look")
@@ -212,7 +221,7 @@ def report(
     from penstock.inspection.report import write_report
     from penstock.run_folder import find
 
-    typer.echo(write_report([find(run) for run in runs], out))
+    say(write_report([find(run) for run in runs], out))
 
 
 @app.command(rich_help_panel="Look")
@@ -228,8 +237,8 @@ def timeline(
 
     folder = find(run)
     for line in summary_lines(folder):
-        typer.echo(line)
-    typer.echo(write_trace(folder, out))
+        say(line)
+    say(write_trace(folder, out))
 
 
 @app.command(rich_help_panel="Look")
@@ -265,12 +274,14 @@ def generate(
     from penstock import preflight
     from penstock.config.source import load_config
     from penstock.evaluation.generate import describe, generate_samples
+    from penstock.trust import check_config
 
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides).config
+    check_config(path, loaded)
     preflight.check_engine(loaded)
     for line in describe(generate_samples(loaded, prompt, num_generations=samples, raw=raw)):
-        typer.echo(line)
+        say(line)
 
 
 @app.command(rich_help_panel="Prepare")
@@ -290,12 +301,12 @@ def config(
     lines = list(config_lines(loaded, only))
     if not lines:
         raise UserError(f"--filter: got {only!r}, allowed: words of a key or of its meaning")
-    console = Console()
+    terminal = console()
     for line in lines:
         style = "dim" if line.startswith("#") else "bold" if line.startswith("[") else ""
-        console.print(Text(line, style=style), soft_wrap=True)
+        terminal.print(Text(line, style=style), soft_wrap=True)
     for warning in doubts(loaded.config):
-        Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+        console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
 
 
 @app.command(rich_help_panel="Rewards")
@@ -328,7 +339,7 @@ def sandbox_check(options: Overrides = None) -> None:
 
     result = sandbox.check(_section(SandboxSettings, options))
     for line in result.lines():
-        typer.echo(line)
+        say(line)
     raise typer.Exit(0 if result.ok else 1)
 
 
@@ -339,14 +350,14 @@ def sandbox_serve(
         str, typer.Option(help="Address to listen on; any but loopback needs a token.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8080,
-    token: Annotated[
-        str | None, typer.Option(help="Bearer token of clients; default: $PENSTOCK_SANDBOX_TOKEN.")
-    ] = None,
+    token_variable: Annotated[
+        str, typer.Option(help="Environment variable that holds the bearer token of clients.")
+    ] = "PENSTOCK_SANDBOX_TOKEN",
 ) -> None:
     """Serve code verification over HTTP: POST /check_correctness."""
     from penstock.sandbox.serve import ServerSettings, serve
 
-    serve(host, port, token, _section(ServerSettings, options))
+    serve(host, port, token_variable, _section(ServerSettings, options))
 
 
 S = TypeVar("S", bound=Section)
@@ -377,10 +388,10 @@ def main() -> None:
     except UserError as error:
         _fail(str(error), 2)
     except StopRequested as error:
-        print(error, file=sys.stderr)
+        say(error, error=True)
         raise SystemExit(130) from None
     except (KeyboardInterrupt, typer.Abort):
-        print("stopped", file=sys.stderr)
+        say("stopped", error=True)
         raise SystemExit(130) from None
     except PenstockError as error:
         _fail(str(error), 1)
@@ -405,7 +416,7 @@ def _usage_line(error: Any) -> str:
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    say(f"error: {' '.join(message.split())}", error=True)
     raise SystemExit(code) from None
 
 

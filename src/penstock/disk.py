@@ -9,6 +9,8 @@ import os
 import re
 from pathlib import Path
 
+from penstock.errors import UserError
+
 MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how the table writes a space in a path
 _NETWORK = """nfs nfs4 cifs smb smb3 smbfs 9p afs ncpfs coda davfs lustre gpfs beegfs beegfs_nodev ceph
@@ -19,7 +21,9 @@ _NETWORK = """nfs nfs4 cifs smb smb3 smbfs 9p afs ncpfs coda davfs lustre gpfs b
 def write_whole(path: Path, text: str) -> None:
     """Replace a file so that a crash or a power failure leaves the old one or the new one, whole."""
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w", encoding="utf-8") as file:
+    draft.unlink(missing_ok=True)  # a new file: never written through a link
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with os.fdopen(os.open(draft, flags, 0o666), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -34,6 +38,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_inside(folder: Path, path: Path) -> None:
+    """Raise a UserError if a link on the way leads a path out of its folder."""
+    if not path.parent.resolve().is_relative_to(folder.resolve()):
+        raise UserError(
+            f"{path}: {path.parent} is a link out of {folder}, allowed: a folder inside it"
+        )
 
 
 def can_write(folder: Path) -> bool:

@@ -14,13 +14,16 @@ import itertools
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from penstock import trust
 from penstock.config import Config
 from penstock.config.changes import differing
+from penstock.config.secrets import refuse_secrets
 from penstock.config.source import load_config, to_toml, validate
 from penstock.disk import existing, network_file_system, sync, write_whole
 from penstock.errors import UserError
@@ -141,7 +144,12 @@ class RunFolder:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Let only one process write the run; the lock ends with the process."""
-        with (self.path / "lock").open("a+") as file:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(self.path / "lock", flags, 0o666)
+        except OSError as error:
+            raise UserError(f"run: {self.path}/lock cannot be opened: {error.strerror}") from None
+        with os.fdopen(descriptor, "a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -209,6 +217,7 @@ def create(config: Config, origin: Origin | None = None) -> RunFolder:
     if name in (".", "..") or name != Path(name).name:
         raise UserError(f"run.name: got {name!r}, allowed: one folder name, without separators")
     check_disk(parent, config)
+    refuse_secrets(config.model_dump())  # this writes the config
     above = existing(parent)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +228,9 @@ def create(config: Config, origin: Origin | None = None) -> RunFolder:
     path = parent / (name or _automatic_name(config))
     for number in itertools.count(2):
         try:
-            path.mkdir()  # exclusive: if two runs start with one name, one is refused
+            path.mkdir(
+                mode=0o700
+            )  # prompts and answers are its owner's; exclusive: if two runs start with one name, one is refused
             break
         except FileExistsError:
             if name:
@@ -230,6 +241,7 @@ def create(config: Config, origin: Origin | None = None) -> RunFolder:
             path = parent / f"{_automatic_name(config)}-{number}"
         except OSError as error:
             raise _cannot_write(parent, error) from None
+    trust.sign_config(path, config)  # before the config, which makes the folder a run
     if origin is not None:  # before the config, which makes the folder a run
         (path / ORIGIN).write_text(json.dumps(asdict(origin), indent=1))
         sync(path / ORIGIN)
@@ -265,10 +277,20 @@ def find(path: str | Path) -> RunFolder:
     """Find an existing run by its folder, or by its name below `runs/`."""
     for candidate in (Path(path), Path("runs") / path):
         if (candidate / CONFIG).is_file() or (candidate / JOURNAL).is_file():
+            _check_plain(candidate)
             return RunFolder(candidate)
     raise UserError(
         f"run: got {str(path)!r}, allowed: a run folder (one that holds {JOURNAL} or {CONFIG})"
     )
+
+
+def _check_plain(folder: Path) -> None:
+    """Refuse a folder with pipes, sockets or devices, which a look would wait for or act on."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            kind = stat.S_IFMT(os.lstat(path := os.path.join(parent, name)).st_mode)
+            if kind not in (stat.S_IFREG, stat.S_IFLNK):
+                raise UserError(f"run: {path} is a pipe, socket or device, allowed: files, folders")
 
 
 def remove(folder: RunFolder) -> None:

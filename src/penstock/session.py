@@ -15,9 +15,9 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from rich.console import Console
+from rich.text import Text
 
-from penstock import run_folder
+from penstock import run_folder, trust
 from penstock.config import Config
 from penstock.config.changes import Change, allowed_changes
 from penstock.config.doubts import doubts
@@ -43,6 +43,7 @@ from penstock.recover import (
 from penstock.run import Loop
 from penstock.run_folder import RunFolder
 from penstock.scratch import ScratchFolder
+from penstock.terminal import console, say
 from penstock.track.note_log import NoteLog
 
 T = TypeVar("T")
@@ -71,15 +72,20 @@ def _remove_if_unused(folder: RunFolder) -> None:
 
 
 def resume_run(
-    folder: RunFolder, overrides: Sequence[str], *, accept_changes: bool = False
+    folder: RunFolder,
+    overrides: Sequence[str],
+    *,
+    accept_changes: bool = False,
+    trusted: bool = False,
 ) -> None:
     """Continue a run, with the setting changes that are allowed.
 
     `accept_changes`: also if its data, tokenizer or chat template have other content than before.
+    `trusted`: also if another user made it, whose code it may execute.
     """
     with folder.lock():
         try:
-            _resume_locked(folder, overrides, accept_changes)
+            _resume_locked(folder, overrides, accept_changes, trusted)
         except KeyboardInterrupt:
             raise StopRequested(
                 f"stopped before the first new step; nothing is lost; {_way_on(folder)}"
@@ -90,24 +96,34 @@ def _way_on(folder: RunFolder) -> str:
     return f"continue with: penstock resume {folder.path}"
 
 
-def _resume_locked(folder: RunFolder, overrides: Sequence[str], accept: bool) -> None:
+def _check_trust(folder: RunFolder, trusted: bool) -> None:
+    acts = trust.acts_of((era.config for era in folder.eras()), folder.path)
+    trust.check(folder.path, [*acts, *trust.acts_on_files(folder.path)], trust=trusted)
+
+
+def _resume_locked(
+    folder: RunFolder, overrides: Sequence[str], accept: bool, trusted: bool
+) -> None:
     if folder.origin() is not None:
         if overrides:
             raise UserError(
                 f"resume of a fork: got {overrides[0]}, allowed: no changes; fork again"
             )
+        _check_trust(folder, trusted)
         config = folder.config()
         for note in check_copy(folder, config):
             _tell(note)
         asyncio.run(_train(config, folder, resumed=True))
         return
     notes = check_journal(folder)
+    _check_trust(folder, trusted)
     before = absolute_paths(folder.config())
     config = absolute_paths(with_overrides(before, overrides))
     run_folder.check_disk(folder.path, config)
     changes = allowed_changes(before, config, pinned=folder.record())
     notes += check_copy(folder, config)
     check_files(folder, config, accept)
+    trust.sign_config(folder.path, config)  # the user gave the overrides
     for note in [*(f"changed: {change}" for change in changes), *notes]:
         _tell(note)
     try:
@@ -117,9 +133,15 @@ def _resume_locked(folder: RunFolder, overrides: Sequence[str], accept: bool) ->
 
 
 def replay_run(
-    folder: RunFolder, *, to_step: int | None, algorithm: str | None, overrides: Sequence[str]
+    folder: RunFolder,
+    *,
+    to_step: int | None,
+    algorithm: str | None,
+    overrides: Sequence[str],
+    trusted: bool = False,
 ) -> None:
     """Recompute a run and compare its digests, or fork it with another algorithm or settings."""
+    _check_trust(folder, trusted)
     for note in differences(folder):
         _tell(note)
     if algorithm is not None or overrides:
@@ -129,7 +151,7 @@ def replay_run(
         return
     with ReplayProgress(folder.name) as progress:
         said = asyncio.run(check_run(folder, to_step, progress.step))
-    print(said)
+    say(said)
 
 
 async def _resume(config: Config, folder: RunFolder, changes: list[Change], accept: bool) -> None:
@@ -147,8 +169,8 @@ async def _resume(config: Config, folder: RunFolder, changes: list[Change], acce
     await _train(config, folder, resumed=True, accept=accept)
 
 
-def _tell(text: str) -> None:
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+def _tell(text: str | Text) -> None:
+    console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
 async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bool = False) -> None:
@@ -163,10 +185,9 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bo
 
 async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, accept: bool) -> None:
     started = time.monotonic()
-    console = Console(stderr=True)
     for warning in doubts(config):
-        console.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
-    console.print(f"run folder: [bold]{folder.path}[/bold]", highlight=False, soft_wrap=True)
+        _tell(Text.assemble(("warning: ", "yellow"), warning))
+    _tell(Text.assemble("run folder: ", (str(folder.path), "bold")))
     is_fork = folder.origin() is not None
     _tell(_describe_start(config, is_fork))
     with StopSignals(_way_on(folder)) as signals:
@@ -196,7 +217,7 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
         raise StopRequested(
             f"stopped after step {done} of {job.total_steps}, {state}; {signals.way_on}"
         )
-    print_summary(Console(), folder, seconds=time.monotonic() - started)
+    print_summary(console(), folder, seconds=time.monotonic() - started)
 
 
 def _describe_start(config: Config, is_fork: bool) -> str:
@@ -314,16 +335,18 @@ def _leaves(group: BaseExceptionGroup) -> list[BaseException]:
     return found
 
 
-def evaluate_once(path: str | None, overrides: Sequence[str], out: Path | None) -> None:
+def evaluate_once(
+    path: str | None, overrides: Sequence[str], out: Path | None, *, trusted: bool = False
+) -> None:
     """Evaluate the model of a config, or the newest checkpoint of a run."""
-    config = _evaluation_config(path, overrides)
+    config = _evaluation_config(path, overrides, trusted)
     if not config.eval.tasks:
         raise UserError("eval.tasks: got none, allowed: at least one [eval.tasks.NAME]")
     from penstock import preflight
 
     preflight.check_for_evaluation(config)
     results = asyncio.run(_evaluate(config, out))
-    print_evaluations(Console(), results)
+    print_evaluations(console(), results)
     if any(result.failures for result in results):
         failed = sum(result.failures for result in results)
         raise RunError(f"{failed} of {sum(r.samples for r in results)} samples failed")
@@ -338,10 +361,12 @@ async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
             ]
 
 
-def _evaluation_config(path: str | None, overrides: Sequence[str]) -> Config:
+def _evaluation_config(path: str | None, overrides: Sequence[str], trusted: bool) -> Config:
     """Load the config of a config file, of a bare model folder, or of a run with its newest weights."""
     if path is None or Path(path).is_file():
-        return load_config(path, overrides).config
+        config = load_config(path, overrides).config
+        trust.check_config(path, config, trust=trusted)
+        return config
     if (Path(path) / "config.json").is_file():
         return load_config(None, [f"model.path={path}", *overrides], bare=True).config
     folder = run_folder.find(path)
@@ -351,4 +376,6 @@ def _evaluation_config(path: str | None, overrides: Sequence[str]) -> Config:
     if newest is None:
         raise UserError(f"run {path}: got no valid checkpoint, allowed: a run that wrote one")
     model = [f"model.path={newest.path / 'model'}"]
+    acts = trust.acts_of([with_overrides(folder.config(), model)], folder.path)
+    trust.check(folder.path, [*acts, *trust.acts_on_files(folder.path)], trust=trusted)
     return with_overrides(folder.config(), [*model, *overrides])

@@ -58,10 +58,10 @@ def test_a_lost_checkpoint_is_made_up_for_across_the_change(
     code = server.run("resume", str(killed.path), *words, point="before step", number=3)
     assert code == -9, server.output()
     assert len(digests(killed)) == 4
-    newest = killed.checkpoints / "step-3" / "consumer.pt"
+    newest = killed.checkpoints / "step-3" / "consumer.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     assert server.run("resume", str(killed.path)) == 0, server.output()
-    assert "step-3: consumer.pt is not what was written" in server.output()
+    assert "step-3: consumer.safetensors is not what was written" in server.output()
     assert_sound(killed, steps=5)
     assert server.run("replay", str(killed.path)) == 0, server.output()
 

@@ -84,7 +84,7 @@ class BrokenStore(CheckpointStore):
 
     def _make_draft(self) -> Path:
         draft = super()._make_draft()
-        place = draft / "shards" / "rank-1-of-2.pt"
+        place = draft / "shards" / "rank-1-of-2.safetensors"
         place.parent.mkdir()
         place.mkdir() if self.kind == "folder" else os.mkfifo(place)
         return draft

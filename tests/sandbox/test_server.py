@@ -31,8 +31,8 @@ GOOD = "print(sum(map(int, input().split())))"
 class Server:
     """A real server on a free port of this machine."""
 
-    def __init__(self, settings: ServerSettings) -> None:
-        self.app = create_app(settings)
+    def __init__(self, settings: ServerSettings, token: str) -> None:
+        self.app = create_app(settings, token)
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -68,11 +68,11 @@ class Server:
 
 
 @contextmanager
-def running(**settings: Any) -> Iterator[Server]:
+def running(*, token: str = "", **settings: Any) -> Iterator[Server]:
     make_pool("namespaces").close()  # skips where nothing can be isolated
     sandbox = SandboxSettings(**{"minimum": "filtered", **settings.pop("sandbox", {})})
     before = left_over()  # another server of this module
-    server = Server(ServerSettings(sandbox=sandbox, **settings))
+    server = Server(ServerSettings(sandbox=sandbox, **settings), token)
     try:
         yield server
     finally:

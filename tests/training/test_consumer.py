@@ -1,6 +1,7 @@
 """The consumer: reports, digests, stop, skipped updates, checkpoints, adapters."""
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from penstock.errors import RunError, StopRequested, UserError
 from penstock.training.consumer import Consumer
 from penstock.training.policy import add_adapters
+from penstock.training.snapshot import STATE, read_state
 from penstock.weights.model_weights import model_digest
 from stages.training_data import (
     VOCABULARY,
@@ -129,6 +131,30 @@ def test_training_after_load_is_bitwise_what_it_would_have_been(
     got = resumed.train(third)
     assert got.digest == expected.digest
     assert got.metrics["loss/policy"] == expected.metrics["loss/policy"]
+
+
+def test_a_checkpoint_is_loaded_without_a_pickle_and_an_older_one_still_loads(
+    saved_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = from_disk(saved_model)
+    consumer.train(batches(1)[0])
+    folder = tmp_path / "checkpoint"
+    consumer.snapshot(folder)()
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} <= PLAIN
+    state = read_state(folder / STATE)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", lambda *_, **__: pytest.fail("loaded a pickle"))
+        resumed = from_disk(saved_model)
+        resumed.load(folder)
+    assert resumed.digest() == consumer.digest()
+    (folder / STATE).unlink()
+    torch.save({**state, "format": 2}, folder / "consumer.pt")
+    older = from_disk(saved_model)
+    older.load(folder)
+    assert older.train(batches(2)[1]).digest == resumed.train(batches(2)[1]).digest
+
+
+PLAIN = {".safetensors", ".json", ".toml", ".jinja", ".txt", ".model"}  # none of them is executed
 
 
 def test_a_checkpoint_before_the_first_update_loads(saved_model, tmp_path) -> None:

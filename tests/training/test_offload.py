@@ -11,6 +11,7 @@ import torch
 from penstock.errors import RunError
 from penstock.launch.part_factories import TrainerService
 from penstock.training.consumer import Consumer
+from penstock.training.snapshot import STATE, read_state
 from penstock.types import Batch
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.offload import HostOffload
@@ -34,7 +35,7 @@ def sizes(consumer: Consumer) -> list[int]:
 
 
 def state(folder: Path) -> Any:
-    return torch.load(folder / "consumer.pt", weights_only=True)
+    return read_state(folder / STATE)
 
 
 def assert_same(one: Any, other: Any) -> None:

@@ -423,7 +423,7 @@ class ProducerLog:
         self.rollout_file, self._every = rollout_file, rollouts_every
         self._timeline: TimelineLog | None = None
         if profile:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (folder / CONFIG).write_text(to_toml(config))  # marks the folder as that of a run
             self._timeline = TimelineLog(folder / "timeline", self.waits)
         self._tracker: Fanout | None = None

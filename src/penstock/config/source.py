@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from penstock.config import Config, foreign_words
+from penstock.config.secrets import refuse_secrets
 from penstock.errors import UserError
 
 DEMO_CONFIG = Path(__file__).parents[1] / "demo" / "demo.toml"
@@ -60,6 +61,7 @@ def load_config(
         _put(tree, key, value)
         origins = {k: v for k, v in origins.items() if not k.startswith(f"{key}.")}
         origins[key] = "command line"
+    refuse_secrets(tree)
     return LoadedConfig(config=validate(tree), origins=origins)
 
 
@@ -68,6 +70,7 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     tree = config.model_dump(mode="json")
     for text in overrides:
         _put(tree, *_parse_override(text))
+    refuse_secrets(tree)
     return validate(tree)
 
 

@@ -23,7 +23,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock import terminal
 from penstock.config import RewardConfig
+from penstock.config.secrets import refuse_secrets
 from penstock.errors import RewardError, UserError
 from penstock.reward import VerifiableReward, build_reward
 from penstock.types import Prompt, Rollout, Score, VersionSegment
@@ -101,6 +103,7 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
         for name in tables:
             table = table.setdefault(name, {})
         table[last] = value
+    refuse_secrets(options)  # a command line is in the list of processes
     return options
 
 
@@ -115,7 +118,7 @@ def score_file(
     console: Console | None = None,
 ) -> ScoreSummary:
     """Score every line of `data`; write results to `out` or stdout, progress and summary to stderr."""
-    console = console or Console(stderr=True)
+    console = console or terminal.console(stderr=True)
     path = data / "rollouts.jsonl" if data.is_dir() else data
     if not path.is_file():
         raise UserError(f"score: got {str(data)!r}, allowed: a JSONL file or a run folder")

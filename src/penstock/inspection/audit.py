@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from penstock import terminal
 from penstock.config import ProduceConfig
 from penstock.errors import JournalDamaged
 from penstock.inspection.evidence import (
@@ -130,9 +131,9 @@ def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | No
     for name, value in folder.record().items():
         if name.startswith("accepted after step"):
             found.warnings.append(f"{name}: {value}")
-    console = console or Console()
+    console = console or terminal.console()
     if as_json:
-        console.print_json(json.dumps(found.as_json()))
+        console.print_json(json.dumps(found.as_json()), ensure_ascii=True)
     else:
         _print(found, console)
     return 0 if found.balanced else 1

@@ -18,8 +18,9 @@ from penstock.disk import sync
 from penstock.errors import RunError, UserError
 from penstock.journal import Journal
 from penstock.run_folder import CONFIG, METRICS, ORIGIN, RunFolder
+from penstock.trust import SIGNATURES
 
-_COPIED = (CONFIG, "configs", ORIGIN, METRICS, "rollouts.jsonl", "eval")
+_COPIED = (CONFIG, "configs", ORIGIN, SIGNATURES, METRICS, "rollouts.jsonl", "eval")
 _MOST_TRIES = 10  # a live run may prune the checkpoint that is being copied
 
 
@@ -32,7 +33,7 @@ def back_up(folder: RunFolder, target: Path | None = None) -> str:
         raise UserError(f"backup: got {target}, which exists already, allowed: a new folder")
     draft = target.with_name(f".{target.name}.draft-{os.getpid()}")
     try:
-        draft.mkdir(parents=True)
+        draft.mkdir(mode=0o700, parents=True)
         step, checkpoint = _copy(folder, RunFolder(draft))
         for path in (*draft.rglob("*"), draft):
             sync(path)
@@ -51,9 +52,9 @@ def _copy(folder: RunFolder, copy: RunFolder) -> tuple[int, Checkpoint | None]:
     for name in _COPIED:
         source = folder.path / name
         if source.is_dir():
-            shutil.copytree(source, copy.path / name)
+            shutil.copytree(source, copy.path / name, symlinks=True)
         elif source.is_file():
-            shutil.copyfile(source, copy.path / name)
+            shutil.copyfile(source, copy.path / name, follow_symlinks=False)
     step, checkpoint = _copy_state(folder, copy)
     if copy.record():
         copy.write_copies()

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from penstock import terminal
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import RunError, UserError
 from penstock.journal import Journal
@@ -194,7 +195,7 @@ def show_rollouts(
     console: Console | None = None,
 ) -> int:
     """Print the rollouts that match, for a person or as one JSON object per line; return their number."""
-    console = console or Console()
+    console = console or terminal.console()
     with closing(Journal.open(folder.journal, readonly=True)) as journal:
         _check_task(journal, task)
         samples = find_rollouts(
@@ -218,9 +219,7 @@ def _renderer(folder: RunFolder) -> Render | None:
     """Return the decoder of the run's tokenizer; None if the tokenizer is not on this machine."""
     try:
         model = folder.config().model
-        tokenizer = load_tokenizer(
-            model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
-        )
+        tokenizer = load_tokenizer(model.tokenizer or model.path)  # a look executes no code
     except UserError:
         return None
     return ChatTemplate(tokenizer).decode_prompt
@@ -280,8 +279,7 @@ def _reward_text(sample: RolloutView) -> str:
 
 
 def _line(console: Console, name: str, value: str, style: str) -> None:
-    """Print one labelled value; text from a model is never read as markup or control codes."""
-    visible = "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in value)
-    label = Text(f"{name:>9}  ", style="dim")
-    indented = visible.replace("\n", "\n" + " " * 11)
+    """Print one labelled value; further lines of it are indented."""
+    label = Text(f"{' '.join(name.split()):>9}  ", style="dim")
+    indented = value.replace("\n", "\n" + " " * 11)
     console.print(Text.assemble(label, (indented, style)), soft_wrap=True)

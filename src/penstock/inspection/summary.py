@@ -12,10 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from penstock import terminal
 from penstock.evaluation.evaluate import EvalResult
 from penstock.inspection.report.data import RunRecord, read_run
 from penstock.inspection.report.figures import FigureChange, Figures, take_figures
 from penstock.run_folder import RunFolder
+from penstock.terminal import visible
 from penstock.track.finding_text import finding_table
 from penstock.track.sparkline import sparkline
 from penstock.types import StepReport
@@ -67,9 +69,9 @@ class ReplayProgress:
     """Print a line per recomputed step to stdout, and show a bar on stderr if it is a terminal."""
 
     def __init__(self, name: str) -> None:
-        self._console = Console(stderr=True)
+        self._console = terminal.console(stderr=True)
         self._bar = Progress(
-            TextColumn(f"replaying {name}"),
+            TextColumn(f"replaying {visible(name)}", markup=False),
             MofNCompleteColumn(),
             BarColumn(),
             TimeRemainingColumn(),

@@ -14,8 +14,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from penstock.config import Section
+from penstock.config.secrets import from_environment
 from penstock.reward.extraction import Extract, python_block
-from penstock.sandbox.client import VerificationClient
+from penstock.sandbox.client import TOKEN_VARIABLE, VerificationClient
 from penstock.sandbox.pool import SandboxPool
 from penstock.sandbox.settings import SandboxSettings
 from penstock.sandbox.testcases import read_tests
@@ -36,8 +37,8 @@ class CodeOptions(Section):
     """Wall time of one test."""
     servers: tuple[str, ...] = ()
     """URLs of verification servers, with or without /check_correctness; empty: sandboxes on this machine."""
-    token: str = ""
-    """Bearer token of the servers."""
+    token_variable: str = TOKEN_VARIABLE
+    """Environment variable that holds the servers' bearer token; the default may be unset."""
     request_timeout_s: float = Field(120.0, gt=0)
     """Longest wait for one reply of a server."""
     retries: int = Field(5, ge=0)
@@ -68,7 +69,9 @@ class CodeReward:
         if options.servers:
             self._client = VerificationClient(
                 options.servers,
-                token=options.token,
+                token=from_environment(
+                    "token_variable", options.token_variable, default=TOKEN_VARIABLE
+                ),
                 request_timeout_s=options.request_timeout_s,
                 retries=options.retries,
             )

@@ -23,6 +23,7 @@ MAX_REPLY_BYTES = 64 << 20
 MAX_BACKOFF_S = 30.0
 CONNECTIONS = 32
 _ROUTE = "/check_correctness"
+TOKEN_VARIABLE = "PENSTOCK_SANDBOX_TOKEN"
 
 
 class _TryAgain(Exception):
@@ -49,7 +50,7 @@ class VerificationClient:
             raise UserError("verification server: got no URL, allowed: at least one")
         self._urls = [_checked_url(url) for url in urls]
         self._turn = itertools.cycle(range(len(self._urls)))
-        self._headers = {"Content-Type": "application/json"}
+        self._headers, self._token = {"Content-Type": "application/json"}, token
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._request_timeout_s, self._retries, self._backoff_s = (
@@ -99,7 +100,10 @@ class VerificationClient:
         status, reply, after_s = await loop.run_in_executor(self._threads, self._post, url, body)
         if status == 200:
             return _read_verdict(url, reply)
-        said = reply[:300].decode(errors="replace")
+        said = reply[:4096].decode(errors="replace")
+        if self._token:  # the server may echo it
+            said = said.replace(self._token, "***")
+        said = said[:300]
         if status == 429 or status >= 500:
             raise _TryAgain(f"status {status}: {said}", after_s)
         raise RewardError(f"verification server {url.netloc} refused: status {status}: {said}")

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.config import Section
+from penstock.config.secrets import from_environment
 from penstock.errors import RewardError, SandboxError, UserError
+from penstock.sandbox.client import TOKEN_VARIABLE
 from penstock.sandbox.pool import SandboxPool
 from penstock.sandbox.settings import SandboxSettings
 from penstock.sandbox.testcases import AssertTests, read_tests
@@ -30,7 +31,6 @@ from penstock.sandbox.verify import verify
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-TOKEN_VARIABLE = "PENSTOCK_SANDBOX_TOKEN"
 RETRY_AFTER_S = 1
 
 
@@ -39,8 +39,6 @@ class ServerSettings(Section):
 
     sandbox: SandboxSettings = SandboxSettings()
     """Limits of the code that is run."""
-    token: str = ""
-    """Clients must send it as a bearer token; empty: none is asked for."""
     queue_size: int = Field(256, ge=0)
     """Submissions that may wait; more are answered with 429."""
     max_timeout_s: float = Field(60.0, gt=0)
@@ -162,7 +160,7 @@ class VerificationService:
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
 
 
-def create_app(settings: ServerSettings | None = None) -> FastAPI:
+def create_app(settings: ServerSettings | None = None, token: str = "") -> FastAPI:
     """Return the application. Raises SandboxError if code may not run under these settings."""
     try:
         from fastapi import FastAPI, Request, Response
@@ -189,7 +187,7 @@ def create_app(settings: ServerSettings | None = None) -> FastAPI:
 
     async def check_correctness(request: Request) -> Response:
         try:
-            submission = await _read(request, CheckRequest, service.settings)
+            submission = await _read(request, CheckRequest, service.settings, token)
             service.admit(1)
         except Refusal as refusal:
             return refused(refusal.status, str(refusal))
@@ -200,7 +198,7 @@ def create_app(settings: ServerSettings | None = None) -> FastAPI:
 
     async def check_correctness_batch(request: Request) -> Response:
         try:
-            batch = await _read(request, BatchRequest, service.settings)
+            batch = await _read(request, BatchRequest, service.settings, token)
             if len(batch.items) > service.settings.max_batch:
                 allowed = service.settings.max_batch
                 raise Refusal(413, f"items: got {len(batch.items)}, allowed: up to {allowed}")
@@ -220,11 +218,11 @@ def create_app(settings: ServerSettings | None = None) -> FastAPI:
     return app
 
 
-async def _read(request: Any, model: type[Any], settings: ServerSettings) -> Any:
+async def _read(request: Any, model: type[Any], settings: ServerSettings, token: str) -> Any:
     """Check token, content type and size of a request, then parse it."""
-    if settings.token:
+    if token:
         given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {settings.token}".encode()):
+        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise Refusal(401, "authorization: allowed: the server's bearer token")
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise Refusal(415, "content-type: allowed: application/json")
@@ -245,18 +243,18 @@ async def _read(request: Any, model: type[Any], settings: ServerSettings) -> Any
 def serve(
     host: str = "127.0.0.1",
     port: int = 8080,
-    token: str | None = None,
+    token_variable: str = TOKEN_VARIABLE,
     settings: ServerSettings | None = None,
 ) -> None:
     """Run the server until it is stopped. Without a token it listens on this machine only."""
     settings = settings or ServerSettings()
-    token = token or settings.token or os.environ.get(TOKEN_VARIABLE, "")
+    token = from_environment("--token-variable", token_variable, default=TOKEN_VARIABLE)
     if not token and not _is_loopback(host):
         raise UserError(
             f"sandbox serve: host got {host!r} without a token, allowed: 127.0.0.1, or a token "
-            f"(--token or {TOKEN_VARIABLE})"
+            f"in the environment variable {token_variable}"
         )
-    app = create_app(settings.model_copy(update={"token": token}))
+    app = create_app(settings, token)
     import uvicorn
 
     uvicorn.run(app, host=host, port=port, log_level="info")

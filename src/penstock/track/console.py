@@ -17,6 +17,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from penstock import terminal
 from penstock.track.finding_text import finding_table
 from penstock.track.protocol import RunInfo
 from penstock.track.sparkline import sparkline
@@ -31,7 +32,7 @@ class ConsoleTracker:
     """Shows step, time left, reward and held-out curves, samples, the open waits and findings."""
 
     def __init__(self, info: RunInfo, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or terminal.console(stderr=True)
         self._info = info
         self._metrics: dict[str, float] = {}
         self._rewards: list[float | None] = []
@@ -71,7 +72,8 @@ class ConsoleTracker:
             if measure == "accuracy" or f"eval/{task}/accuracy" not in metrics:
                 self._evals.setdefault(f"{task} {measure}", []).append(value)
         figures = "  ".join(f"{name.removeprefix('eval/')} {v:.3f}" for name, v in metrics.items())
-        self._console.print(f"[cyan]eval[/cyan] after step {step}: {figures}", highlight=False)
+        line = Text.assemble(("eval", "cyan"), f" after step {step}: {figures}")
+        self._console.print(line, highlight=False)
 
     def note(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
@@ -93,7 +95,7 @@ class ConsoleTracker:
             f"step {step}/{self._info.total_steps}  {figures}", highlight=False, soft_wrap=True
         )
         for line in self._info.live().splitlines()[1:]:
-            self._console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+            self._console.print(f"    {line}", highlight=False, soft_wrap=True)
 
     def _curves(self) -> list[tuple[str, list[float | None]]]:
         found = [(name, values) for name, values in self._evals.items() if values]
@@ -121,7 +123,7 @@ class ConsoleTracker:
 
     # -- the panel ----------------------------------------------------------------------------
 
-    def _render(self) -> Group:
+    def _render(self) -> terminal.Visible:
         parts: list[RenderableType] = [self._progress]
         if self._metrics or self._evals:
             parts += [self._curve_table(), self._figure_line(), self._sample_table()]
@@ -131,7 +133,7 @@ class ConsoleTracker:
             if more := len(found) - _SHOWN_FINDINGS:
                 hint = f"  and {more} more: penstock doctor {self._info.folder}"
                 parts += [Text(hint, style="dim")] if more > 0 else []
-        return Group(*parts)
+        return terminal.Visible(Group(*parts))
 
     def _curve_table(self) -> Table:
         table = Table.grid(padding=(0, 2))

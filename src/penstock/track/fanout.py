@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from penstock.plugins import load
+from penstock.terminal import say
 from penstock.track import TRACKERS
 from penstock.track.jsonl import JsonlTracker
 from penstock.track.note_log import NoteLog
@@ -41,7 +41,7 @@ class Fanout:
     def note(self, text: str) -> None:
         self._each(lambda tracker: tracker.note(text))
         if "console" not in self._trackers:
-            print(text, file=sys.stderr)
+            say(text, error=True)
 
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from penstock.terminal import say
 
 Note = Callable[[str], None]
 
 
 def print_note(text: str) -> None:
-    print(text, file=sys.stderr)
+    say(text, error=True)
 
 
 class LineFile:

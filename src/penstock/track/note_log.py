@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from penstock.terminal import visible
 from penstock.track.line_file import LineFile
 
 
@@ -21,7 +22,7 @@ class NoteLog:
         """Leave metrics out."""
 
     def note(self, text: str) -> None:
-        self._file.append([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}"])
+        self._file.append([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {visible(text)}"])
 
     def close(self) -> None:
         self._file.tell_loss()

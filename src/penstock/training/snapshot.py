@@ -1,22 +1,24 @@
 """A consumer's part of a checkpoint folder. Training after a load continues bitwise.
 
-    model/                   transformers safetensors of the policy (adapters merged), and its tokenizer
-    consumer.pt              counters and random state; one rank: also masters and optimizer moments
-    shards/rank-R-of-W.pt    several ranks: masters and moments, the rows that each rank holds
-    config.toml              the config that was in force
+    model/                           the policy (adapters merged) for transformers, and its tokenizer
+    consumer.safetensors             counters, random state; one rank: also masters and optimizer moments
+    shards/rank-R-of-W.safetensors   several ranks: masters and moments, the rows that each rank holds
+    config.toml                      the config that was in force
 
-Each rank writes and reads without the others, and any number of ranks can load what any number
+No file is a pickle, so that loading one executes nothing. Each rank writes and reads without the others, and any number of ranks can load what any number
 wrote. `checkpoint.py` makes the folder atomic and writes its manifest.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.config import Config
@@ -31,7 +33,8 @@ from penstock.training.ptx import TextStream
 from penstock.training.ranks import Ranks, own_rows
 from penstock.weights.offload import HostOffload
 
-FORMAT = 2
+FORMAT, PICKLED = 3, 2
+STATE = "consumer.safetensors"
 Tensors = dict[str, Tensor]
 Piece = tuple[int, Tensor]  # number of the first row in the whole tensor, and the rows
 Pieces = dict[str, Piece]
@@ -77,19 +80,16 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
         "bad_updates_in_a_row": consumer.bad_updates_in_a_row,
         "loss_scale": consumer.loss_scale.state_dict(),
         "ptx_cursor": consumer.texts.cursor if consumer.texts is not None else 0,
-        "random": random_state,
     }
 
     def write() -> None:
         try:
-            if ranks.world == 1:
-                content["pieces"] = pieces
-            else:
-                path = _shard_path(folder, ranks.rank, ranks.world)
-                _write_tensors(path, {"pieces": pieces, "random": random_state})
+            alone = ranks.world == 1
+            if not alone:
+                _write(_shard_path(folder, ranks.rank, ranks.world), {}, pieces, random_state)
             if first:
                 _save_model(consumer, weights, folder / "model")
-                _write_tensors(folder / "consumer.pt", content)
+                _write(folder / STATE, content, pieces if alone else {}, random_state)
                 (folder / "config.toml").write_text(to_toml(consumer.config), encoding="utf-8")
         except (RuntimeError, SafetensorError) as error:  # how the two formats report a full disk
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
@@ -100,14 +100,13 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
 
 def load_snapshot(consumer: TrainerState, folder: Path) -> None:
     """Restore what a snapshot wrote into a consumer made from the same config."""
-    content = torch.load(folder / "consumer.pt", map_location="cpu", weights_only=True)
-    if content["format"] != FORMAT:
+    content = read_state(folder / STATE)
+    if content["format"] not in (FORMAT, PICKLED):
         raise RunError(f"checkpoint {folder}: got format {content['format']}, allowed: {FORMAT}")
     world, ranks = content["world"], consumer.ranks
     shards = [content]
     if world > 1:  # rows stay on disk until they are copied
-        paths = [_shard_path(folder, rank, world) for rank in range(world)]
-        shards = [torch.load(p, map_location="cpu", weights_only=True, mmap=True) for p in paths]
+        shards = [read_state(_shard_path(folder, rank, world)) for rank in range(world)]
     _make_moments(consumer)
     _fill(_tensors(consumer), [shard["pieces"] for shard in shards], ranks, folder)
     consumer.masters.write_back()
@@ -127,13 +126,32 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _shard_path(folder: Path, rank: int, world: int) -> Path:
-    return folder / "shards" / f"rank-{rank}-of-{world}.pt"
+    return folder / "shards" / f"rank-{rank}-of-{world}.safetensors"
 
 
-def _write_tensors(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: dict[str, Any], pieces: Pieces, random_state: Tensors) -> None:
+    """Write tensors under `piece/` and `random/`; everything else as JSON in the file's metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        torch.save(content, file)
+    tensors = {f"piece/{name}": rows.contiguous() for name, (_, rows) in pieces.items()}
+    tensors |= {f"random/{name}": state for name, state in random_state.items()}
+    header = {**content, "first_rows": {name: first for name, (first, _) in pieces.items()}}
+    save_file(tensors, path, metadata={"state": json.dumps(header)})
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return what was written; tensors stay on disk until they are used."""
+    if not path.exists():  # an older checkpoint, which `penstock.trust` asks about
+        old = path.with_suffix(".pt")
+        return dict(torch.load(old, map_location="cpu", weights_only=True, mmap=True))
+    with safe_open(path, framework="pt", device="cpu") as file:
+        content: dict[str, Any] = json.loads(file.metadata()["state"])
+        firsts = content.pop("first_rows")
+        names = [name for name in file.keys() if name.startswith("random/")]  # noqa: SIM118
+        content["pieces"] = {
+            name: (first, file.get_tensor(f"piece/{name}")) for name, first in firsts.items()
+        }
+        content["random"] = {name.removeprefix("random/"): file.get_tensor(name) for name in names}
+    return content
 
 
 def _save_model(consumer: TrainerState, weights: Tensors, folder: Path) -> None:

@@ -10,7 +10,6 @@ that was lost serves again only with the newest weights (`servers.py` defines a 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from penstock.config.secrets import from_environment
 from penstock.engine.openai.completions import (
     STREAMED,
     CompletionChunks,
@@ -103,7 +103,7 @@ class OpenAIEngine:
     def __init__(self, options: OpenAIOptions, *, fetch: Fetch) -> None:
         if not options.urls:
             raise UserError("engine.options.urls: got none, allowed: at least one URL")
-        key = os.environ.get(options.api_key_variable, "") if options.api_key_variable else ""
+        key = from_environment("engine.options.api_key_variable", options.api_key_variable)
         self._options, self._fetch = options, fetch
         clients = [JsonClient(url, options.timeout_s, key) for url in options.urls]
         self._servers = Servers(clients, self._restore, self._end_streams, options.backoff_s)

@@ -11,7 +11,7 @@ import json
 import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,7 +39,7 @@ class JsonClient:
 
     base_url: str
     timeout_s: float = 600.0
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         return await self._call("POST", path, json.dumps(body).encode(), self.timeout_s)
@@ -58,7 +58,7 @@ class JsonClient:
             status, headers = await _read_head(reader)
             if not 200 <= status < 300:
                 text = await _read_body(reader, headers)
-                raise HttpError(f"{self.base_url}{path}: HTTP {status}: {text[:300]!r}", status)
+                raise self._refusal(path, status, text)
             if "text/event-stream" not in headers.get("content-type", ""):
                 raise HttpError(f"{self.base_url}{path}: the answer is not a stream of events", 406)
             async for event in _events(_parts(reader, headers)):
@@ -86,13 +86,18 @@ class JsonClient:
         except (OSError, EOFError, ValueError) as error:
             raise HttpError(f"{self.base_url}: {type(error).__name__}: {error}") from error
         if not 200 <= status < 300:
-            raise HttpError(f"{self.base_url}{path}: HTTP {status}: {text[:300]!r}", status)
+            raise self._refusal(path, status, text)
         if not text.strip():
             return {}
         try:
             return json.loads(text)
         except ValueError:
             raise HttpError(f"{self.base_url}{path}: the answer is not JSON") from None
+
+    def _refusal(self, path: str, status: int, text: str) -> HttpError:
+        """Return the error for an answer that is no success; a server may echo the key in it."""
+        said = text.replace(self.api_key, "***") if self.api_key else text
+        return HttpError(f"{self.base_url}{path}: HTTP {status}: {said[:300]!r}", status)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a connection without a request; it closes when the server's process ends."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.disk import write_whole
 from penstock.errors import UserError
 from penstock.inspection.report.data import read_run
 from penstock.inspection.report.page import render
@@ -24,11 +25,9 @@ def write_report(folders: list[RunFolder], out: Path | None = None) -> Path:
     if path.is_dir():
         raise UserError(f"report: got the folder {path}, allowed: the name of an HTML file")
     page = render([read_run(folder) for folder in folders])
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(page, encoding="utf-8", errors="replace")
-        partial.replace(path)
+        write_whole(path, page.encode("utf-8", "replace").decode())
     except OSError as error:
         raise UserError(
             f"report: cannot write {path}: {error.strerror}, allowed: a file that can be written"

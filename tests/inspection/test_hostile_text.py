@@ -1,0 +1,121 @@
+"""Text of models, data and strangers is data: on the terminal, in the log and in the report."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock import cli, terminal
+from penstock.run_folder import RunFolder
+from penstock.track.note_log import NoteLog
+from penstock.track.protocol import RunInfo
+from stages.browser import BROWSER, open_page
+from stages.hostile_run import MARKUP, PAYLOAD, TERMINAL, make_hostile_run
+
+UNSEEN = re.compile(r"[^\n\t\x20-\x7e\u00a0-\u2029\u202f-\U0010ffff]")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return make_hostile_run(tmp_path_factory.mktemp("runs"))
+
+
+def penstock(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["penstock", *words])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return int(left.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["rollouts"],
+        ["rollouts", "--where", "state = 'dropped'"],
+        ["rollouts", "--json"],
+        ["rollouts", "--task", "no such task"],
+        ["audit"],
+        ["audit", "--json"],
+        ["timeline"],
+        ["report"],
+        ["scale", "producers=2"],
+        ["resume", "sede=1"],
+        ["eval", "eval.max_problems=-1"],
+    ],
+    ids=" ".join,
+)
+def test_no_command_sends_control_codes_to_the_terminal(
+    run: RunFolder,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    penstock(monkeypatch, command[0], str(run.path), *command[1:])
+    said = "".join(capsys.readouterr())
+    assert said
+    assert UNSEEN.findall(said) == []
+
+
+def test_a_config_of_a_stranger_is_printed_as_it_is(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert penstock(monkeypatch, "config", str(run.path / "config.toml")) == 0
+    said = capsys.readouterr().out
+    assert UNSEEN.findall(said) == []
+    assert "[/][red][/dim]" in said
+
+
+def test_a_console_and_the_log_show_every_character(tmp_path: Path) -> None:
+    made = terminal.console(file=io.StringIO(), force_terminal=True, width=200)
+    made.print(PAYLOAD, highlight=False)
+    made.print_json('["fine"]')
+    shown = made.file.getvalue()  # type: ignore[attr-defined]
+    assert UNSEEN.findall(re.sub(r"\x1b\[[0-9;]*m", "", shown)) == []
+    assert "pwned[/][red][/dim]" in shown
+    NoteLog(tmp_path / "run.log").note(PAYLOAD)
+    assert UNSEEN.findall((tmp_path / "run.log").read_text()) == []
+
+
+def test_the_live_panel_shows_every_character(tmp_path: Path) -> None:
+    from penstock.config.source import load_config
+    from penstock.track.console import ConsoleTracker
+
+    out = terminal.console(file=io.StringIO(), force_terminal=True, width=200)
+    info = RunInfo(
+        config=load_config().config,
+        folder=tmp_path,
+        name="run",
+        total_steps=2,
+        first_step=0,
+        live=lambda: TERMINAL,
+    )
+    tracker = ConsoleTracker(info, out)
+    tracker.log_step(1, {"reward/mean": 1.0})
+    tracker.log_eval(1, {f"eval/{TERMINAL}/accuracy": 0.5})
+    tracker.note(PAYLOAD)
+    tracker.close()
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "pwned" in shown
+    assert not re.search(r"\x1b\]|\x9b|\u202e|\x1b\[2J\x1b\]|\x07|\x08", shown)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
+def test_the_report_of_a_hostile_run_is_drawn_and_runs_no_script_of_it(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "report.html"
+    assert penstock(monkeypatch, "report", str(run.path), str(run.path), "--out", str(out)) == 0
+    page = open_page(out, tmp_path / "profile")
+    assert (page.root.get("data-ready"), page.root.get("data-error")) == ("yes", None)
+    assert "data-pwned" not in page.root
+    tags = {tag for tag, _ in page.elements}
+    assert not tags & {"img", "iframe", "a", "base", "object", "embed", "link"}
+    assert sum(tag == "script" for tag, _ in page.elements) == 2  # the data and our own
+    assert all(not name.startswith("on") for _, given in page.elements for name in given)
+    for field in ("prompt", "response"):
+        assert any(MARKUP in text for text in page.texts[field]), field
+    everything = "".join(text for texts in page.texts.values() for text in texts)
+    assert everything.count("javascript:") >= 8  # shown as text, in every place that has it

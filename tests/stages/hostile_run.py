@@ -1,0 +1,116 @@
+"""A run folder in which every text that a model, a dataset or a stranger can fill attacks the reader."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.config.source import load_config, to_toml
+from penstock.journal import Journal
+from penstock.run_folder import RunFolder
+from penstock.track.jsonl import JsonlTracker
+from penstock.track.rollout_log import RolloutLog
+from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, StepReport, VersionSegment
+
+# clears the screen, sets the window's title and the clipboard, moves up, overrides the direction of text
+TERMINAL = "\x1b[2J\x1b]0;pwned\x07\x1b]52;c;cHduZWQ=\x07\x9b1A\r\x08\u202epwned[/][red][/dim]"
+MARK = "document.documentElement.dataset.pwned=1"
+MARKUP = (
+    f"</script ><script>{MARK}</script><!--<script></title></style></textarea>"
+    f"<img id=pwned src=x onerror='{MARK}'>\"'><svg onload='{MARK}'><iframe srcdoc='<script>parent."
+    f"{MARK}</script>'></iframe><a href='javascript:{MARK}'>{{{{script}}}}</a>"
+    f"<base href='http://127.0.0.1:9/'><meta http-equiv=refresh content='0;url=http://127.0.0.1:9/'>"
+)
+PAYLOAD = TERMINAL + MARKUP
+NAME = PAYLOAD.replace("/", "|").replace(":", ";")  # for names that allow no : and no /
+KEYS = ("__proto__", "constructor", "toString", PAYLOAD)
+
+
+def make_hostile_run(parent: Path) -> RunFolder:
+    """Write the run below `parent`; return its folder, whose name attacks too."""
+    path = parent / NAME.encode()[:200].decode(errors="ignore")
+    path.mkdir(parents=True)
+    folder = RunFolder(path)
+    overrides = ["train.steps=2", "eval.tasks={}"]
+    config = load_config(None, overrides).config
+    tree = config.model_dump(mode="json")
+    tree["tasks"] = {NAME: {**tree["tasks"]["train"], "system_prompt": PAYLOAD}}
+    tree["run"]["tags"] = [PAYLOAD]
+    tree["algorithm"]["name"] = f"{PAYLOAD}:{PAYLOAD}"
+    hostile = type(config).model_validate(tree)
+    (path / "config.toml").write_text(to_toml(hostile), encoding="utf-8")
+    asyncio.run(_write(folder, hostile.model_dump_json()))
+    (path / "timeline").mkdir()
+    event = {"lane": PAYLOAD, "what": PAYLOAD, "start": 1.0, "end": 2.0, "detail": PAYLOAD}
+    (path / "timeline" / "events.jsonl").write_text(json.dumps(event) + "\n")
+    _write_evaluations(folder)
+    return folder
+
+
+async def _write(folder: RunFolder, config: str) -> None:
+    journal = Journal.open(folder.journal)
+    journal.record_identity({"config": config, "accepted after step 1": PAYLOAD})
+    tracker = JsonlTracker(folder.metrics)
+    log = RolloutLog(folder.path / "rollouts.jsonl", every_steps=1, num_groups=9)
+    for step in (1, 2):
+        group = _group(step)
+        journal.drawn(group)
+        await journal.landed(group)
+        await journal.begin_step(step, [group])
+        metrics = {"reward/mean": 0.5, "time/step_s": 1.0, **dict.fromkeys(KEYS, 1.0)}
+        await journal.commit_step(
+            StepReport(step=step, policy_version=step, digest=f"{step:032x}", metrics=metrics)
+        )
+        tracker.log_step(step, metrics)
+        log.write(Batch(step=step, groups=(group,)))
+    failed = _group(3)
+    journal.drawn(failed)
+    failed.rollouts[0].move_to(Status.FAILED)
+    failed.rollouts[0].error = PAYLOAD
+    failed.error = PAYLOAD
+    await journal.failed(failed)
+    journal.dropped(failed, PAYLOAD, detail=PAYLOAD)
+    await journal.flush()
+    tracker.close()
+    journal.close()
+
+
+def _group(number: int) -> Group:
+    call = {"id": PAYLOAD, "function": {"name": PAYLOAD, "arguments": PAYLOAD}}
+    messages: tuple[dict[str, Any], ...] = (
+        {"role": PAYLOAD, "content": PAYLOAD, "name": PAYLOAD},
+        {"role": "assistant", "content": [{"type": "text", "text": PAYLOAD}], "tool_calls": [call]},
+        {"role": "tool", "content": PAYLOAD, "tool_call_id": PAYLOAD},
+    )
+    ids = np.arange(1, 6)
+    prompt = Prompt(
+        f"{PAYLOAD}:{number}",
+        messages,
+        ids,
+        gt_answer=PAYLOAD,
+        test_cases={PAYLOAD: [PAYLOAD]},
+        extra={PAYLOAD: PAYLOAD},
+    )
+    group_id = f"{PAYLOAD}:{number}"
+    rollout = Rollout(rollout_id=f"{group_id}.0", prompt_ids=ids, seed=number)
+    rollout.append(np.arange(4), np.full(4, -0.4), [VersionSegment(number - 1, 4)])
+    rollout.text, rollout.finish_reason, rollout.extra = PAYLOAD, "stop", {PAYLOAD: PAYLOAD}
+    rollout.score = Score(1.0, dict.fromkeys(KEYS, 1.0), True, True, PAYLOAD)
+    rollout.move_to(Status.COMPLETED)
+    return Group(
+        group_id=group_id, task=NAME, cursor=number, prompt=prompt, rollouts=[rollout], tries=1
+    )
+
+
+def _write_evaluations(folder: RunFolder) -> None:
+    folder.evaluations.mkdir()
+    lines = [
+        json.dumps({"task": task, "step": step, "accuracy": 0.5, "low": 0.4, "high": 0.6})
+        for task in KEYS
+        for step in (0, 2)
+    ]
+    (folder.evaluations / "summary.jsonl").write_text("\n".join(lines) + "\n")
