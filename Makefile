@@ -10,18 +10,17 @@ DEV_STAMP := $(VENV)/.installed-dev
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
-# torch first and pinned: an open range may pull gigabytes of GPU packages that a CPU never uses
-$(STAMP): pyproject.toml constraints.txt
+# only files whose SHA-256 is known; pinned, because an open range may pull gigabytes of GPU packages
+$(STAMP): pyproject.toml constraints.txt hashes.txt
 	$(PYTHON) scripts/check_python.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV): torch first, then the rest; about two minutes"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@echo "installing into $(VENV); about two minutes"
+	$(BIN)/python scripts/locked_install.py
 	touch $@
 
 $(DEV_STAMP): $(STAMP)
 	@echo "installing what the tests need; about a minute"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,compare]'
+	$(BIN)/python scripts/locked_install.py dev compare
 	touch $@
 
 demo: $(STAMP)  ## install and train the small policy on this machine's CPU (about a minute)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from penstock.errors import UserError
 
@@ -41,10 +42,31 @@ def join_group(
     limit = timedelta(seconds=timeout_s)
     if where.startswith("tcp://"):
         host, _, port = where.removeprefix("tcp://").rpartition(":")
-        store = dist.TCPStore(host, int(port), world_size, rank == 0, limit, multi_tenant=True)
+        store = _store(host, int(port), first=rank == 0, timeout_s=timeout_s)
     else:
         store, _, _ = next(dist.rendezvous(where, rank, world_size, timeout=limit))
     return WeightGroup(rank, world_size, store, timeout_s, name=name, backend=backend)
+
+
+_OPENED: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
+
+
+def _store(host: str, port: int, *, first: bool, timeout_s: float) -> Any:
+    """Connect to rank 0's store; rank 0 opens it, or shares that of its other groups."""
+    from penstock.weights.broadcast import connect_store, open_store
+
+    if not first:
+        return connect_store(host, port, timeout_s)
+    if (host, port) not in _OPENED:
+        try:
+            store = _OPENED[host, port] = open_store(host, timeout_s, port)
+        except OSError as error:
+            raise UserError(
+                f"collective group: rank 0 got tcp://{host}:{port} ({error.strerror}), "
+                "allowed: an address of its machine and a free port"
+            ) from None
+        return store
+    return _OPENED[host, port]
 
 
 def send_state_dict(group: WeightGroup, state_dict: Mapping[str, Any]) -> None:

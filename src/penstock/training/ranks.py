@@ -9,6 +9,7 @@ shards the model.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from penstock.weights.broadcast import connect_store, is_loopback, open_store
 from penstock.weights.digest import DIGEST_BYTES, combine_digests
 from penstock.weights.model_weights import digest_of, digests_of
 
@@ -38,7 +40,7 @@ class Ranks:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            _join(int(os.environ["RANK"]), world, "nccl" if device.type == "cuda" else "gloo")
         return cls(dist.get_rank(), dist.get_world_size())
 
     @property
@@ -68,6 +70,21 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(tensor, getattr(dist.ReduceOp, operation))
         return tensor.cpu().numpy()
+
+
+def _join(rank: int, world: int, backend: str) -> None:
+    """Join the group at MASTER_ADDR; ranks of one machine use no other interface than its loopback."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if is_loopback(address):
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    limit_s = dist.default_pg_timeout.total_seconds()
+    if rank == 0:
+        store = open_store(address, limit_s, port)
+    else:
+        store = connect_store(address, port, limit_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def rank_share(items: Sequence[T], ranks: Ranks) -> list[T]:

@@ -9,6 +9,8 @@ after `timeout_s`.
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -34,7 +36,12 @@ class WeightGroup:
         backend: str = "gloo",
         address: str = "",
     ) -> None:
-        """`address`: the interface that gloo uses; empty: that of the host's name."""
+        """`address`: the interface that gloo uses; empty: that of the host's name.
+
+        If the members meet on the loopback interface, gloo stays there too.
+        """
+        if not address and is_loopback(host := getattr(store, "host", "")):
+            address = host
         self._rank = rank
         self._store = store  # the members meet there, so it lives as long as the group
         self._device, self._staging = torch.device("cpu"), torch.empty(0, dtype=torch.uint8)
@@ -97,16 +104,36 @@ class WeightGroup:
         self._group = None  # gloo closes its connections with the last reference
 
 
-def open_store(address: str, timeout_s: float) -> Any:
-    """Open the store at which the members of a group meet; the others connect to `store.port`."""
+def open_store(address: str, timeout_s: float, port: int = 0, **more: Any) -> Any:
+    """Open the store at which the members of a group meet; the others connect to `store.port`.
+
+    It listens on that address alone: a store asks nobody who they are, and torch's own choice is every
+    interface of the machine.
+    """
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    listening = socket.create_server((address, port), family=family)
     return dist.TCPStore(
-        address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        address,
+        listening.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listening.detach(),
+        **more,
     )
 
 
 def connect_store(address: str, port: int, timeout_s: float) -> Any:
     """Connect to a store that another member has opened."""
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only processes of this machine can reach the address."""
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def _gloo_group(store: Any, rank: int, world: int, timeout: timedelta, address: str) -> Any:

@@ -65,7 +65,7 @@ class ServingActor:
     async def where(self) -> Where:
         address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind(("", 0))
+            probe.bind((address, 0))
             port = int(probe.getsockname()[1])
         node = ray.get_runtime_context().get_node_id()
         return Where(node, address, os.getpid(), port, self._logs_to_run)

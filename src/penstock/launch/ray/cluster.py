@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +52,8 @@ def connect(settings: LaunchConfig) -> bool:
     """Connect to Ray; return whether this call has started the cluster, which must then be stopped."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the run reports them itself
+    if not settings.address and "ray" not in sys.modules:  # it is read when Ray is imported
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
 
     if ray.is_initialized():
@@ -61,6 +65,8 @@ def connect(settings: LaunchConfig) -> bool:
         else:
             asked = sum(bundle.get("CPU", 0.0) for part in bundles(settings) for bundle in part)
             cores = max(os.cpu_count() or 1, -int(-asked // 1))  # Ray only counts CPUs
+            # Ray's ports are open to the network: who has no token is refused
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         where = settings.address or "this machine"
