@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +18,10 @@ import torch
 
 from penstock.compat.producers import producer_config
 from penstock.compat.weight_broadcast import join_group, send_state_dict
+from penstock.config import LaunchConfig
 from penstock.demo import policy_path
 from penstock.job import Job
+from penstock.launch.ray.cluster import connect, disconnect
 from penstock.run_folder import RunFolder
 from penstock.training.policy import load_policy
 from penstock.weights.digest import weights_digest
@@ -35,6 +39,26 @@ def children() -> set[int]:
     for task in Path("/proc/self/task").iterdir():
         found.update(map(int, (task / "children").read_text().split()))
     return {pid for pid in found if "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2:3]}
+
+
+def test_a_cluster_of_one_run_refuses_who_has_no_token() -> None:
+    ours = connect(LaunchConfig(kind="ray", num_producers=1))
+    try:
+        where = ray.get_runtime_context().gcs_address
+        code = f"import ray; ray.init({where!r}, log_to_driver=False); print(len(ray.nodes()))"
+        foreign = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+        others = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+        for environment, answer in (({}, "1"), (others, "")):
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env={**(foreign | environment if environment else os.environ)},
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            assert done.stdout.strip() == answer, done.stderr
+    finally:
+        disconnect(ours)
 
 
 def test_one_call_starts_a_cluster_does_a_whole_run_and_leaves_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -23,6 +22,7 @@ from typing import Any
 from penstock.config import LaunchConfig
 from penstock.errors import PenstockError, WorkerDied
 from penstock.supervise.worker import Worker
+from penstock.terminal import say
 from penstock.watch.clock import loop_time
 from penstock.watch.waits import WaitKind, Waits
 
@@ -61,7 +61,7 @@ class SupervisionCallbacks:
     """Callbacks from supervision to the run; the job and the loop set them."""
 
     waits: Waits
-    note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+    note: Callable[[str], None] = lambda text: say(text, error=True)
     log: Callable[[str, str], str] = lambda worker, text: ""  # to a worker's log; returns its path
     first_loaded: Callable[[int, str], None] = lambda version, digest: None  # by the first engine
 
