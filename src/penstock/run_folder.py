@@ -163,6 +163,13 @@ class RunFolder:
             file.flush()
             yield
 
+    def check_inside(self, path: Path) -> None:
+        """Raise a UserError if a link leads a path of this folder out of it."""
+        if not path.parent.resolve().is_relative_to(self.path.resolve()):
+            raise UserError(
+                f"{path}: {path.parent} is a link out of the run folder, allowed: a folder in it"
+            )
+
     def origin(self) -> Origin | None:
         """Return where a fork's rollouts came from; None if the run generated its own."""
         path = self.path / ORIGIN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,13 @@ def test_no_command_sends_control_codes_to_the_terminal(
 
 
 def test_a_config_of_a_stranger_is_printed_as_it_is(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert penstock(monkeypatch, "config", str(run.path / "config.toml")) == 0
+    shutil.copyfile(run.path / "config.toml", tmp_path / "theirs.toml")
+    assert penstock(monkeypatch, "config", str(tmp_path / "theirs.toml")) == 0
     said = capsys.readouterr().out
     assert UNSEEN.findall(said) == []
     assert "[/][red][/dim]" in said

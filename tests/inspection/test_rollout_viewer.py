@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
+from penstock import terminal
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
 from penstock.inspection.rollout_viewer import RolloutView, show_rollouts
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def shown(run: RunFolder, **options: object) -> str:
-    console = Console(file=io.StringIO(), width=100)
+    console = terminal.console(file=io.StringIO(), width=100)
     show_rollouts(run, console=console, **options)  # type: ignore[arg-type]
     return console.file.getvalue()  # type: ignore[attr-defined]
 

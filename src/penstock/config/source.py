@@ -7,6 +7,7 @@ key, what was given, what is allowed, and the nearest valid key for a misspelt o
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from penstock.config import Config, foreign_words
 from penstock.config.secrets import refuse_secrets
 from penstock.errors import UserError
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # TOML takes none of them as they are
 DEMO_CONFIG = Path(__file__).parents[1] / "demo" / "demo.toml"
 
 
@@ -198,7 +200,7 @@ def toml_value(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         for raw, code in (("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r")):
             escaped = escaped.replace(raw, code)
-        return f'"{escaped}"'
+        return '"' + _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", escaped) + '"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, dict):

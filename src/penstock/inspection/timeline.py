@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.disk import check_inside, write_whole
+from penstock.disk import write_whole
 from penstock.errors import UserError
 from penstock.run_folder import RunFolder
 from penstock.track.timeline_log import FILE
@@ -138,7 +138,7 @@ def write_trace(folder: RunFolder, out: Path | None = None) -> Path:
     """Write the trace, by default to RUN/timeline/trace.json; return its path."""
     path = out or folder.path / "timeline" / "trace.json"
     if out is None:
-        check_inside(folder.path, path)
+        folder.check_inside(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(chrome_trace(read_events(folder))))
     return path
