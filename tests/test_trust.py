@@ -103,7 +103,7 @@ def test_every_command_is_a_look_or_asks() -> None:
     assert others <= set(LOOKS) | set(READS_NO_RUN)
 
 
-READS_NO_RUN = ("init", "doctor", "check", "runs", "compare", "export", "dashboard")
+READS_NO_RUN = ("init", "check", "runs", "compare", "export", "dashboard")
 
 
 @pytest.mark.parametrize("command", ["train", "resume", "replay", "eval"])

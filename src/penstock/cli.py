@@ -187,7 +187,7 @@ def doctor(
     from penstock.inspection.doctor import examine
     from penstock.run_folder import find
 
-    raise typer.Exit(examine(find(run), Console(), as_json=json_out))
+    raise typer.Exit(examine(find(run), console(), as_json=json_out))
 
 
 @app.command(rich_help_panel="Run")

@@ -40,6 +40,8 @@ def penstock(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         ["rollouts", "--task", "no such task"],
         ["audit"],
         ["audit", "--json"],
+        ["doctor"],
+        ["doctor", "--json"],
         ["timeline"],
         ["report"],
         ["scale", "producers=2"],
