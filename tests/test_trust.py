@@ -22,6 +22,7 @@ from stages.tiny_run import TINY
 PWNED = "from pathlib import Path\nPath(__file__).with_name('pwned').touch()\n"
 LOOKS = [
     "audit",
+    "doctor",
     "report",
     "rollouts",
     "timeline",

@@ -295,9 +295,10 @@ def _check_plain(folder: Path) -> None:
     """Refuse a folder with pipes, sockets or devices, which a look would wait for or act on."""
     for parent, _, names in os.walk(folder):
         for name in names:
-            kind = stat.S_IFMT(os.lstat(path := os.path.join(parent, name)).st_mode)
-            if kind not in (stat.S_IFREG, stat.S_IFLNK):
-                raise UserError(f"run: {path} is a pipe, socket or device, allowed: files, folders")
+            path = os.path.join(parent, name)
+            with contextlib.suppress(FileNotFoundError):  # the run may be under way
+                if stat.S_IFMT(os.lstat(path).st_mode) not in (stat.S_IFREG, stat.S_IFLNK):
+                    raise UserError(f"run: {path} is a pipe, socket or device, allowed: files")
 
 
 def remove(folder: RunFolder) -> None:

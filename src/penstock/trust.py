@@ -96,6 +96,8 @@ def sign(folder: Path, acts: Iterable[str]) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(folder / SIGNATURES, flags, 0o600), "w") as file:
             file.writelines(f"{line}\n" for line in sorted(lines))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def check_config(path: str | None, config: Config, *, trust: bool = False) -> None:
@@ -217,6 +219,8 @@ def _signatures(folder: Path) -> set[str]:
 def _key(*, make: bool) -> bytes:
     """Return this user's key; raise OSError if there is none (and none can be made)."""
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    if not os.path.isabs(home):
+        raise FileNotFoundError("no home folder")
     path = Path(home) / "penstock" / "key"
     if make and not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
