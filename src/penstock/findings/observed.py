@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.algo import ALGORITHMS
 from penstock.algo.method import run_settings
 from penstock.algo.settings import AlgorithmSettings
 from penstock.config import Config
@@ -42,7 +43,11 @@ class Observed:
 
     @property
     def settings(self) -> AlgorithmSettings:
-        return run_settings(self.config)
+        """Return the algorithm's settings; a look imports no code of a run: its own counts as GRPO."""
+        algorithm = self.config.algorithm
+        if algorithm.name not in ALGORITHMS:
+            algorithm = algorithm.model_copy(update={"name": "grpo"})
+        return run_settings(self.config.model_copy(update={"algorithm": algorithm}))
 
     @property
     def last_step(self) -> int:
