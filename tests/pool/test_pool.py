@@ -333,6 +333,33 @@ def test_an_abort_reaches_an_engine_that_is_being_drained() -> None:
     run(main)
 
 
+def test_the_trainer_gets_the_gpu_after_an_engine_that_is_being_drained_has_ended() -> None:
+    """A drained engine is asked neither to sleep nor to wake, and still has its memory."""
+
+    async def main() -> None:
+        engines = [HeldEngine(), HeldEngine()]
+        pool = await EngineCrew(engines).start()
+        tasks = [asyncio.create_task(pool.generate(request(name))) for name in ("a", "bb")]
+        for engine in engines:
+            await engine.began.wait()
+        scaling = asyncio.create_task(pool.scale(1))
+        await engines[1].pausing.wait()
+        ended = []
+        scaling.add_done_callback(lambda task: ended.append("drained"))
+        releasing = asyncio.create_task(pool.release_gpu())
+        releasing.add_done_callback(lambda task: ended.append("released"))
+        await pool.abort(engines[0].name)  # the one that stays is ready to sleep
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert ended == []
+        await pool.abort(engines[1].name)
+        await asyncio.gather(scaling, releasing, *tasks)
+        assert sorted(ended) == ["drained", "released"]
+        await pool.close()
+
+    run(main)
+
+
 def test_requests_of_a_cancelled_caller_are_aborted_at_their_engine() -> None:
     async def main() -> None:
         engine = HeldEngine()

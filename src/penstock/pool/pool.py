@@ -89,7 +89,7 @@ class EnginePool:
         self._switching = asyncio.Lock()  # held to load weights, to join, to fall asleep, to wake
         self._gpu_released = asyncio.Event()  # not set: the trainer holds the GPU
         self._gpu_released.set()
-        self._starts: set[Engine] = set()  # engines that hold GPU memory, or will when they start
+        self._starts: set[Engine] = set()  # engines that start or are drained
         self._asleep = False
         self.shares_gpu = False  # with the trainer: engines wake, start and load in their turn
         self._changed = asyncio.Event()  # a state, a reserved start or a waiting request changed
@@ -258,10 +258,14 @@ class EnginePool:
     async def _drain(self, engine: Engine) -> None:
         """Let the engine's running requests finish, then close it."""
         self._move(engine, EngineState.RETIRED)
+        self._starts.add(engine)
         one = engine.supervised
-        with contextlib.suppress(EngineError, WorkerDied):  # a dead engine ends the same way
-            await one.call("pause", "wait")
-        await one.close()
+        try:
+            with contextlib.suppress(EngineError, WorkerDied):  # a dead engine ends the same way
+                await one.call("pause", "wait")
+            await one.close()
+        finally:
+            self._end_start(engine)
         one.given_up = WorkerDied(f"{one.name}: it was drained")
 
     # ---- set aside
@@ -369,16 +373,20 @@ class EnginePool:
     async def release_gpu(self) -> None:
         """Finish running requests and sleep until `wake`; let no engine start or load meanwhile.
 
-        Waits for: weights that are being loaded, engines that are starting. Needs no engine that serves.
+        Waits for: weights that are being loaded, engines that start or are drained. Needs no engine that serves.
         """
         self._dispatcher.held = True
         async with self._switching:
             self._gpu_released.clear()
             self._asleep = True
-        while self._starts:
-            await self._change("engines")
+        await self._until_none_starts()
         await self._call_working("pause", "wait")
         await self._call_working("sleep")
+        await self._until_none_starts()  # `scale` may have begun to drain one meanwhile
+
+    async def _until_none_starts(self) -> None:
+        while self._starts:
+            await self._change("engines")
 
     def trainer_released_gpu(self) -> None:
         """Let engines start and load weights again, still asleep."""
