@@ -26,7 +26,7 @@ FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lo
     ("run", "recover"),
     ("inspection",),
     ("session",),
-    ("compat", "cli"),
+    ("api", "compat", "cli"),
 )
 LAYERS = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 

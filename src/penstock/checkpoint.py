@@ -164,6 +164,11 @@ class CheckpointStore:
         """Return the newest valid checkpoint, or None."""
         return self.search().checkpoint
 
+    def newest_model(self) -> Path | None:
+        """Return the model folder of the newest complete checkpoint; its files are not read."""
+        models = (path / "model" for path in self._paths() if (path / MANIFEST).is_file())
+        return next(models, None)
+
     def oldest(self, first_step: int) -> Checkpoint | None:
         """Return the oldest valid checkpoint of `first_step` or later, or None."""
         for path in reversed(self._paths()):

@@ -31,6 +31,7 @@ from penstock.data.source import (
 )
 from penstock.demo import resolve_model_path
 from penstock.errors import UserError
+from penstock.plugins import fingerprint
 from penstock.run_folder import CONFIG, RunFolder
 
 Facts = Mapping[str, str]
@@ -181,6 +182,10 @@ def code_fact(config: Config) -> dict[str, str]:
             continue
     for path in sorted(set(_own_files(config.model_dump()))):
         versions[path] = file_content(Path(path)).sha256[:12]
+    tasks = (*config.tasks.values(), *config.eval.tasks.values())
+    for name in sorted({reward.type for task in tasks for reward in task.rewards}):
+        if digest := fingerprint(name):
+            versions[name] = digest
     return {CODE: json.dumps(versions)}
 
 

@@ -1,20 +1,52 @@
 """Extension tables: a name -> "module:Class", and the user's own "module:Class" in its place.
 
 Each package keeps one literal table. There are no decorators and no registration: a name from a config
-is looked up when it is needed, so that importing Penstock never imports an optional package.
+is looked up when it is needed, so that importing Penstock never imports an optional package. A function
+that no process could import, such as a lambda, is `python:NAME` while the program that has it gives it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from penstock.errors import UserError
+
+PYTHON = "python:"  # begins the name of an object that a Python program gives
+_given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
+
+
+@contextmanager
+def given(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Let `load` find these objects as `python:NAME` inside the block, also in its tasks and threads."""
+    token = _given.set({**_given.get(), **objects})
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def fingerprint(name: str) -> str:
+    """Return twelve digits that depend on the source of a given object; empty if it is not given."""
+    target = _given.get().get(name.removeprefix(PYTHON))
+    if target is None:
+        return ""
+    try:
+        text = inspect.getsource(target)
+    except (OSError, TypeError):  # `python -c`, or an object
+        code = getattr(target, "__code__", None)
+        text = f"{code.co_code!r}{code.co_consts!r}" if code else type(target).__qualname__
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def check_name(kind: str, name: str, table: Mapping[str, str]) -> None:
@@ -27,6 +59,8 @@ def check_name(kind: str, name: str, table: Mapping[str, str]) -> None:
 def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
     """Return the object that `name` stands for, importing its module."""
     check_name(kind, name, table)
+    if name.startswith(PYTHON):
+        return _load_given(kind, name)
     module_name, _, attribute = table.get(name, name).rpartition(":")
     try:
         module = _import(module_name)
@@ -38,6 +72,16 @@ def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise UserError(f"{kind}: got {name!r}, but {module_name} has no {attribute!r}") from None
+
+
+def _load_given(kind: str, name: str) -> Any:
+    try:
+        return _given.get()[name.removeprefix(PYTHON)]
+    except KeyError:
+        raise UserError(
+            f"{kind}: got {name!r}, a function of the Python program that began the run; "
+            "allowed: the function again, from Python: penstock.resume(RUN, reward=FUNCTION)"
+        ) from None
 
 
 def _import(module_name: str) -> Any:

@@ -1,6 +1,6 @@
 """The folder of one run: its paths and settings, and how it is made, found and locked.
 
-runs/NAME/  config.toml  configs/until-step-N.toml (earlier ones)  journal.db  metrics.jsonl  rollouts.jsonl  eval/  checkpoints/  logs/
+runs/NAME/  config.toml  configs/until-step-N.toml (earlier ones)  journal.db  metrics.jsonl  rollouts.jsonl  data/  eval/  checkpoints/  logs/
 
 The settings of a run are in its journal; config.toml and configs/ are copies for people, and count
 only until the journal's first record.
@@ -13,10 +13,11 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from penstock.journal import Journal, is_empty
 
 _UNTIL = "until-step-"  # names of copies
 _IN_FORCE, _EARLIER = "config", "config until step "  # names of facts in the journal
+_INSIDE = "RUN/"  # begins a path of data that is in the run folder, which may be moved
 CONFIG, JOURNAL, METRICS, ORIGIN = "config.toml", "journal.db", "metrics.jsonl", "origin.json"
 
 
@@ -87,24 +89,28 @@ class RunFolder:
     def _eras_of(self, record: Mapping[str, str]) -> list[Era]:
         if _IN_FORCE in record:
             ends = {name: name.removeprefix(_EARLIER) for name in record if _EARLIER in name}
-            old = [Era(_config_of(record[name]), int(end)) for name, end in ends.items()]
-            last = _config_of(record[_IN_FORCE])
+            old = [Era(self._outside(_config_of(record[n])), int(end)) for n, end in ends.items()]
+            last = self._outside(_config_of(record[_IN_FORCE]))
         else:
             paths = self.path.glob(f"configs/{_UNTIL}*.toml")
-            old = [Era(_read(path), int(path.stem.removeprefix(_UNTIL))) for path in paths]
-            last = _read(self.path / CONFIG)
+            old = [
+                Era(self._outside(_read(path)), int(path.stem.removeprefix(_UNTIL)))
+                for path in paths
+            ]
+            last = self._outside(_read(self.path / CONFIG))
         return [*sorted(old, key=lambda era: era.last_step or 0), Era(last, None)]
 
     async def record_config(
         self, journal: Journal, config: Config, facts: Mapping[str, str], *, after_step: int
     ) -> None:
         """Put `config` in force after a step, and keep the old one, in one record; renew the copies."""
-        values = {_IN_FORCE: config.model_dump_json(), **facts}
+        values = {_IN_FORCE: self._inside(config).model_dump_json(), **facts}
         *old, last = self._eras_of(journal.read_identity())
         if after_step and last.config != config:  # else no step was done under the old config
             old.append(Era(last.config, after_step))
         for era in old:  # the first that ended at a step was in force until then
-            values.setdefault(f"{_EARLIER}{era.last_step}", era.config.model_dump_json())
+            inside = self._inside(era.config)
+            values.setdefault(f"{_EARLIER}{era.last_step}", inside.model_dump_json())
         journal.record_identity(values)
         await journal.flush()
         journal.sync()  # a copy is never newer than the journal
@@ -115,7 +121,7 @@ class RunFolder:
         (self.path / "configs").mkdir(exist_ok=True)
         for era in self.eras() if eras is None else eras:
             name = CONFIG if era.last_step is None else f"configs/{_UNTIL}{era.last_step}.toml"
-            copy = _copy(era.config)
+            copy = _copy(self._inside(era.config))
             if _text_of(self.path / name) != copy:
                 write_whole(self.path / name, copy)
 
@@ -132,7 +138,7 @@ class RunFolder:
             return f"{CONFIG} is missing or empty"
         eras = self.eras()
         try:
-            found = load_config(self.path / CONFIG).config
+            found = self._outside(load_config(self.path / CONFIG).config)
         except UserError as error:
             return f"{CONFIG} was edited ({error})"
         if found in (wanted, *(era.config for era in eras)):
@@ -140,6 +146,16 @@ class RunFolder:
         first, *more = differing(eras[-1].config, found)
         others = f" and {len(more)} more" if more else ""
         return f"{CONFIG} was edited ({first}{others})"
+
+    def _inside(self, config: Config) -> Config:
+        """Return the config as it is kept: data in this folder is named without the folder."""
+        here = f"{os.path.abspath(self.path)}/"
+        return _map_data(config, lambda data: re.sub(f"^{re.escape(here)}", _INSIDE, data))
+
+    def _outside(self, config: Config) -> Config:
+        """Return a kept config with the place that data in this folder has now."""
+        here = f"{os.path.abspath(self.path)}/"
+        return _map_data(config, lambda data: re.sub(f"^{_INSIDE}", lambda _: here, data))
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -193,6 +209,17 @@ class Era:
     last_step: int | None
 
 
+def _map_data(config: Config, change: Callable[[str], str]) -> Config:
+    """Return the config with a change of every task's `data`."""
+    tree = config.model_dump()
+    tasks = (*tree["tasks"].values(), *tree["eval"]["tasks"].values())
+    if all(change(task["data"]) == task["data"] for task in tasks):
+        return config
+    for task in tasks:
+        task["data"] = change(task["data"])
+    return validate(tree)
+
+
 def _config_of(fact: str) -> Config:
     return validate(json.loads(fact))
 
@@ -218,8 +245,13 @@ def _copy(config: Config) -> str:
     )
 
 
-def create(config: Config, origin: Origin | None = None) -> RunFolder:
-    """Make the folder of a new run; refuse a folder that exists, and never delete anything."""
+def create(
+    config: Config, origin: Origin | None = None, own_data: Sequence[Path] = ()
+) -> RunFolder:
+    """Make the folder of a new run; refuse a folder that exists, and never delete anything.
+
+    `own_data`: files of data that the run keeps in its folder, and reads from there.
+    """
     parent, name = Path(config.run.dir), config.run.name
     if name in (".", "..") or name != Path(name).name:
         raise UserError(f"run.name: got {name!r}, allowed: one folder name, without separators")
@@ -252,6 +284,7 @@ def create(config: Config, origin: Origin | None = None) -> RunFolder:
     if origin is not None:  # before the config, which makes the folder a run
         (path / ORIGIN).write_text(json.dumps(asdict(origin), indent=1))
         sync(path / ORIGIN)
+    config = _keep_data(path, config, own_data)
     # at once: no kill can come between making a run and its config, until the journal has it
     (path / CONFIG).write_text(_copy(config), encoding="utf-8")
     sync(path / CONFIG)
@@ -260,6 +293,16 @@ def create(config: Config, origin: Origin | None = None) -> RunFolder:
         if folder == above:
             break
     return RunFolder(path)
+
+
+def _keep_data(path: Path, config: Config, files: Sequence[Path]) -> Config:
+    """Copy files into the run folder; return the config that names the copies."""
+    for file in files:
+        (path / "data").mkdir(exist_ok=True)
+        shutil.copyfile(file, path / "data" / file.name)
+        sync(path / "data" / file.name)
+    kept = {str(file): f"{_INSIDE}data/{file.name}" for file in files}
+    return _map_data(config, lambda data: kept.get(data, data))
 
 
 def check_disk(folder: Path, config: Config) -> None:

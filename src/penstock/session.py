@@ -6,18 +6,21 @@ Owns the event loop, the signals and the closing summary; the work itself is in 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from rich.text import Text
 
-from penstock import run_folder, trust
+from penstock import reward, run_folder, trust
 from penstock.config import Config
 from penstock.config.changes import Change, allowed_changes
 from penstock.config.doubts import doubts
@@ -30,6 +33,7 @@ from penstock.inspection.report import write_report
 from penstock.inspection.summary import ReplayProgress, print_evaluations, print_summary
 from penstock.job import Job, open_evaluation, open_job
 from penstock.journal import Journal
+from penstock.plugins import PYTHON
 from penstock.recover import (
     begin,
     catch_up,
@@ -50,10 +54,10 @@ T = TypeVar("T")
 _STOPPED_EARLY = "stopped during the start; nothing was trained"
 
 
-def train_new(config: Config) -> RunFolder:
-    """Make the run folder and train to the end."""
-    config = absolute_paths(config)
-    folder = run_folder.create(config)
+def train_new(config: Config, own_data: Sequence[Path] = ()) -> RunFolder:
+    """Make the run folder and train to the end; the run keeps the files `own_data` in its folder."""
+    folder = run_folder.create(absolute_paths(config), own_data=own_data)
+    config = folder.config()
     try:
         with folder.lock():
             asyncio.run(_train(config, folder, resumed=False))
@@ -93,6 +97,9 @@ def resume_run(
 
 
 def _way_on(folder: RunFolder) -> str:
+    rewards = (reward.type for task in folder.config().tasks.values() for reward in task.rewards)
+    if any(name.startswith(PYTHON) for name in rewards):
+        return f'continue with: penstock.resume("{folder.path}", reward=...)'
     return f"continue with: penstock resume {folder.path}"
 
 
@@ -122,6 +129,8 @@ def _resume_locked(
     run_folder.check_disk(folder.path, config)
     changes = allowed_changes(before, config, pinned=folder.record())
     notes += check_copy(folder, config)
+    for task in (*config.tasks.values(), *config.eval.tasks.values()):
+        reward.check(task.rewards)
     check_files(folder, config, accept)
     trust.sign_config(folder.path, config)  # the user gave the overrides
     for note in [*(f"changed: {change}" for change in changes), *notes]:
@@ -196,6 +205,7 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
             job = await signals.run(closing.enter_async_context(opening), "closing the workers")
             if job is None:
                 raise StopRequested(_STOPPED_EARLY)
+            before = job.journal.last_committed_step()
             await closing.enter_async_context(job.watched())
             closing.enter_context(_rare_collections())
             signals.tell = job.tracker.note
@@ -217,7 +227,8 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
         raise StopRequested(
             f"stopped after step {done} of {job.total_steps}, {state}; {signals.way_on}"
         )
-    print_summary(console(), folder, seconds=time.monotonic() - started)
+    seconds = time.monotonic() - started
+    print_summary(console(), folder, seconds=seconds, first_step=before)
 
 
 def _describe_start(config: Config, is_fork: bool) -> str:
@@ -266,11 +277,40 @@ def _write_report(folder: RunFolder) -> None:
         _tell(f"report not written: {error}")
 
 
+def outside_a_loop(work: Callable[[], T]) -> T:
+    """Call `work` here; or, if this thread runs an event loop (a notebook), in a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    outcome: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def call() -> None:
+        try:
+            outcome.set_result(context.run(work))
+        except BaseException as error:  # raised again in the thread that waits
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=call, name="penstock", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt:
+            StopSignals.interrupt()
+    return outcome.result()
+
+
 class StopSignals:
     """Ctrl-C and SIGTERM: the first stops and saves, the second stops without saving, the third kills.
 
     A signal cancels the work that `run` runs; what closes the parts of a run is never cancelled.
+    Only the main thread gets signals; a run in another thread is told by `interrupt`.
     """
+
+    _open: ClassVar[StopSignals | None] = None  # of the run in another thread than the main one
+    _early: ClassVar[int] = 0  # interrupts that came before it was open
 
     def __init__(self, way_on: str) -> None:
         self.way_on = way_on  # tells the user how to continue
@@ -283,11 +323,25 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._receive)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+            return self
+        StopSignals._open, early = self, StopSignals._early
+        for _ in range(early):
+            self._receive(signal.SIGINT, None)
         return self
 
+    @classmethod
+    def interrupt(cls) -> None:
+        """Stop the run in another thread as Ctrl-C stops one in the main thread."""
+        if cls._open is not None:
+            cls._open._receive(signal.SIGINT, None)
+        else:
+            cls._early += 1
+
     def __exit__(self, *error: object) -> None:
+        StopSignals._open, StopSignals._early = None, 0
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -309,6 +363,8 @@ class StopSignals:
 
     def _receive(self, number: int, frame: object) -> None:
         self._received += 1
+        if self._received > 2 and not self._before:
+            return  # a notebook: its process lives on
         if self._received > 2:  # nothing is printed through a lock that the main thread may hold
             os.write(2, f"killed; nothing that was journalled is lost; {self.way_on}\n".encode())
             os._exit(130)
@@ -338,18 +394,25 @@ def _leaves(group: BaseExceptionGroup) -> list[BaseException]:
 def evaluate_once(
     path: str | None, overrides: Sequence[str], out: Path | None, *, trusted: bool = False
 ) -> None:
+    """Evaluate the model of a config, or the newest checkpoint of a run; print the results."""
+    results = evaluate_model(path, overrides, out, trusted=trusted)
+    print_evaluations(console(), results)
+    if any(result.failures for result in results):
+        failed = sum(result.failures for result in results)
+        raise RunError(f"{failed} of {sum(r.samples for r in results)} samples failed")
+
+
+def evaluate_model(
+    path: str | None, overrides: Sequence[str], out: Path | None, *, trusted: bool = False
+) -> list[EvalResult]:
     """Evaluate the model of a config, or the newest checkpoint of a run."""
-    config = _evaluation_config(path, overrides, trusted)
+    config = model_config(path, overrides, trusted=trusted)
     if not config.eval.tasks:
         raise UserError("eval.tasks: got none, allowed: at least one [eval.tasks.NAME]")
     from penstock import preflight
 
     preflight.check_for_evaluation(config)
-    results = asyncio.run(_evaluate(config, out))
-    print_evaluations(console(), results)
-    if any(result.failures for result in results):
-        failed = sum(result.failures for result in results)
-        raise RunError(f"{failed} of {sum(r.samples for r in results)} samples failed")
+    return asyncio.run(_evaluate(config, out))
 
 
 async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
@@ -361,13 +424,15 @@ async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
             ]
 
 
-def _evaluation_config(path: str | None, overrides: Sequence[str], trusted: bool) -> Config:
-    """Load the config of a config file, of a bare model folder, or of a run with its newest weights."""
+def model_config(
+    path: str | None, overrides: Sequence[str], *, trusted: bool = False
+) -> Config:
+    """Load the config of a config file, of a bare model, or of a run with its newest weights."""
     if path is None or Path(path).is_file():
         config = load_config(path, overrides).config
         trust.check_config(path, config, trust=trusted)
         return config
-    if (Path(path) / "config.json").is_file():
+    if path == "demo" or (Path(path) / "config.json").is_file() or _is_hub_name(path):
         return load_config(None, [f"model.path={path}", *overrides], bare=True).config
     folder = run_folder.find(path)
     from penstock.checkpoint import CheckpointStore
@@ -379,3 +444,10 @@ def _evaluation_config(path: str | None, overrides: Sequence[str], trusted: bool
     acts = trust.acts_of([with_overrides(folder.config(), model)], folder.path)
     trust.check(folder.path, [*acts, *trust.acts_on_files(folder.path)], trust=trusted)
     return with_overrides(folder.config(), [*model, *overrides])
+
+
+def _is_hub_name(path: str) -> bool:
+    """Return whether a path that is not there looks like the hub name of a model, owner/name."""
+    owner, slash, _ = path.partition("/")
+    there = Path(owner).exists() or (Path("runs") / path).exists()
+    return bool(slash) and path.count("/") == 1 and path[0] not in "./~" and not there

@@ -20,9 +20,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return make_run(tmp_path_factory.mktemp("runs") / "made", steps=6, groups_per_step=3)
 
 
-def summary_of(run: RunFolder, *, seconds: float = 95.0, encoding: str = "utf-8") -> str:
+def summary_of(
+    run: RunFolder, *, seconds: float = 95.0, encoding: str = "utf-8", first_step: int = 0
+) -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    print_summary(Console(file=file, width=100), run, seconds=seconds)
+    console = Console(file=file, width=100)
+    print_summary(console, run, seconds=seconds, first_step=first_step)
     file.seek(0)
     return file.read()
 
@@ -46,6 +49,22 @@ def test_paths_are_whole_lines_however_long(run: RunFolder) -> None:
     lines = summary_of(run).splitlines()
     assert f"report: {run.path / 'report.html'}" in lines
     assert lines[-1] == f"run folder: {run.path}"
+
+
+def test_after_a_resume_the_time_is_that_of_the_whole_run(run: RunFolder) -> None:
+    whole = sum(row["time/step_s"] for row in metrics_of(run))
+    text = " ".join(summary_of(run, seconds=10.1, first_step=5).split())
+    assert f"6 in {whole:.1f} s, 1 of them in this session of 10.1 s" in text
+
+
+def test_the_end_names_the_model_and_the_next_commands(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "made", steps=2, groups_per_step=3)
+    for step in (1, 2):
+        (made.checkpoints / f"step-{step}" / "model").mkdir(parents=True)
+    (made.checkpoints / "step-1" / "manifest.json").write_text("{}")  # step 2 is not complete
+    lines = summary_of(made).splitlines()
+    assert f"model: {made.checkpoints / 'step-1' / 'model'}" in lines
+    assert lines[-1] == f"next: penstock export {made.path} --to FOLDER"
 
 
 def test_a_terminal_without_unicode_gets_a_plain_plot(run: RunFolder) -> None:

@@ -65,6 +65,27 @@ def test_the_trace_has_every_event_and_overlaps_get_rows_of_their_own(run: RunFo
     assert (first["dur"], second["dur"]) == (2_000_000, 1_000_000)
 
 
+def test_the_pause_before_a_resume_is_nobody_s_time(run: RunFolder) -> None:
+    clock = Clock()
+    clock.now = 100.0
+    waits = Waits(clock)
+    log = TimelineLog(run.path / "timeline", waits)
+    log._epoch += 86_400  # the run is resumed a day later
+    path = run.path / "timeline" / "events.jsonl"
+    *lines, mark = path.read_text().splitlines()
+    later = {**json.loads(mark), **dict.fromkeys(("start", "end"), log._epoch + clock.now)}
+    path.write_text("".join(f"{line}\n" for line in (*lines, json.dumps(later))))
+    with waits.wait("trainer", WaitKind.TRAIN, responder="trainer"):
+        clock.now += 10
+    log.flush()
+    found = {lane.name: lane for lane in lanes(read_events(run))}
+    assert found["trainer"].total_s == pytest.approx(20)
+    assert found["trainer"].idle_share == pytest.approx(6 / 20)
+    calls = [event for event in chrome_trace(read_events(run))["traceEvents"] if event["ph"] == "X"]
+    (pause,) = (event for event in calls if event["name"] == "paused")
+    assert pause["dur"] == pytest.approx(86_390e6, rel=1e-3)
+
+
 def test_the_trace_is_written_where_it_is_asked_for(run: RunFolder, tmp_path: Path) -> None:
     assert write_trace(run) == run.path / "timeline" / "trace.json"
     other = write_trace(run, tmp_path / "new" / "mine.json")
@@ -74,7 +95,7 @@ def test_the_trace_is_written_where_it_is_asked_for(run: RunFolder, tmp_path: Pa
 def test_a_cut_off_last_line_is_left_out(run: RunFolder) -> None:
     path = run.path / "timeline" / "events.jsonl"
     path.write_text(path.read_text() + '{"lane": "tr')
-    assert len(read_events(run)) == 4
+    assert len(read_events(run)) == 5  # the session's mark and four calls
 
 
 def test_a_run_without_events_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -96,6 +96,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"config {path}: not valid TOML: {error}") from None
+
+
+def as_override(key: str, value: Any) -> str:
+    """Return `key.sub=value` with the value as TOML."""
+    return f"{key}={toml_value(value)}"
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
@@ -203,7 +208,11 @@ def toml_value(value: Any) -> str:
         return '"' + _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", escaped) + '"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         pairs = (f"{toml_key(k)} = {toml_value(v)}" for k, v in value.items() if v is not None)
         return "{" + ", ".join(pairs) + "}"
-    raise TypeError(f"no TOML form for {type(value).__name__}")
+    if isinstance(value, Path):
+        return toml_value(str(value))
+    raise UserError(
+        f"settings: got {value!r}, allowed: a text, a number, a boolean, or a list or dict of these"
+    )

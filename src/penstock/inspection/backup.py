@@ -20,7 +20,7 @@ from penstock.journal import Journal
 from penstock.run_folder import CONFIG, METRICS, ORIGIN, RunFolder
 from penstock.trust import SIGNATURES
 
-_COPIED = (CONFIG, "configs", ORIGIN, SIGNATURES, METRICS, "rollouts.jsonl", "eval")
+_COPIED = (CONFIG, "configs", ORIGIN, SIGNATURES, METRICS, "rollouts.jsonl", "data", "eval")
 _MOST_TRIES = 10  # a live run may prune the checkpoint that is being copied
 
 

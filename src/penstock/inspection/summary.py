@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import terminal
+from penstock.checkpoint import CheckpointStore
 from penstock.evaluation.evaluate import EvalResult
 from penstock.inspection.report.data import RunRecord, read_run
 from penstock.inspection.report.figures import FigureChange, Figures, take_figures
@@ -23,14 +24,19 @@ from penstock.track.sparkline import sparkline
 from penstock.types import StepReport
 
 
-def print_summary(console: Console, folder: RunFolder, *, seconds: float) -> None:
-    """Print what the run reached, how each side spent its time, what was dropped, and the paths."""
+def print_summary(
+    console: Console, folder: RunFolder, *, seconds: float, first_step: int = 0
+) -> None:
+    """Print what the run reached, how each side spent its time, what was dropped, and what is next.
+
+    `seconds`: the time of this session, which began after `first_step`.
+    """
     record = read_run(folder)
     figures = take_figures(record)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _lines(console, record, figures, seconds):
+    for name, value in _lines(console, record, figures, _time(figures, seconds, first_step)):
         table.add_row(name, value)
     console.print()
     console.print(table)
@@ -41,6 +47,22 @@ def print_summary(console: Console, folder: RunFolder, *, seconds: float) -> Non
     if report.is_file():
         _path(console, "report", str(report))
     _path(console, "run folder", str(folder.path))
+    model = CheckpointStore(folder.checkpoints).newest_model()
+    if model is not None:
+        _path(console, "model", str(model))
+        for words in ("rollouts", "eval", "export"):
+            more = " --to FOLDER" if words == "export" else ""
+            _path(console, "next", f"penstock {words} {folder.path}{more}")
+
+
+def _time(figures: Figures, seconds: float, first_step: int) -> str:
+    """Return the steps and the time of the whole run; of a resumed run also those of this session."""
+    if not first_step or figures.seconds is None:
+        return f"{figures.steps} in {_duration(seconds)}"
+    whole, own = _duration(figures.seconds), _duration(seconds)
+    return (
+        f"{figures.steps} in {whole}, {figures.steps - first_step} of them in this session of {own}"
+    )
 
 
 def print_evaluations(console: Console, results: list[EvalResult]) -> None:
@@ -95,7 +117,7 @@ class ReplayProgress:
 
 
 def _lines(
-    console: Console, record: RunRecord, figures: Figures, seconds: float
+    console: Console, record: RunRecord, figures: Figures, steps: str
 ) -> list[tuple[str, Text]]:
     lines = []
     for task, rows in record.evaluations.items():
@@ -106,7 +128,7 @@ def _lines(
     reward = figures.reward
     plot = sparkline(console, record.curves.get("reward/mean", []))
     lines.append(("reward", Text("not logged") if reward is None else _change(reward, plot)))
-    lines.append(("steps", Text(f"{figures.steps} in {_duration(seconds)}")))
+    lines.append(("steps", Text(steps)))
     if figures.tokens_per_s is not None:
         lines.append(("generated", Text(f"{figures.tokens_per_s:,.0f} tokens/s")))
     if figures.largest_staleness is not None:

@@ -1,8 +1,9 @@
 """`penstock timeline RUN`: the idle share of every worker, and a trace for Perfetto.
 
 Reads RUN/timeline/events.jsonl (`timeline_log.py`). A lane is one worker or one part of the driver; it is
-busy while at least one of its calls is under way and idle for the rest of the run. The trace opens in
-Perfetto (ui.perfetto.dev) or chrome://tracing. The report draws the pipeline step by step instead.
+busy while at least one of its calls is under way and idle for the rest of the run. The time between the
+end of a session and the next resume belongs to no lane. The trace opens in Perfetto (ui.perfetto.dev)
+or chrome://tracing. The report draws the pipeline step by step instead.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from penstock.disk import write_whole
 from penstock.errors import UserError
 from penstock.run_folder import RunFolder
-from penstock.track.timeline_log import FILE
+from penstock.track.timeline_log import FILE, SESSION
 from penstock.watch.waits import WaitKind
 
 _WAITING = (WaitKind.WAIT, WaitKind.RESTART)  # calls in which a lane waits and does no work
@@ -72,15 +74,29 @@ def lanes(events: list[Event]) -> list[Lane]:
     """Return the busy and total time of every lane: trainer, engines, then the others."""
     if not events:
         return []
-    total = max(event.end for event in events) - min(event.start for event in events)
+    total = sum(end - start for start, end in sessions(events))
     by_lane: dict[str, list[Event]] = defaultdict(list)
     for event in events:
-        by_lane[event.lane].append(event)
+        if event.what != SESSION:
+            by_lane[event.lane].append(event)
     found = [
         Lane(name, _covered(own, waiting=False), _covered(own, waiting=True), total)
         for name, own in by_lane.items()
     ]
     return sorted(found, key=lambda lane: (_rank(lane.name), lane.name))
+
+
+def sessions(events: list[Event]) -> list[tuple[float, float]]:
+    """Return when each session of the run began and when its last call ended, in their order."""
+    starts = [event.start for event in events if event.what == SESSION]
+    if events and (not starts or events[0].start < starts[0]):  # written before there were marks
+        starts.insert(0, events[0].start)
+    found = []
+    for number, start in enumerate(starts):
+        until = starts[number + 1] if number + 1 < len(starts) else float("inf")
+        ends = [event.end for event in events if start <= event.start < until]
+        found.append((start, min(max(ends, default=start), until)))
+    return found
 
 
 def _covered(events: list[Event], *, waiting: bool) -> float:
@@ -110,7 +126,14 @@ def chrome_trace(events: list[Event]) -> dict[str, object]:
     rows: dict[tuple[str, int], int] = {}
     free_at: dict[str, list[float]] = defaultdict(list)
     trace: list[dict[str, object]] = []
-    for event in events:
+    known = sessions(events)
+    pauses = [
+        Event("run", "paused", end, start)
+        for (_, end), (start, _) in pairwise(known)
+        if start > end
+    ]
+    calls = [event for event in events if event.what != SESSION]
+    for event in sorted([*calls, *pauses], key=lambda one: (one.start, -one.end)):
         ends = free_at[event.lane]
         depth = next((n for n, end in enumerate(ends) if end <= event.start), len(ends))
         ends[depth : depth + 1] = [event.end]

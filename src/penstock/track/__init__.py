@@ -7,7 +7,7 @@ A tracker shows metrics; its faults never stop a run, nor do those of the files 
 from __future__ import annotations
 
 TRACKERS = {
-    "console": "penstock.track.console:ConsoleTracker",
+    "console": "penstock.track.notebook:make_display",
     "tensorboard": "penstock.track.tensorboard:TensorBoardTracker",
     "wandb": "penstock.track.wandb:WandbTracker",
 }

@@ -1,7 +1,7 @@
 """Writes closed waits to RUN/timeline/events.jsonl: which worker did what, from when to when.
 
 Lines are collected in memory and written in batches. Times are seconds since the epoch, by the
-driver's clock.
+driver's clock. The first line of each session (a start or a resume of the run) marks when it began.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from penstock.track.line_file import LineFile, Note, print_note
 from penstock.watch.waits import OpenWait, WaitKind, Waits
 
 FILE = "events.jsonl"
+SESSION = "session"  # the event that marks the beginning of a session
 _BATCH = 512
 
 
@@ -26,6 +27,8 @@ class TimelineLog:
         self._lines: list[tuple[str, str, str, float, float]] = []
         self._rewards: list[float] = []  # seconds of each score of training since the last reading
         waits.on_close = self.add
+        now = self._epoch + waits.clock()
+        self._file.append([_line("run", SESSION, "", now, now)])
 
     def add(self, wait: OpenWait) -> None:
         assert wait.until is not None

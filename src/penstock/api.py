@@ -1,0 +1,487 @@
+"""Penstock from Python: train, resume, evaluate, generate, score and look at runs.
+
+The same runs as those of the command line: every function makes a config, and hands it to the code
+behind the command. Rows that are given become a file in the run folder. Nothing heavy is imported before
+a function is called, because `import penstock` imports this file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from penstock.errors import UserError
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+    from penstock.evaluation.evaluate import EvalResult
+    from penstock.evaluation.generate import Sample
+    from penstock.run_folder import RunFolder
+
+Data: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | str] | Any"
+"""A file, folder, glob, hub name or built-in task; or rows: a list, a `datasets.Dataset`, a data frame."""
+Reward: TypeAlias = "str | Callable[..., Any] | Mapping[str, Any] | Sequence[Any]"
+"""A reward's name, a function, a dict (type, weight, options), or a list of these, which are summed."""
+Settings: TypeAlias = Mapping[str, Any]
+"""Keys of `penstock config` with their values: {"sampling.top_p": 0.9}."""
+
+
+class Run:
+    """One run: its metrics, samples, model and report, read from its folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self._folder.path
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder."""
+        return self._folder.name
+
+    @property
+    def config(self) -> Config:
+        """The settings in force."""
+        return self._folder.config()
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """A dict for each step, such as `{"step": 1, "reward/mean": 0.25, ...}`."""
+        return _read_lines(self._folder.metrics)
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """A dict for each evaluation of each task: task, step, accuracy, low, high, reward."""
+        return _read_lines(self._folder.evaluations / "summary.jsonl")
+
+    def samples(
+        self,
+        *,
+        step: int | None = None,
+        task: str | None = None,
+        where: str | None = None,
+        limit: int = 20,
+    ) -> list[dict[str, Any]]:
+        """Return responses with their prompts, rewards and outcomes, trained ones first.
+
+        `where` is an SQL condition on the journal's view `rollouts`, such as "reward < 0.5".
+        """
+        from contextlib import closing
+
+        from penstock.inspection.rollout_viewer import find_rollouts
+        from penstock.journal import Journal
+
+        with closing(Journal.open(self._folder.journal, readonly=True)) as journal:
+            found = find_rollouts(journal, where=where, step=step, task=task, limit=limit)
+        return [one.plain() for one in found]
+
+    @property
+    def model_path(self) -> Path:
+        """The folder of the newest model, which transformers' `from_pretrained` loads."""
+        from penstock.checkpoint import CheckpointStore
+
+        path = CheckpointStore(self._folder.checkpoints).newest_model()
+        if path is None:
+            raise UserError(f"run {self.path}: got no checkpoint, allowed: a run that wrote one")
+        return path
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write the HTML report, by default into the run folder; return its path."""
+        from penstock.inspection.report import write_report
+
+        return write_report([self._folder], None if out is None else Path(out))
+
+    def __repr__(self) -> str:
+        means = [row["reward/mean"] for row in self.metrics if row.get("reward/mean") is not None]
+        reward = f", reward {means[0]:.3f} -> {means[-1]:.3f}" if means else ""
+        return f"Run({str(self.path)!r}, {len(means)} steps{reward})"
+
+
+def train(
+    model: str | Path | None = None,
+    data: Data | None = None,
+    reward: Reward | None = None,
+    *,
+    steps: int | None = None,
+    episodes: float | None = None,
+    lr: float | None = None,
+    algorithm: str | None = None,
+    groups_per_step: int | None = None,
+    num_generations: int | None = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    system_prompt: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    data_options: Mapping[str, Any] | None = None,
+    eval_data: Data | None = None,
+    seed: int | None = None,
+    name: str | None = None,
+    config: str | Path | None = None,
+    settings: Settings | None = None,
+) -> Run:
+    """Train a policy to the end and return the run; Ctrl-C saves a checkpoint and raises StopRequested.
+
+    model: folder or hub name of a transformers causal LM, or "demo".
+    data: the prompts (docs/data.md). reward: what a response is worth (docs/rewards.md); default: the
+    answer in <answer> tags. eval_data: problems that are evaluated at the start and the end.
+    steps or episodes: length of the run. columns, data_options: see docs/data.md.
+    config: a TOML file to start from. settings: any other key of `penstock config`.
+    """
+    task, judged = _task_names(data, config)
+    named: dict[str, Any] = {
+        "model.path": None if model is None else str(model),
+        "train.steps": steps,
+        "train.episodes": episodes,
+        "train.lr": lr,
+        "train.groups_per_step": groups_per_step,
+        "algorithm.name": algorithm,
+        "sampling.num_generations": num_generations,
+        "sampling.max_tokens": max_tokens,
+        "sampling.temperature": temperature,
+        "seed": seed,
+        "run.name": name,
+    }
+    rewards, objects = name_rewards(reward)
+    with _written({task: data, judged: eval_data}) as (given, files):
+        named |= {
+            f"{task}.rewards": rewards,
+            f"{task}.columns": columns,
+            f"{task}.data_options": data_options,
+            f"{task}.system_prompt": system_prompt,
+        }
+        if eval_data is not None:
+            named |= {f"{judged}.rewards": rewards, f"{judged}.columns": columns}
+        with _python_objects(objects), _rows_named(files):
+            return _train(config, {**named, **given, **(settings or {})}, files)
+
+
+def _train(config: str | Path | None, settings: Settings, files: Sequence[Path]) -> Run:
+    from penstock import preflight
+    from penstock.config.source import load_config
+    from penstock.session import outside_a_loop, train_new
+
+    loaded = load_config(config, _overrides(settings), bare=config is None).config
+    preflight.check(loaded)
+    return Run(outside_a_loop(lambda: train_new(loaded, own_data=files)))
+
+
+def resume(
+    run: Run | str | Path,
+    *,
+    reward: Reward | None = None,
+    settings: Settings | None = None,
+    accept_changes: bool = False,
+) -> Run:
+    """Continue a run to its end. A run that was given Python functions as rewards needs them again.
+
+    accept_changes: continue also if the data or the tokenizer has other content than before.
+    """
+    from penstock.session import outside_a_loop, resume_run
+
+    folder = _folder(run)
+    objects = _objects_again(folder.config(), reward)
+    with _python_objects(objects):
+        words = _overrides(settings or {})
+        outside_a_loop(lambda: resume_run(folder, words, accept_changes=accept_changes))
+    return Run(folder)
+
+
+def open_run(run: str | Path) -> Run:
+    """Return a run by its folder, or by its name in runs/; it may still be under way."""
+    return Run(_folder(run))
+
+
+def evaluate(
+    model: Run | str | Path,
+    data: Data | None = None,
+    reward: Reward | None = None,
+    *,
+    columns: Mapping[str, str] | None = None,
+    data_options: Mapping[str, Any] | None = None,
+    system_prompt: str | None = None,
+    num_generations: int | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    out: str | Path | None = None,
+    settings: Settings | None = None,
+) -> list[EvalResult]:
+    """Evaluate a model, or the newest checkpoint of a run; return one result for each task.
+
+    Without data: the evaluation tasks of the run, with its rewards. out: folder for the samples.
+    """
+    from penstock.session import evaluate_model, outside_a_loop
+
+    rewards, objects = name_rewards(reward)
+    named: dict[str, Any] = {
+        "eval.num_generations": num_generations,
+        "eval.temperature": temperature,
+        "eval.max_tokens": max_tokens,
+    }
+    if data is None and reward is not None:
+        objects = _objects_again(_folder(model).config(), reward)
+    with _written({"eval.tasks.heldout": data}) as (given, files):
+        if data is not None:
+            task = {"rewards": rewards, "columns": columns, "data_options": data_options}
+            task |= {"system_prompt": system_prompt, "data": given["eval.tasks.heldout.data"]}
+            chosen = {key: value for key, value in task.items() if value is not None}
+            named["eval.tasks"] = {"heldout": chosen}
+        words = _overrides({**named, **(settings or {})})
+        folder = None if out is None else Path(out)
+        with _python_objects(objects), _rows_named(files):
+            return outside_a_loop(lambda: evaluate_model(_source(model), words, folder))
+
+
+def generate(
+    model: Run | str | Path,
+    prompts: str | Sequence[str],
+    *,
+    num_generations: int = 1,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    raw: bool = False,
+    settings: Settings | None = None,
+) -> list[Sample]:
+    """Sample a model, or the newest checkpoint of a run; return each response with its log-probs.
+
+    raw: send the prompts as they are, without the chat template.
+    """
+    from penstock import preflight
+    from penstock.evaluation.generate import generate_samples
+    from penstock.session import model_config, outside_a_loop
+
+    config = model_config(_source(model), _overrides(settings or {}))
+    named = {"max_tokens": max_tokens, "temperature": temperature}
+    chosen = {key: value for key, value in named.items() if value is not None}
+    sampling = type(config.sampling)(**{**config.sampling.model_dump(), **chosen})
+    config = config.model_copy(update={"sampling": sampling})  # no task is trained: greedy is fine
+    preflight.check_engine(config)
+    asked = [prompts] if isinstance(prompts, str) else list(prompts)
+    return outside_a_loop(
+        lambda: generate_samples(config, asked, num_generations=num_generations, raw=raw)
+    )
+
+
+def score(
+    responses: Data | Run,
+    reward: Reward = "boxed",
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Run a reward over recorded responses; return a dict for each, with reward, parts and note.
+
+    responses: rows with `response` and `gt_answer` or `test_cases`; a JSONL file; or a run.
+    """
+    from rich.console import Console
+
+    from penstock.evaluation.score import score_file
+    from penstock.scratch import ScratchFolder
+    from penstock.session import outside_a_loop
+
+    rewards, objects = name_rewards(reward)
+    if not rewards or len(rewards) > 1:
+        raise UserError(f"reward: got {len(rewards or [])} rewards, allowed: one")
+    source = str(responses.path) if isinstance(responses, Run) else responses
+    chosen = {**rewards[0].get("options", {}), **(options or {})}
+    with ScratchFolder.new("score") as scratch, _written({"score": source}) as (given, files):
+        path, out, quiet = Path(given["score.data"]), scratch / "scored.jsonl", Console(quiet=True)
+        with _python_objects(objects), _rows_named(files):
+            kind = rewards[0]["type"]
+            outside_a_loop(lambda: score_file(path, kind, out, chosen, console=quiet))
+        return _read_lines(out)
+
+
+# -- rewards -----------------------------------------------------------------------------------
+
+
+def name_rewards(reward: Reward | None) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
+    """Return the rewards as a config has them, and the Python objects that they name."""
+    if reward is None:
+        return None, {}
+    rewards: list[dict[str, Any]] = []
+    objects: dict[str, Any] = {}
+    for one in reward if isinstance(reward, list | tuple) else [reward]:
+        table = dict(one) if isinstance(one, Mapping) else {"type": one}
+        target = table.get("type")
+        if not isinstance(target, str):
+            table["type"] = _importable(target) or _give(target, objects)
+        rewards.append(table)
+    return rewards, objects
+
+
+def _importable(target: Any) -> str:
+    """Return `module:name` if a new process can import the object; else the empty string."""
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
+    if module in (None, "__main__") or not str(name).isidentifier():
+        return ""
+    found = sys.modules.get(str(module))
+    is_same = getattr(found, name, None) is target
+    return f"{module}:{name}" if is_same and getattr(found, "__spec__", None) else ""
+
+
+def _give(target: Any, objects: dict[str, Any]) -> str:
+    from penstock.plugins import PYTHON
+
+    if not callable(target) and not hasattr(target, "score"):
+        raise UserError(
+            f"reward: got {target!r}, allowed: a name, a function, a dict with type, or a list of these"
+        )
+    own = str(getattr(target, "__name__", type(target).__name__))
+    base = own if own.isidentifier() else "reward"
+    name = next(
+        n
+        for n in (base, *(f"{base}_{i}" for i in range(2, 1000)))
+        if objects.get(n, target) is target
+    )
+    objects[name] = target
+    return f"{PYTHON}{name}"
+
+
+def _objects_again(config: Config, reward: Reward | None) -> dict[str, Any]:
+    """Return the objects that a run's config names, from the rewards that are given again."""
+    from penstock.plugins import PYTHON
+
+    tasks = (*config.tasks.values(), *config.eval.tasks.values())
+    types = dict.fromkeys(one.type for task in tasks for one in task.rewards)
+    wanted = [name.removeprefix(PYTHON) for name in types if name.startswith(PYTHON)]
+    if reward is None:
+        return {}
+    _, given = name_rewards(reward)
+    targets = list(given.values())
+    if len(targets) != len(wanted):
+        raise UserError(
+            f"reward: got {len(targets)} Python functions, allowed: {len(wanted)}, as the run has "
+            f"({', '.join(wanted) or 'its rewards have names, which a config can change'})"
+        )
+    by_name = given if given.keys() == set(wanted) else dict(zip(wanted, targets, strict=True))
+    return dict(by_name)
+
+
+@contextmanager
+def _python_objects(objects: Mapping[str, Any]) -> Iterator[None]:
+    from penstock import plugins
+
+    with plugins.given(objects):
+        yield
+
+
+# -- data --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _written(
+    sources: Mapping[str, Data | None],
+) -> Iterator[tuple[dict[str, str], list[Path]]]:
+    """Give each source as the value of its `data` key; rows are first written to a scratch file."""
+    from penstock.scratch import ScratchFolder
+
+    with ScratchFolder.new("rows") as scratch:
+        given, files = dict[str, str](), list[Path]()
+        for key, source in sources.items():
+            if isinstance(source, str | Path):
+                given[f"{key}.data"] = str(source)
+            elif source is not None:
+                files.append(scratch / f"{key}.jsonl")
+                given[f"{key}.data"] = str(files[-1])
+                _write_rows(files[-1], source)
+        yield given, files
+
+
+def _write_rows(path: Path, source: Any) -> None:
+    from penstock.data.source import plain
+
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(_rows(source), start=1):
+            record = {"prompt": row} if isinstance(row, str) else row
+            if not isinstance(record, Mapping):
+                raise UserError(
+                    f"data: row {number}: got {type(row).__name__}, allowed: a dict or a string"
+                )
+            file.write(f"{json.dumps(plain(record))}\n")
+
+
+def _rows(source: Any) -> Iterable[Any]:
+    if hasattr(source, "iloc"):  # a data frame
+        return cast(Iterable[Any], source.to_dict("records"))
+    if isinstance(source, Mapping):
+        if any(hasattr(value, "column_names") for value in source.values()):
+            raise UserError(
+                f"data: got the splits {', '.join(source)}, allowed: one of them, as in "
+                f"data=dataset[{next(iter(source))!r}]"
+            )
+        sizes = {len(value) for value in source.values() if isinstance(value, Sequence)}
+        if len(sizes) != 1 or any(isinstance(v, str) for v in source.values()):
+            raise UserError("data: got a dict, allowed: a list of dicts, or columns of one length")
+        return (dict(zip(source, row, strict=True)) for row in zip(*source.values(), strict=True))
+    if not isinstance(source, Iterable) or isinstance(source, bytes):
+        raise UserError(
+            f"data: got {type(source).__name__}, allowed: a path or name, a list of dicts, a "
+            "datasets.Dataset or a data frame"
+        )
+    return source
+
+
+@contextmanager
+def _rows_named(files: Sequence[Path]) -> Iterator[None]:
+    """Let an error about rows that were given not name the scratch file."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        for path in files:
+            text = text.replace(f"data {path} line", "data from Python, row")
+            text = text.replace(f"'{path}'", "rows from Python")
+        raise UserError(text) if text != str(error) else error from None
+
+
+# -- settings and runs -------------------------------------------------------------------------
+
+
+def _task_names(data: Data | None, config: str | Path | None) -> tuple[str, str]:
+    """Return the keys of the training and of the evaluation task: the config's own, if it has one."""
+    if config is None:
+        if data is None:
+            raise UserError(
+                "data: got nothing, allowed: rows, a file, a folder, a hub name, a built-in task such "
+                "as 'addition', or config=FILE"
+            )
+        return "tasks.train", "eval.tasks.heldout"
+    from penstock.config.source import load_config
+
+    loaded = load_config(config).config
+    names, judged = list(loaded.tasks), list(loaded.eval.tasks) or ["heldout"]
+    if data is not None and len(names) > 1:
+        raise UserError(
+            f"data: got data beside {config} with the tasks {', '.join(names)}, allowed: one task, "
+            "or settings={'tasks.NAME.data': ...}"
+        )
+    return f"tasks.{names[0]}", f"eval.tasks.{judged[0]}"
+
+
+def _overrides(settings: Settings) -> list[str]:
+    from penstock.config.source import as_override
+
+    return [as_override(key, value) for key, value in settings.items() if value is not None]
+
+
+def _folder(run: Run | str | Path) -> RunFolder:
+    from penstock.run_folder import find
+
+    return run._folder if isinstance(run, Run) else find(run)
+
+
+def _source(model: Run | str | Path) -> str:
+    return str(model.path if isinstance(model, Run) else model)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off

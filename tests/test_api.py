@@ -1,0 +1,249 @@
+"""Penstock from Python: a run as the documentation shows it, its resume, and mistakes in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pydoc
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock import api, plugins
+from penstock.errors import UserError
+from penstock.session import StopSignals, outside_a_loop
+from penstock.track import notebook
+from stages import rewards as stage_rewards
+
+ROWS = [{"prompt": f"{a}+{b}", "gt_answer": str(a + b)} for a in (10, 11) for b in (20, 21, 22)]
+SMALL: dict[str, Any] = {
+    "launch.kind": "inline",
+    "engine.max_slots": 8,
+    "checkpoint.every_steps": 1,
+    "track.trackers": [],
+}
+TINY: dict[str, Any] = {"groups_per_step": 2, "num_generations": 2, "max_tokens": 6}
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_lambda_and_a_list_train_and_resume(tmp_path: Path) -> None:
+    def answers(offset: float) -> Any:
+        return lambda completions, gt_answer, **_: [
+            offset + float(a in c) + len(c) for c, a in zip(completions, gt_answer, strict=True)
+        ]
+
+    run = penstock.train(
+        "demo", ROWS, answers(0.0), steps=1, lr=1e-4, name="mine", settings=SMALL, **TINY
+    )
+    (first,) = run.metrics
+    assert first["step"] == 1
+    assert first["reward/mean"] > 0
+    assert (run.path / "data" / "tasks.train.jsonl").read_text().count("\n") == len(ROWS)
+    assert (run.model_path / "config.json").is_file()
+    assert run.report().is_file()
+    sample = run.samples(limit=1)[0]
+    assert sample["prompt"][0]["content"] in {row["prompt"] for row in ROWS}
+    assert sample["parts"] == {"reward": sample["reward"]}
+    moved = shutil.move(run.path, tmp_path / "moved")  # its data goes with it
+    with pytest.raises(UserError, match=r"got 'python:reward', a function .* penstock.resume\(RUN"):
+        penstock.resume(moved, settings={"train.steps": 2})
+    later = penstock.resume(moved, reward=answers(1.0), settings={"train.steps": 2})
+    assert [row["step"] for row in later.metrics] == [1, 2]
+    assert "train.steps 1 -> 2" not in repr(later)
+    assert repr(later).startswith(f"Run('{tmp_path / 'moved'}', 2 steps, reward ")
+    data = (tmp_path / "moved" / "config.toml").read_text()
+    assert 'data = "RUN/data/tasks.train.jsonl"' in data
+    (answer,) = penstock.generate(later, "12+34", max_tokens=3, temperature=0)
+    assert len(answer.tokens) <= 3
+    (result,) = penstock.evaluate(later, ROWS[:2], answers(0.0), max_tokens=4)
+    assert (result.task, result.samples, result.failures) == ("heldout", 2, 0)
+
+
+def test_a_run_inside_a_running_event_loop_is_stopped_by_an_interrupt() -> None:
+    """As in a notebook: the cell's thread runs an event loop, and Ctrl-C reaches that thread."""
+
+    def reward(response: str) -> float:
+        StopSignals.interrupt()
+        return float(len(response))
+
+    async def cell() -> penstock.Run:
+        return penstock.train("demo", ROWS, reward, steps=50, name="cell", settings=SMALL, **TINY)
+
+    with pytest.raises(penstock.StopRequested, match=r'penstock.resume\("runs/cell", reward=...\)'):
+        asyncio.run(cell())
+    assert penstock.open_run("cell").metrics == []
+
+
+def test_an_interrupt_before_the_run_is_open_is_kept() -> None:
+    monkey = StopSignals("on")
+    StopSignals.interrupt()
+    told: list[str] = []
+
+    async def work() -> None:
+        monkey.tell = told.append
+        with monkey:
+            assert await monkey.run(asyncio.Event().wait(), "closing") is None
+
+    async def cell() -> None:
+        outside_a_loop(lambda: asyncio.run(work()))
+
+    asyncio.run(cell())
+    assert told == ["stop requested: closing"]
+
+
+def test_a_function_that_can_be_imported_needs_no_program() -> None:
+    own = stage_rewards.odd_reward
+    (table,), objects = api.name_rewards(own) or ([], {})
+    assert (table, objects) == ({"type": "stages.rewards:odd_reward"}, {})
+    local = [lambda response: 1.0, {"type": lambda response: 2.0, "weight": 0.5}, "boxed"]
+    tables, objects = api.name_rewards(local)
+    assert tables is not None
+    assert [one["type"] for one in tables] == ["python:reward", "python:reward_2", "boxed"]
+    with plugins.given(objects):
+        assert plugins.load("reward", "python:reward_2", {})("") == 2.0
+        assert plugins.fingerprint("python:reward") != ""
+    assert plugins.fingerprint("python:reward") == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "data: got nothing, allowed: rows, a file"),
+        ({"data": 5}, "data: got int, allowed: a path or name, a list of dicts"),
+        ({"data": [5]}, "data: row 1: got int, allowed: a dict or a string"),
+        ({"data": []}, "got rows from Python with no problem in it"),
+        ({"data": [{"text": "a"}]}, "tasks.train: data from Python, row 1: got no prompt"),
+        ({"data": ["1+1"]}, "row 1: got neither an answer nor test_cases"),
+        ({"data": {"prompt": ["a"], "answer": []}}, "allowed: a list of dicts, or columns of one"),
+        ({"data": ROWS, "reward": 5}, "reward: got 5, allowed: a name, a function"),
+        ({"data": ROWS, "reward": lambda x: x}, r"reward reward: got a function of \(x\)"),
+        (
+            {"data": ROWS, "reward": lambda response, level: 0},
+            "row 1: got no 'level', which reward reward reads; the record has: gt_answer",
+        ),
+        ({"data": ROWS, "settings": {"trian.lr": 1}}, "unknown key 'trian"),
+        ({"data": ROWS, "settings": {"train.lr": object()}}, "settings: got <object"),
+        ({"data": ROWS, "steps": 0}, "train.steps: got 0"),
+        ({"data": ROWS, "steps": None}, "train.steps: got nothing"),
+    ],
+)
+def test_a_mistake_is_one_line_and_makes_no_run(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        penstock.train(**{"model": "demo", "steps": 1, **arguments})
+    assert "\n" not in str(caught.value)
+    assert not Path("runs").exists()
+
+
+def test_a_config_file_is_a_start(tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text("[tasks.a]\n[tasks.b]\n[train]\nsteps = 1\n")
+    with pytest.raises(UserError, match=r"got data beside two.toml with the tasks a, b"):
+        penstock.train(data=ROWS, config="two.toml")
+    (tmp_path / "one.toml").write_text("[tasks.math]\n[eval.tasks.test]\n")
+    assert api._task_names(ROWS, "one.toml") == ("tasks.math", "eval.tasks.test")
+
+
+class Frame:
+    """What a data frame of pandas looks like."""
+
+    iloc = None
+
+    def to_dict(self, kind: str) -> list[dict[str, Any]]:
+        assert kind == "records"
+        return [{"prompt": "1+1", "gt_answer": float("nan")}]
+
+
+@pytest.mark.parametrize(
+    ("source", "rows"),
+    [
+        (["1+1"], [{"prompt": "1+1"}]),
+        (iter(ROWS[:1]), ROWS[:1]),
+        (
+            {"prompt": ["1+1", "2+2"], "n": [1, 2]},
+            [{"prompt": "1+1", "n": 1}, {"prompt": "2+2", "n": 2}],
+        ),
+        (Frame(), [{"prompt": "1+1", "gt_answer": None}]),
+    ],
+)
+def test_rows_of_any_kind_become_lines(tmp_path: Path, source: Any, rows: list[Any]) -> None:
+    api._write_rows(tmp_path / "rows.jsonl", source)
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
+
+
+def test_a_dataset_is_rows_and_its_splits_are_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_list(ROWS)
+    api._write_rows(tmp_path / "rows.jsonl", dataset)
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(ROWS)
+    with pytest.raises(UserError, match=r"got the splits train, allowed: one of them, as in data="):
+        api._write_rows(tmp_path / "rows.jsonl", datasets.DatasetDict(train=dataset))
+
+
+def test_score_takes_rows_and_a_function() -> None:
+    rows = [{"response": "it is 4", "gt_answer": "4"}, {"response": "five", "gt_answer": "4"}]
+    scored = penstock.score(rows, lambda response, gt_answer: gt_answer in response)
+    assert [row["reward"] for row in scored] == [1.0, 0.0]
+    assert penstock.score(rows, "boxed", options={"wrong": -1})[0]["reward"] == -1.0
+
+
+def test_help_is_a_page_that_names_every_function() -> None:
+    page = pydoc.plain(pydoc.render_doc(penstock))
+    for name in ("train", "resume", "evaluate", "generate", "score", "open_run", "class Run"):
+        assert name in page
+    assert "penstock.train(" in page
+    assert len(page.splitlines()) < 400
+
+
+# -- the plot of a notebook --------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A stand-in for IPython; what its cell shows, in order."""
+    shown: list[str] = []
+    fake = types.ModuleType("IPython")
+    fake.get_ipython = lambda: types.SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    display = types.ModuleType("IPython.display")
+    display.HTML = str  # type: ignore[attr-defined]
+
+    def show(page: str, display_id: bool) -> types.SimpleNamespace:
+        shown.append(page)
+        return types.SimpleNamespace(update=shown.append)
+
+    display.display = show  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", fake)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    return shown
+
+
+def test_a_notebook_shows_a_plot_that_grows(kernel: list[str], tmp_path: Path) -> None:
+    lines = [{"step": step, "reward/mean": step / 10} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    info: Any = types.SimpleNamespace(name="a<b", total_steps=4, first_step=2, folder=tmp_path)
+    tracker = notebook.make_display(info)
+    tracker.log_step(3, {"reward/mean": 0.75})
+    tracker.log_eval(4, {"eval/math/accuracy": 0.5, "eval/math/reward": 0.5})
+    tracker.log_step(4, {"reward/mean": 0.8})
+    tracker.close()
+    assert "step 2 of 4" in kernel[0]
+    last = kernel[-1]
+    assert "a&lt;b: step 4 of 4, reward 0.100 → 0.800" in last
+    assert last.count("<polyline") == 2
+    assert last.count("<circle") == 1
+    reward = last.split('points="')[1].split('"')[0].split()
+    heights = [float(point.split(",")[1]) for point in reward]
+    assert len(heights) == 4
+    assert heights == sorted(heights, reverse=True)  # a higher reward is drawn higher
+
+
+def test_without_a_kernel_the_console_is_used() -> None:
+    assert not notebook.in_notebook()
