@@ -200,7 +200,7 @@ def test_help_is_a_page_that_names_every_function() -> None:
     for name in ("train", "resume", "evaluate", "generate", "score", "open_run", "class Run"):
         assert name in page
     assert "penstock.train(" in page
-    assert len(page.splitlines()) < 400
+    assert len(page.splitlines()) < 250  # two screens of functions, one of the class
 
 
 # -- the plot of a notebook --------------------------------------------------------------------

@@ -68,6 +68,7 @@ WRONG = {  # for each command a wrong argument, and words of its error message
     "backup": (["no-such-run"], "no-such-run"),
     "audit": (["no-such-run"], "no-such-run"),
     "doctor": (["no-such-run"], "no-such-run"),
+    "export": (["no-such-run", "--to", "model"], "no-such-run"),
     "report": (["no-such-run"], "no-such-run"),
     "timeline": (["no-such-run"], "no-such-run"),
     "rollouts": (["no-such-run", "--limit", "0"], "--limit"),

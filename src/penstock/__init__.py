@@ -11,24 +11,17 @@
     run.metrics, run.samples(), run.model_path, run.report()
 
 `resume` continues a run, `open_run` returns one by its name, `evaluate`, `generate` and `score` judge a
-model. Every mistake raises a UserError of one line. docs/python.md says more.
+model. A mistake raises UserError, with one line; a fault at run time RunError; Ctrl-C StopRequested.
+docs/python.md says more.
 """
 
 __version__ = "0.1.0"
 
 from penstock.api import Run, evaluate, generate, open_run, resume, score, train
-from penstock.errors import PenstockError, RunError, StopRequested, UserError
+from penstock.errors import PenstockError as PenstockError
+from penstock.errors import RunError as RunError
+from penstock.errors import StopRequested as StopRequested
+from penstock.errors import UserError as UserError
 
-__all__ = [
-    "PenstockError",
-    "Run",
-    "RunError",
-    "StopRequested",
-    "UserError",
-    "evaluate",
-    "generate",
-    "open_run",
-    "resume",
-    "score",
-    "train",
-]
+# what `help(penstock)` shows: the exceptions would fill pages with the methods of Exception
+__all__ = ["Run", "evaluate", "generate", "open_run", "resume", "score", "train"]

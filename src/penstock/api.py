@@ -98,6 +98,12 @@ class Run:
 
         return write_report([self._folder], None if out is None else Path(out))
 
+    def export(self, to: str | Path, *, adapter: bool = False) -> Path:
+        """Write the newest model (adapter: only its adapters) and a model card to the new folder `to`."""
+        from penstock.inspection.export import export_run
+
+        return export_run(self._folder, Path(to), adapter=adapter)
+
     def __repr__(self) -> str:
         means = [row["reward/mean"] for row in self.metrics if row.get("reward/mean") is not None]
         reward = f", reward {means[0]:.3f} -> {means[-1]:.3f}" if means else ""

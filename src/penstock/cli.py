@@ -207,6 +207,31 @@ def backup(
     say(back_up(find(run), target))
 
 
+@app.command(rich_help_panel="Run")
+def export(
+    run: Run,
+    to: Annotated[Path, typer.Option(help="The new folder.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the low-rank adapters, as peft loads them.")
+    ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub."),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Make a new hub repository public; default: private.")
+    ] = False,
+) -> None:
+    """Write a run's newest model, its tokenizer and a model card made from the journal to a folder."""
+    from penstock.inspection.export import export_run, push_to_hub
+    from penstock.run_folder import find
+
+    folder = export_run(find(run), to, adapter=adapter)
+    typer.echo(folder)
+    if push is not None:
+        typer.echo(push_to_hub(folder, push, public=public))
+
+
 @app.command(rich_help_panel="Look")
 def report(
     runs: Annotated[

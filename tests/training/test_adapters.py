@@ -6,8 +6,10 @@ import torch
 
 from penstock import cli
 from penstock.errors import UserError
+from penstock.training.adapter_folder import write_adapters
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import TokenInputs
+from penstock.training.snapshot import take_snapshot
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 
@@ -87,3 +89,30 @@ def test_the_command_ends_with_one_line_and_exit_code_2(tmp_path, monkeypatch, c
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "model.lora.target_modules: got ['lm_head'], allowed: linear layers" in errors[0]
+
+
+def test_adapters_of_a_checkpoint_load_with_peft(tmp_path) -> None:
+    import peft
+    import transformers
+
+    policy = saved(tmp_path / "policy", tie_word_embeddings=False)
+    consumer = from_disk(policy, model={"lora": {"rank": 2, "alpha": 8.0}})
+    consumer.train(batches(1)[0])
+    take_snapshot(consumer, tmp_path / "checkpoint")()
+    write_adapters(tmp_path / "checkpoint", consumer.config.model, tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(policy)
+    merged = peft.PeftModel.from_pretrained(base, tmp_path).merge_and_unload().state_dict()
+    trained = dict(consumer.weights())
+    assert merged.keys() == trained.keys()
+    for name, weight in trained.items():
+        assert torch.allclose(merged[name], weight, atol=1e-6), name
+    assert any(
+        not torch.equal(weight, base_weight) for weight, base_weight in changed(policy, trained)
+    )
+
+
+def changed(policy, trained):
+    import transformers
+
+    before = transformers.AutoModelForCausalLM.from_pretrained(policy).state_dict()
+    return [(trained[name], weight) for name, weight in before.items()]

@@ -110,6 +110,17 @@ class Audit:
 
 def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | None = None) -> int:
     """Audit a run and print the result; return 0 if every law holds, else 1."""
+    found = take_audit(folder)
+    console = console or terminal.console()
+    if as_json:
+        console.print_json(json.dumps(found.as_json()), ensure_ascii=True)
+    else:
+        _print(found, console)
+    return 0 if found.balanced else 1
+
+
+def take_audit(folder: RunFolder) -> Audit:
+    """Audit a run; return what was found."""
     origin = folder.origin()
     eras = [_era_bounds(era) for era in folder.eras()]
     told = last_step_told(folder.metrics)  # read before the journal: the run may be under way
@@ -131,12 +142,7 @@ def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | No
     for name, value in folder.record().items():
         if name.startswith("accepted after step"):
             found.warnings.append(f"{name}: {value}")
-    console = console or terminal.console()
-    if as_json:
-        console.print_json(json.dumps(found.as_json()), ensure_ascii=True)
-    else:
-        _print(found, console)
-    return 0 if found.balanced else 1
+    return found
 
 
 def _era_bounds(era: Era) -> EraBounds:

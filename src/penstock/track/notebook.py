@@ -1,7 +1,7 @@
 """The display of a run: a plot that grows in a notebook's cell; elsewhere the console's panel.
 
-The plot is one SVG, drawn here: the reward of each step as a line, the accuracy of each evaluation as dots.
-It begins with the steps that a resumed run has behind it.
+The plot shows the reward of each step as a line and the accuracy of each evaluation as dots (`plot.py`). It
+begins with the steps that a resumed run has behind it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import html
 import json
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from penstock.track.console import ConsoleTracker
+from penstock.track.plot import Point, draw_curves
 from penstock.track.protocol import RunInfo, Tracker
 
-_WIDTH, _HEIGHT, _MARGIN = 640, 180, 28
 _INTERVAL_S = 0.5  # least time between two drawings
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-Point = tuple[int, float]  # step, value
 
 
 def in_notebook() -> bool:
@@ -75,7 +72,7 @@ class NotebookTracker:
         if self._reward:
             title += f", reward {self._reward[0][1]:.3f} → {self._reward[-1][1]:.3f}"
         curves = {"reward": self._reward, **self._held_out}
-        return f"<p>{html.escape(title)}</p>{draw(curves, self._info.total_steps)}"
+        return f"<p>{html.escape(title)}</p>{draw_curves(curves, self._info.total_steps)}"
 
 
 def _earlier(info: RunInfo) -> list[Point]:
@@ -85,32 +82,3 @@ def _earlier(info: RunInfo) -> list[Point]:
         return []
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     return [(row["step"], row["reward/mean"]) for row in rows if row.get("reward/mean") is not None]
-
-
-def draw(curves: dict[str, Sequence[Point]], steps: int) -> str:
-    """Return an SVG of the curves; the first is a line, the others are lines with dots."""
-    values = [value for points in curves.values() for _, value in points]
-    low, high = min([0.0, *values]), max([1.0, *values])
-    inner_width, inner_height = _WIDTH - 2 * _MARGIN, _HEIGHT - 2 * _MARGIN
-
-    def place(point: Point) -> tuple[float, float]:
-        x = _MARGIN + inner_width * point[0] / max(steps, 1)
-        y = _MARGIN + inner_height * (high - point[1]) / (high - low)
-        return round(x, 1), round(y, 1)
-
-    parts = [
-        f'<text x="2" y="{place((0, edge))[1] + 4}" font-size="11" fill="#888">{edge:g}</text>'
-        f'<path d="M{_MARGIN} {place((0, edge))[1]}H{_WIDTH - _MARGIN}" stroke="#ccc"/>'
-        for edge in (low, high)
-    ]
-    for number, (name, points) in enumerate(curves.items()):
-        color, where = _COLORS[number % len(_COLORS)], [place(point) for point in points]
-        line = " ".join(f"{x},{y}" for x, y in where)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        if number:
-            parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>' for x, y in where]
-        parts.append(
-            f'<text x="{_MARGIN + 120 * number}" y="{_HEIGHT - 6}" font-size="12" fill="{color}">'
-            f"{html.escape(name)}</text>"
-        )
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}">{"".join(parts)}</svg>'

@@ -1,0 +1,209 @@
+"""`penstock export`: a run's newest model, or its adapters alone, as a folder of its own with a model card.
+
+The card is made from the journal: data with its hashes, settings, curves, the audit's verdict and the digest of
+the weights. It names no path of this machine, no token and no server. The folder is complete or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from penstock import __version__
+from penstock.checkpoint import Checkpoint, CheckpointStore
+from penstock.config import Config
+from penstock.data.source import HUB
+from penstock.errors import PenstockError, RunError, UserError
+from penstock.inspection.audit import take_audit
+from penstock.inspection.report.data import RunRecord, read_run
+from penstock.inspection.report.figures import take_figures
+from penstock.run_folder import RunFolder
+from penstock.track.plot import draw_curves
+
+CARD, CURVES = "README.md", "curves.svg"
+
+
+def export_run(folder: RunFolder, to: Path, *, adapter: bool = False) -> Path:
+    """Write the newest model of a run and its card to the new folder `to`; return that folder.
+
+    `adapter`: only the low-rank adapters, as peft loads them, and the tokenizer.
+    """
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"to: got {to}, which exists already, allowed: a new folder")
+    checkpoint = CheckpointStore(folder.checkpoints).newest()
+    if checkpoint is None:
+        raise UserError(
+            f"run {folder.path}: got no valid checkpoint, allowed: a run that wrote one"
+        )
+    draft = to.with_name(f".{to.name}.draft-{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        _copy_model(folder, checkpoint, draft, adapter=adapter)
+        record = read_run(folder)
+        (draft / CURVES).write_text(_curves(record), encoding="utf-8")
+        card = model_card(folder, record, checkpoint, adapter=adapter)
+        (draft / CARD).write_text(card, encoding="utf-8")
+        if to.exists():
+            to.rmdir()
+        draft.rename(to)
+    except OSError as error:
+        raise RunError(f"export: {to} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return to
+
+
+def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adapter: bool) -> None:
+    model = checkpoint.path / "model"
+    weights = (".safetensors", ".safetensors.index.json")
+    for file in sorted(path for path in model.iterdir() if path.is_file()):
+        is_model = file.name.endswith(weights) or file.name in (
+            "config.json",
+            "generation_config.json",
+        )
+        if not adapter or not is_model:
+            shutil.copyfile(file, target / file.name)
+    if adapter:
+        from penstock.training.adapter_folder import write_adapters
+
+        write_adapters(checkpoint.path, folder.config().model, target)
+
+
+def push_to_hub(folder: Path, name: str, *, public: bool = False) -> str:
+    """Upload an exported folder as the model `owner/name` of the Hugging Face hub; return its address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        address = api.create_repo(name, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder)
+    except (OSError, ValueError) as error:  # its errors of a connection and of a name are these
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RunError(
+            f"push: {name} was not uploaded: {reason}; the folder {folder} is complete"
+        ) from error
+    return str(address)
+
+
+# -- the card ----------------------------------------------------------------------------------
+
+
+def model_card(
+    folder: RunFolder, record: RunRecord, checkpoint: Checkpoint, *, adapter: bool
+) -> str:
+    """Return the card: what was trained, from what, with which settings, and how far it can be trusted."""
+    config = folder.config()
+    base = _public(config.model.path)
+    what = "adapters" if adapter else "model"
+    sections = [
+        _front_matter(config, adapter=adapter),
+        f"# {folder.name}\n\nThe {what} after step {checkpoint.step} of a reinforcement-learning run: {base}, "
+        f"trained with {config.algorithm.name.rpartition(':')[2]} by Penstock {__version__}.",
+        _results(record),
+        f"![Reward and held-out accuracy]({CURVES})",
+        _data(folder, config),
+        _settings(config),
+        _trust(folder, checkpoint),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _public(path: str) -> str:
+    """Return a name that says nothing of this machine: of a path only its last part."""
+    return path.removeprefix(HUB) if not os.path.isabs(path) else Path(path).name
+
+
+def _front_matter(config: Config, *, adapter: bool) -> str:
+    tags = ["penstock", "reinforcement-learning", config.algorithm.name.rpartition(":")[2]]
+    known: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": tags}
+    if "/" in config.model.path and not os.path.isabs(config.model.path):
+        known["base_model"] = config.model.path
+    hub = [task.data.removeprefix(HUB) for task in config.tasks.values() if HUB in task.data]
+    if hub:
+        known["datasets"] = hub
+    lines = [f"{key}: {json.dumps(value)}" for key, value in known.items()]  # JSON is YAML, too
+    return "\n".join(["---", *lines, "---"])
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def _results(record: RunRecord) -> str:
+    figures, rows = take_figures(record), list[list[str]]()
+    for task, found in record.evaluations.items():
+        last = found[-1]
+        interval = "" if last["low"] is None else f" ({last['low']:.3f} to {last['high']:.3f})"
+        change = figures.held_out[task]
+        rows.append([f"accuracy, {task}", f"{change.first:.3f}", f"{change.last:.3f}{interval}"])
+    if figures.reward is not None:
+        rows.append(
+            ["reward, training", f"{figures.reward.first:.3f}", f"{figures.reward.last:.3f}"]
+        )
+    return "## Results\n\n" + _table(["", "before", "after (95 % interval)"], rows)
+
+
+def _curves(record: RunRecord) -> str:
+    rewards = zip(record.steps, record.curves.get("reward/mean", ()), strict=False)
+    curves = {"reward": [(step, value) for step, value in rewards if value is not None]}
+    for task, rows in record.evaluations.items():
+        curves[task] = [(row["step"], row["accuracy"]) for row in rows]
+    return draw_curves(curves, max([*record.steps, 1]))
+
+
+def _data(folder: RunFolder, config: Config) -> str:
+    facts, rows = folder.record(), list[list[str]]()
+    tasks = {f"tasks.{name}": task.rewards for name, task in config.tasks.items()}
+    tasks |= {f"eval.tasks.{name}": task.rewards for name, task in config.eval.tasks.items()}
+    for key, rewards in tasks.items():
+        fact = json.loads(facts.get(f"{key}.data", "{}"))
+        names = ", ".join(_public(reward.type) for reward in rewards)
+        count, digest = str(fact.get("prompts", "")), str(fact.get("sha256", ""))[:16]
+        rows.append([key, _public(str(fact.get("source", ""))), count, digest, names])
+    return "## Data\n\n" + _table(["task", "data", "prompts", "sha256", "rewards"], rows)
+
+
+def _settings(config: Config) -> str:
+    train, sampling = config.train, config.sampling
+    known = {
+        "train.steps": train.steps,
+        "train.episodes": train.episodes,
+        "train.lr": train.lr,
+        "train.groups_per_step": train.groups_per_step,
+        "sampling.num_generations": sampling.num_generations,
+        "sampling.temperature": sampling.temperature,
+        "sampling.max_tokens": sampling.max_tokens,
+        "produce.strategy": config.produce.strategy.rpartition(":")[2],
+        "produce.max_staleness": config.produce.max_staleness,
+        "algorithm.kl_beta": config.algorithm.kl_beta,
+        "model.lora.rank": config.model.lora.rank or None,
+        "seed": config.seed,
+    }
+    rows = [[f"`{key}`", str(value)] for key, value in known.items() if value is not None]
+    return "## Settings\n\n" + _table(["key", "value"], rows)
+
+
+def _trust(folder: RunFolder, checkpoint: Checkpoint) -> str:
+    lines = [f"- Digest of the weights after step {checkpoint.step}: `{checkpoint.digest}`."]
+    try:
+        audit = take_audit(folder)
+    except PenstockError as error:
+        return "\n".join(["## Audit", "", *lines, f"- The journal could not be audited: {error}."])
+    for name, task in audit.tasks.items():
+        dropped = sum(task.dropped.values())
+        lines.append(
+            f"- {name}: {task.drawn} groups drawn = {task.trained} trained + {task.buffered} buffered "
+            f"+ {task.in_flight} in flight + {dropped} dropped."
+        )
+    lines.append(
+        f"- Largest staleness of a trained group: {audit.max_staleness_trained}, "
+        f"allowed: {audit.max_staleness_allowed}."
+    )
+    verdict = "every law holds" if audit.balanced else f"{len(audit.faults)} faults"
+    lines.append(f"- `penstock audit`: {verdict}.")
+    lines += [f"  - {fault}" for fault in audit.faults[:5]]
+    return "\n".join(["## Audit", "", *lines])

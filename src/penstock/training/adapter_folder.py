@@ -1,0 +1,59 @@
+"""The low-rank adapters of a checkpoint as a folder that peft loads.
+
+A checkpoint's model has the adapters merged; its trainer state has them apart, whole or in the rows of
+each rank (`snapshot.py`). Names are those of peft: the model below `base_model.model`, no adapter name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.config import ModelConfig
+from penstock.demo import resolve_model_path
+from penstock.errors import UserError
+from penstock.training.policy import ADAPTER
+
+_MASTER, _PLACE = "master/", "base_model.model."
+
+
+def write_adapters(checkpoint: Path, config: ModelConfig, folder: Path) -> None:
+    """Write adapter_model.safetensors and adapter_config.json of a checkpoint into `folder`."""
+    if not config.lora.rank:
+        raise UserError(
+            "adapter: got a run that trained all weights, allowed: model.lora.rank above 0"
+        )
+    import peft
+
+    tensors = read_adapters(checkpoint)
+    layers = sorted({name.partition(".lora_")[0].removeprefix(_PLACE) for name in tensors})
+    settings = peft.LoraConfig(
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # a float scales as well
+        lora_dropout=config.lora.dropout,
+        target_modules=layers,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=resolve_model_path(config.path),
+    )
+    settings.inference_mode = True
+    settings.save_pretrained(str(folder))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
+    """Return the adapters of a checkpoint under peft's names, put together from all ranks."""
+    rows: dict[str, list[tuple[int, Tensor]]] = {}
+    for path in (checkpoint / "consumer.pt", *sorted(checkpoint.glob("shards/*.pt"))):
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        for name, piece in content.get("pieces", {}).items():
+            if name.startswith(_MASTER) and ".lora_" in name:
+                rows.setdefault(name.removeprefix(_MASTER), []).append(piece)
+    return {
+        _PLACE + name.replace(f".{ADAPTER}.weight", ".weight"): torch.cat(
+            [part for _, part in sorted(pieces, key=lambda piece: piece[0])]
+        ).contiguous()
+        for name, pieces in rows.items()
+    }

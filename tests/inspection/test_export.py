@@ -1,0 +1,94 @@
+"""An exported folder: the model as it is, a card that tells what the journal knows and no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from penstock import checkpoint as checkpoints
+from penstock.errors import RunError, UserError
+from penstock.inspection.export import export_run, push_to_hub
+from penstock.run_folder import RunFolder
+from stages.made_run import make_run
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run of six steps with a checkpoint of the last."""
+    made = make_run(tmp_path / "private" / "made", steps=6, groups_per_step=3)
+    step = made.checkpoints / "step-6"
+    (step / "model").mkdir(parents=True)
+    for name in FILES:
+        (step / "model" / name).write_text(name)
+    checkpoints._write_manifest(step, 6, "a1b2" * 8)
+    return made
+
+
+def test_the_folder_has_the_model_and_a_card_from_the_journal(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    out = export_run(run, tmp_path / "out")
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        [*FILES, "README.md", "curves.svg"]
+    )
+    card = (out / "README.md").read_text()
+    _, front, body = card.split("---\n", 2)
+    known = dict(line.split(": ", 1) for line in front.splitlines())
+    assert json.loads(known["tags"]) == ["penstock", "reinforcement-learning", "grpo"]
+    assert "The model after step 6" in body
+    assert "| accuracy, heldout |" in body
+    assert "| `train.groups_per_step` | 3 |" in body
+    assert f"`{'a1b2' * 8}`" in body
+    assert "groups drawn = 18 trained" in body
+    assert "`penstock audit`: " in body
+    assert str(tmp_path) not in card  # nothing of this machine
+    assert (out / "curves.svg").read_text().count("<polyline") == 2
+
+
+def test_an_existing_folder_is_not_overwritten_and_a_run_needs_a_checkpoint(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    export_run(run, tmp_path / "out")  # an empty folder is as good as none
+    with pytest.raises(UserError, match=r"out, which exists already, allowed: a new folder"):
+        export_run(run, tmp_path / "out")
+    with pytest.raises(UserError, match=r"got a run that trained all weights, allowed: model.lora"):
+        export_run(run, tmp_path / "adapter", adapter=True)
+    (run.checkpoints / "step-6" / "model" / "config.json").write_text("damaged")
+    with pytest.raises(UserError, match="got no valid checkpoint"):
+        export_run(run, tmp_path / "other")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"out", "private"}  # no draft is left
+
+
+class Hub:
+    """Stands in for the hub's client."""
+
+    calls: ClassVar[list[Any]] = []
+
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> str:
+        self.calls.append((name, private, exist_ok))
+        if name == "gone/away":
+            raise OSError("no connection\nmore")
+        return f"https://hub/{name}"
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path) -> None:
+        self.calls.append((repo_id, folder_path))
+
+
+def test_a_push_is_private_unless_it_is_asked_to_be_public(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "calls", [])
+    assert push_to_hub(tmp_path, "me/mine") == "https://hub/me/mine"
+    push_to_hub(tmp_path, "me/mine", public=True)
+    assert Hub.calls[:2] == [("me/mine", True, True), ("me/mine", tmp_path)]
+    assert Hub.calls[2] == ("me/mine", False, True)
+    with pytest.raises(RunError, match=r"gone/away was not uploaded: no connection; the folder"):
+        push_to_hub(tmp_path, "gone/away")
