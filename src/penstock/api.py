@@ -234,8 +234,13 @@ def evaluate(
         objects = _objects_again(_folder(model).config(), reward)
     with _written({"eval.tasks.heldout": data}) as (given, files):
         if data is not None:
-            task = {"rewards": rewards, "columns": columns, "data_options": data_options}
-            task |= {"system_prompt": system_prompt, "data": given["eval.tasks.heldout.data"]}
+            task: dict[str, Any] = {
+                "data": given["eval.tasks.heldout.data"],
+                "rewards": rewards,
+                "columns": columns,
+                "data_options": data_options,
+                "system_prompt": system_prompt,
+            }
             chosen = {key: value for key, value in task.items() if value is not None}
             named["eval.tasks"] = {"heldout": chosen}
         words = _overrides({**named, **(settings or {})})

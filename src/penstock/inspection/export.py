@@ -139,7 +139,8 @@ def _results(record: RunRecord) -> str:
         last = found[-1]
         interval = "" if last["low"] is None else f" ({last['low']:.3f} to {last['high']:.3f})"
         change = figures.held_out[task]
-        rows.append([f"accuracy, {task}", f"{change.first:.3f}", f"{change.last:.3f}{interval}"])
+        measure = figures.measures[task]
+        rows.append([f"{measure}, {task}", f"{change.first:.3f}", f"{change.last:.3f}{interval}"])
     if figures.reward is not None:
         rows.append(
             ["reward, training", f"{figures.reward.first:.3f}", f"{figures.reward.last:.3f}"]
@@ -150,8 +151,8 @@ def _results(record: RunRecord) -> str:
 def _curves(record: RunRecord) -> str:
     rewards = zip(record.steps, record.curves.get("reward/mean", ()), strict=False)
     curves = {"reward": [(step, value) for step, value in rewards if value is not None]}
-    for task, rows in record.evaluations.items():
-        curves[task] = [(row["step"], row["accuracy"]) for row in rows]
+    for task, measure in take_figures(record).measures.items():
+        curves[task] = [(row["step"], row[measure]) for row in record.evaluations[task]]
     return draw_curves(curves, max([*record.steps, 1]))
 
 

@@ -51,9 +51,10 @@ class NotebookTracker:
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
-            if name.endswith("/accuracy"):
-                task = name.removeprefix("eval/").removesuffix("/accuracy")
-                self._held_out.setdefault(task, []).append((step, value))
+            _, task, measure = name.split("/", 2)
+            judged = f"eval/{task}/accuracy" in metrics
+            if measure == ("accuracy" if judged else "reward"):
+                self._held_out.setdefault(f"{task} {measure}", []).append((step, value))
         self._draw()
 
     def note(self, text: str) -> None:
