@@ -131,6 +131,7 @@ def train(
     name: str | None = None,
     config: str | Path | None = None,
     settings: Settings | None = None,
+    trust: bool = False,
 ) -> Run:
     """Train a policy to the end and return the run; Ctrl-C saves a checkpoint and raises StopRequested.
 
@@ -139,6 +140,7 @@ def train(
     answer in <answer> tags. eval_data: problems that are evaluated at the start and the end.
     steps or episodes: length of the run. columns, data_options: see docs/data.md.
     config: a TOML file to start from. settings: any other key of `penstock config`.
+    trust: allow what a config of another user's run would execute or connect to.
     """
     task, judged = _task_names(data, config)
     named: dict[str, Any] = {
@@ -165,15 +167,18 @@ def train(
         if eval_data is not None:
             named |= {f"{judged}.rewards": rewards, f"{judged}.columns": columns}
         with _python_objects(objects), _rows_named(files):
-            return _train(config, {**named, **given, **(settings or {})}, files)
+            return _train(config, {**named, **given, **(settings or {})}, files, trust)
 
 
-def _train(config: str | Path | None, settings: Settings, files: Sequence[Path]) -> Run:
-    from penstock import preflight
+def _train(
+    config: str | Path | None, settings: Settings, files: Sequence[Path], trusted: bool
+) -> Run:
+    from penstock import preflight, trust
     from penstock.config.source import load_config
     from penstock.session import outside_a_loop, train_new
 
     loaded = load_config(config, _overrides(settings), bare=config is None).config
+    trust.check_config(None if config is None else str(config), loaded, trust=trusted)
     preflight.check(loaded)
     return Run(outside_a_loop(lambda: train_new(loaded, own_data=files)))
 
@@ -184,10 +189,12 @@ def resume(
     reward: Reward | None = None,
     settings: Settings | None = None,
     accept_changes: bool = False,
+    trust: bool = False,
 ) -> Run:
     """Continue a run to its end. A run that was given Python functions as rewards needs them again.
 
     accept_changes: continue also if the data or the tokenizer has other content than before.
+    trust: allow what a run of another user would execute or connect to.
     """
     from penstock.session import outside_a_loop, resume_run
 
@@ -195,7 +202,9 @@ def resume(
     objects = _objects_again(folder.config(), reward)
     with _python_objects(objects):
         words = _overrides(settings or {})
-        outside_a_loop(lambda: resume_run(folder, words, accept_changes=accept_changes))
+        outside_a_loop(
+            lambda: resume_run(folder, words, accept_changes=accept_changes, trusted=trust)
+        )
     return Run(folder)
 
 
@@ -217,10 +226,12 @@ def evaluate(
     max_tokens: int | None = None,
     out: str | Path | None = None,
     settings: Settings | None = None,
+    trust: bool = False,
 ) -> list[EvalResult]:
     """Evaluate a model, or the newest checkpoint of a run; return one result for each task.
 
     Without data: the evaluation tasks of the run, with its rewards. out: folder for the samples.
+    trust: allow what a run of another user would execute or connect to.
     """
     from penstock.session import evaluate_model, outside_a_loop
 
@@ -246,7 +257,9 @@ def evaluate(
         words = _overrides({**named, **(settings or {})})
         folder = None if out is None else Path(out)
         with _python_objects(objects), _rows_named(files):
-            return outside_a_loop(lambda: evaluate_model(_source(model), words, folder))
+            return outside_a_loop(
+                lambda: evaluate_model(_source(model), words, folder, trusted=trust)
+            )
 
 
 def generate(
@@ -258,16 +271,18 @@ def generate(
     temperature: float | None = None,
     raw: bool = False,
     settings: Settings | None = None,
+    trust: bool = False,
 ) -> list[Sample]:
     """Sample a model, or the newest checkpoint of a run; return each response with its log-probs.
 
     raw: send the prompts as they are, without the chat template.
+    trust: allow what a run of another user would execute or connect to.
     """
     from penstock import preflight
     from penstock.evaluation.generate import generate_samples
     from penstock.session import model_config, outside_a_loop
 
-    config = model_config(_source(model), _overrides(settings or {}))
+    config = model_config(_source(model), _overrides(settings or {}), trusted=trust)
     named = {"max_tokens": max_tokens, "temperature": temperature}
     chosen = {key: value for key, value in named.items() if value is not None}
     sampling = type(config.sampling)(**{**config.sampling.model_dump(), **chosen})

@@ -424,9 +424,7 @@ async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
             ]
 
 
-def model_config(
-    path: str | None, overrides: Sequence[str], *, trusted: bool = False
-) -> Config:
+def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = False) -> Config:
     """Load the config of a config file, of a bare model, or of a run with its newest weights."""
     if path is None or Path(path).is_file():
         config = load_config(path, overrides).config

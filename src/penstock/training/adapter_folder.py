@@ -16,6 +16,7 @@ from penstock.config import ModelConfig
 from penstock.demo import resolve_model_path
 from penstock.errors import UserError
 from penstock.training.policy import ADAPTER
+from penstock.training.snapshot import STATE, read_state
 
 _MASTER, _PLACE = "master/", "base_model.model."
 
@@ -46,9 +47,8 @@ def write_adapters(checkpoint: Path, config: ModelConfig, folder: Path) -> None:
 def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
     """Return the adapters of a checkpoint under peft's names, put together from all ranks."""
     rows: dict[str, list[tuple[int, Tensor]]] = {}
-    for path in (checkpoint / "consumer.pt", *sorted(checkpoint.glob("shards/*.pt"))):
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        for name, piece in content.get("pieces", {}).items():
+    for path in (checkpoint / STATE, *sorted(checkpoint.glob("shards/*"))):
+        for name, piece in read_state(path).get("pieces", {}).items():
             if name.startswith(_MASTER) and ".lora_" in name:
                 rows.setdefault(name.removeprefix(_MASTER), []).append(piece)
     return {
