@@ -47,7 +47,8 @@ def write_adapters(checkpoint: Path, config: ModelConfig, folder: Path) -> None:
 def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
     """Return the adapters of a checkpoint under peft's names, put together from all ranks."""
     rows: dict[str, list[tuple[int, Tensor]]] = {}
-    for path in (checkpoint / STATE, *sorted(checkpoint.glob("shards/*"))):
+    shards = sorted(checkpoint.glob("shards/*"))
+    for path in (checkpoint / STATE, *(one.with_suffix(".safetensors") for one in shards)):
         for name, piece in read_state(path).get("pieces", {}).items():
             if name.startswith(_MASTER) and ".lora_" in name:
                 rows.setdefault(name.removeprefix(_MASTER), []).append(piece)
