@@ -304,11 +304,10 @@ def score(
 
     responses: rows with `response` and `gt_answer` or `test_cases`; a JSONL file; or a run.
     """
-    from rich.console import Console
-
     from penstock.evaluation.score import score_file
     from penstock.scratch import ScratchFolder
     from penstock.session import outside_a_loop
+    from penstock.terminal import console
 
     rewards, objects = name_rewards(reward)
     if not rewards or len(rewards) > 1:
@@ -316,7 +315,7 @@ def score(
     source = str(responses.path) if isinstance(responses, Run) else responses
     chosen = {**rewards[0].get("options", {}), **(options or {})}
     with ScratchFolder.new("score") as scratch, _written({"score": source}) as (given, files):
-        path, out, quiet = Path(given["score.data"]), scratch / "scored.jsonl", Console(quiet=True)
+        path, out, quiet = Path(given["score.data"]), scratch / "scored.jsonl", console(quiet=True)
         with _python_objects(objects), _rows_named(files):
             kind = rewards[0]["type"]
             outside_a_loop(lambda: score_file(path, kind, out, chosen, console=quiet))

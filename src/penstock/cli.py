@@ -227,9 +227,9 @@ def export(
     from penstock.run_folder import find
 
     folder = export_run(find(run), to, adapter=adapter)
-    typer.echo(folder)
+    say(folder)
     if push is not None:
-        typer.echo(push_to_hub(folder, push, public=public))
+        say(push_to_hub(folder, push, public=public))
 
 
 @app.command(rich_help_panel="Look")

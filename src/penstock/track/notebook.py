@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+from penstock.terminal import say
 from penstock.track.console import ConsoleTracker
 from penstock.track.plot import Point, draw_curves
 from penstock.track.protocol import RunInfo, Tracker
@@ -58,7 +59,7 @@ class NotebookTracker:
         self._draw()
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        say(text)
 
     def close(self) -> None:
         self._draw()
