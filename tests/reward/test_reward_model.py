@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from penstock.config import RewardConfig
 from penstock.errors import RewardError
 from penstock.reward import VerifiableReward, build_reward
+from penstock.reward.reward_model import RewardModel
 from penstock.types import Score
 from stages.reward_samples import prompt, rollout, tagged
 
@@ -69,19 +71,12 @@ def expected(path: Path, texts: list[str], label: int) -> list[float]:
     return values
 
 
-def test_scores_are_those_of_the_model_and_a_process_that_dies_comes_back(model_path: Path) -> None:
+def test_scores_are_those_of_the_model(model_path: Path) -> None:
     async def run() -> list[Score]:
         reward = build(model_path, RewardConfig(), batch_size=3, label=1, truncated=-7.0)
         try:
             jobs = [reward.score(rollout(tagged(text)), prompt("42")) for text in TEXTS]
             scores = await asyncio.gather(*jobs)
-            _kill_the_model()
-            with pytest.raises(
-                RewardError, match=r"rollout task:0\.0: reward reward_model: the model's"
-            ):
-                await reward.score(rollout(tagged("a")), prompt("42"))
-            again = await reward.score(rollout(tagged("a")), prompt("42"))
-            assert again.value == pytest.approx(scores[0].value, abs=1e-4)
             cut = await reward.score(rollout("a", finish_reason="length"), prompt("42"))
             assert cut.parts["reward_model"] == -7.0
             return scores
@@ -94,6 +89,38 @@ def test_scores_are_those_of_the_model_and_a_process_that_dies_comes_back(model_
     for one in scores:
         total = 2 * one.parts["reward_model"] + one.parts["think_answer_tags"]
         assert one.value == pytest.approx(total)
+
+
+STAND_IN = """
+import json, sys
+print("ready", flush=True)
+for line in sys.stdin:
+    print(json.dumps({"scores": [len(item["response"]) for item in json.loads(line)]}), flush=True)
+"""
+
+
+def test_a_process_that_dies_fails_its_batch_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program without a model takes the place of the worker's, which takes seconds to start."""
+    program = tmp_path / "reward_model_worker.py"
+    program.write_text(STAND_IN)
+    monkeypatch.setattr(RewardModel, "_command", lambda self: [sys.executable, str(program)])
+
+    async def run() -> None:
+        reward = build(tmp_path)
+        try:
+            assert (await reward.score(rollout("abc"), prompt("42"))).value == 6.0
+            _kill_the_model()
+            with pytest.raises(
+                RewardError, match=r"rollout task:0\.0: reward reward_model: the model's"
+            ):
+                await reward.score(rollout("abc"), prompt("42"))
+            assert (await reward.score(rollout("abcd"), prompt("42"))).value == 8.0
+        finally:
+            await reward.close()
+
+    asyncio.run(run())
 
 
 def _kill_the_model() -> None:

@@ -33,8 +33,17 @@ def split_ways(config):
         yield config.model_copy(update={"train": train})
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("name", list(ALGORITHMS))
+# each algorithm as it is, and one with every aggregation; `make test-long` has all pairs
+PAIRS = [(name, aggregation) for name in ALGORITHMS for aggregation in (None, *AGGREGATIONS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregation"),
+    [
+        pytest.param(*pair, marks=[] if None in pair or "grpo" in pair else [pytest.mark.slow])
+        for pair in PAIRS
+    ],
+)
 def test_gradient_is_the_same_for_any_split_and_order(name, aggregation) -> None:
     config = config_of(algorithm={"name": name, "aggregation": aggregation})
     batch = tricky_batch()
