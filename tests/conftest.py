@@ -25,19 +25,30 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two co
 
 _ALL_RAY = re.compile(r"^pytestmark = \[?pytest\.mark\.ray\b", re.MULTILINE)
 LONGEST_FIRST = (  # so that neither test process is left with one of these while the other is idle
-    "training/test_learning.py",
-    "sandbox/test_server.py",
     "durability/test_crashes.py",
-    "produce/test_conservation.py",
-    "test_end_to_end.py",
-    "docs/test_docs.py",
-    "launch/test_faults.py",
-    "durability/test_several_ranks.py",
     "engine/test_openai_engine.py",
+    "docs/test_docs.py",
+    "simulation/test_simulation.py",
+    "test_end_to_end.py",
+    "durability/test_power_loss.py",
     "training/test_parallel.py",
-    "reward/test_reward_model.py",
+    "durability/test_several_ranks.py",
+    "durability/test_disk_faults.py",
+    "durability/test_identity.py",
     "engine/test_decode_kernels.py",
+    "reward/test_reward_model.py",
+    "sandbox/test_server.py",
+    "training/test_exactness.py",
+    "durability/test_changed_settings.py",
     "engine/test_transformers_engine.py",
+    "launch/test_faults.py",
+    "durability/test_worker_faults.py",
+    "durability/test_evaluation.py",
+    "training/test_updates_against_trl.py",
+    "durability/test_replay_run.py",
+    "sandbox/test_verify.py",
+    "training/test_learning.py",
+    "produce/test_conservation.py",
 )
 
 

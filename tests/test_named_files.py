@@ -22,3 +22,13 @@ EXISTING = {
 def test_every_named_file_exists(page: Path) -> None:
     for name in set(NAMED.findall(page.read_text())) - MADE_BY_RUNS:
         assert any(path == name or path.endswith(f"/{name}") for path in EXISTING), name
+
+
+def test_the_test_files_that_run_first_exist() -> None:
+    listed = re.search(
+        r"LONGEST_FIRST = \((.*?)\n\)", (ROOT / "tests/conftest.py").read_text(), re.S
+    )
+    assert listed is not None
+    names = re.findall(r'"(.+?)"', listed[1])
+    assert names
+    assert {f"tests/{name}" for name in names} <= EXISTING
