@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,22 @@ def test_help_of_a_command_says_what_it_does_and_what_each_option_means(
     assert command.help.split("\n")[0].split()[0] in capsys.readouterr().out
     for parameter in command.params:
         assert getattr(parameter, "help", None), f"{words}: {parameter.name} has no help"
+
+
+def test_a_shell_completes_commands_and_names_of_runs(tmp_path: Path) -> None:
+    for name in ("sums-1", "sums-2", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "journal.db").touch()
+
+    def completed(*words: str) -> list[str]:
+        line = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        asked = {**os.environ, "_PENSTOCK_COMPLETE": "complete_bash", **line}
+        command = [sys.executable, "-m", "penstock.cli"]
+        done = subprocess.run(command, env=asked, cwd=tmp_path, capture_output=True, text=True)
+        return done.stdout.split()
+
+    assert completed("penstock", "resu") == ["resume"]
+    assert completed("penstock", "resume", "su") == ["sums-1", "sums-2"]
 
 
 def test_a_group_without_a_command_shows_its_help(

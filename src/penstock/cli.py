@@ -30,7 +30,6 @@ Without a config, `penstock train` runs a demo on this machine's CPU in about a 
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
@@ -41,7 +40,18 @@ Arguments = Annotated[
         help="A TOML file and settings such as train.lr=1e-5. Without a file: the built-in demo.",
     ),
 ]
-Run = Annotated[str, typer.Argument(help="A run folder, or its name in runs/.")]
+
+
+def _run_names(incomplete: str) -> list[str]:
+    """Complete the name of a run in runs/; the shell itself completes paths."""
+    folders = Path("runs").glob(f"{incomplete}*/journal.db")
+    return sorted(folder.parent.name for folder in folders)
+
+
+Run = Annotated[
+    str,
+    typer.Argument(help="A run folder, or its name in runs/.", autocompletion=_run_names),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as train.lr=1e-5."),
