@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test tests test-long test-ray test-simulation test-gpu test-vllm check format clean help
+.PHONY: demo test tests test-long test-ray test-simulation test-gpu test-vllm test-wheel check format clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -61,6 +61,9 @@ test-simulation: $(DEV_STAMP)  ## 20,000 schedules of faults on virtual time; SE
 
 test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in an environment of its own
 	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh
+
+test-wheel: $(STAMP)  ## build the wheel, install it into a new environment, train there
+	PYTHON=$(abspath $(BIN))/python scripts/test_wheel.sh
 
 format: $(DEV_STAMP)  ## format the code; update the picture of the packages in CONTRIBUTING.md
 	$(BIN)/ruff format src tests benchmarks scripts examples

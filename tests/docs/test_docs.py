@@ -53,6 +53,8 @@ NOT_RUN = {  # command -> why; the options are checked all the same
     "python": "benchmarks measure for minutes; their --help is run instead",
     "make": "installs packages or runs this test; the target is looked up instead",
     "pip install": "needs a network; the extra is looked up instead",
+    "docker": "needs Docker; test_dockerfile.py parses the file instead",
+    "penstock --install-completion": "changes the shell of whoever runs the tests",
     ".ci/run": "runs this test",
 }
 TINY = [
