@@ -55,7 +55,7 @@ def test_attempt_fails(pool: SandboxPool, host: dict[str, Any], name: str) -> No
     with pool.sandbox() as sandbox:
         job = {"job": "program", "source": source, "stdin": ""}
         outcome = sandbox.run(job, job_limits(pool.settings, TIMEOUT_S))
-        assert "ESCAPED" not in outcome.stdout
+        assert b"ESCAPED" not in outcome.stdout
         assert len(outcome.stdout) <= pool.settings.output_kb << 10
         assert outcome.wall_s < TIMEOUT_S + SLACK_S
         pid = sandbox.pid
@@ -71,7 +71,7 @@ def test_the_sandbox_still_works_after_all_that(pool: SandboxPool) -> None:
     with pool.sandbox() as sandbox:
         job = {"job": "program", "source": "print(input()[::-1])", "stdin": "abc"}
         outcome = sandbox.run(job, job_limits(pool.settings, 30.0))
-        assert (outcome.status, outcome.stdout) == (0, "cba\n")
+        assert (outcome.status, outcome.stdout) == (0, b"cba\n")
 
 
 def test_code_that_may_fork_is_still_bounded_and_cleaned_up() -> None:
@@ -109,6 +109,6 @@ def test_root_without_user_namespaces_is_isolated_as_well() -> None:
             outcome = sandbox.run(job, job_limits(pool.settings, 30.0))
         uid, files = outcome.stdout.split()
         assert int(uid) > 1000
-        assert (files, outcome.status) == ("[]", 1)
+        assert (files, outcome.status) == (b"[]", 1)
     finally:
         pool.close()

@@ -26,6 +26,7 @@ from penstock.sandbox.settings import SandboxSettings
 from penstock.scratch import ScratchFolder
 
 START_TIMEOUT_S = 60.0
+REFEREE_TIMEOUT_S = 30.0  # its work is bounded: past it the machine, not the answer, is at fault
 GRACE_S = 10.0  # wait this much longer than a job's own limit, then give the sandbox up
 _PACKAGE_ROOT = str(Path(penstock.__file__).resolve().parent.parent)
 _BOOTSTRAP = (
@@ -60,9 +61,9 @@ class Outcome:
 
     status: int  # exit code, or minus the signal
     stopped: str  # why the job was stopped: wall | output; empty: it ended by itself
-    stdout: str
-    stderr: str
-    report: str  # JSON lines that the child wrote
+    stdout: bytes
+    stderr: bytes
+    report: bytes  # JSON lines that the child wrote
     wall_s: float
     cpu_s: float
     clean: bool  # whether the scratch folder is empty again
@@ -281,7 +282,9 @@ class Sandbox:
         """Wait for the started job and return its outcome."""
         self._link.settimeout(wall_s + grace_s)
         try:
-            return Outcome(**wire.receive(self._link)[0])
+            fields = wire.receive(self._link)[0]
+            stdout, stderr, report = fields.pop("blobs")
+            return Outcome(**fields, stdout=stdout, stderr=stderr, report=report)
         except (wire.Closed, TimeoutError, OSError):
             raise SandboxLost from None
 
@@ -299,3 +302,32 @@ class Sandbox:
         """Kill every process of the sandbox and wait until they have ended."""
         self._link.close()
         self._nursery.end(self.pid)
+
+
+class Referee:
+    """A process that judges what solutions left, in a sandbox of its own that runs no solution.
+
+    It serves one submission after the other; whoever waits too long for it ends it.
+    """
+
+    def __init__(self, sandbox: Sandbox, limits: dict[str, Any]) -> None:
+        self._sandbox = sandbox
+        self.answers = 0
+        self._link, theirs = socket.socketpair()
+        self._link.settimeout(REFEREE_TIMEOUT_S)
+        with theirs:
+            sandbox.start({"job": "referee"}, limits, [theirs.fileno()])
+
+    def ask(self, request: dict[str, Any], blobs: Sequence[bytes]) -> dict[str, Any]:
+        """Return the answer. Raises SandboxLost if there is none in time."""
+        try:
+            wire.send(self._link, request, blobs=blobs)
+            reply = wire.receive(self._link)[0]
+        except (wire.Closed, OSError):
+            raise SandboxLost from None
+        self.answers += 1
+        return reply
+
+    def end(self) -> None:
+        self._link.close()
+        self._sandbox.end()

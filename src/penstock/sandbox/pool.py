@@ -1,6 +1,7 @@
-"""Warm sandboxes for worker threads: one per submission, never used for two.
+"""Warm sandboxes for worker threads: one per submission, never used for two; and referees.
 
-A sandbox ends with its submission; the next one is set up meanwhile. A dead nursery is replaced.
+A sandbox ends with its submission; the next one is set up meanwhile. A dead nursery is replaced. Referees run
+no solution and are used again.
 Blocking; the number of callers bounds the number of sandboxes.
 """
 
@@ -13,9 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from penstock.errors import SandboxError
-from penstock.sandbox.host import Nursery, Sandbox
+from penstock.sandbox.host import Nursery, Referee, Sandbox
 from penstock.sandbox.layers import Isolation, find_isolation
-from penstock.sandbox.settings import SandboxSettings
+from penstock.sandbox.settings import SandboxSettings, job_limits
+
+REFEREE_LIFE_S = 1e6
+REFEREE_BYTES = 1 << 30
+ANSWERS_PER_REFEREE = 1000  # then a fresh one: its memory may be in pieces
 
 
 class SandboxPool:
@@ -27,6 +32,7 @@ class SandboxPool:
         self._lock = threading.Lock()
         self._nursery: Nursery | None = None
         self._warm: deque[Sandbox] = deque()
+        self._referees: list[Referee] = []  # those that nobody uses
         self._isolation = isolation
         self._closed = False
         self._gardener = ThreadPoolExecutor(1, thread_name_prefix="sandbox-refill")
@@ -49,6 +55,33 @@ class SandboxPool:
             with self._lock:
                 if not self._closed:
                     self._gardener.submit(self._refill)
+
+    @contextmanager
+    def referee(self) -> Iterator[Referee]:
+        """Lend a referee; it ends if the block is left by an exception."""
+        with self._lock:
+            referee = self._referees.pop() if self._referees else None
+        if referee is None:
+            sandbox = self._take()
+            try:
+                limits = job_limits(self.settings, REFEREE_LIFE_S)
+                referee = Referee(sandbox, limits | {"memory_bytes": REFEREE_BYTES})
+            except BaseException:
+                sandbox.end()
+                raise
+        try:
+            yield referee
+        except BaseException:
+            with self._lock:  # what ended this one may have ended the others
+                others, self._referees = self._referees, []
+            for one in (referee, *others):
+                one.end()
+            raise
+        with self._lock:
+            if not self._closed and referee.answers < ANSWERS_PER_REFEREE:
+                self._referees.append(referee)
+                return
+        referee.end()
 
     def _take(self) -> Sandbox:
         for _ in range(2):  # a warm one may have died with its nursery
@@ -107,8 +140,9 @@ class SandboxPool:
             nursery, self._nursery = self._nursery, None
             warm = list(self._warm)
             self._warm.clear()
-        for sandbox in warm:
-            sandbox.end()
+            referees, self._referees = self._referees, []
+        for one in (*warm, *referees):
+            one.end()
         self._gardener.shutdown(wait=True, cancel_futures=True)
         if nursery is not None:
             nursery.close()

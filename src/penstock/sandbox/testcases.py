@@ -1,4 +1,4 @@
-"""The three forms of test cases, read and checked; and what counts as the same result.
+"""The three forms of test cases, read and checked.
 
 Broken test cases are a fault of the data and raise `RewardError`; they are never a pass or a fail.
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import RewardError
 
-TOLERANCE = 1e-6  # of numbers written with a point or an exponent
 _FORMS = "{inputs, outputs}, {inputs, outputs, fn_name}, {asserts: source} or {check: source, entry_point}"
 
 
@@ -46,19 +44,22 @@ class AssertTests:
 Tests = StdioTests | CallTests | AssertTests
 
 
-def read_tests(test_cases: Mapping[str, Any] | None) -> Tests:
-    """Return the test cases of a prompt or request; raise a RewardError that says what is wrong."""
+def read_tests(test_cases: Mapping[str, Any] | None, *, parse: bool = True) -> Tests:
+    """Return the test cases of a prompt or request; raise a RewardError that says what is wrong.
+
+    Without `parse`, Python source is left to the judge, which can be killed while it reads it.
+    """
     if not isinstance(test_cases, Mapping) or not test_cases:
         raise RewardError(f"test_cases: got {_short(test_cases)}, allowed: {_FORMS}")
     if "asserts" in test_cases:
-        return AssertTests(_source(test_cases["asserts"], "asserts"))
+        return AssertTests(_source(test_cases["asserts"], "asserts", parse))
     if "check" in test_cases:
         entry_point = test_cases.get("entry_point")
         if not isinstance(entry_point, str) or not entry_point.isidentifier():
             raise RewardError(
                 f"test_cases: entry_point got {_short(entry_point)}, allowed: a function's name"
             )
-        return AssertTests(_source(test_cases["check"], "check"), entry_point)
+        return AssertTests(_source(test_cases["check"], "check", parse), entry_point)
     return _read_pairs(test_cases)
 
 
@@ -91,10 +92,12 @@ def _call_pair(given: Any, expected: Any) -> tuple[list[Any], Any]:
         return [given], expected
 
 
-def _source(value: Any, key: str) -> str:
+def _source(value: Any, key: str, parse: bool) -> str:
     text = "\n".join(value) if isinstance(value, list) and all(map(_is_text, value)) else value
     if not isinstance(text, str) or not text.strip():
         raise RewardError(f"test_cases: {key} got {_short(value)}, allowed: Python source")
+    if not parse:
+        return text
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -117,63 +120,3 @@ def _as_text(value: Any) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def same_output(expected: str, printed: str) -> bool:
-    """Compare line by line without trailing blanks, else word by word, decimal numbers by value."""
-    wanted, given = _lines(expected), _lines(printed)
-    if wanted == given:
-        return True
-    left, right = expected.split(), printed.split()
-    return len(left) == len(right) and all(map(_same_word, left, right))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
-
-
-def _same_word(expected: str, printed: str) -> bool:
-    if expected == printed:
-        return True
-    if "." not in expected and "e" not in expected.lower():
-        return False
-    try:
-        return _close(float(expected), float(printed))
-    except ValueError:
-        return False
-
-
-def _close(left: float, right: float) -> bool:
-    return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-
-
-def same_value(expected: Any, value: Any) -> bool:
-    """Compare as JSON data: a tuple is a list; some datasets wrap the value in a list of one."""
-    if _same(expected, value):
-        return True
-    return isinstance(expected, list) and len(expected) == 1 and _same(expected[0], value)
-
-
-def _same(expected: Any, value: Any) -> bool:
-    if isinstance(value, tuple):
-        value = list(value)
-    if isinstance(expected, bool) or isinstance(value, bool):
-        return expected is value
-    if isinstance(expected, float) and isinstance(value, int | float):
-        return expected == value or _close(expected, float(value))
-    if isinstance(expected, list) and isinstance(value, list):
-        return len(expected) == len(value) and all(map(_same, expected, value))
-    if isinstance(expected, dict) and isinstance(value, dict):
-        return _same_dicts(expected, value)
-    if isinstance(expected, list) and isinstance(value, set | frozenset):
-        return False
-    return bool(expected == value)
-
-
-def _same_dicts(expected: dict[Any, Any], value: dict[Any, Any]) -> bool:
-    by_text = {str(key): item for key, item in value.items()}  # JSON has no other keys
-    if len(by_text) != len(expected):
-        return False
-    return all(
-        str(key) in by_text and _same(item, by_text[str(key)]) for key, item in expected.items()
-    )

@@ -2,36 +2,29 @@
 
     1 pass    0 wrong answer    -1 runtime error or time-out    -2 does not compile
 
-Expected results never enter the sandbox that runs the solution: outputs and values are compared here,
-assert-style tests run in a second sandbox that talks to the first. Blocking, for worker threads.
+Expected results never enter the sandbox that runs the solution: outputs and values are compared by a
+referee in another sandbox, assert-style tests run in a second sandbox that talks to the first. This
+side decodes nothing that a solution made. Blocking, for worker threads.
 """
 
 from __future__ import annotations
 
-import json
-import signal
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.errors import SandboxError
+from penstock.errors import RewardError, SandboxError
 from penstock.sandbox.host import Outcome, Sandbox, SandboxLost
 from penstock.sandbox.inside import codec
+from penstock.sandbox.inside.judging import COMPILE_ERROR, ERROR, PASS
 from penstock.sandbox.pool import SandboxPool
 from penstock.sandbox.settings import job_limits
-from penstock.sandbox.testcases import (
-    AssertTests,
-    CallTests,
-    StdioTests,
-    read_tests,
-    same_output,
-    same_value,
-)
+from penstock.sandbox.testcases import AssertTests, CallTests, StdioTests, read_tests
 
-PASS, WRONG, ERROR, COMPILE_ERROR = 1, 0, -1, -2
+MAX_TESTS = 10_000  # of one submission
 LAST_WORDS_S = 0.5  # for the report of a process that has ended already
+ATTEMPTS = 2
 
 
 @dataclass(slots=True)
@@ -50,15 +43,22 @@ class Verdict:
         return bool(self.result) and all(code == PASS for code in self.result)
 
 
-class _Clock:
-    """The remaining time of a submission."""
+class TooManyTests(RewardError):
+    """A submission with more tests than are run."""
+
+
+class _Budget:
+    """The remaining time of a submission: only time in a sandbox counts, never the host's own delay."""
 
     def __init__(self, total_s: float, test_s: float) -> None:
-        self._end, self._test_s = time.monotonic() + total_s, test_s
+        self._left_s, self.test_s = total_s, test_s
 
     def next_limit(self) -> float:
         """Return the time limit of the next test; 0 if no time is left."""
-        return max(0.0, min(self._test_s, self._end - time.monotonic()))
+        return max(0.0, min(self.test_s, self._left_s))
+
+    def spend(self, wall_s: float) -> None:
+        self._left_s -= wall_s
 
 
 def verify(
@@ -67,51 +67,64 @@ def verify(
     source: str,
     timeout_s: float | None = None,
     stop_at_failure: bool = False,
+    max_tests: int = MAX_TESTS,
 ) -> Verdict:
     """Run every test and return the verdict. Raises RewardError for broken test cases or sandboxes."""
-    tests = read_tests(test_cases)
+    tests = read_tests(test_cases, parse=False)
     settings = pool.settings
-    clock = _Clock(settings.submission_timeout_s, timeout_s or settings.timeout_s)
+    budget = _Budget(settings.submission_timeout_s, timeout_s or settings.timeout_s)
     if isinstance(tests, AssertTests):
-        return _verify_asserts(pool, tests, source, clock)
-    return _verify_pairs(pool, tests, source, clock, stop_at_failure)
+        return _verify_asserts(pool, tests, source, budget.next_limit(), max_tests)
+    check_number(len(tests.inputs), max_tests)
+    return _verify_pairs(pool, tests, source, budget, stop_at_failure)
 
 
 def _verify_pairs(
-    pool: SandboxPool, tests: StdioTests | CallTests, source: str, clock: _Clock, stop: bool
+    pool: SandboxPool, tests: StdioTests | CallTests, source: str, budget: _Budget, stop: bool
 ) -> Verdict:
-    verdict, index, total = Verdict(), 0, len(tests.inputs)
-    lost = 0
-    while index < total:
+    verdict, total, lost = Verdict(), len(tests.inputs), 0
+    while len(verdict.result) < total:
         with pool.sandbox() as sandbox:
             try:
-                while index < total:
-                    limit_s = clock.next_limit()
-                    if limit_s <= 0:
-                        _fill(
-                            verdict, total, ERROR, "not run: the submission's time limit has passed"
-                        )
-                        return verdict
-                    outcome = sandbox.run(
-                        _job(tests, index, source), job_limits(pool.settings, limit_s)
-                    )
-                    code, note = _judge(tests, index, outcome, limit_s)
-                    index, lost = index + 1, 0
-                    if code == COMPILE_ERROR:
-                        _fill(verdict, total, COMPILE_ERROR, note)
-                        return verdict
-                    verdict.add(code, note, wall_s=round(outcome.wall_s, 4))
-                    if stop and code != PASS:
-                        _fill(verdict, total, ERROR, "not run: an earlier test failed")
-                        return verdict
-                    if not outcome.clean:
-                        break  # the test left files behind: the next one gets a fresh sandbox
+                if _run_in(sandbox, pool, tests, source, budget, stop, verdict):
+                    break
+                lost = 0
             except SandboxLost:
                 lost += 1
-                if lost > 1:
-                    verdict.add(ERROR, "the sandbox ended twice during this test")
-                    index, lost = index + 1, 0
+                if lost == ATTEMPTS:
+                    raise SandboxError(f"a sandbox was lost {lost} times under one test") from None
     return verdict
+
+
+def _run_in(
+    sandbox: Sandbox,
+    pool: SandboxPool,
+    tests: StdioTests | CallTests,
+    source: str,
+    budget: _Budget,
+    stop: bool,
+    verdict: Verdict,
+) -> bool:
+    """Run the remaining tests; return False if the rest needs another sandbox."""
+    total = len(tests.inputs)
+    while (index := len(verdict.result)) < total:
+        limit_s = budget.next_limit()
+        if limit_s <= 0:
+            _fill(verdict, total, ERROR, "not run: the submission's time limit has passed")
+            return True
+        outcome = sandbox.run(_job(tests, index, source), job_limits(pool.settings, limit_s))
+        budget.spend(outcome.wall_s)
+        code, note = _judge(pool, tests, index, outcome, limit_s)
+        if code == COMPILE_ERROR:
+            _fill(verdict, total, COMPILE_ERROR, note)
+            return True
+        verdict.add(code, note, wall_s=round(outcome.wall_s, 4))
+        if stop and code != PASS:
+            _fill(verdict, total, ERROR, "not run: an earlier test failed")
+            return True
+        if not outcome.clean:
+            return False
+    return True
 
 
 def _fill(verdict: Verdict, total: int, code: int, note: str) -> None:
@@ -127,123 +140,93 @@ def _job(tests: StdioTests | CallTests, index: int, source: str) -> dict[str, An
 
 
 def _judge(
-    tests: StdioTests | CallTests, index: int, outcome: Outcome, limit_s: float
+    pool: SandboxPool,
+    tests: StdioTests | CallTests,
+    index: int,
+    outcome: Outcome,
+    limit_s: float,
 ) -> tuple[int, str]:
-    reports = _reports(outcome)
-    fault = _fault(outcome, reports, limit_s)
-    if fault is not None:
-        return fault
-    expected = tests.outputs[index]
-    if isinstance(tests, StdioTests):
-        right = same_output(expected, outcome.stdout)
-        return (PASS, "") if right else (WRONG, f"printed {_short(outcome.stdout)}")
-    if reports and "not_plain" in reports[-1]:
-        return WRONG, _said(reports[-1]["not_plain"])
-    if not reports or "value" not in reports[-1]:
-        return ERROR, "the program ended before the function returned"
-    try:
-        value = codec.decode(reports[-1]["value"])
-        right = same_value(expected, value)
-        return (PASS, "") if right else (WRONG, f"returned {_short(repr(value))}")
-    except Exception:  # the edge to data that untrusted code made up
-        return WRONG, "returned something that cannot be compared"
+    stdio, expected = isinstance(tests, StdioTests), tests.outputs[index]
+    request = {
+        "form": "stdio" if stdio else "call",
+        "expected": expected if stdio else codec.encode(expected),
+        "outcome": _ending(outcome, limit_s),
+    }
+    reply = _ask(pool, request, [outcome.stdout, outcome.stderr[-1000:], outcome.report])
+    return int(reply["code"]), str(reply["note"])
 
 
-def _said(text: object) -> str:
-    """Return a text field that untrusted code reported; empty if it is not text."""
-    return text[:500] if isinstance(text, str) else ""
+def _ending(outcome: Outcome, limit_s: float) -> dict[str, Any]:
+    return {"status": outcome.status, "stopped": outcome.stopped, "limit_s": limit_s}
 
 
-def _short(text: str) -> str:
-    text = text.strip()
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")
-
-
-def _reports(outcome: Outcome) -> list[dict[str, Any]]:
-    """Return the JSON lines that a child reported, without anything else that it wrote there."""
-    found = []
-    for line in outcome.report.splitlines():
+def _ask(pool: SandboxPool, request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
+    """Return the referee's answer; a referee that ends or does not answer is a fault, never a zero."""
+    for _ in range(ATTEMPTS):
         try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
+            with pool.referee() as referee:
+                return referee.ask(request, blobs)
+        except SandboxLost:
             continue
-        if isinstance(message, dict):
-            found.append(message)
-    return found
+    raise SandboxError("the referee of the sandboxes did not answer")
 
 
-def _fault(
-    outcome: Outcome, reports: list[dict[str, Any]], limit_s: float
-) -> tuple[int, str] | None:
-    """Return why a child did not do its job; None if it did."""
-    if outcome.stopped == "wall":
-        return ERROR, f"time-out after {limit_s:g} s"
-    if outcome.stopped == "output":
-        return ERROR, "printed more than the output limit"
-    error = next((report for report in reports if "error" in report), None)
-    if error is not None and outcome.status != 0:
-        code = COMPILE_ERROR if error["error"] == "compile" else ERROR
-        return code, _said(error.get("text"))
-    if outcome.status == -signal.SIGXCPU or outcome.status == -signal.SIGKILL:
-        return ERROR, "killed: out of processor time"
-    if outcome.status < 0:
-        return ERROR, f"killed by signal {-outcome.status}"
-    if outcome.status > 0:
-        return ERROR, f"exit status {outcome.status}: {_short(outcome.stderr[-200:])}"
-    return None
+def check_number(total: int, allowed: int) -> None:
+    """Raise TooManyTests, a fault of the data, past the allowed number of tests."""
+    if total > allowed:
+        raise TooManyTests(f"test_cases: got {total} tests, allowed: up to {allowed}")
 
 
-def _verify_asserts(pool: SandboxPool, tests: AssertTests, source: str, clock: _Clock) -> Verdict:
-    test_s = clock.next_limit()
+def _verify_asserts(
+    pool: SandboxPool, tests: AssertTests, source: str, test_s: float, max_tests: int
+) -> Verdict:
     limits = job_limits(pool.settings, pool.settings.submission_timeout_s)
-    for _ in range(2):
+    for _ in range(ATTEMPTS):
         with pool.sandbox() as solution, pool.sandbox() as judge:
             try:
-                return _ask_both(solution, judge, tests, source, limits, test_s)
+                outcome = _run_both(solution, judge, tests, source, limits, test_s, max_tests)
+                request, blobs = _what_happened(solution, outcome, limits["wall_s"])
             except SandboxLost:
                 continue
+        reply = _ask(pool, request | {"max_tests": max_tests}, blobs)
+        if "broken" in reply:
+            raise RewardError(f"test_cases: the tests are {reply['broken']}")
+        check_number(reply.get("too_many", 0), max_tests)
+        return Verdict(reply["result"], [{"note": note} for note in reply["notes"]])
     raise SandboxError("the sandbox of assert-style tests ended twice under the same submission")
 
 
-def _ask_both(
+def _run_both(
     solution: Sandbox,
     judge: Sandbox,
     tests: AssertTests,
     source: str,
     limits: dict[str, Any],
     test_s: float,
-) -> Verdict:
+    max_tests: int,
+) -> Outcome:
+    """Run the tests in one sandbox against the solution in the other; return how the tests ended."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         solution.start({"job": "solution", "source": source}, limits, [ours.fileno()])
-        job = {"job": "tests", "source": tests.source, "timeout_s": test_s}
+        job = {"job": "tests", "source": tests.source, "timeout_s": test_s, "max_tests": max_tests}
         if tests.entry_point:
             job["entry_point"] = tests.entry_point
         judge.start(job, limits, [theirs.fileno()])
-    outcome = judge.result(limits["wall_s"])
-    reports = _reports(outcome)
-    total = next((int(r["count"]) for r in reports if "count" in r), 1)
-    verdict, gone = Verdict(), False
-    for report in reports:
-        if "test" in report:
-            verdict.add(int(report["code"]), str(report["note"]))
-            gone = gone or bool(report["gone"])
-    if len(verdict.result) == total and not gone:
-        return verdict
-    fault = _last_words(solution) or _fault(outcome, reports, limits["wall_s"])
-    code, note = fault or (ERROR, "the tests ended early")
-    if code == COMPILE_ERROR:
-        return Verdict([COMPILE_ERROR] * total, [{"note": note} for _ in range(total)])
-    if gone:
-        verdict.metadata[-1]["note"] += f": {note}"
-    _fill(verdict, total, ERROR, f"not run: {note}")
-    return verdict
+    return judge.result(limits["wall_s"])
 
 
-def _last_words(solution: Sandbox) -> tuple[int, str] | None:
-    """Return why the solution's process ended; None if it still runs."""
+def _what_happened(
+    solution: Sandbox, outcome: Outcome, limit_s: float
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Return the referee's question about assert-style tests, and the raw reports."""
+    request: dict[str, Any] = {"form": "asserts", "outcome": _ending(outcome, limit_s)}
+    blobs = [outcome.report, outcome.stderr[-1000:]]
+    if b'"gone": true' not in outcome.report:
+        return request, blobs
     try:
-        outcome = solution.result(wall_s=0, grace_s=LAST_WORDS_S)
+        ended = solution.result(wall_s=0, grace_s=LAST_WORDS_S)
     except SandboxLost:
-        return None
-    return _fault(outcome, _reports(outcome), outcome.wall_s) or (ERROR, "it exited early")
+        return request, blobs  # it still runs, or said nothing
+    request["ended"] = _ending(ended, ended.wall_s)
+    return request, [*blobs, ended.report, ended.stderr[-1000:]]

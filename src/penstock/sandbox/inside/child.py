@@ -1,9 +1,9 @@
 """The process that runs one test: takes on its limits, then runs untrusted code. Inside the sandbox.
 
-Four jobs: `program` (stdin to stdout), `call` (one function call), `solution` (serves its functions to
-tests in another sandbox) and `tests` (runs assert-style tests against such a solution). Its
-report is a claim by the code it ran, never a verdict; only `tests`, which runs no untrusted code,
-reports verdicts.
+Five jobs: `program` (stdin to stdout), `call` (one function call), `solution` (serves its functions to
+tests in another sandbox), `tests` (runs assert-style tests against such a solution) and `referee`
+(compares what others left with what was expected). A report is a claim by the code that ran, never a
+verdict; only `tests` and `referee`, which run no solution, give verdicts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from penstock.sandbox.inside import codec, kernel, remote, seccomp
-from penstock.sandbox.inside.wire import Pipe
+from penstock.sandbox.inside import codec, judging, kernel, remote, seccomp
+from penstock.sandbox.inside.wire import Closed, Pipe
 
 REPORT, LINK = 3, 4  # descriptors of the report pipe and of the link to the other sandbox
 PASS, WRONG, ERROR = 1, 0, -1
@@ -166,8 +166,18 @@ def _solution(job: dict[str, Any]) -> int:
     if namespace is None:
         return 1
     _report({"ready": True})
-    remote.SolutionServer(Pipe(LINK), namespace).serve()
+    remote.SolutionServer(Pipe(LINK, remote.MAX_REPLY_BYTES), namespace).serve()
     return 0
+
+
+def _referee(job: dict[str, Any]) -> int:
+    link = Pipe(LINK)
+    while True:
+        try:
+            request = link.receive()
+        except Closed:
+            return 0
+        link.send(judging.answer(request))
 
 
 class TestTimeout(BaseException):
@@ -176,90 +186,138 @@ class TestTimeout(BaseException):
     __module__ = "builtins"  # notes show this short name
 
 
-def _on_alarm(number: int, frame: object) -> None:
-    raise TestTimeout("time-out")
+class _Tests:
+    """Runs the tests' source against the solution and reports a code for each test."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._timeout_s, self._entry_point = job["timeout_s"], job.get("entry_point")
+        self._tree = ast.parse(job["source"], "<tests>")
+        self._connection = remote.Connection(Pipe(LINK, remote.MAX_REPLY_BYTES))
+        self._namespace: dict[str, Any] = {}
+        asserts = sum(isinstance(node, ast.Assert) for node in self._tree.body)
+        self._one_by_one = asserts > 0 and self._entry_point is None
+        self.count = asserts if self._one_by_one else 1
+        signal.signal(signal.SIGALRM, self._on_alarm)
+
+    def _on_alarm(self, number: int, frame: object) -> None:
+        self._connection.fail(TestTimeout(f"time-out after {self._timeout_s:g} s"))
+
+    def run(self) -> None:
+        """Report every test up to the first that the solution does not survive."""
+        if not self._report_failure(0, *self._attempt(self._bind)):
+            return
+        nodes = [_for_effect(node) for node in self._tree.body]
+        if self._one_by_one:
+            self._run_statements(nodes)
+            return
+        body = [_compiled(node) for node in nodes]
+        if self._entry_point is not None:
+            body.append(compile(f"check({self._entry_point})", "<tests>", "exec"))
+        code, note, gone = self._attempt(lambda: [exec(part, self._namespace) for part in body])
+        _report({"test": 0, "code": code, "note": note, "gone": gone})
+
+    def _run_statements(self, nodes: list[ast.stmt]) -> None:
+        index = 0
+        for node in nodes:
+            part = _compiled(node)
+            code, note, gone = self._attempt(lambda part=part: exec(part, self._namespace))
+            if not isinstance(node, ast.Assert):
+                if not self._report_failure(index, code, note, gone):
+                    return
+                continue
+            _report({"test": index, "code": code, "note": note, "gone": gone})
+            index += 1
+            if self._connection.fault is not None:
+                return
+
+    def _report_failure(self, index: int, code: int, note: str, gone: bool) -> bool:
+        """Report a statement that failed before test `index`; return whether it went well."""
+        if code != PASS and index < self.count:
+            _report({"test": index, "code": code, "note": note, "gone": gone})
+        return code == PASS
+
+    def _attempt(self, action: Callable[[], object]) -> tuple[int, str, bool]:
+        """Run one test; return its code, its note, and whether the solution has ended."""
+        connection = self._connection
+        code, note, connection.note = PASS, "", ""
+        try:
+            signal.setitimer(signal.ITIMER_REAL, self._timeout_s)
+            action()
+        except AssertionError as error:
+            code, note = WRONG, f"assertion failed {error}".strip()[:300] + connection.note
+        except BaseException as error:  # the solution's error, or one in the tests
+            code, note = ERROR, _trace(error)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        fault = connection.fault
+        if isinstance(fault, remote.NotPlainAnswer):
+            code, note, connection.fault = WRONG, str(fault), None  # the next test may be right
+        elif fault is not None:
+            code, note = ERROR, str(fault)
+        return code, note, isinstance(fault, remote.SolutionGone)
+
+    def _bind(self) -> None:
+        """Make the names that tests see: their own, standard modules, then the solution's."""
+        used, bound = set[str](), set(dir(builtins))
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Name):
+                (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                bound.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.arg):
+                bound.add(node.arg)
+        entry_point = self._entry_point
+        wanted = used - bound | ({entry_point} if entry_point else set())
+        wanted = {name for name in wanted if not name.startswith("__")}
+        modules = wanted & sys.stdlib_module_names - {entry_point}
+        self._namespace |= self._connection.names(sorted(wanted - modules))
+        self._namespace |= {name: importlib.import_module(name) for name in sorted(modules)}
+        self._namespace |= {"__name__": "tests", "__builtins__": dict(vars(builtins))}
+        self._namespace[_FOR_EFFECT] = remote.for_effect
+
+
+_FOR_EFFECT = "__for_effect__"
 
 
 def _tests(job: dict[str, Any]) -> int:
     _open_standard_streams()
-    tree = ast.parse(job["source"], "<tests>")
-    connection = remote.Connection(Pipe(LINK))
-    entry_point = job.get("entry_point")
-    signal.signal(signal.SIGALRM, _on_alarm)
-    tests = [node for node in tree.body if isinstance(node, ast.Assert)]
-    one_by_one = bool(tests) and entry_point is None
-    total = len(tests) if one_by_one else 1
-    _report({"count": total})
-    signal.setitimer(signal.ITIMER_REAL, job["timeout_s"])
-    namespace = _test_namespace(tree, connection, entry_point)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    if one_by_one:
-        _run_statements(tree, namespace, job["timeout_s"])
+    try:
+        tests = _Tests(job)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        _report({"broken": f"not valid Python: {str(error)[:300]}"})
         return 0
-    body = [_compiled([node]) for node in tree.body]
-    if entry_point is not None:
-        body.append(compile(f"check({entry_point})", "<tests>", "exec"))
-    _verdict(0, body, namespace, job["timeout_s"])
+    _report({"count": tests.count})
+    if tests.count <= job["max_tests"]:
+        tests.run()
     return 0
 
 
-def _run_statements(tree: ast.Module, namespace: dict[str, Any], timeout_s: float) -> None:
-    index = 0
-    for node in tree.body:
-        if isinstance(node, ast.Assert):
-            if not _verdict(index, [_compiled([node])], namespace, timeout_s):
-                return
-            index += 1
-        else:
-            exec(_compiled([node]), namespace)
+class _CallsForEffect(ast.NodeTransformer):
+    """Marks calls whose value is not used: only those change the tests' arguments in place."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        self.generic_visit(node)
+        call = node.value
+        if isinstance(call, ast.Call) and _may_be_remote(call.func):
+            call.args.insert(0, call.func)
+            call.func = ast.copy_location(ast.Name(_FOR_EFFECT, ast.Load()), call)
+        return node
 
 
-def _compiled(nodes: list[ast.stmt]) -> types.CodeType:
-    return compile(ast.Module(nodes, []), "<tests>", "exec", dont_inherit=True)
+def _may_be_remote(function: ast.expr) -> bool:
+    if isinstance(function, ast.Name):
+        return function.id not in dir(builtins)  # exec and its like look at their caller
+    return isinstance(function, ast.Attribute)
 
 
-def _verdict(
-    index: int, body: list[types.CodeType], namespace: dict[str, Any], timeout_s: float
-) -> bool:
-    """Run one test and report; return False if the solution cannot serve the next one."""
-    code, note, alive, gone = PASS, "", True, False
-    try:
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        for part in body:
-            exec(part, namespace)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except AssertionError as error:
-        code, note = WRONG, f"assertion failed {error}".strip()[:300]
-    except TestTimeout:
-        code, note, alive = ERROR, f"time-out after {timeout_s:g} s", False
-    except remote.SolutionGone as error:
-        code, note, alive, gone = ERROR, str(error), False, True
-    except BaseException as error:  # the solution's error, or one in the tests
-        code, note = ERROR, _trace(error)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    _report({"test": index, "code": code, "note": note, "gone": gone})
-    return alive
+def _for_effect(node: ast.stmt) -> ast.stmt:
+    return _CallsForEffect().visit(node)
 
 
-def _test_namespace(
-    tree: ast.Module, connection: remote.Connection, entry_point: str | None
-) -> dict[str, Any]:
-    """Return the names that tests see: their own, standard modules, then the solution's."""
-    used, bound = set[str](), set(dir(builtins))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-    wanted = used - bound | ({entry_point} if entry_point else set())
-    modules = {name for name in wanted if name in sys.stdlib_module_names and name != entry_point}
-    namespace: dict[str, Any] = {"__name__": "tests"}
-    namespace |= {name: importlib.import_module(name) for name in sorted(modules)}
-    return namespace | connection.names(sorted(wanted - modules))
+def _compiled(node: ast.stmt) -> types.CodeType:
+    return compile(ast.Module([node], []), "<tests>", "exec", dont_inherit=True)
 
 
 _JOBS: dict[str, Callable[[dict[str, Any]], int]] = {
@@ -267,4 +325,5 @@ _JOBS: dict[str, Callable[[dict[str, Any]], int]] = {
     "call": _call,
     "solution": _solution,
     "tests": _tests,
+    "referee": _referee,
 }

@@ -1,22 +1,28 @@
 """Assert-style tests in one sandbox, the code they test in another. Inside the sandbox.
 
-The tests' process holds `RemoteObject` stand-ins for the functions and objects of the solution; each use is a
-message to the solution's process, and plain data comes back. So the solution never shares an
-interpreter with the tests: it cannot see them, patch them, end them, or answer with an object that
-equals everything.
+The tests' process holds stand-ins for the functions and objects of the solution; each use is a message
+to the solution's process, and a copy of plain data comes back. So the solution never shares an
+interpreter with the tests: it cannot see them, patch them or end them. An object of the
+solution's own class is reached by its attributes, methods and items; the tests cannot compare, count, search
+or iterate the object itself, because then the solution's code would decide.
+
+Every reply is data of an enemy: `Connection` takes only the shape that it asked for.
 """
 
 from __future__ import annotations
 
 import builtins
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from penstock.sandbox.inside import codec
-from penstock.sandbox.inside.wire import Closed, Pipe
+from penstock.sandbox.inside.wire import Closed, Malformed, Pipe
 
+MAX_REPLY_BYTES = 8 << 20
 _MUTABLE = (list, dict, set, bytearray)
+_VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+CHANGED = "; the call changed its argument, and tests see arguments as they were before the call"
 
 
 def _call(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -29,10 +35,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "setattr": setattr,
     "getitem": operator.getitem,
     "setitem": operator.setitem,
-    "contains": operator.contains,
-    "eq": operator.eq,
-    "len": len,
-    "iter": iter,
     "next": next,
     "str": str,
     "repr": repr,
@@ -53,20 +55,30 @@ class SolutionServer:
                 request = self._link.receive()
             except Closed:
                 return
-            self._link.send(self._answer(request))
+            try:
+                self._link.send(self._answer(request))
+            except Malformed as error:
+                self._link.send({"raise": ["ValueError"], "text": f"the answer is {error}"})
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             if request["op"] == "names":
-                found = {n: self._namespace[n] for n in request["names"] if n in self._namespace}
-                return {"value": {name: self._encode(value) for name, value in found.items()}}
+                return {"value": [self._named(name) for name in request["names"]]}
             arguments = [codec.decode(form, self._find) for form in request["args"]]
-            value = self._encode(_OPERATIONS[request["op"]](*arguments))
-            changed = arguments[1] if request["op"] == "call" else []
-            return {"value": value, "args": [self._changed(argument) for argument in changed]}
+            reply = {"value": self._encode(_OPERATIONS[request["op"]](*arguments))}
+            if request["op"] == "call":
+                after = [self._encode(a) if type(a) in _MUTABLE else None for a in arguments[1]]
+                given = request["args"][1]
+                reply["changed"] = [
+                    None if form == old else form for form, old in zip(after, given, strict=True)
+                ]
+            return reply
         except BaseException as error:  # any error of the solution is reported to the tests
             names = [kind.__name__ for kind in type(error).__mro__]
             return {"raise": names, "text": _text_of(error)}
+
+    def _named(self, name: str) -> Any:
+        return [self._encode(self._namespace[name])] if name in self._namespace else None
 
     def _find(self, handle: int) -> Any:
         return self._objects[handle]
@@ -75,12 +87,12 @@ class SolutionServer:
         return codec.encode(value, self._keep)
 
     def _keep(self, value: Any) -> Any:
+        if type(value) in _VIEWS:
+            value = iter(value)
+        kind = "function" if callable(value) else "object"
         self._objects.append(value)
-        return {"object": [len(self._objects) - 1, callable(value)]}
-
-    def _changed(self, argument: Any) -> Any:
-        """Return the argument after the call, so that the tests see changes made in place."""
-        return self._encode(argument) if type(argument) in _MUTABLE else None
+        kind = "iterator" if hasattr(type(value), "__next__") else kind
+        return {"object": [len(self._objects) - 1, kind]}
 
 
 def _text_of(error: BaseException) -> str:
@@ -94,8 +106,20 @@ class SolutionError(Exception):
     """The solution raised something that is not a built-in exception."""
 
 
-class SolutionGone(Exception):
+class Fault(BaseException):
+    """Why a test cannot pass, whatever the test catches: no `except Exception` gets hold of it."""
+
+
+class SolutionGone(Fault):
     """The solution's process ended: it crashed, was killed, or left before the tests were over."""
+
+
+class OutOfProtocol(Fault):
+    """The solution's process sent a reply that no solution is asked for."""
+
+
+class NotPlainAnswer(Fault):
+    """The test needs plain data where the solution gave something else: a wrong answer."""
 
 
 class Connection:
@@ -103,35 +127,91 @@ class Connection:
 
     def __init__(self, link: Pipe) -> None:
         self._link = link
+        self.fault: BaseException | None = None  # the first one; a test that has one does not pass
+        self.note = ""  # what a failed test should say besides
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
         """Return those of the names that the solution defines."""
-        forms = self._ask({"op": "names", "names": wanted})["value"]
-        return {name: codec.decode(form, self._stand_in) for name, form in forms.items()}
+        forms = self._ask({"op": "names", "names": wanted})
+        if type(forms) is not list or len(forms) != len(wanted):
+            self.fail(OutOfProtocol("the names are not those that were asked for"))
+        found = {}
+        for name, form in zip(wanted, forms, strict=True):
+            if form is not None:
+                found[name] = self._decode(form)[0] if type(form) is list and form else self._bad()
+        return found
 
-    def do(self, operation: str, *arguments: Any) -> Any:
-        """Execute one operation in the solution; `call` also returns arguments changed in place."""
+    def do(self, operation: str, *arguments: Any, for_effect: bool = False) -> Any:
+        """Execute one operation in the solution; `for_effect` changes arguments in place as it did."""
         forms = [codec.encode(argument, _handle_of) for argument in arguments]
-        reply = self._ask({"op": operation, "args": forms})
-        if operation == "call":
-            for given, changed in zip(arguments[1], reply["args"], strict=True):
-                if changed is not None:
-                    _replace(given, codec.decode(changed, self._stand_in))
-        return codec.decode(reply["value"], self._stand_in)
+        return self._decode(
+            self._ask({"op": operation, "args": forms}, arguments[1] if for_effect else None)
+        )
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], given: list[Any] | None = None) -> Any:
+        if self.fault is not None:
+            raise self.fault  # the link may be out of step
         try:
             self._link.send(request)
             reply = self._link.receive()
         except Closed:
-            raise SolutionGone("the solution ended before the tests did") from None
-        if "raise" in reply:
-            raise _exception(reply["raise"], reply["text"])
-        return reply
+            self.fail(SolutionGone("the solution ended before the tests did"))
+        except Malformed as error:
+            self.fail(OutOfProtocol(f"the solution's process sent {error}"))
+        if reply.keys() == {"raise", "text"}:
+            raise self._exception(reply["raise"], reply["text"], request["op"])
+        called = request["op"] == "call"
+        if reply.keys() != ({"value", "changed"} if called else {"value"}):
+            self._bad()
+        if called:
+            self._see_changes(reply["changed"], request["args"][1], given)
+        return reply["value"]
 
-    def _stand_in(self, content: list[Any]) -> Any:
-        handle, can_be_called = content
-        return (RemoteFunction if can_be_called else RemoteObject)(self, int(handle))
+    def _see_changes(self, changed: Any, sent: list[Any], given: list[Any] | None) -> None:
+        if type(changed) is not list or len(changed) != len(sent):
+            self._bad()
+        if given is None:
+            self.note = CHANGED if any(form is not None for form in changed) else self.note
+            return
+        for argument, form in zip(given, changed, strict=True):
+            if form is not None:
+                _replace(argument, self._decode(form))
+
+    def _decode(self, form: Any) -> Any:
+        try:
+            return codec.decode(form, self._stand_in)
+        except codec.NotPlain as error:
+            self.fail(NotPlainAnswer(f"the solution's answer is {error}"))
+
+    def _stand_in(self, content: Any) -> Any:
+        if type(content) is not list or len(content) != 2 or type(content[0]) is not int:
+            self._bad()
+        kind = _STAND_INS.get(content[1]) if type(content[1]) is str else None
+        return (kind or self._bad())(self, content[0])
+
+    def _exception(self, names: Any, text: Any, operation: str) -> Exception:
+        """Return the built-in exception that the solution raised, or one that stands for it."""
+        if type(names) is not list or type(text) is not str or len(names) > 100:
+            self._bad()
+        for name in names:
+            kind = getattr(builtins, name, None) if type(name) is str else self._bad()
+            if not (isinstance(kind, type) and issubclass(kind, Exception)) or kind is Exception:
+                continue
+            if issubclass(kind, StopIteration | StopAsyncIteration) and operation != "next":
+                break  # it would end a loop of the tests, as a generator's PEP 479 says
+            try:
+                return kind(text[:500])
+            except TypeError:
+                break  # UnicodeDecodeError and its like want more arguments
+        return SolutionError(f"{names[0][:100] if names else ''}: {text[:500]}")
+
+    def _bad(self) -> NoReturn:
+        self.fail(OutOfProtocol("the solution's process sent a reply of another shape"))
+
+    def fail(self, fault: BaseException) -> NoReturn:
+        """Keep the first fault, so that a test that catches it does not pass either."""
+        self.fault = self.fault or fault
+        raise fault
 
 
 def _handle_of(value: Any) -> Any:
@@ -141,7 +221,7 @@ def _handle_of(value: Any) -> Any:
 
 
 def _replace(given: Any, changed: Any) -> None:
-    if type(given) is not type(changed) or given == changed:
+    if type(given) is not type(changed):
         return
     if isinstance(given, list | bytearray):
         given[:] = changed
@@ -150,21 +230,11 @@ def _replace(given: Any, changed: Any) -> None:
         given.update(changed)
 
 
-def _exception(names: list[str], text: str) -> Exception:
-    for name in names:
-        kind = getattr(builtins, str(name), None)
-        if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
-            try:
-                return kind(text)
-            except TypeError:
-                break  # UnicodeDecodeError and its like want more arguments
-    return SolutionError(f"{names[0]}: {text}")
-
-
 class RemoteObject:
-    """Stands for an object of the solution; equal only to other objects of the solution."""
+    """Stands for an object of the solution, which is no value for the tests."""
 
     def __init__(self, connection: Connection, handle: int) -> None:
+        object.__setattr__(self, "_connection", connection)
         object.__setattr__(self, "_do", connection.do)
         object.__setattr__(self, "_handle", handle)
 
@@ -182,37 +252,28 @@ class RemoteObject:
     def __setitem__(self, key: Any, value: Any) -> None:
         self._do("setitem", self, key, value)
 
-    def __contains__(self, item: Any) -> bool:
-        return self._do("contains", self, item) is True
-
-    def __len__(self) -> int:
-        return int(self._do("len", self))
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = self._do("iter", self)
-        while True:
-            try:
-                yield self._do("next", iterator)
-            except StopIteration:
-                return
-
-    def __next__(self) -> Any:
-        return self._do("next", self)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemoteObject) and self._do("eq", self, other) is True
-
-    def __hash__(self) -> int:
-        return hash(object.__getattribute__(self, "_handle"))
-
     def __str__(self) -> str:
-        return str(self._do("str", self))
+        return self._text("str")
 
     def __repr__(self) -> str:
-        return str(self._do("repr", self))
+        return self._text("repr")
+
+    def _text(self, operation: str) -> str:
+        text = self._do(operation, self)
+        return text if type(text) is str else self._connection._bad()
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(self: RemoteObject, *_: object) -> NoReturn:
+        what = "an object of its own class where the test needs plain data"
+        self._connection.fail(NotPlainAnswer(f"the solution gave {what} ({name})"))
+
+    return refuse
+
+
+def _refuse(kind: type[RemoteObject], names: str) -> None:
+    for name in names.split():
+        setattr(kind, f"__{name}__", _refusal(name))
 
 
 class RemoteFunction(RemoteObject):
@@ -220,3 +281,39 @@ class RemoteFunction(RemoteObject):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._do("call", self, list(args), kwargs)
+
+
+class RemoteIterator(RemoteObject):
+    """Stands for a generator or another iterator: its items arrive as copies, one by one, once."""
+
+    def __iter__(self) -> RemoteIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._handle < 0:
+            raise StopIteration
+        try:
+            return self._do("next", self)
+        except StopIteration:
+            object.__setattr__(self, "_handle", -1)
+            raise
+
+    def __contains__(self, wanted: object) -> bool:
+        return any(item is wanted or item == wanted for item in self)
+
+
+class RemoteInstance(RemoteObject):
+    """Stands for any other object."""
+
+
+_refuse(RemoteObject, "eq ne lt le gt ge hash bool int float index")
+for _kind in (RemoteInstance, RemoteFunction):
+    _refuse(_kind, "contains len iter next")
+_STAND_INS = {"object": RemoteInstance, "function": RemoteFunction, "iterator": RemoteIterator}
+
+
+def for_effect(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Make a call whose value is not used: the tests see how the solution changed the arguments."""
+    if isinstance(function, RemoteFunction):
+        return function._do("call", function, list(args), kwargs, for_effect=True)
+    return function(*args, **kwargs)

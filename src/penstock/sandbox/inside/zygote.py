@@ -29,15 +29,15 @@ def serve(host: socket.socket, scratch: str, facts: dict[str, Any]) -> NoReturn:
     while True:
         try:
             job, descriptors = wire.receive(host)
-            outcome = _run(host, job, descriptors, scratch)
-            wire.send(host, outcome)
+            outcome, blobs = _run(host, job, descriptors, scratch)
+            wire.send(host, outcome, blobs=blobs)
         except wire.Closed:
             os._exit(0)
 
 
 def _run(
     host: socket.socket, job: dict[str, Any], descriptors: list[int], scratch: str
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[bytes]]:
     limits = job["limits"]
     standard_in = _make_stdin(job.get("stdin", ""))
     reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
@@ -53,16 +53,14 @@ def _run(
     finally:
         status, usage = _end(pid, limits)
     watch.drain()
-    return {
+    outcome = {
         "status": status,
         "stopped": watch.stopped,
-        "stdout": watch.text(0),
-        "stderr": watch.text(1),
-        "report": watch.text(2),
         "wall_s": time.monotonic() - started,
         "cpu_s": usage.ru_utime + usage.ru_stime,
         "clean": _clean(scratch) if limits["scratch"] else True,
     }
+    return outcome, [watch.taken(index) for index in range(3)]
 
 
 def _make_stdin(text: str) -> int:
@@ -155,8 +153,8 @@ class _Watch:
                 continue
             os.close(pipe)
 
-    def text(self, index: int) -> str:
-        return b"".join(self._read[index]).decode("utf-8", "backslashreplace")
+    def taken(self, index: int) -> bytes:
+        return b"".join(self._read[index])
 
 
 def _end(pid: int, limits: dict[str, Any]) -> tuple[int, resource.struct_rusage]:
