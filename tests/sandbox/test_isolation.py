@@ -20,8 +20,8 @@ from penstock import sandbox
 from penstock.errors import SandboxError
 from penstock.sandbox import layers
 from penstock.sandbox.host import Mode
-from penstock.sandbox.inside import codec, kernel, seccomp
-from penstock.sandbox.layers import Isolation, find_isolation
+from penstock.sandbox.inside import codec, kernel, landlock, seccomp
+from penstock.sandbox.layers import Isolation, Search, find_isolation
 from penstock.sandbox.settings import ACCEPT_WEAKER, SandboxSettings
 from penstock.sandbox.verify import verify
 from stages.sandbox_pools import left_over, make_pool
@@ -73,7 +73,8 @@ CASES: list[tuple[dict[str, bool], str, tuple[int, ...], int]] = [
     ({}, "prctl", (15,), ALLOW),
     ({}, "prctl", (22,), denied(errno.EPERM)),
     ({}, "fcntl", (3, 2), ALLOW),
-    ({}, "fcntl", (3, 8), denied(errno.EPERM)),
+    ({}, "fcntl", (3, 1030), ALLOW),
+    *(({}, "fcntl", (3, c), denied(errno.EPERM)) for c in (5, 6, 8, 10, 37, 1024, 1026, 1031)),
     ({}, "ioctl", (0, 0x5401), ALLOW),
     ({}, "ioctl", (0, 0x5412), denied(errno.EPERM)),
     ({}, "socketpair", (1,), ALLOW),
@@ -122,7 +123,7 @@ def test_what_is_not_named_is_not_allowed(number: int, arch: str) -> None:
 
 def test_dangerous_calls_are_in_no_list() -> None:
     dangerous = "socket connect bind ptrace execve execveat mount unshare setns bpf io_uring_setup"
-    dangerous += " memfd_create process_vm_readv pidfd_open tkill mknod link chroot sendmsg keyctl"
+    dangerous += " flock inotify_init1 fanotify_init sysinfo fadvise64 memfd_create process_vm_readv pidfd_open tkill mknod link chroot sendmsg keyctl"
     assert not set(dangerous.split()) & set(TABLE | seccomp.WITH_PROCESSES)
 
 
@@ -173,6 +174,8 @@ def test_check_tells_what_is_active_and_tries_to_break_out() -> None:
     text = "\n".join(report.lines())
     assert "code would run" in text
     assert "active   seccomp" in text
+    for word in ("installed package", "lock that others see", "forged built-ins", "hash alike"):
+        assert word in text
 
 
 @pytest.mark.parametrize(
@@ -195,13 +198,65 @@ def test_levels(facts: dict[str, Any], level: str) -> None:
 
 def test_code_is_refused_below_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
     weak = Isolation(PLAIN, "weak", ("resource limits",))
-    monkeypatch.setattr(layers, "_best", lambda bubblewrap: weak)
+    monkeypatch.setattr(layers, "_best", lambda bubblewrap: Search(weak, "the moon is wrong"))
     for minimum in ("full", "filtered"):
         settings = SandboxSettings.model_validate({"minimum": minimum})
-        with pytest.raises(SandboxError, match=f"isolation here is 'weak'.*allowed: '{minimum}'"):
+        message = f"isolation here is 'weak'.*allowed: '{minimum}'.*missing: the moon is wrong"
+        with pytest.raises(SandboxError, match=message):
             find_isolation(settings)
     told = SandboxSettings(minimum="weak", accept_weaker=ACCEPT_WEAKER)
     assert find_isolation(told) is weak
+
+
+@pytest.mark.parametrize(
+    ("lacks", "line"),
+    [
+        ("namespaces", "isolation: filtered (minimum: full): code would be refused"),
+        ("namespaces,landlock", "isolation: weak (minimum: full): code would be refused"),
+        ("seccomp", "no level of isolation can be had here: seccomp filters are refused"),
+        ("one-id", "  because  only one user id is mapped, root's"),
+        ("no-root", "isolation: full (minimum: full): code would run"),
+    ],
+)
+def test_where_the_kernel_offers_less_one_line_says_what_is_missing(lacks: str, line: str) -> None:
+    if os.geteuid() != 0 or layers.find_isolation(SandboxSettings(minimum="filtered")).level != (
+        "full"
+    ):
+        pytest.skip("takes a machine that offers everything")
+    check = [sys.executable, "-m", "penstock.cli", "sandbox", "check"]
+    folders = [str(Path(__file__).parents[1]), str(Path(sandbox.__file__).parents[2])]
+    ran = subprocess.run(
+        [sys.executable, "-m", "stages.lesser_kernel", lacks, *check],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+    )
+    assert line in ran.stdout + ran.stderr
+    assert ran.returncode == (0 if "would run" in line else 1)
+    if lacks == "namespaces":
+        assert "  because  new namespaces are refused" in ran.stdout
+
+
+def test_landlock_alone_hides_installed_packages(tmp_path: Path) -> None:
+    if not landlock.version():
+        pytest.skip("the kernel offers no Landlock")
+    for name in ("lib/python/os.py", "lib/python/site-packages/pip.py", "lib/other/x.so"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    source = (
+        "import os, sys\n"
+        "from penstock.sandbox.inside import landlock\n"
+        "top = sys.argv[1]\n"
+        "rules = landlock.prepare([top + '/lib'], [top + '/lib/python/site-packages'])\n"
+        "landlock.restrict(rules)\n"
+        "assert 'site-packages' in os.listdir(top + '/lib/python')\n"
+        "print(open(top + '/lib/python/os.py').read(), open(top + '/lib/other/x.so').read())\n"
+        "try: open(top + '/lib/python/site-packages/pip.py')\n"
+        "except PermissionError: print('hidden')\n"
+    )
+    command = [sys.executable, "-c", source, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stdout == "lib/python/os.py lib/other/x.so\nhidden\n", ran.stderr
 
 
 def test_a_nursery_that_dies_is_replaced() -> None:

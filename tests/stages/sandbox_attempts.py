@@ -80,6 +80,22 @@ ATTEMPTS: dict[str, str] = {
     "device node": "import os, stat\nos.mknod('disk', 0o600 | stat.S_IFBLK, os.makedev(8, 0))\nprint('ESCAPED')",
     "kernel memory": "open('/dev/mem', 'rb').read(1)\nprint('ESCAPED')",
     "set-uid file": "import os\nopen('x', 'w').close()\nos.chmod('x', 0o4755)\nos.chown('x', 0, 0)\nprint('ESCAPED')",
+    "an installed package": "import os\nlib = os.path.dirname(os.__file__)\nfor top in (lib, '/usr/lib/python3', '/usr/local/lib', '/usr/lib'):\n    for folder, _, files in os.walk(top):\n        for name in files if '-packages' in folder else ():\n            try:\n                if open(os.path.join(folder, name), 'rb').read(1): print('ESCAPED', flush=True)\n            except OSError: pass",
+    "import from the base interpreter": "import os, sys\nsys.path.append(os.path.join(os.path.dirname(os.__file__), 'site-packages'))\nimport pip\nprint('ESCAPED')",
+    # files and folders that all sandboxes share
+    "flock": "import fcntl, os\nfcntl.flock(os.open(os.__file__, os.O_RDONLY), fcntl.LOCK_EX)\nprint('ESCAPED')",
+    "record lock": "import fcntl, os\nfcntl.lockf(os.open(os.__file__, os.O_RDONLY), fcntl.LOCK_SH)\nprint('ESCAPED')",
+    "looking for record locks": "import fcntl, os, struct\nfcntl.fcntl(os.open(os.__file__, os.O_RDONLY), fcntl.F_GETLK, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))\nprint('ESCAPED')",
+    "open-file lock": "import fcntl, os, struct\nfcntl.fcntl(os.open(os.__file__, os.O_RDONLY), 37, struct.pack('hhqqi4x', 0, 0, 0, 0, 0))\nprint('ESCAPED')",
+    "lease": "import fcntl, os\nfcntl.fcntl(os.open(os.__file__, os.O_RDONLY), 1024, 0)\nprint('ESCAPED')",
+    "directory notification": "import fcntl, os\nfcntl.fcntl(os.open(os.path.dirname(os.__file__), os.O_RDONLY), 1026, 1 | 1 << 31)\nprint('ESCAPED')",
+    "inotify": _RAW
+    + "fd = libc.inotify_init()\nif fd >= 0 and libc.inotify_add_watch(fd, os.__file__.encode(), 1) >= 0: print('ESCAPED')",
+    "the time of a device": "import os\nos.utime('/dev/null')\nprint('ESCAPED')",
+    "the time of the library": "import os\nos.utime(os.__file__)\nprint('ESCAPED')",
+    "the machine's free memory": _RAW
+    + "if libc.sysinfo(ctypes.create_string_buffer(256)) == 0: print('ESCAPED')",
+    "the size of pipes": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 1031, 1 << 20)\nprint('ESCAPED')",
     # others' processes and secrets
     "environment": "import os\nprint('ESCAPED' if {secret_name!r} in os.environ or os.environ else '')",
     "the host's environment": "print('ESCAPED' if open('/proc/{host_pid}/environ').read() else '')",

@@ -15,17 +15,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.sandbox.layers import SandboxReport
+    from penstock.sandbox.check import SandboxReport
     from penstock.sandbox.settings import SandboxSettings
 
 
 def check(settings: SandboxSettings | None = None) -> SandboxReport:
     """Report which layers are active here, and whether real attempts to break out are stopped."""
-    from penstock.sandbox import (
-        layers,
-    )  # lazily: the inside of the sandbox imports this file
+    from penstock.sandbox.check import check  # lazily: the inside of the sandbox imports this file
 
-    return layers.check(settings)
+    return check(settings)
 
 
 __all__ = ["check"]

@@ -6,6 +6,8 @@ Whether a solution is right is decided in `verify.py`.
 
 from __future__ import annotations
 
+import functools
+import glob
 import itertools
 import os
 import shutil
@@ -66,24 +68,50 @@ class Outcome:
     report: bytes  # JSON lines that the child wrote
     wall_s: float
     cpu_s: float
-    clean: bool  # whether the scratch folder is empty again
 
 
 class SandboxLost(Exception):
     """The sandbox ended or hung in the middle of a job."""
 
 
-def interpreter_paths() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Return the folders and files that the interpreter reads, and the symbolic links among them."""
-    wanted = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *_SYSTEM_PATHS]
-    wanted.append(str(Path(sys.base_prefix, "lib")))
-    links = [(path, os.readlink(path)) for path in _SYSTEM_PATHS if os.path.islink(path)]
+@dataclass(slots=True, frozen=True)
+class Library:
+    """What the interpreter reads: folders and files, those of them to hide, symbolic links."""
+
+    paths: tuple[str, ...]
+    hidden: tuple[str, ...]
+    links: tuple[tuple[str, str], ...]
+
+
+@functools.cache
+def library() -> Library:
+    """Return the standard library and the system's shared libraries, without installed packages."""
+    base = {"platbase": sys.base_exec_prefix}  # not a virtual environment's
+    wanted = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars=base)}
+    wanted.update(map(_narrowed, _SYSTEM_PATHS))
+    if sys.base_prefix != "/usr":
+        wanted.add(str(Path(sys.base_prefix, "lib")))
+    links = tuple((path, os.readlink(path)) for path in _SYSTEM_PATHS if os.path.islink(path))
     found: list[str] = []
-    for path in sorted({path for path in wanted if os.path.exists(path)}, key=len):
-        linked = any(path == link for link, _ in links)
+    for path in sorted(filter(os.path.exists, wanted), key=len):
+        linked = any(Path(path).is_relative_to(link) for link, _ in links)
         if not linked and not any(Path(path).is_relative_to(above) for above in found):
             found.append(path)
-    return tuple(found), tuple(links)
+    hidden = [
+        str(folder)
+        for path in found
+        for pattern in ("{}-packages", "*/{}-packages")
+        for kind in ("site", "dist")
+        for folder in Path(path).glob(pattern.format(kind))
+        if folder.is_dir() and not folder.is_symlink()
+    ]
+    return Library(tuple(found), tuple(hidden), links)
+
+
+def _narrowed(path: str) -> str:
+    """Return the folder of this machine's shared libraries in `path`, where there is such a folder."""
+    own = os.path.join(path, sysconfig.get_config_var("MULTIARCH") or "")
+    return own if path in ("/lib", "/usr/lib") and os.path.isdir(own) else path
 
 
 def _mount_point(paths: Sequence[str]) -> str:
@@ -98,15 +126,18 @@ def bubblewrap_command(descriptor: int) -> list[str] | None:
     program = shutil.which("bwrap")
     if program is None:
         return None
-    paths, links = interpreter_paths()
+    own = library()
     binary = os.path.realpath(sys.executable)
     command = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--new-session", "--clearenv", "--cap-add", "ALL"]
     command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/mnt"]
     inside = str(Path(_PACKAGE_ROOT, "penstock"))
-    for path in (*paths, binary, f"{inside}/__init__.py", f"{inside}/sandbox"):
+    loaders = glob.glob("/usr/lib/ld-linux*.so.*")
+    for path in (*own.paths, *loaders, binary, f"{inside}/__init__.py", f"{inside}/sandbox"):
         command += ["--ro-bind", path, path]
-    for path, target in links:
+    for path in own.hidden:
+        command += ["--tmpfs", path]
+    for path, target in own.links:
         command += ["--symlink", target, path]
     if os.geteuid() != 0:
         command.append("--unshare-user")
@@ -137,7 +168,7 @@ class Nursery:
         self._scratch = ScratchFolder.new("sandbox")
         self._folder = str(self._scratch.path)
         os.chmod(self._folder, 0o555)  # the working folder where none can be mounted: read only
-        self._plan = self._make_plan()
+        self.plan = self._make_plan()
         with theirs:
             command = [sys.executable, *_interpreter_flags(), _bootstrap(theirs.fileno())]
             if mode.bubblewrap:
@@ -158,14 +189,15 @@ class Nursery:
         self._receive()
 
     def _make_plan(self) -> namespaces.Plan:
-        paths, links = interpreter_paths()
+        own = library()
         settings = self._settings
         return namespaces.Plan(
             user_namespace=self.mode.user_namespace,
             namespaces=self.mode.namespaces,
-            readable=paths,
-            links=links,
-            mount_on="/mnt" if self.mode.bubblewrap else _mount_point(paths),
+            readable=own.paths,
+            hidden=own.hidden,
+            links=own.links,
+            mount_on="/mnt" if self.mode.bubblewrap else _mount_point(own.paths),
             scratch_bytes=settings.scratch_mb << 20,
             scratch_files=settings.scratch_files,
             scratch="/mnt" if self.mode.bubblewrap else self._folder,
@@ -188,7 +220,7 @@ class Nursery:
         with theirs, self._lock:
             self._count += 1
             uid, gid = _ids_for(self._count)
-            request = {"op": "spawn", "plan": asdict(self._plan), "outside": self._outside}
+            request = {"op": "spawn", "plan": asdict(self.plan), "outside": self._outside}
             try:
                 message = request | {"uid": uid, "gid": gid}
                 wire.send(self._link, message, [theirs.fileno()])
@@ -197,8 +229,9 @@ class Nursery:
                 ours.close()
                 raise SandboxError("the sandbox's nursery has ended") from None
         if "error" in reply:
+            reason = _last_message(ours) or reply["error"]
             ours.close()
-            raise SandboxError(f"no sandbox could be made: {reply['error']}")
+            raise SandboxError(f"no sandbox could be made: {reason}")
         return Sandbox(self, int(reply["pid"]), ours)
 
     def end(self, pid: int) -> None:
@@ -227,15 +260,35 @@ class Nursery:
         self._scratch.remove()
 
 
+def _last_message(link: socket.socket) -> str:
+    """Return what a sandbox said before it ended; empty if it said nothing."""
+    link.settimeout(1.0)
+    try:
+        return str(wire.receive(link)[0].get("error", ""))
+    except (wire.Closed, OSError):
+        return ""
+
+
+def one_id_is_mapped() -> bool:
+    """Whether this user is root and there is no other user to become, as in some containers."""
+    return os.geteuid() == 0 and _highest_id() == 0
+
+
+def _highest_id() -> int:
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return max(int(first) + int(length) - 1 for first, _, length in ranges)
+
+
 def _ids_for(count: int) -> tuple[int, int]:
-    """Return a separate user and group per sandbox if we are root, else our own."""
-    if os.geteuid() != 0:
+    """Return a separate user and group per sandbox if we are root of several, else our own."""
+    if os.geteuid() != 0 or one_id_is_mapped():
         return os.geteuid(), os.getegid()
-    mapped = int(Path("/proc/self/uid_map").read_text().split()[2])
-    if mapped > 2_147_000_000:
+    highest = _highest_id()
+    if highest >= 2_147_000_000:
         unused = 2_000_000_000 + os.getpid() % 100_000 * 1_000 + count % 1_000
     else:
-        unused = max(1, mapped - 6_000) + count % 1_000
+        lowest = max(1, highest - 6_000)
+        unused = lowest + count % min(1_000, highest - lowest + 1)
     return unused, unused
 
 
@@ -259,6 +312,11 @@ class Sandbox:
                 raise SandboxError(f"a sandbox could not be set up: {message['error']}")
             self._facts = message["ready"]
         return self._facts
+
+    @property
+    def renews(self) -> bool:
+        """Whether every test finds a new scratch folder, so that the sandbox may run several."""
+        return self._nursery.plan.renewable or not self._nursery.plan.namespaces
 
     def run(
         self, job: dict[str, Any], limits: dict[str, Any], descriptors: Sequence[int] = ()

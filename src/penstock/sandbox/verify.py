@@ -122,7 +122,7 @@ def _run_in(
         if stop and code != PASS:
             _fill(verdict, total, ERROR, "not run: an earlier test failed")
             return True
-        if not outcome.clean:
+        if not sandbox.renews:
             return False
     return True
 

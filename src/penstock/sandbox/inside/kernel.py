@@ -29,6 +29,7 @@ PR_SET_SECCOMP, PR_CAPBSET_DROP = 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 SECCOMP_MODE_FILTER = 2
+CAP_SYS_ADMIN = 1 << 21
 
 ARCH = {"x86_64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}.get(platform.machine())
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -92,8 +93,8 @@ def set_seccomp_filter(program: bytes) -> None:
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(holder))
 
 
-def drop_capabilities() -> None:
-    """Give up every capability for good: bounding, ambient, effective, permitted, inheritable."""
+def drop_capabilities(keep: int = 0) -> None:
+    """Give up every capability for good, in every set; `keep` is a mask of those to hold on to."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
@@ -101,7 +102,12 @@ def drop_capabilities() -> None:
             continue  # past the last one the kernel knows, or never held
     with contextlib.suppress(OSError):  # older kernels have no ambient set
         prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    hold_capabilities(keep)
+
+
+def hold_capabilities(mask: int) -> None:
+    """Hold these capabilities (of the first 32) and no others."""
     if ARCH is not None:
         header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0), 8)
-        nothing = ctypes.create_string_buffer(24)
-        syscall(_CAPSET[ARCH], ctypes.byref(header), ctypes.byref(nothing))
+        held = ctypes.create_string_buffer(struct.pack("6I", mask, mask, 0, 0, 0, 0), 24)
+        syscall(_CAPSET[ARCH], ctypes.byref(header), ctypes.byref(held))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from penstock.sandbox.inside import kernel
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG, _PATH_BENEATH = 1, 1
-_READ = 0b1100  # READ_FILE | READ_DIR
+_READ, _READ_DIR = 0b1100, 0b1000  # READ_FILE | READ_DIR
 _FILE_ONLY = 0b0110 | 1 << 14 | 1 << 15  # WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 _RIGHTS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file rights, by ABI
 
@@ -28,35 +28,52 @@ def version() -> int:
         return 0
 
 
-def prepare(readable: Iterable[str], writable: Iterable[str]) -> int | None:
-    """Return a rule set that allows these paths; call it while they can still be reached.
+def prepare(readable: Iterable[str], hidden: Collection[str] = ()) -> int | None:
+    """Return a rule set that allows to read these paths, without the files of hidden folders in them.
 
-    Return None if the kernel has no Landlock.
+    Call it while the paths can still be reached. Return None if the kernel has no Landlock.
     """
     abi = version()
     if not abi:
         return None
-    every = (1 << _RIGHTS_BY_VERSION.get(min(abi, 5), 16)) - 1
+    every = _every_right(abi)
     network = 0b11 if abi >= 4 else 0
     scoped = 0b11 if abi >= 6 else 0
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     holder = ctypes.create_string_buffer(struct.pack("QQQ", every, network, scoped)[:size], size)
     ruleset = kernel.syscall(_CREATE_RULESET, ctypes.byref(holder), size, 0)
     for path in readable:
-        _allow(ruleset, path, _READ)
-    for path in writable:
-        _allow(ruleset, path, every & ~1)  # all but EXECUTE
+        _allow_around(ruleset, path, hidden)
     return ruleset
 
 
-def restrict(ruleset: int | None) -> bool:
-    """Apply the rules for good, to this process and its children; return False without rules."""
-    if ruleset is None:
-        return False
-    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    kernel.syscall(_RESTRICT_SELF, ruleset, 0)
-    os.close(ruleset)
-    return True
+def allow_writing(ruleset: int | None, path: str) -> None:
+    """Add a file or folder to write in to the rules."""
+    if ruleset is not None:
+        _allow(ruleset, path, _every_right(version()) & ~1)  # all but EXECUTE
+
+
+def _every_right(abi: int) -> int:
+    return (1 << _RIGHTS_BY_VERSION.get(min(abi, 5), 16)) - 1
+
+
+def _allow_around(ruleset: int, path: str, hidden: Collection[str]) -> None:
+    """Allow to read a path; where something below it is hidden, allow everything beside that."""
+    if path in hidden:
+        return
+    if not any(one.startswith(f"{path}/") for one in hidden):
+        _allow(ruleset, path, _READ)
+        return
+    _allow(ruleset, path, _READ_DIR)
+    for entry in os.scandir(path):
+        _allow_around(ruleset, entry.path, hidden)
+
+
+def restrict(ruleset: int | None) -> None:
+    """Apply the rules for good, to this process and its children."""
+    if ruleset is not None:
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        kernel.syscall(_RESTRICT_SELF, ruleset, 0)
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:

@@ -1,7 +1,8 @@
 """A file system, process tree, network and user of its own for one sandbox. Inside the sandbox.
 
 `enter` makes the namespaces, `build_root` a root with nothing but the interpreter's library (read only),
-four device files and a bounded scratch, `become_nobody` gives up uid, groups and capabilities for good.
+four device files and a bounded scratch, `renew_scratch` replaces the scratch by a new one, and
+`become_nobody` gives up uid, groups and capabilities for good.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _FLAGS = (
     | kernel.CLONE_NEWIPC
     | kernel.CLONE_NEWUTS
 )
+_TMPFS_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
 _KEPT_FLAGS = (
     (os.ST_NOSUID, kernel.MS_NOSUID),
     (os.ST_NODEV, kernel.MS_NODEV),
@@ -42,16 +44,23 @@ class Plan:
     user_namespace: bool
     namespaces: bool
     readable: tuple[str, ...]  # folders and files of the interpreter
+    hidden: tuple[str, ...]  # folders among them that stay empty: installed packages
     links: tuple[tuple[str, str], ...]  # symbolic links among them: (path, target)
     mount_on: str  # an existing folder that hides nothing we need
     scratch_bytes: int
     scratch_files: int
     scratch: str  # the working folder where there are no namespaces
 
+    @property
+    def renewable(self) -> bool:
+        """Whether every test gets a new scratch folder in the same sandbox."""
+        return self.namespaces and self.user_namespace
+
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Plan:
         fields = dict(fields)
         fields["readable"] = tuple(fields["readable"])
+        fields["hidden"] = tuple(fields["hidden"])
         fields["links"] = tuple((path, target) for path, target in fields["links"])
         return cls(**fields)
 
@@ -94,18 +103,20 @@ def build_root(plan: Plan, uid: int, gid: int) -> None:
     sources = [(path, os.open(path, os.O_PATH)) for path in (*plan.readable, *DEVICES)]
     if plan.user_namespace:
         set_ids(INSIDE_ID, INSIDE_ID)  # before anything is made: files need a mapped owner
-    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    flags = _TMPFS_FLAGS
     kernel.mount("tmpfs", plan.mount_on, "tmpfs", flags, "mode=0755,size=1m,nr_inodes=4096")
     for path, descriptor in sources:
         _bind_read_only(path, descriptor, plan.mount_on)
         os.close(descriptor)
+    for path in plan.hidden:
+        empty = "mode=0555,size=4k,nr_inodes=1"
+        kernel.mount("tmpfs", plan.mount_on + path, "tmpfs", flags | kernel.MS_RDONLY, empty)
     for path, target in plan.links:
         os.makedirs(os.path.dirname(plan.mount_on + path), exist_ok=True)
         os.symlink(target, plan.mount_on + path)
     scratch = plan.mount_on + SCRATCH
     os.makedirs(scratch, exist_ok=True)
-    size = f"mode=0700,size={plan.scratch_bytes},nr_inodes={plan.scratch_files}"
-    kernel.mount("tmpfs", scratch, "tmpfs", flags | kernel.MS_NOEXEC, size)
+    _mount_scratch(plan, scratch)
     if not plan.user_namespace:
         os.chown(scratch, uid, gid)
     os.chdir(plan.mount_on)
@@ -113,6 +124,17 @@ def build_root(plan: Plan, uid: int, gid: int) -> None:
     kernel.umount(".")
     os.chdir("/")
     kernel.mount("none", "/", None, flags | kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY)
+
+
+def _mount_scratch(plan: Plan, path: str) -> None:
+    size = f"mode=0700,size={plan.scratch_bytes},nr_inodes={plan.scratch_files}"
+    kernel.mount("tmpfs", path, "tmpfs", _TMPFS_FLAGS | kernel.MS_NOEXEC, size)
+
+
+def renew_scratch(plan: Plan) -> None:
+    """Replace the scratch folder by a new file system, which knows nothing of the old one."""
+    kernel.umount(SCRATCH)
+    _mount_scratch(plan, SCRATCH)
 
 
 def _bind_read_only(path: str, descriptor: int, root: str) -> None:
@@ -125,8 +147,9 @@ def _bind_read_only(path: str, descriptor: int, root: str) -> None:
     kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
     present = os.statvfs(target).f_flag
     kept = sum(mount_flag for flag, mount_flag in _KEPT_FLAGS if present & flag)
+    kept |= kernel.MS_NOSUID | kernel.MS_RDONLY  # a device can be written to, but not be marked
     if path not in DEVICES:
-        kept |= kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_RDONLY
+        kept |= kernel.MS_NODEV
     kernel.mount("none", target, None, kept | kernel.MS_REMOUNT | kernel.MS_BIND)
 
 
@@ -139,10 +162,14 @@ def set_ids(uid: int, gid: int) -> None:
 
 
 def become_nobody(plan: Plan, uid: int, gid: int) -> None:
-    """Give up every privilege for good; the last step of the set-up."""
+    """Give up every privilege for good; the last step of the set-up.
+
+    A sandbox in a user namespace keeps the right to mount, for new scratch folders; the process of each
+    test gives that up as well, before it runs any code.
+    """
     if not plan.user_namespace and os.geteuid() == 0:
         set_ids(uid, gid)
-    kernel.drop_capabilities()
+    kernel.drop_capabilities(kernel.CAP_SYS_ADMIN if plan.renewable else 0)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     os.umask(0o077)

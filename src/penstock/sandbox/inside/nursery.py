@@ -8,6 +8,7 @@ a fork costs milliseconds and copies no secret.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -55,6 +56,8 @@ def _end(pid: int) -> dict[str, Any]:
 def _spawn(host: socket.socket, request: dict[str, Any], descriptor: int) -> dict[str, Any]:
     plan, outside = namespaces.Plan.from_json(request["plan"]), request["outside"]
     uid, gid = int(request["uid"]), int(request["gid"])
+    if not plan.namespaces:
+        _shared_ruleset(plan)
     up_read, up_write = os.pipe()
     down_read, down_write = os.pipe()
     pid = os.fork()
@@ -137,16 +140,23 @@ def _isolate(
     if plan.namespaces:
         namespaces.build_root(plan, uid, gid)
         scratch = namespaces.SCRATCH
-    writable = [scratch, "/dev/null"] if plan.namespaces else []
-    ruleset = landlock.prepare((*namespaces.readable_paths(plan), scratch), writable)
+        ruleset = landlock.prepare(namespaces.readable_paths(plan))
+        landlock.allow_writing(ruleset, "/dev/null")
+        landlock.allow_writing(ruleset, scratch)
+    else:
+        ruleset = _shared_ruleset(plan)
     namespaces.become_nobody(plan, uid, gid)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user forgets it
-    locked = landlock.restrict(ruleset)
     facts = {
         "namespaces": [name for name in outside if inside[name] != outside[name]],
-        "landlock": locked,
+        "landlock": ruleset is not None,
         "uid": uid if plan.user_namespace else os.geteuid(),
         "arch": kernel.ARCH,
     }
-    os.chdir(scratch)
-    zygote.serve(link, scratch, facts)
+    zygote.Zygote(link, plan, scratch, ruleset).serve(facts)
+
+
+@functools.cache
+def _shared_ruleset(plan: namespaces.Plan) -> int | None:
+    """Return the rules of sandboxes that see the host's paths; made once, inherited by each of them."""
+    return landlock.prepare((*namespaces.readable_paths(plan), plan.scratch), plan.hidden)

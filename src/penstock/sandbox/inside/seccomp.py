@@ -1,8 +1,9 @@
 """The list of system calls that untrusted code may make, as a BPF program. Inside the sandbox.
 
 An allow list: whatever is not named here fails with EPERM. Arguments are looked at where a call is
-harmless only in one form: threads but no processes, signals to itself only, `fcntl` without owners,
-files for reading only when there is no bounded scratch. Contents of memory cannot be looked at, so calls
+harmless only in one form: threads but no processes, signals to itself only, `fcntl` without locks,
+leases and notifications (files of the library are shared by all sandboxes), files for reading only when
+there is no bounded scratch. Contents of memory cannot be looked at, so calls
 that take their arguments in a struct (clone3, openat2) do not exist here.
 """
 
@@ -36,7 +37,7 @@ ALWAYS: Table = {
     "dup3": (292, 24), "pipe": (22, None), "pipe2": (293, 59), "poll": (7, None),
     "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "epoll_create1": (291, 20),
     "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
-    "eventfd2": (290, 19), "flock": (73, 32), "membarrier": (324, 283),
+    "eventfd2": (290, 19), "membarrier": (324, 283),
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
     "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133),
     "sigaltstack": (131, 132), "pause": (34, None), "alarm": (37, None), "setitimer": (38, 103),
@@ -50,9 +51,9 @@ ALWAYS: Table = {
     "wait4": (61, 260), "waitid": (247, 95), "nanosleep": (35, 101), "clock_nanosleep": (230, 115),
     "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169),
     "time": (201, None), "times": (100, 153), "getrusage": (98, 165), "getrandom": (318, 278),
-    "uname": (63, 160), "sysinfo": (99, 179), "umask": (95, 166), "getrlimit": (97, 163),
+    "uname": (63, 160), "umask": (95, 166), "getrlimit": (97, 163),
     "setrlimit": (160, 164), "getcpu": (309, 168), "recvfrom": (45, 207), "recvmsg": (47, 212),
-    "shutdown": (48, 210), "fadvise64": (221, 223), "sendfile": (40, 71),
+    "shutdown": (48, 210), "sendfile": (40, 71),
 }
 WITH_SCRATCH: Table = {
     "open": (2, None), "openat": (257, 56), "creat": (85, None), "mkdir": (83, None),
@@ -72,7 +73,8 @@ WITH_PROCESSES: Table = {"clone": (56, 220), "fork": (57, None)}  # never execve
 ABSENT: Table = {"clone3": (435, 435), "openat2": (437, 437)}  # ENOSYS: libc takes the older call
 # fmt: on
 
-_FCNTL_OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to others
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: nothing that another process can see
+_FCNTLS = (0, 1, 2, 3, 4, 1030)
 _IOCTLS = (
     0x5401,
     0x5413,
@@ -100,11 +102,6 @@ def _equals_one_of(index: int, values: tuple[int, ...]) -> bytes:
     return _argument(index) + tests + _fail(errno.EPERM) + _op(_RETURN, _ALLOW)
 
 
-def _equals_none_of(index: int, values: tuple[int, ...]) -> bytes:
-    tests = b"".join(_op(_JUMP_EQUAL, v, len(values) - i) for i, v in enumerate(values))
-    return _argument(index) + tests + _op(_RETURN, _ALLOW) + _fail(errno.EPERM)
-
-
 def _masked(index: int, mask: int, wanted: int, otherwise: int) -> bytes:
     head = _argument(index) + _op(_AND, mask) + _op(_JUMP_EQUAL, wanted, 1)
     return head + _fail(otherwise) + _op(_RETURN, _ALLOW)
@@ -122,7 +119,7 @@ def _conditions(pid: int, *, scratch: bool, threads: bool, processes: bool) -> d
         "tgkill": _equals_one_of(0, (pid,)),
         "prlimit64": _equals_one_of(0, (0, pid)),
         "prctl": _equals_one_of(0, (kernel.PR_SET_NAME, kernel.PR_GET_NAME)),
-        "fcntl": _equals_none_of(1, _FCNTL_OWNERS),
+        "fcntl": _equals_one_of(1, _FCNTLS),
         "ioctl": _equals_one_of(1, _IOCTLS),
         "socketpair": _equals_one_of(0, (_AF_UNIX,)),
         "sendto": _null_pointer(4),

@@ -19,48 +19,85 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from penstock.sandbox.inside import child, kernel, wire
+from penstock.sandbox.inside import child, kernel, landlock, namespaces, wire
 
 
-def serve(host: socket.socket, scratch: str, facts: dict[str, Any]) -> NoReturn:
-    """Answer jobs until the host hangs up."""
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    wire.send(host, {"ready": facts})
-    while True:
+class Zygote:
+    """One sandbox's first process, and what it needs to make the process of a test."""
+
+    def __init__(
+        self, host: socket.socket, plan: namespaces.Plan, scratch: str, ruleset: int | None
+    ) -> None:
+        self._host, self._plan, self._scratch, self._ruleset = host, plan, scratch, ruleset
+        self._used = False
+
+    def serve(self, facts: dict[str, Any]) -> NoReturn:
+        """Answer jobs until the host hangs up."""
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        wire.send(self._host, {"ready": facts})
+        while True:
+            try:
+                job, descriptors = wire.receive(self._host)
+                outcome, blobs = self._run(job, descriptors)
+                wire.send(self._host, outcome, blobs=blobs)
+            except wire.Closed:
+                os._exit(0)
+
+    def _run(
+        self, job: dict[str, Any], descriptors: list[int]
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        self._renew()
+        limits = job["limits"]
+        standard_in = _make_stdin(job.get("stdin", ""))
+        reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
+        started = time.monotonic()
+        own_pid, pid = os.getpid(), os.fork()
+        if pid == 0:
+            self._become_child(own_pid, job, (standard_in, *writes, *descriptors))
+        for descriptor in (standard_in, *writes, *descriptors):
+            os.close(descriptor)
+        watch = _Watch(pid, reads, limits)
         try:
-            job, descriptors = wire.receive(host)
-            outcome, blobs = _run(host, job, descriptors, scratch)
-            wire.send(host, outcome, blobs=blobs)
-        except wire.Closed:
-            os._exit(0)
+            watch.until_end(self._host, started + limits["wall_s"])
+        finally:
+            status, usage = _end(pid, limits)
+        watch.drain()
+        outcome = {
+            "status": status,
+            "stopped": watch.stopped,
+            "wall_s": time.monotonic() - started,
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+        }
+        return outcome, [watch.taken(index) for index in range(3)]
 
+    def _renew(self) -> None:
+        """Give every test but the first a new scratch folder."""
+        if self._used and self._plan.namespaces:
+            assert self._plan.renewable, "the host runs one test in such a sandbox"
+            namespaces.renew_scratch(self._plan)
+            landlock.allow_writing(self._ruleset, self._scratch)
+        self._used = True
 
-def _run(
-    host: socket.socket, job: dict[str, Any], descriptors: list[int], scratch: str
-) -> tuple[dict[str, Any], list[bytes]]:
-    limits = job["limits"]
-    standard_in = _make_stdin(job.get("stdin", ""))
-    reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
-    started = time.monotonic()
-    own_pid, pid = os.getpid(), os.fork()
-    if pid == 0:
-        _become_child(own_pid, job, (standard_in, *writes, *descriptors), scratch)
-    for descriptor in (standard_in, *writes, *descriptors):
-        os.close(descriptor)
-    watch = _Watch(pid, reads, limits)
-    try:
-        watch.until_end(host, started + limits["wall_s"])
-    finally:
-        status, usage = _end(pid, limits)
-    watch.drain()
-    outcome = {
-        "status": status,
-        "stopped": watch.stopped,
-        "wall_s": time.monotonic() - started,
-        "cpu_s": usage.ru_utime + usage.ru_stime,
-        "clean": _clean(scratch) if limits["scratch"] else True,
-    }
-    return outcome, [watch.taken(index) for index in range(3)]
+    def _become_child(
+        self, parent: int, job: dict[str, Any], descriptors: tuple[int, ...]
+    ) -> NoReturn:
+        """Give up the last rights and all but the needed descriptors, and enter the working folder."""
+        try:
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+            os.chdir(self._scratch)
+            kernel.hold_capabilities(0)
+            landlock.restrict(self._ruleset)
+            out_of_the_way = [fcntl.fcntl(one, fcntl.F_DUPFD, 16) for one in descriptors]
+            for place, descriptor in enumerate(out_of_the_way):
+                os.dup2(descriptor, place)
+            os.closerange(len(out_of_the_way), 1 << 20)
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+            child.run(job, job["limits"])
+        except BaseException as error:  # nothing may come back into the zygote's own code
+            os.write(2, repr(error).encode())
+        os._exit(1)
 
 
 def _make_stdin(text: str) -> int:
@@ -73,26 +110,6 @@ def _make_stdin(text: str) -> int:
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     return descriptor
-
-
-def _become_child(
-    parent: int, job: dict[str, Any], descriptors: tuple[int, ...], scratch: str
-) -> NoReturn:
-    """Keep only the needed descriptors of the fork, at 0 to 4, and enter the working folder."""
-    try:
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-        out_of_the_way = [fcntl.fcntl(one, fcntl.F_DUPFD, 16) for one in descriptors]
-        for place, descriptor in enumerate(out_of_the_way):
-            os.dup2(descriptor, place)
-        os.closerange(len(out_of_the_way), 1 << 20)
-        os.chdir(scratch)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        child.run(job, job["limits"])
-    except BaseException as error:  # nothing may come back into the zygote's own code
-        os.write(2, repr(error).encode())
-    os._exit(1)
 
 
 class _Watch:
@@ -168,18 +185,6 @@ def _end(pid: int, limits: dict[str, Any]) -> tuple[int, resource.struct_rusage]
         except ChildProcessError:
             break
     return os.waitstatus_to_exitcode(status), usage
-
-
-def _clean(scratch: str) -> bool:
-    """Remove plain files; return False if others are left, and the sandbox must not be used again."""
-    try:
-        for entry in os.scandir(scratch):
-            if entry.is_dir(follow_symlinks=False):
-                return False
-            os.unlink(entry.path)
-    except OSError:
-        return False
-    return True
 
 
 def warm() -> None:
