@@ -17,10 +17,11 @@ from penstock.config import Section
 from penstock.config.secrets import from_environment
 from penstock.reward.extraction import Extract, python_block
 from penstock.sandbox.client import TOKEN_VARIABLE, VerificationClient
+from penstock.sandbox.inside.judging import PASS
 from penstock.sandbox.pool import SandboxPool
 from penstock.sandbox.settings import SandboxSettings
 from penstock.sandbox.testcases import read_tests
-from penstock.sandbox.verify import PASS, Verdict, verify
+from penstock.sandbox.verify import Verdict, verify
 from penstock.types import Prompt, Rollout, Score
 
 

@@ -107,6 +107,7 @@ class SandboxPool:
                 if self._nursery is not None:
                     self._nursery.close()
                 self._warm.clear()
+                self._referees.clear()
                 self._nursery = Nursery(mode, self.settings)
             return self._nursery
 
@@ -141,8 +142,10 @@ class SandboxPool:
             warm = list(self._warm)
             self._warm.clear()
             referees, self._referees = self._referees, []
-        for one in (*warm, *referees):
-            one.end()
+        for sandbox in warm:
+            sandbox.end()
+        for referee in referees:
+            referee.end()
         self._gardener.shutdown(wait=True, cancel_futures=True)
         if nursery is not None:
             nursery.close()

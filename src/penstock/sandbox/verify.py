@@ -17,7 +17,8 @@ from typing import Any
 from penstock.errors import RewardError, SandboxError
 from penstock.sandbox.host import Outcome, Sandbox, SandboxLost
 from penstock.sandbox.inside import codec
-from penstock.sandbox.inside.judging import COMPILE_ERROR, ERROR, PASS
+from penstock.sandbox.inside.judging import COMPILE_ERROR, ERROR
+from penstock.sandbox.inside.judging import PASS as PASS
 from penstock.sandbox.pool import SandboxPool
 from penstock.sandbox.settings import job_limits
 from penstock.sandbox.testcases import AssertTests, CallTests, StdioTests, read_tests

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import atexit
 import builtins
+import functools
 import importlib
 import io
 import json
@@ -213,14 +214,18 @@ class _Tests:
         body = [_compiled(node) for node in nodes]
         if self._entry_point is not None:
             body.append(compile(f"check({self._entry_point})", "<tests>", "exec"))
-        code, note, gone = self._attempt(lambda: [exec(part, self._namespace) for part in body])
+        code, note, gone = self._attempt(functools.partial(self._execute, body))
         _report({"test": 0, "code": code, "note": note, "gone": gone})
+
+    def _execute(self, body: list[types.CodeType]) -> None:
+        for part in body:
+            exec(part, self._namespace)
 
     def _run_statements(self, nodes: list[ast.stmt]) -> None:
         index = 0
         for node in nodes:
-            part = _compiled(node)
-            code, note, gone = self._attempt(lambda part=part: exec(part, self._namespace))
+            action = functools.partial(self._execute, [_compiled(node)])
+            code, note, gone = self._attempt(action)
             if not isinstance(node, ast.Assert):
                 if not self._report_failure(index, code, note, gone):
                     return

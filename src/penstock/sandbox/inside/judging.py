@@ -19,7 +19,6 @@ from penstock.sandbox.inside import codec
 PASS, WRONG, ERROR, COMPILE_ERROR = 1, 0, -1, -2
 TOLERANCE = 1e-6  # of numbers written with a point or an exponent
 _NUMBER_CHARACTERS = 400  # of the longest word that is read as a number
-_EXACT = ("set", "frozenset", "bytes", "complex", "range")
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -193,11 +192,15 @@ def _open(form: Any) -> Any:
 
 def _same_tagged(expected: dict[str, Any], value: dict[str, Any]) -> bool:
     (kind, wanted), (given_kind, given) = codec.tag(expected), codec.tag(value)
-    if kind != given_kind or not isinstance(given, list | str):
+    if kind != given_kind:
         return False
-    if kind in _EXACT:
-        return _sorted(wanted) == _sorted(given) if kind.endswith("set") else wanted == given
-    if kind != "dict" or len(wanted) != len(given):
+    if kind in ("bytes", "complex", "range"):
+        return bool(wanted == given)
+    if not isinstance(given, list) or len(wanted) != len(given):
+        return False
+    if kind in ("set", "frozenset"):
+        return _sorted(wanted) == _sorted(given)
+    if kind != "dict":
         return False
     pairs = [(_key(key), item) for key, item in given]
     known = [(_key(key), item) for key, item in wanted]

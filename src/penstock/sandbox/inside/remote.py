@@ -21,7 +21,8 @@ from penstock.sandbox.inside.wire import Closed, Malformed, Pipe
 
 MAX_REPLY_BYTES = 8 << 20
 _MUTABLE = (list, dict, set, bytearray)
-_VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+_EMPTY: dict[None, None] = {}
+_VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
 CHANGED = "; the call changed its argument, and tests see arguments as they were before the call"
 
 
@@ -232,6 +233,9 @@ def _replace(given: Any, changed: Any) -> None:
 
 class RemoteObject:
     """Stands for an object of the solution, which is no value for the tests."""
+
+    _connection: Connection
+    _handle: int
 
     def __init__(self, connection: Connection, handle: int) -> None:
         object.__setattr__(self, "_connection", connection)
