@@ -236,6 +236,11 @@ _GROUP_STATUS_ORDER = (
 
 
 _FINGERPRINT = "1-"  # the form: another number if other things are hashed
+_IDS, _LOGPROBS, _MASK = np.dtype("<i4"), np.dtype("<f4"), np.dtype(np.bool_)
+
+
+def _bytes_of(array: np.ndarray, dtype: np.dtype) -> bytes:
+    return (array if array.dtype is dtype else array.astype(dtype)).tobytes()
 
 
 def contradicts(recorded: str, found: str) -> bool:
@@ -315,10 +320,10 @@ class Group:
                     value,
                 ),
                 words,
-                rollout.prompt_ids.astype("<i4", copy=False).tobytes(),
-                rollout.response_ids.astype("<i4", copy=False).tobytes(),
-                rollout.logprobs.astype("<f4", copy=False).tobytes(),
-                rollout.loss_mask.astype(np.bool_, copy=False).tobytes(),
+                _bytes_of(rollout.prompt_ids, _IDS),
+                _bytes_of(rollout.response_ids, _IDS),
+                _bytes_of(rollout.logprobs, _LOGPROBS),
+                _bytes_of(rollout.loss_mask, _MASK),
             )
         return _FINGERPRINT + hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
