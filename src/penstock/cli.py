@@ -395,6 +395,27 @@ def sandbox_serve(
     serve(host, port, token_variable, _section(ServerSettings, options))
 
 
+agent_app = typer.Typer(no_args_is_help=True, help="Try agents before they are trained.")
+app.add_typer(agent_app, name="agent", rich_help_panel="Rewards")
+
+
+@agent_app.command("check")
+def agent_check(arguments: Arguments = None) -> None:
+    """Play the config's agents against a made-up policy, and say what would go wrong; exit 1 if anything."""
+    import asyncio
+
+    from penstock.config.source import load_config
+    from penstock.job import check_agents
+
+    found = asyncio.run(check_agents(load_config(*_split(arguments)).config))
+    for task, findings in found.items():
+        for one in findings:
+            why = f": {one.detail}" if one.detail else ""
+            say(f"{one.verdict:<4} {task}: {one.name}{why}")
+    failed = any(one.verdict == "FAIL" for findings in found.values() for one in findings)
+    raise typer.Exit(1 if failed else 0)
+
+
 S = TypeVar("S", bound=Section)
 
 

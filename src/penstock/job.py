@@ -13,9 +13,12 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
-from penstock.agent import AGENTS
+from penstock.agent.build import build_agent, check_agent, try_agent
+from penstock.agent.check import Finding
+from penstock.agent.endpoint import Endpoint
+from penstock.agent.function import FunctionAgent
 from penstock.algo.method import run_settings
 from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
@@ -187,7 +190,9 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         closing.callback(journal.close)
         data, total_steps, workers = await _load_and_launch(config, folder, closing)
         journal.waits = workers.callbacks.waits
-        source = _producer(config, data, workers, journal, total_steps, closing)
+        notes: list[str] = []
+        endpoint = await _serve_agents(config, closing)
+        source = _producer(config, data, workers, journal, total_steps, closing, endpoint, notes)
         eval_tasks = _eval_tasks(config, data, journal.waits, closing)
         job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
         facts = await asyncio.to_thread(measure, config, data.by_key())
@@ -200,6 +205,8 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
                 f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
                 "refused groups are drawn in addition, so the run passes over its prompts more often"
             )
+        for text in notes:
+            job.tracker.note(text)
         job.findings.start(journal.last_committed_step(), job.facts)
         yield job
 
@@ -286,6 +293,16 @@ async def _serve_control(folder: RunFolder, workers: Workers, closing: AsyncExit
         closing.push_async_callback(control.close)
 
 
+async def _serve_agents(config: Config, closing: AsyncExitStack) -> Endpoint | None:
+    """Start the HTTP endpoint if a task has an agent that may ask it."""
+    if all(task.agent == "single_turn" for task in config.tasks.values()):
+        return None
+    endpoint = Endpoint()
+    closing.push_async_callback(endpoint.close)
+    await endpoint.start()
+    return endpoint
+
+
 async def _load_and_launch(
     config: Config, folder: RunFolder, closing: AsyncExitStack
 ) -> tuple[_Data, int, Workers]:
@@ -332,6 +349,24 @@ async def open_evaluation(
         await engine.start()
         closing.push_async_callback(engine.close)
         yield engine, _eval_tasks(config, data, Waits(), closing)
+
+
+async def check_agents(config: Config) -> dict[str, list[Finding]]:
+    """Try the agent of every task that has one on its first prompt; return the findings by task."""
+    tasks = {name: task for name, task in config.tasks.items() if task.agent != "single_turn"}
+    if not tasks:
+        raise UserError(
+            "tasks: got no task with an agent, allowed: a task whose agent is a function"
+        )
+    for name, task in tasks.items():
+        check_agent(f"tasks.{name}", task, config.task_sampling(name))
+    data = await asyncio.to_thread(_Data.load, config)
+    return {
+        name: await try_agent(
+            f"tasks.{name}", task, config.task_sampling(name), data.chat, data.train[name][0]
+        )
+        for name, task in tasks.items()
+    }
 
 
 def _no_weights(handle: WeightHandle) -> Iterable:
@@ -388,10 +423,16 @@ def _producer(
     journal: Journal,
     total_steps: int,
     closing: AsyncExitStack,
+    endpoint: Endpoint | None,
+    notes: list[str],
 ) -> Producer:
+    """Build the producer; add to `notes` what the user should know of it."""
     buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
     return Producer(
-        tasks=[_task(config, name, data, workers, buffer, closing) for name in config.tasks],
+        tasks=[
+            _task(config, name, data, workers, journal, buffer, closing, endpoint, notes)
+            for name in config.tasks
+        ],
         replay_buffer=buffer,
         journal=journal,
         waits=workers.callbacks.waits,
@@ -407,8 +448,11 @@ def _task(
     name: str,
     data: _Data,
     workers: Workers,
+    journal: Journal,
     buffer: ReplayBuffer,
     closing: AsyncExitStack,
+    endpoint: Endpoint | None,
+    notes: list[str],
 ) -> ProduceTask:
     task, sampling, produce = (
         config.tasks[name],
@@ -423,19 +467,25 @@ def _task(
         is_chat=data.train[name].is_chat,
     )
     closing.push_async_callback(reward.close)
-    agent_class = load(f"tasks.{name}.agent", task.agent, AGENTS)
     settings = strategy_config(produce, _validity(config, produce.is_valid_sample))
+    agent_loop = build_agent(
+        f"tasks.{name}",
+        task,
+        sampling,
+        engine=cast(InferenceEngine, workers.engine),
+        reward=reward,
+        chat=data.chat,
+        journal=journal,
+        endpoint=endpoint,
+        note=notes.append,
+    )
+    if isinstance(agent_loop, FunctionAgent):
+        closing.push_async_callback(agent_loop.close)
     return ProduceTask(
         name=name,
         weight=task.weight,
         strategy=settings.build(sync_weights_interval=config.sync.every_steps),
-        agent_loop=agent_class(
-            engine=workers.engine,
-            reward=reward,
-            sampling=sampling,
-            decode=data.chat.decode,
-            **task.agent_options,
-        ),
+        agent_loop=agent_loop,
         sampler=Sampler(
             data.train[name],
             task_name=name,

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock import algo, reward
-from penstock.agent import AGENTS
+from penstock.agent.build import check_agent
 from penstock.algo.method import check_algorithm
-from penstock.config import Config, TaskConfig, TaskDataConfig
+from penstock.config import Config, TaskDataConfig
 from penstock.data import validate_source
 from penstock.engine import ENGINES
 from penstock.errors import UserError
@@ -55,6 +55,8 @@ def check(config: Config) -> None:
             load("produce.is_valid_sample", produce.is_valid_sample, {})
         if produce.should_continue:
             load("produce.should_continue", produce.should_continue, {})
+    for name, task in config.tasks.items():
+        check_agent(f"tasks.{name}", task, config.task_sampling(name))
     check_tasks("tasks", config.tasks.items())
     _check_eval_tasks(config)
 
@@ -84,11 +86,9 @@ def check_engine(config: Config) -> None:
 
 
 def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
-    """Raise a UserError for the first task whose agent, rewards or data cannot work."""
+    """Raise a UserError for the first task whose rewards or data cannot work."""
     for name, task in tasks:
         where = f"{key}.{name}"
-        if isinstance(task, TaskConfig):
-            check_name(f"{where}.agent", task.agent, AGENTS)
         with _named(where):
             validate_source(name, task, readers=reward.fields_read(task.rewards))
 

@@ -136,9 +136,45 @@ def _no_mask() -> np.ndarray:
     return np.zeros(0, dtype=np.bool_)
 
 
+@dataclass(slots=True, frozen=True)
+class Row:
+    """One training sequence of a rollout: its own prompt, then `length` of its response tokens."""
+
+    prompt_ids: np.ndarray  # int32: what an engine was given before the row's first sampled token
+    length: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ModelCall:
+    """One call of the model by an agent: a node of its rollout's tree of calls (docs/agents.md)."""
+
+    number: int  # counts from 0 in its rollout
+    parent: int | None  # the call whose tokens this one continues; None: a root
+    context_ids: np.ndarray  # int32: what follows the parent's tokens; of a root, the whole prompt
+    token_ids: np.ndarray  # int32, sampled
+    logprobs: np.ndarray  # float32, of the sampling distribution
+    segments: tuple[VersionSegment, ...]  # versions of the sampled tokens
+    finish_reason: str  # stop | length
+    messages: tuple[dict[str, Any], ...]  # what the request added to the parent's conversation
+    answer: dict[str, Any]  # the assistant's message, as the agent got it
+    tools: str = ""  # the tools of the request, as JSON
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.logprobs), sum(segment.length for segment in self.segments)}
+        if lengths != {len(self.token_ids)}:
+            raise ValueError(
+                f"call {self.number}: got log-probs and segments of lengths {sorted(lengths)}, "
+                f"allowed: {len(self.token_ids)} (the sampled tokens)"
+            )
+
+
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """One sampled response. All per-token arrays have the length of `response_ids`."""
+    """One sampled response. All per-token arrays have the length of `response_ids`.
+
+    An agent's rollout may be several sequences: then the arrays hold them end to end, and `rows`
+    says where each begins and what its prompt is.
+    """
 
     rollout_id: str  # "group_id.index", unique for the life of the run
     prompt_ids: np.ndarray  # int32 [prompt length]
@@ -147,6 +183,7 @@ class Rollout:
     logprobs: np.ndarray = field(default_factory=_no_logprobs)  # float32, sampling distribution
     loss_mask: np.ndarray = field(default_factory=_no_mask)  # True: sampled by the policy, trained
     segments: tuple[VersionSegment, ...] = ()  # versions of the response tokens, run-length encoded
+    rows: tuple[Row, ...] = ()  # empty: one row, `prompt_ids` and the whole response
     temperature: float = 1.0
     min_tokens: int = 0  # the first so many tokens were sampled without the end tokens
     status: Status = Status.INIT
@@ -166,12 +203,14 @@ class Rollout:
     def check(self) -> None:
         """Raise a ValueError unless all per-token fields have the same length."""
         length, in_segments = len(self.response_ids), sum(one.length for one in self.segments)
-        if len(self.logprobs) == len(self.loss_mask) == in_segments == length:
+        in_rows = sum(row.length for row in self.rows) if self.rows else length
+        if len(self.logprobs) == len(self.loss_mask) == in_segments == in_rows == length:
             return
         lengths = {
             "logprobs": len(self.logprobs),
             "loss_mask": len(self.loss_mask),
             "segments": in_segments,
+            "rows": in_rows,
         }
         wrong = {name: got for name, got in lengths.items() if got != length}
         raise ValueError(
@@ -191,6 +230,21 @@ class Rollout:
             self.segments = extend_segments(self.segments, segment.version, segment.length)
         self.check()
 
+    def sequences(self) -> list[tuple[np.ndarray, slice]]:
+        """Return (prompt ids, place of its tokens in the response arrays) of each training row."""
+        if not self.rows:
+            return [(self.prompt_ids, slice(0, len(self.response_ids)))]
+        ends = np.cumsum([row.length for row in self.rows]).tolist()
+        return [
+            (row.prompt_ids, slice(end - row.length, end))
+            for row, end in zip(self.rows, ends, strict=True)
+        ]
+
+    @property
+    def num_sampled(self) -> int:
+        """The tokens that the policy sampled; in an agent's rollout, tool results are not counted."""
+        return int(self.loss_mask.sum()) if self.rows else len(self.response_ids)
+
     def move_to(self, status: Status) -> None:
         self.status = move(self.status, status)
 
@@ -207,7 +261,7 @@ class Rollout:
         """Drop the response, so that the rollout is generated from its prompt again."""
         self.move_to(Status.INIT)
         self.response_ids, self.logprobs, self.loss_mask = _no_ids(), _no_logprobs(), _no_mask()
-        self.segments, self.finish_reason, self.text = (), "", ""
+        self.segments, self.rows, self.finish_reason, self.text = (), (), "", ""
         self.score, self.error = None, ""
 
     @property
@@ -325,6 +379,9 @@ class Group:
                 _bytes_of(rollout.logprobs, _LOGPROBS),
                 _bytes_of(rollout.loss_mask, _MASK),
             )
+            for row in rollout.rows:
+                parts.append(struct.pack("<II", len(row.prompt_ids), row.length))
+                parts.append(row.prompt_ids.astype("<i4", copy=False).tobytes())
         return _FINGERPRINT + hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 

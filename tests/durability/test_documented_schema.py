@@ -12,7 +12,9 @@ from penstock.journal import Journal
 PAGE = Path(__file__).parents[2] / "docs" / "durability.md"
 
 
-@pytest.mark.parametrize("view", ["groups", "rollouts", "steps", "weights", "events", "identity"])
+@pytest.mark.parametrize(
+    "view", ["groups", "rollouts", "steps", "weights", "events", "identity", "calls", "tools"]
+)
 def test_every_column_of_a_view_is_documented(view: str, tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.db")
     columns = [row[1] for row in journal.query(f"PRAGMA table_info({view})")]

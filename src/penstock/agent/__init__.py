@@ -1,7 +1,7 @@
 """How a group of rollouts is made: an agent loop asks an engine for responses and a reward for scores.
 
 `AgentLoop`, which every agent loop implements, is declared where it is called, in `produce/`. A new
-agent loop is one file here and one line in `AGENTS`.
+agent is one file here and one line in `AGENTS`: a loop's class, or a function that makes an agent's function.
 """
 
 from __future__ import annotations
@@ -10,4 +10,9 @@ from penstock.produce.context import AgentLoop
 
 __all__ = ["AGENTS", "AgentLoop"]
 
-AGENTS = {"single_turn": "penstock.agent.single_turn:SingleTurn"}
+AGENTS = {
+    "single_turn": "penstock.agent.single_turn:SingleTurn",
+    "tools": "penstock.agent.tools:make",
+    "gym": "penstock.agent.gym:make",
+    "command": "penstock.agent.process:Command",
+}

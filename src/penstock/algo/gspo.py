@@ -20,6 +20,8 @@ class GSPO(Algorithm):
         correction="token_truncate",  # noise between engine and trainer alone would pass the clip
     )
 
+    joins_tokens = True
+
     def log_ratio(self, view: TokenView) -> Tensor:
         token_N = super().log_ratio(view)
         return sequence_mean(token_N, view.sequence_N, view.num_sequences)[view.sequence_N]

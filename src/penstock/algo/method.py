@@ -33,7 +33,7 @@ class TokenView:
     logprobs_N: Tensor  # under the policy that is trained; carry the gradient
     anchor_N: Tensor  # log-probs of the ratio's denominator: behaviour or proximal policy
     advantages_N: Tensor
-    sequence_N: Tensor  # int64: which sequence each token belongs to
+    sequence_N: Tensor  # int64: which rollout each token belongs to
     num_sequences: int
 
 
@@ -50,6 +50,7 @@ class Algorithm:
     """GRPO's objective; other methods override what differs."""
 
     defaults: ClassVar[AlgorithmSettings] = AlgorithmSettings()
+    joins_tokens: ClassVar[bool] = False  # a token's loss depends on its rollout's other tokens
 
     def __init__(self, settings: AlgorithmSettings) -> None:
         self.settings = settings

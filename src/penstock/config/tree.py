@@ -94,9 +94,9 @@ class TaskConfig(TaskDataConfig):
     weight: float = Field(1.0, ge=0)
     """Share of this task in every batch, relative to the other tasks; remainders are carried over."""
     agent: str = "single_turn"
-    """The agent loop: a built-in name or `module:Class`."""
+    """How a rollout is made: single_turn, or your own `file.py:function` of (task, model); see docs/agents.md."""
     agent_options: dict[str, Any] = {}
-    """Options of the agent loop."""
+    """Options of the agent: max_turns, timeout_s, ..., and those that your function takes."""
     produce: dict[str, Any] = {}
     """Fields of [produce] that differ for this task."""
 

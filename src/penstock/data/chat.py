@@ -142,6 +142,11 @@ class ChatTemplate:
         encoded = self.tokenizer(texts, add_special_tokens=not self.has_template, verbose=False)
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
+    def encode_rendered(self, text: str) -> np.ndarray:
+        """Return the ids of one rendered prompt, int32, as `encode` makes them."""
+        ids = self.tokenizer(text, add_special_tokens=not self.has_template, verbose=False)
+        return np.asarray(ids["input_ids"], dtype=np.int32)
+
     def render(
         self,
         messages: Sequence[Message],

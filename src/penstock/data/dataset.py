@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config import EvalTaskConfig, TaskDataConfig
+from penstock.config import EvalTaskConfig, RewardConfig, TaskDataConfig
 from penstock.data import reasoning_gym
 from penstock.data.chat import ChatTemplate
 from penstock.data.source import BadRecord, Content, Records
@@ -214,8 +214,20 @@ def _check_lengths(
 
 
 def task_needs_answer(task: TaskDataConfig) -> bool:
-    """Return whether a built-in reward of the task needs a known answer or test cases."""
+    """Return whether a built-in reward of the task needs a known answer or test cases.
+
+    An agent gives its own reward, unless the task names rewards.
+    """
+    if gives_own_reward(task):
+        return False
     return any(reward.type in REWARDS_THAT_NEED_AN_ANSWER for reward in task.rewards)
+
+
+def gives_own_reward(task: TaskDataConfig) -> bool:
+    """Return whether the task has an agent and names no rewards: then the agent gives the reward."""
+    return getattr(task, "agent", "single_turn") != "single_turn" and task.rewards == [
+        RewardConfig()
+    ]
 
 
 def validate_source(

@@ -20,6 +20,7 @@ from rich.table import Table
 from penstock import terminal
 from penstock.config import ProduceConfig
 from penstock.errors import JournalDamaged
+from penstock.inspection.certificate import Certificate, certify
 from penstock.inspection.evidence import (
     age_faults,
     missing_rows,
@@ -80,6 +81,7 @@ class Audit:
     committed_steps: int
     faults: list[str]
     warnings: list[str]
+    proved: list[str] = field(default_factory=list)  # of agents' rollouts (certificate.py)
 
     @property
     def balanced(self) -> bool:
@@ -105,6 +107,7 @@ class Audit:
             "tasks": {name: asdict(task) for name, task in self.tasks.items()},
             "faults": self.faults,
             "warnings": self.warnings,
+            "proved": self.proved,
         }
 
 
@@ -192,6 +195,7 @@ def _account(
 ) -> Audit:
     tasks = _count(journal, recorded)
     stalest, stale_faults = _staleness(journal, eras)
+    certificate = certify(journal) if not recorded else Certificate()
     faults = [
         *(
             f"task {name}: does not balance: {task}"
@@ -206,6 +210,7 @@ def _account(
         *([] if recorded else prompt_faults(journal, eras[-1].seed)),
         *([] if recorded else _age_faults(journal, eras)),
         *damage,
+        *certificate.faults,
         *([] if recorded else stale_faults),  # in a fork, versions and steps belong to two runs
     ]
     for name, task in tasks.items():
@@ -221,6 +226,7 @@ def _account(
             *filter(None, [unrecorded_steps(journal), pruned_steps(journal)]),
             *(line for name, task in tasks.items() for line in _bias(name, task)),
         ],
+        proved=certificate.lines(),
     )
 
 
@@ -381,6 +387,8 @@ def _print(found: Audit, console: Console) -> None:
         f"{found.max_staleness_trained}, allowed: {found.max_staleness_allowed}",
         highlight=False,
     )
+    for line in found.proved:
+        console.print(line, highlight=False, soft_wrap=True)
     for line in found.warnings:
         console.print(f"warning: {line}", highlight=False, soft_wrap=True)
     for line in found.faults:

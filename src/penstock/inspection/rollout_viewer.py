@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import RunError, UserError
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
-from penstock.types import Rollout
+from penstock.types import ModelCall, Rollout
 
 Render = Callable[[np.ndarray], str]
 
@@ -62,6 +62,7 @@ class RolloutView:
     staleness: int | None  # staleness at that step, by the group's oldest token
     drop_reason: str | None
     error: str
+    turns: list[dict[str, Any]]  # of an agent: call, parent, role and text of each message in turn
 
     @property
     def fate(self) -> str:
@@ -140,13 +141,59 @@ def views_of_group(
     except (struct.error, ValueError, KeyError, IndexError, TypeError) as error:
         raise RunError(f"journal: the payload of group {group_id} is damaged: {error}") from error
     rendered = None if render is None else render(group.prompt.token_ids)
+    calls = journal.calls(group_id)
     return [
-        _view(rollout, group.group_id, group.task, rendered, *row) for rollout in group.rollouts
+        _view(
+            rollout,
+            turns_of(calls.get((rollout.rollout_id, rollout.seed), [])),
+            *(group.group_id, group.task, rendered),
+            *row,
+        )
+        for rollout in group.rollouts
     ]
+
+
+def turns_of(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
+    """Return the messages of an agent's calls in turn; `parent` is the call that each one continues."""
+    return [
+        {
+            "call": call.number,
+            "parent": call.parent,
+            "role": str(message.get("role", "")),
+            "text": _said(message),
+        }
+        for call in calls
+        for message in (*call.messages, call.answer)
+    ]
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, with its reasoning and its tool calls."""
+    calls = [
+        f"{call['function'].get('name')}({call['function'].get('arguments')})"
+        for call in message.get("tool_calls") or ()
+    ]
+    thought = message.get("reasoning_content")
+    parts = [f"<think>{thought}</think>" if thought else "", message_text(dict(message)), *calls]
+    return "\n".join(part for part in parts if part)
+
+
+def transcript(turns: Sequence[Mapping[str, Any]]) -> str:
+    """Return turns as text, with a line where a call starts a branch."""
+    lines, last = [], None
+    for turn in turns:
+        number, parent = turn["call"], turn["parent"]
+        if number != last and number and parent != number - 1:
+            where = "a new conversation" if parent is None else f"continues call {parent}"
+            lines.append(f"-- call {number}: {where}")
+        lines.append(f"{turn['role']}: {turn['text']}")
+        last = number
+    return "\n".join(lines)
 
 
 def _view(
     rollout: Rollout,
+    turns: list[dict[str, Any]],
     group_id: str,
     task: str,
     rendered: str | None,
@@ -181,6 +228,7 @@ def _view(
         staleness=staleness,
         drop_reason=drop_reason,
         error=rollout.error,
+        turns=turns,
     )
 
 
@@ -257,7 +305,10 @@ def _print(console: Console, sample: RolloutView) -> None:
     else:
         for message in sample.prompt:
             _line(console, str(message.get("role", "prompt")), message_text(message), "cyan")
-    _line(console, "response", sample.response, "")
+    if sample.turns:
+        _line(console, "turns", transcript(sample.turns), "")
+    else:
+        _line(console, "response", sample.response, "")
     if sample.gt_answer is not None:
         _line(console, "expected", sample.gt_answer, "")
     style = "dim" if sample.reward is None else "green" if sample.reward > 0 else "red"

@@ -34,11 +34,22 @@ CHECKED = {
     ),
     "weight_rows": ("at", "kind", "engine", "version", "digest"),
     "identity_rows": ("name", "value"),
+    "call_rows": (
+        *("rollout_id", "seed", "number", "parent", "group_id", "at", "finish_reason"),
+        *("num_context", "num_tokens", "messages", "answer", "tools", "substr(data, -4)"),
+    ),
+    "tool_rows": (
+        *("rollout_id", "seed", "call_id", "group_id", "name", "begun_at", "ended_at"),
+        *("outcome", "result"),
+    ),
 }
-_ADDED_IN_3 = {
-    "group_rows": ("num_rollouts",),
-    "step_rows": ("trained", "num_events", "chain", "pruned_at"),
-    "identity_rows": ("name", "value"),
+_ADDED = {  # by schema version
+    3: {
+        "group_rows": ("num_rollouts",),
+        "step_rows": ("trained", "num_events", "chain", "pruned_at"),
+        "identity_rows": CHECKED["identity_rows"],
+    },
+    4: {"call_rows": CHECKED["call_rows"], "tool_rows": CHECKED["tool_rows"]},
 }
 _NAMES = {
     "prompt_rows": "'prompt ' || prompt_id",
@@ -47,6 +58,8 @@ _NAMES = {
     "event_rows": "'event ' || number || ' of group ' || group_id",
     "weight_rows": "'weights ' || version || ', record ' || number",
     "identity_rows": "'identity ' || name",
+    "call_rows": "'call ' || number || ' of rollout ' || rollout_id",
+    "tool_rows": "'tool call ' || call_id || ' of rollout ' || rollout_id",
 }
 
 
@@ -67,13 +80,11 @@ def checked_tables(version: int) -> dict[str, tuple[str, ...]]:
     """Return the tables whose rows have checksums in a schema version, and the columns they cover."""
     if version < FIRST_WITH_CHECKS:
         return {}
-    if version > FIRST_WITH_CHECKS:
-        return CHECKED
-    older = {
-        table: tuple(column for column in columns if column not in _ADDED_IN_3.get(table, ()))
-        for table, columns in CHECKED.items()
-    }
-    return {table: columns for table, columns in older.items() if columns}
+    found = dict(CHECKED)
+    for later in (added for number, added in _ADDED.items() if number > version):
+        for table, columns in later.items():
+            found[table] = tuple(column for column in found[table] if column not in columns)
+    return {table: columns for table, columns in found.items() if columns}
 
 
 def expression(table: str, **changes: str) -> str:
@@ -104,3 +115,16 @@ def damaged_payloads(database: sqlite3.Connection) -> Iterator[str]:
     for prompt_id, data in database.execute("SELECT prompt_id, data FROM prompt_rows"):
         if not is_intact(data):
             yield f"prompt {prompt_id}"
+
+
+def damaged_calls(database: sqlite3.Connection) -> Iterator[str]:
+    """Yield the names of agents' calls whose payload is not what was written; pruned ones have none."""
+    query = "SELECT rollout_id, seed, number, data FROM call_rows WHERE length(data)"
+    for rollout_id, seed, number, data in database.execute(query):
+        if not is_intact(data, None, call_key(rollout_id, seed, number)):
+            yield f"call {number} of rollout {rollout_id}"
+
+
+def call_key(rollout_id: str, seed: int, number: int) -> str:
+    """Return the key under which the payload of an agent's call is stored."""
+    return f"{rollout_id}|{seed}|{number}"

@@ -1,14 +1,15 @@
 """Groups as compact bytes: the journal's own format, versioned.
 
 A rollout is a fixed header, its arrays as raw little-endian bytes (int32 ids, float32 log-probs, a bit
-per mask entry unless all are set), its version segments, and a small JSON tail for the rest. The
-prompt is stored once per group, never per rollout.
+per mask entry unless all are set), its rows if it has any, its version segments, and a small JSON tail
+for the rest. The prompt is stored once per group, never per rollout.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 from zlib import crc32
@@ -16,7 +17,7 @@ from zlib import crc32
 import numpy as np
 
 from penstock.errors import JournalDamaged, RunError
-from penstock.types import Group, Prompt, Rollout, Score, Status, VersionSegment
+from penstock.types import Group, Prompt, Rollout, Row, Score, Status, VersionSegment
 
 CODEC_VERSION = 1
 
@@ -24,9 +25,12 @@ _HEADER = struct.Struct("<BBHIIQdq")  # codec, flags, segments, tokens, tail byt
 _GROUP = struct.Struct("<BHI")  # codec, rollouts, bytes of the JSON head
 _CHECK = struct.Struct("<I")  # the checksum at the end of a payload
 _SEGMENT = struct.Struct("<II")  # version, tokens
+_ROW = struct.Struct("<II")  # prompt tokens, response tokens
+_COUNT = struct.Struct("<I")
 _ALL_TRAINED = 1  # flags
 _KEYED = 2
-_PRUNED = 4  # ids, log-probs and mask were removed
+_PRUNED = 4  # ids, log-probs, mask and rows were removed
+_ROWS = 8  # an agent's rollout: the prompts and lengths of its rows are stored
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _STATUSES = {status.value: status for status in Status}
 
@@ -42,7 +46,9 @@ def encode_rollout(rollout: Rollout, *, with_text: bool = True, key: str = "") -
     ids, logprobs = rollout.response_ids, rollout.logprobs
     header = _HEADER.pack(
         CODEC_VERSION,
-        (_ALL_TRAINED if all_trained else 0) | (_KEYED if key else 0),
+        (_ALL_TRAINED if all_trained else 0)
+        | (_KEYED if key else 0)
+        | (_ROWS if rollout.rows else 0),
         len(segments),
         len(ids),
         len(tail),
@@ -56,11 +62,33 @@ def encode_rollout(rollout: Rollout, *, with_text: bool = True, key: str = "") -
             _little(ids, _IDS),
             _little(logprobs, _LOGPROBS),
             b"" if all_trained else np.packbits(rollout.loss_mask).tobytes(),
+            _encode_rows(rollout.rows),
             *[_SEGMENT.pack(segment.version, segment.length) for segment in segments],
             tail,
         )
     )
-    return body + _check_sum(body, None if with_text else stored_text(rollout.text), key)
+    return body + check_sum(body, None if with_text else stored_text(rollout.text), key)
+
+
+def _encode_rows(rows: Sequence[Row]) -> bytes:
+    if not rows:
+        return b""
+    heads = [_ROW.pack(len(row.prompt_ids), row.length) for row in rows]
+    prompts = [_little(row.prompt_ids, _IDS) for row in rows]
+    return b"".join((_COUNT.pack(len(rows)), *heads, *prompts))
+
+
+def _decode_rows(data: bytes, at: int) -> tuple[tuple[Row, ...], int]:
+    """Return the rows that stand at a place of a payload, and the place behind them."""
+    (count,) = _COUNT.unpack_from(data, at)
+    at += _COUNT.size
+    heads = [_ROW.unpack_from(data, at + number * _ROW.size) for number in range(count)]
+    at += count * _ROW.size
+    rows = []
+    for prompt_tokens, length in heads:
+        rows.append(Row(np.frombuffer(data, "<i4", prompt_tokens, at).astype(np.int32), length))
+        at += 4 * prompt_tokens
+    return tuple(rows), at
 
 
 def _little(array: np.ndarray, dtype: np.dtype) -> bytes:
@@ -78,6 +106,7 @@ def decode_rollout(
     )
     _check_codec(codec)
     at = _HEADER.size
+    rows: tuple[Row, ...] = ()
     if flags & _PRUNED:
         ids, logprobs, mask = _no_arrays(tokens)
     else:
@@ -90,6 +119,8 @@ def decode_rollout(
             packed = np.frombuffer(data, np.uint8, (tokens + 7) // 8, at)
             mask = np.unpackbits(packed, count=tokens).astype(np.bool_)
             at += len(packed)
+        if flags & _ROWS:
+            rows, at = _decode_rows(data, at)
     pairs = struct.unpack_from(f"<{2 * num_segments}I", data, at)
     at += 8 * num_segments
     tail = json.loads(data[at : at + tail_bytes])
@@ -102,6 +133,7 @@ def decode_rollout(
         logprobs=logprobs,
         loss_mask=mask,
         segments=tuple(map(VersionSegment, pairs[::2], pairs[1::2])),
+        rows=rows,
         temperature=temperature,
         min_tokens=tail.get("min_tokens", 0),
         status=_STATUSES[tail["status"]],
@@ -133,7 +165,7 @@ def prune_payload(data: bytes, text: str, key: str, kept_text: str) -> bytes | N
     _, _, num_segments, _, tail_bytes, *_ = header
     rest = data[len(data) - _CHECK.size - tail_bytes - _SEGMENT.size * num_segments : -_CHECK.size]
     body = _HEADER.pack(*header) + rest
-    return body + _check_sum(body, kept_text, key if header[1] & _KEYED else "")
+    return body + check_sum(body, kept_text, key if header[1] & _KEYED else "")
 
 
 def _tail(rollout: Rollout, with_text: bool) -> bytes:
@@ -173,7 +205,7 @@ def encode_prompt(prompt: Prompt) -> bytes:
     text = _to_json(head)
     ids = np.asarray(prompt.token_ids, dtype="<i4").tobytes()
     body = b"".join((_GROUP.pack(CODEC_VERSION, 0, len(text)), text, ids))
-    return body + _check_sum(body)
+    return body + check_sum(body)
 
 
 def decode_prompt(stored: bytes) -> Prompt:
@@ -245,7 +277,7 @@ def is_intact(data: bytes, text: str | None = None, key: str = "") -> bool:
     if not isinstance(data, bytes) or not isinstance(text, str | None) or len(data) < 2:
         return False  # damage can change the type of a value
     key = key if data[1] & _KEYED else ""
-    return data[-_CHECK.size :] == _check_sum(data[: -_CHECK.size], text, key)
+    return data[-_CHECK.size :] == check_sum(data[: -_CHECK.size], text, key)
 
 
 def described(data: bytes) -> tuple:
@@ -275,7 +307,7 @@ def stored_number(value: float) -> float | None:
     return float(value) + 0.0 if value == value else None
 
 
-def _check_sum(body: bytes, text: str | None = None, key: str = "") -> bytes:
+def check_sum(body: bytes, text: str | None = None, key: str = "") -> bytes:
     """Return the checksum that finds a flipped byte in a payload, which SQLite would not notice."""
     crc = crc32(body, crc32(key.encode()) if key else 0)
     return _CHECK.pack(crc32(text.encode(), crc) if text else crc)

@@ -20,9 +20,18 @@ from pathlib import Path
 
 from penstock.errors import JournalDamaged, RunError
 from penstock.journal import records
+from penstock.journal.calls import (
+    CallMade,
+    ToolBegun,
+    ToolEnded,
+    ToolResult,
+    read_calls,
+    select_calls,
+)
 from penstock.journal.checks import (
     FIRST_WITH_CHECKS,
     checked_tables,
+    damaged_calls,
     damaged_payloads,
     damaged_rows,
     rollout_key,
@@ -30,7 +39,7 @@ from penstock.journal.checks import (
 from penstock.journal.codec import decode_prompt, decode_rollout
 from penstock.journal.schema import changed_definitions, open_database, schema_version
 from penstock.journal.writer import Writer
-from penstock.types import Batch, Group, Prompt, Rollout, Status, StepReport
+from penstock.types import Batch, Group, ModelCall, Prompt, Rollout, Status, StepReport
 from penstock.watch.waits import WaitKind, Waits
 
 _STEPS_PRUNED_AT_ONCE = 16
@@ -176,6 +185,26 @@ class Journal:
         """Record facts that identify the run (data, config, code); a name's newer value replaces the old."""
         self._submit(records.Identified(dict(values)))
 
+    async def record_call(self, rollout: Rollout, call: ModelCall) -> None:
+        """Record a model call of an agent's rollout; durable when this returns."""
+        record = CallMade(time.time(), rollout.rollout_id, rollout.seed, call)
+        await self._record_of_agent(rollout, record)
+
+    async def begin_tool(self, rollout: Rollout, call_id: str, name: str) -> None:
+        """Record that a tool is about to be called; durable when this returns."""
+        record = ToolBegun(time.time(), rollout.rollout_id, rollout.seed, call_id, name)
+        await self._record_of_agent(rollout, record)
+
+    async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None:
+        """Record the end of a tool call (done | failed); durable when this returns."""
+        record = ToolEnded(time.time(), rollout.rollout_id, rollout.seed, call_id, outcome, result)
+        await self._record_of_agent(rollout, record)
+
+    async def _record_of_agent(self, rollout: Rollout, record: records.Record) -> None:
+        self._submit(record)
+        with self.waits.wait("journal", WaitKind.SEND, rollout.rollout_id, responder="journal"):
+            await self.flush()
+
     def prune_payloads(self, last_step: int, *, keep_text: bool) -> None:
         """Remove the tokens of steps up to `last_step`, some steps per commit; safe in any thread."""
         with closing(open_database(self.path, readonly=True)) as database:
@@ -251,7 +280,8 @@ class Journal:
         if self._writer is not None:
             self._writer.wait_durable()
         try:
-            return list(dict.fromkeys([*self._damaged_rows(), *damaged_payloads(self._reader)]))
+            payloads = (*damaged_payloads(self._reader), *damaged_calls(self._reader))
+            return list(dict.fromkeys([*self._damaged_rows(), *payloads]))
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
@@ -270,12 +300,13 @@ class Journal:
         self._raise_first(lambda: iter(()))
 
     def check_for_resume(self) -> None:
-        """Raise JournalDamaged if a row that a resume reads is damaged; reads no rollout and no event.
+        """Raise JournalDamaged if a row that a resume reads is damaged; reads no rollout, event or call.
 
-        Rollouts are checked as they are read. The audit checks all of them.
+        Rollouts and calls are checked as they are read. The audit checks all of them.
         """
         version = schema_version(self._reader)
-        tables = [table for table in checked_tables(version) if table != "event_rows"]
+        skipped = ("event_rows", "call_rows")
+        tables = [table for table in checked_tables(version) if table not in skipped]
         for table in tables or ("group_rows", "step_rows"):
             self._check_structure(table)
         self._raise_first(
@@ -385,6 +416,28 @@ class Journal:
                 for group_id, task, cursor, prompt_id, tries in rows
             ],
         )
+
+    def interrupted_calls(self) -> dict[tuple[str, int], list[ModelCall]]:
+        """Return the calls of rollouts that a resume continues, by (rollout, seed)."""
+        groups = "state = 'in_flight' OR (state = 'buffered' AND status = 'aborted')"
+        where = f"group_id IN (SELECT group_id FROM groups WHERE {groups})"
+        return read_calls(self.query(select_calls(where)))
+
+    def interrupted_tools(self) -> dict[tuple[str, int], list[ToolResult]]:
+        """Return the tool calls of rollouts that a resume continues, by (rollout, seed)."""
+        groups = "state = 'in_flight' OR (state = 'buffered' AND status = 'aborted')"
+        found: dict[tuple[str, int], list[ToolResult]] = {}
+        for rollout_id, seed, call_id, name, outcome, result in self.query(
+            "SELECT rollout_id, seed, call_id, name, outcome, result FROM tools"
+            f" WHERE group_id IN (SELECT group_id FROM groups WHERE {groups}) ORDER BY begun_at"
+        ):
+            tool = ToolResult(call_id=call_id, name=name, outcome=outcome, result=result)
+            found.setdefault((rollout_id, seed), []).append(tool)
+        return found
+
+    def calls(self, group_id: str) -> dict[tuple[str, int], list[ModelCall]]:
+        """Return the calls of a group's rollouts, by (rollout, seed); those of every try."""
+        return read_calls(self.query(select_calls("group_id = ?"), (group_id,)))
 
     def cursors(self) -> dict[str, int]:
         """Return, per task, the cursor after the last drawn group."""

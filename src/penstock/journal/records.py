@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from penstock.errors import RunError
+from penstock.journal.calls import CallMade, ToolBegun, ToolEnded, prune_calls
 from penstock.journal.checks import CHECKED, expression, rollout_key, row_check
 from penstock.journal.codec import (
     encode_prompt,
@@ -249,10 +250,13 @@ class StepPruned:
 
     def write(self, tables: Tables) -> None:
         db = tables.db
+        groups = self._groups(db)
         db.executemany(
             "UPDATE rollout_rows SET data = ?, text = ? WHERE group_id = ? AND number = ?",
-            [row for group_id in self._groups(db) for row in self._pruned(db, group_id)],
+            [row for group_id in groups for row in self._pruned(db, group_id)],
         )
+        for group_id in groups:
+            prune_calls(db, group_id, keep_text=self.keep_text)
         db.execute(_PRUNE_STEP, {"step": self.step, "pruned_at": self.at})
 
     def _groups(self, db: sqlite3.Connection) -> list[str]:
@@ -322,6 +326,9 @@ Record = (
     | StepPruned
     | WeightsSeen
     | Identified
+    | CallMade
+    | ToolBegun
+    | ToolEnded
 )
 
 

@@ -1,9 +1,10 @@
 """The journal's tables and public views, and how its file is opened.
 
 The tables (`*_rows`) may change with the schema version. The views `groups`, `rollouts`, `steps`,
-`weights`, `events` and `identity` are public and stay: any SQLite tool can read them while a run writes.
+`weights`, `events`, `identity`, `calls` and `tools` are public and stay: any SQLite tool can read them while a run writes.
 A file of an older version can be read (what it lacks is NULL), and is migrated when a run writes to it:
-version 2 added a checksum to every row, version 3 what the trainer trained, chained, and the identity.
+version 2 added a checksum to every row, version 3 what the trainer trained, chained, and the identity,
+version 4 the calls of agents.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from penstock.journal.checks import (
 )
 from penstock.scratch import ScratchFolder
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _VERSION_1 = """
 CREATE TABLE prompt_rows(
@@ -98,13 +99,48 @@ CREATE VIEW steps AS
         committed_at IS NOT NULL AS committed, trained, num_events, chain, pruned_at FROM step_rows;
 """
 
-# What a file of an older version shows in its place, to a connection that may not change it.
-_NEWER_VIEWS = """
+_CALL_COLUMNS = (
+    "rollout_id, seed, number, parent, group_id, at, finish_reason, num_context, num_tokens,"
+    " messages, answer, tools"
+)
+_TOOL_COLUMNS = "rollout_id, seed, call_id, group_id, name, begun_at, ended_at, outcome, result"
+_VERSION_4 = f"""
+CREATE TABLE call_rows(
+    rollout_id TEXT NOT NULL, seed INTEGER NOT NULL, number INTEGER NOT NULL, parent INTEGER,
+    group_id TEXT NOT NULL, at REAL NOT NULL, finish_reason TEXT NOT NULL, num_context INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL, messages TEXT NOT NULL, answer TEXT NOT NULL, tools TEXT NOT NULL,
+    data BLOB NOT NULL, row_check INTEGER,
+    PRIMARY KEY(rollout_id, seed, number)) WITHOUT ROWID;
+CREATE INDEX call_rows_by_group ON call_rows(group_id);
+CREATE TABLE tool_rows(
+    rollout_id TEXT NOT NULL, seed INTEGER NOT NULL, call_id TEXT NOT NULL, group_id TEXT NOT NULL,
+    name TEXT NOT NULL, begun_at REAL NOT NULL, ended_at REAL,
+    outcome TEXT,                   -- done | failed; NULL: begun, and its end is unknown
+    result TEXT, row_check INTEGER,
+    PRIMARY KEY(rollout_id, seed, call_id)) WITHOUT ROWID;
+CREATE INDEX tool_rows_by_group ON tool_rows(group_id);
+CREATE VIEW calls AS SELECT {_CALL_COLUMNS} FROM call_rows;
+CREATE VIEW tools AS SELECT {_TOOL_COLUMNS} FROM tool_rows;
+"""
+
+
+def _no_rows(view: str, columns: str) -> str:
+    nulls = ", ".join(f"NULL AS {column.strip()}" for column in columns.split(","))
+    return f"CREATE TEMP VIEW {view} AS SELECT {nulls} WHERE 0;"
+
+
+# What a file lacks of a version, shown to a connection that may not change the file.
+_NEWER_VIEWS = {
+    3: """
 CREATE TEMP VIEW groups AS SELECT *, NULL AS num_rollouts FROM main.groups;
 CREATE TEMP VIEW steps AS
     SELECT *, NULL AS trained, NULL AS num_events, NULL AS chain, NULL AS pruned_at FROM main.steps;
 CREATE TEMP VIEW identity AS SELECT NULL AS name, NULL AS value WHERE 0;
-"""
+""",
+    4: _no_rows("calls", _CALL_COLUMNS)
+    + _no_rows("tools", _TOOL_COLUMNS)
+    + _no_rows("call_rows", f"{_CALL_COLUMNS}, data"),
+}
 
 
 def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
@@ -121,12 +157,17 @@ def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
                 f"journal {path}: got schema version {version}, allowed: 1 to {SCHEMA_VERSION}"
             )
         if version < SCHEMA_VERSION:
-            database.executescript(_NEWER_VIEWS if readonly else _migration(version))
+            database.executescript(_lacking(version) if readonly else _migration(version))
     except sqlite3.OperationalError as error:
         raise RunError(f"journal {path}: cannot be opened: {error}") from error
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise JournalDamaged(f"journal {path}: damaged: {error}") from error
     return database
+
+
+def _lacking(version: int) -> str:
+    """Return the SQL that shows what a file of this version lacks."""
+    return "".join(views for number, views in _NEWER_VIEWS.items() if number > version)
 
 
 def _make_file(path: Path) -> None:
@@ -220,7 +261,7 @@ def changed_definitions(database: sqlite3.Connection) -> list[str]:
 
 def _migration(before: int, after: int = SCHEMA_VERSION) -> str:
     """Return the SQL that brings a file from one version to another; a new file has version 0."""
-    steps = {1: _VERSION_1, FIRST_WITH_CHECKS: _check_columns(), 3: _VERSION_3}
+    steps = {1: _VERSION_1, FIRST_WITH_CHECKS: _check_columns(), 3: _VERSION_3, 4: _VERSION_4}
     parts = [steps[version] for version in range(before + 1, after + 1)]
     return f"BEGIN IMMEDIATE; {' '.join(parts)} {_renew_checks(after)} PRAGMA user_version = {after}; COMMIT;"
 

@@ -48,7 +48,7 @@ class UserFunction:
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         """Call the function for one rollout."""
         result = await self._call(self._signature.of_one(rollout, prompt))
-        return _verl_score(result) if self._signature.shape is Shape.VERL else _as_score(result)
+        return _verl_score(result) if self._signature.shape is Shape.VERL else as_score(result)
 
     async def _score_group(
         self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
@@ -67,7 +67,7 @@ class UserFunction:
                 f"got {type(result).__name__}, allowed: a list, one value per rollout"
             )
         return [
-            Score(value=0.0, note="not judged") if is_trl and value is None else _as_score(value)
+            Score(value=0.0, note="not judged") if is_trl and value is None else as_score(value)
             for value in result
         ]
 
@@ -113,7 +113,7 @@ def _read_timeout(name: str, value: Any) -> float:
 def _verl_score(value: Any) -> Score:
     """Return the score of verl's form: a number, or a dict with `score` and other figures."""
     if not isinstance(value, Mapping):
-        return _as_score(value)
+        return as_score(value)
     if not isinstance(value.get("score"), int | float):
         raise RewardError(f"got {value!r}, allowed: a number, or a dict with the number score")
     parts = {k: float(v) for k, v in value.items() if k != "score" and isinstance(v, int | float)}
@@ -121,7 +121,8 @@ def _verl_score(value: Any) -> Score:
     return Score(value=float(value["score"]), parts=parts, answer_ok=verdict)
 
 
-def _as_score(value: Any) -> Score:
+def as_score(value: Any) -> Score:
+    """Return what a function gave as a Score: a number, a bool, a Score or a dict of its fields."""
     if isinstance(value, Score):
         return value
     if isinstance(value, bool):

@@ -386,7 +386,7 @@ class Consumer:
         num_tokens = max(self.ranks.sum_of(sum(len(text.predictors) for text in texts)), 1.0)
         total = 0.0
         for pack in self._make_packs(
-            range(len(texts)),
+            [[number] for number in range(len(texts))],
             [text.token_ids for text in texts],
             [text.predictors for text in texts],
             np.cumsum([0, *(len(text.predictors) for text in texts)]),
@@ -438,27 +438,48 @@ class Consumer:
     # ---- packs
 
     def _packs(self, flat: FlatBatch, chosen_R: np.ndarray) -> Iterator[Pack]:
-        """Return packs of the chosen rollouts that have trained tokens."""
-        numbers = [int(number) for number in chosen_R if len(flat.predictors[number])]
-        return self._make_packs(numbers, flat.token_ids, flat.predictors, flat.bounds_R1)
+        """Return packs of the chosen rollouts' rows that have trained tokens.
+
+        Rows of one rollout share a pack if the loss of a token depends on the rollout's other tokens.
+        """
+        units: dict[int, list[int]] = {}
+        for number in flat.rows_of(chosen_R).tolist():
+            if len(flat.predictors[number]):
+                owner = int(flat.rollout_S[number]) if self._joins_tokens else number
+                units.setdefault(owner, []).append(number)
+        if not self._can_pack and any(len(unit) > 1 for unit in units.values()):
+            raise RunError(
+                f"training: {self.settings.name} with correction {self.settings.correction} needs a "
+                "rollout's rows in one forward pass, and this model takes one row at a time"
+            )
+        return self._make_packs(
+            list(units.values()), flat.token_ids, flat.predictors, flat.bounds_S1, flat.rollout_S
+        )
 
     def _make_packs(
         self,
-        numbers: Sequence[int],
+        units: Sequence[Sequence[int]],
         token_ids: Sequence[np.ndarray],
         predictors: Sequence[np.ndarray],
         first_token: np.ndarray,
+        owner: Sequence[int] | np.ndarray | None = None,
     ) -> Iterator[Pack]:
-        """Yield packs of the sequences `numbers`, and empty packs up to the largest rank's count.
+        """Yield packs of the rows in `units`, and empty packs up to the largest rank's count.
 
-        A sharded forward pass needs all ranks, so every rank makes as many passes.
+        No unit is split. A sharded forward pass needs all ranks, so every rank makes as many passes.
         """
         device = self.policy.device
-        bins = split_by_tokens([len(token_ids[number]) for number in numbers], self._token_budget)
+        lengths = [sum(len(token_ids[number]) for number in unit) for unit in units]
+        bins = split_by_tokens(lengths, self._token_budget)
         missing = int(self.ranks.max_of(len(bins))) - len(bins)
         packs = (
             make_pack(
-                [numbers[index] for index in part], token_ids, predictors, first_token, device
+                [number for index in part for number in units[index]],
+                token_ids,
+                predictors,
+                first_token,
+                device,
+                owner,
             )
             for part in bins
         )
@@ -477,11 +498,19 @@ class Consumer:
     def _constant_length(self) -> int:
         return max(self._max_tokens(task) for task in self.config.tasks)
 
+    @property
+    def _can_pack(self) -> bool:
+        return all(policy.packs for policy, _ in self._policies())
+
+    @property
+    def _joins_tokens(self) -> bool:
+        return self.algorithm.joins_tokens or self.settings.correction.startswith("sequence")
+
     @functools.cached_property
     def _token_budget(self) -> int:
         """Tokens of a pack; an automatic choice is made at the first step, when all memory is in use."""
-        if not all(policy.packs for policy, _ in self._policies()):
-            return 1  # one sequence per pack
+        if not self._can_pack:
+            return 1  # one row per pack
         settings = self.config.train
         if settings.micro_batch_tokens:
             return settings.micro_batch_tokens

@@ -1,8 +1,8 @@
-"""The batch as flat arrays: one entry per rollout (R), one entry per trained token (N). Numpy only.
+"""The batch as flat arrays: entries per rollout (R), per row (S) and per trained token (N). Numpy only.
 
 Lays out groups and their rollouts in the order they came, so that everything after it is arithmetic
-on arrays. `objective.py` computes advantages and loss weights from these arrays; `pack.py` decides
-which rollouts share a forward pass.
+on arrays. A rollout is one row, an agent's may be several; advantages, weights and means are per
+rollout (`objective.py`), forward passes are per row (`pack.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from penstock.types import Group, Rollout, expand_segments, staleness
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatBatch:
-    """R rollouts of one batch and their N trained tokens, laid end to end."""
+    """R rollouts of one batch, their S rows and their N trained tokens, laid end to end."""
 
     rollouts: tuple[Rollout, ...]
-    token_ids: tuple[np.ndarray, ...]  # prompt and response of each rollout
-    predictors: tuple[np.ndarray, ...]  # positions in token_ids whose next token is trained
+    token_ids: tuple[np.ndarray, ...]  # prompt and response of each row
+    predictors: tuple[
+        np.ndarray, ...
+    ]  # per row: positions in token_ids whose next token is trained
+    rollout_S: np.ndarray  # which rollout each row belongs to
+    bounds_S1: np.ndarray  # trained tokens of row s are bounds[s] .. bounds[s + 1]
     group_R: np.ndarray  # which group each rollout belongs to
     bounds_R1: np.ndarray  # trained tokens of rollout r are bounds[r] .. bounds[r + 1]
     truncated_R: np.ndarray  # the response was cut at max_tokens
@@ -60,12 +64,14 @@ class FlatBatch:
             for rollout, index in pairs
         ]
         temperatures_R = np.array([rollout.temperature or 1.0 for rollout in rollouts])
+        rows = [_rows(rollout, index) for rollout, index in pairs]
+        predictors = tuple(predictor for parts in rows for _, predictor in parts)
         return cls(
             rollouts=rollouts,
-            token_ids=tuple(
-                np.concatenate([rollout.prompt_ids, rollout.response_ids]) for rollout in rollouts
-            ),
-            predictors=tuple(index + len(rollout.prompt_ids) - 1 for rollout, index in pairs),
+            token_ids=tuple(ids for parts in rows for ids, _ in parts),
+            predictors=predictors,
+            rollout_S=np.repeat(np.arange(len(rollouts)), [len(parts) for parts in rows]),
+            bounds_S1=np.cumsum([0, *(len(predictor) for predictor in predictors)]),
             group_R=group_R,
             bounds_R1=np.concatenate([[0], np.cumsum(counts_R)]),
             truncated_R=truncated_R,
@@ -95,7 +101,26 @@ class FlatBatch:
 
     @property
     def response_lengths_R(self) -> np.ndarray:
-        return np.array([len(rollout.response_ids) for rollout in self.rollouts], dtype=np.int64)
+        """Sampled tokens of each rollout: the results of an agent's tools have no length."""
+        return np.array([rollout.num_sampled for rollout in self.rollouts], dtype=np.int64)
+
+    def rows_of(self, chosen_R: np.ndarray) -> np.ndarray:
+        """Return the numbers of the chosen rollouts' rows, in order."""
+        return np.flatnonzero(np.isin(self.rollout_S, chosen_R))
+
+
+def _rows(rollout: Rollout, index: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return (token ids, predictors) of each row; `index` are the trained places in the response."""
+    return [
+        (
+            np.concatenate([prompt_ids, rollout.response_ids[place]]),
+            index[(index >= place.start) & (index < place.stop)]
+            - place.start
+            + len(prompt_ids)
+            - 1,
+        )
+        for prompt_ids, place in rollout.sequences()
+    ]
 
 
 def _early(rollout: Rollout, index: np.ndarray, end_ids: Sequence[int]) -> np.ndarray:

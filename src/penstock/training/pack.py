@@ -19,16 +19,16 @@ from penstock.training.packed_attention import PackLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """One forward pass: T tokens of S sequences, of which N are predicted and trained."""
+    """One forward pass: T tokens of whole rows, of which N are predicted and trained."""
 
-    num_sequences: int
+    num_sequences: int  # rollouts whose rows are in the pack
     input_ids_T: Tensor
     position_ids_T: Tensor
     layout: PackLayout
     predictor_N: Tensor  # position whose hidden state predicts the trained token
     target_N: Tensor
     token_N: np.ndarray  # number of each trained token in the batch's flat arrays
-    sequence_N: Tensor  # which sequence of the pack each token belongs to
+    sequence_N: Tensor  # which rollout of the pack each token belongs to
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -73,11 +73,12 @@ def make_pack(
     predictors: Sequence[np.ndarray],
     first_token: Sequence[int] | np.ndarray,
     device: torch.device,
+    owner: Sequence[int] | np.ndarray | None = None,
 ) -> Pack:
-    """Pack the sequences `numbers` of a batch.
+    """Pack the rows `numbers` of a batch.
 
-    `token_ids`, `predictors` and `first_token` (the number of its first trained token) hold one
-    entry per sequence of the batch.
+    `token_ids`, `predictors`, `first_token` (the number of its first trained token) and `owner` (the
+    number of its rollout; None: each row is one) hold one entry per row of the batch.
     """
     ordered = sorted(numbers, key=lambda number: (len(token_ids[number]), number))
     lengths = np.array([len(token_ids[number]) for number in ordered], dtype=np.int64)
@@ -94,12 +95,15 @@ def make_pack(
         ]
     ).astype(np.int64)
     distinct, repeats = np.unique(lengths, return_counts=True)
+    places: dict[int, int] = {}  # of each rollout among those of the pack
+    owners = ordered if owner is None else [int(owner[number]) for number in ordered]
+    sequence = [places.setdefault(rollout, len(places)) for rollout in owners]
 
     def move(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     return Pack(
-        num_sequences=len(ordered),
+        num_sequences=len(places),
         input_ids_T=move(ids),
         position_ids_T=move(np.arange(len(ids)) - np.repeat(starts[:-1], lengths)),
         layout=PackLayout(
@@ -112,5 +116,5 @@ def make_pack(
         predictor_N=move(predictor),
         target_N=move(ids[predictor + 1]),
         token_N=token,
-        sequence_N=move(np.repeat(np.arange(len(ordered)), counts)),
+        sequence_N=move(np.repeat(np.array(sequence, dtype=np.int64), counts)),
     )

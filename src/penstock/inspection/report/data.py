@@ -18,7 +18,7 @@ from penstock.config.source import to_toml
 from penstock.errors import PenstockError, RunError
 from penstock.findings import find
 from penstock.findings.observed import read_observed
-from penstock.inspection.rollout_viewer import message_text, views_of_group
+from penstock.inspection.rollout_viewer import message_text, transcript, views_of_group
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.types import Finding
@@ -196,7 +196,8 @@ def _read_samples(journal: Journal, record: RunRecord) -> None:
         for sample in samples:
             row = sample.plain() | {"fate": sample.fate}
             row["prompt"] = _clip("\n".join(message_text(m) for m in sample.prompt))
-            row["response"] = _clip(sample.response)
+            turns = row.pop("turns")
+            row["response"] = _clip(transcript(turns) if turns else sample.response)
             record.samples.append(row)
     if damaged:
         record.missing.append(f"{len(damaged)} groups were left out of the samples: {damaged[0]}")

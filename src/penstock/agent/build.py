@@ -1,0 +1,171 @@
+"""Makes the agent loop that a task names: a class with `generate_group`, a function, or a command line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock import plugins
+from penstock.agent import AGENTS, AgentLoop, gym, tools
+from penstock.agent.bridge import Bridge
+from penstock.agent.check import AgentCheck, Finding
+from penstock.agent.endpoint import Endpoint
+from penstock.agent.function import (
+    OWN_OPTIONS,
+    AgentSettings,
+    Function,
+    FunctionAgent,
+    Interrupted,
+    check_function,
+    limits_of,
+)
+from penstock.agent.process import Command, Pool, read_command, read_python, read_size
+from penstock.agent.session import Limits
+from penstock.config import SamplingConfig, TaskConfig
+from penstock.data.chat import ChatTemplate
+from penstock.data.dataset import gives_own_reward
+from penstock.engine.protocol import InferenceEngine
+from penstock.errors import UserError
+from penstock.journal import Journal
+from penstock.plugins import check_name
+from penstock.reward import build_reward
+from penstock.reward.protocol import Reward
+from penstock.types import Prompt
+
+_MADE: dict[str, tuple[str, ...]] = {"tools": tools.OPTIONS, "gym": gym.OPTIONS}  # own options
+_OUTSIDE = ("python", "processes")  # options of a function that runs in processes of its own
+
+
+def check_agent(where: str, task: TaskConfig, sampling: SamplingConfig) -> None:
+    """Raise a UserError for the first thing that the task's agent cannot use."""
+    check_name(f"{where}.agent", task.agent, AGENTS)
+    if _loop_class(where, task) is not None:
+        return
+    if sampling.min_tokens:
+        raise UserError(
+            f"{where}: sampling.min_tokens got {sampling.min_tokens} with an agent, allowed: 0"
+        )
+    _function(where, task)
+    AgentSettings.read(f"{where}.agent_options", task.agent_options, Limits())
+    if not gives_own_reward(task) and build_reward(task.rewards, max_tokens=1).needs_group:
+        raise UserError(
+            f"{where}.rewards: got a reward that compares the rollouts of a group, allowed with an "
+            "agent: rewards of one rollout"
+        )
+
+
+def _loop_class(where: str, task: TaskConfig) -> Any:
+    """Return the class of an agent loop, if the task names one."""
+    if task.agent_options.get("python") or task.agent == "command":
+        return None  # nothing of it is imported here
+    agent = plugins.load(f"{where}.agent", task.agent, AGENTS)
+    return agent if inspect.isclass(agent) else None
+
+
+def build_agent(
+    where: str,
+    task: TaskConfig,
+    sampling: SamplingConfig,
+    *,
+    engine: InferenceEngine,
+    reward: Reward,
+    chat: ChatTemplate,
+    journal: Journal,
+    endpoint: Endpoint | None,
+    note: Callable[[str], None],
+) -> AgentLoop:
+    """Return the task's agent loop."""
+    loop = _loop_class(where, task)
+    if loop is not None:
+        made: AgentLoop = loop(
+            engine=engine,
+            reward=reward,
+            sampling=sampling,
+            decode=chat.decode,
+            **task.agent_options,
+        )
+        return made
+    bridge = Bridge(chat, task.chat_template_kwargs)
+    for turn, reason in bridge.proof.items():
+        if reason:
+            note(
+                f"note: {where}: a {turn} turn is rendered whole and trained as a row of its own: {reason}"
+            )
+    function, options = _function(where, task)
+    return FunctionAgent(
+        function,
+        engine=engine,
+        sampling=sampling,
+        bridge=bridge,
+        settings=AgentSettings.read(
+            f"{where}.agent_options", task.agent_options, limits_of(task, chat)
+        ),
+        decode=chat.decode,
+        recorder=journal,
+        endpoint=endpoint,
+        reward=None if gives_own_reward(task) else reward,
+        options=options,
+        system_prompt=task.system_prompt,
+        interrupted=Interrupted(
+            calls=journal.interrupted_calls(), tools=journal.interrupted_tools()
+        ),
+    )
+
+
+async def try_agent(
+    where: str, task: TaskConfig, sampling: SamplingConfig, chat: ChatTemplate, prompt: Prompt
+) -> list[Finding]:
+    """Check the task's agent against a made-up policy (`check.py`)."""
+    if _loop_class(where, task) is not None:
+        raise UserError(
+            f"{where}.agent: got {task.agent!r}, allowed: a function, tools, gym, command"
+        )
+    function, options = _function(where, task)
+    endpoint = Endpoint()
+    await endpoint.start()
+    try:
+        return await AgentCheck(
+            function,
+            options,
+            settings=AgentSettings.read(
+                f"{where}.agent_options", task.agent_options, limits_of(task, chat)
+            ),
+            chat=chat,
+            template_arguments=task.chat_template_kwargs,
+            sampling=sampling,
+            prompt=prompt,
+            system_prompt=task.system_prompt,
+            endpoint=endpoint,
+            gives_reward=gives_own_reward(task),
+        ).run()
+    finally:
+        await endpoint.close()
+        if hasattr(function, "close"):
+            await function.close()
+
+
+def _function(where: str, task: TaskConfig) -> tuple[Function, dict[str, Any]]:
+    """Return the agent's function, and the options that it is called with."""
+    options, key = task.agent_options, f"{where}.agent_options"
+    if task.agent == "command":
+        _refuse_others(key, options, ("command", "processes"))
+        return Command(read_command(key, options), read_size(key, options)), {}
+    if task.agent in _MADE:
+        _refuse_others(key, options, _MADE[task.agent])
+        return plugins.load(f"{where}.agent", task.agent, AGENTS)(key, options), {}
+    own = {name: value for name, value in options.items() if name not in (*OWN_OPTIONS, *_OUTSIDE)}
+    if options.get("python"):
+        return Pool(task.agent, read_size(key, options), read_python(key, options)), own
+    function = plugins.load(f"{where}.agent", task.agent, AGENTS)
+    check_function(f"{where}.agent", function, own)
+    if inspect.iscoroutinefunction(function) and "processes" not in options:
+        return function, own
+    return Pool(task.agent, read_size(key, options)), own
+
+
+def _refuse_others(key: str, options: Mapping[str, Any], own: Sequence[str]) -> None:
+    """Refuse an option that neither this agent nor every agent takes."""
+    for name in options:
+        if name not in (*own, *OWN_OPTIONS):
+            raise UserError(f"{key}: got {name!r}, allowed: {', '.join((*own, *OWN_OPTIONS))}")

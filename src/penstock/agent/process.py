@@ -1,0 +1,207 @@
+"""Agents outside the driver: a function in a pool of processes, under another Python, or a command line.
+
+A process makes one rollout at a time and asks the endpoint over HTTP. It is killed, with the processes
+it started, when its rollout ends late, is cancelled, or when the run ends; the next rollout gets a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from penstock.agent.session import Model
+from penstock.agent.task import Task
+from penstock.errors import RewardError, RunError, UserError
+
+INSIDE = Path(__file__).with_name("inside.py")
+DEFAULT_PROCESSES = 4
+_MOST_LINE_BYTES = 16 << 20
+_START_TIMEOUT_S = 120.0
+
+
+class Pool:
+    """Calls a function in one of `size` processes; a call is `await pool(task, model, **options)`."""
+
+    def __init__(self, target: str, size: int, python: str = "") -> None:
+        self._command = (python or sys.executable, str(INSIDE), "serve", target)
+        self._places = asyncio.Semaphore(size)
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+
+    async def __call__(self, task: Task, model: Model, **options: Any) -> Any:
+        async with self._places:
+            process = self._idle.pop() if self._idle else await self._start()
+            try:
+                answer = await process.ask({**_given(task, model), "options": options})
+            except (
+                BaseException
+            ):  # cancelled or dead: the process may be in the middle of a rollout
+                await self._end(process)
+                raise
+            self._idle.append(process)
+        if "error" in answer:
+            raise RunError(answer["error"])
+        model.reward(answer["earned"])
+        return answer["result"]
+
+    async def _start(self) -> _Process:
+        process = await _Process.start(self._command)
+        self._all.add(process)
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                hello = await process.read()
+        except BaseException:
+            await self._end(process)
+            raise
+        if "refused" in hello:
+            await self._end(process)
+            raise RunError(hello["refused"])
+        return process
+
+    async def _end(self, process: _Process) -> None:
+        self._all.discard(process)
+        await process.kill()
+
+    async def close(self) -> None:
+        for process in list(self._all):
+            await self._end(process)
+
+
+class Command:
+    """Runs a command line per rollout: the task on stdin, the reward is the last line of its output."""
+
+    def __init__(self, words: Sequence[str], size: int) -> None:
+        self._words = (sys.executable, str(INSIDE), "exec", *words)
+        self._places = asyncio.Semaphore(size)
+        self._all: set[_Process] = set()
+
+    async def __call__(self, task: Task, model: Model) -> Any:
+        environment = {
+            **os.environ,
+            "OPENAI_BASE_URL": model.base_url,
+            "OPENAI_API_KEY": model.api_key,
+            "OPENAI_MODEL": model.name,
+            "PENSTOCK_SEED": str(model.seed),
+        }
+        async with self._places:
+            process = await _Process.start(self._words, environment)
+            self._all.add(process)
+            try:
+                code, output = await process.finish(json.dumps(asdict(task)))
+            finally:
+                self._all.discard(process)
+                await process.kill()
+        lines = output.strip().splitlines()
+        if code:
+            raise RunError(f"the command ended with code {code}: {process.last_words()}")
+        try:
+            return float(lines[-1])
+        except (IndexError, ValueError):
+            last = lines[-1] if lines else "no output"
+            raise RewardError(f"the command's last line: got {last!r}, allowed: a number") from None
+
+    async def close(self) -> None:
+        for process in list(self._all):
+            await process.kill()
+
+
+class _Process:
+    """One process in a session of its own, with its errors in a file."""
+
+    def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
+        self._process, self._errors = process, errors
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> _Process:
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
+        made = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            limit=_MOST_LINE_BYTES,
+            start_new_session=True,  # Ctrl-C is for the run, which ends its processes itself
+            env=environment,
+        )
+        return cls(made, errors)
+
+    async def ask(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one line; return the answer's."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it died: reading says so
+            self._process.stdin.write(json.dumps(given).encode() + b"\n")
+            await self._process.stdin.drain()
+        return await self.read()
+
+    async def read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise RunError(f"the agent's process died: {self.last_words()}")
+        return dict(json.loads(line))
+
+    async def finish(self, text: str) -> tuple[int, str]:
+        """Give the process its input and wait for its end; return its exit code and output."""
+        output, _ = await self._process.communicate(text.encode())
+        return self._process.returncode or 0, output.decode(errors="replace")
+
+    def last_words(self) -> str:
+        """Return the last line that the process wrote to stderr."""
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - 2000))
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else "it wrote no message"
+
+    async def kill(self) -> None:
+        """Kill the process and those that it started, and close its pipes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        self._process._transport.close()  # type: ignore[attr-defined]
+
+
+def _given(task: Task, model: Model) -> dict[str, Any]:
+    return {
+        "task": asdict(task),
+        "base_url": model.base_url,
+        "api_key": model.api_key,
+        "name": model.name,
+        "seed": model.seed,
+    }
+
+
+def read_size(where: str, options: Mapping[str, Any]) -> int:
+    """Return the number of processes that the options ask for."""
+    size = options.get("processes", DEFAULT_PROCESSES)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UserError(f"{where}.processes: got {size!r}, allowed: a whole number from 1")
+    return size
+
+
+def read_command(where: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the words of the command that the options name."""
+    words = options.get("command")
+    if not isinstance(words, list) or not words or not all(isinstance(w, str) for w in words):
+        raise UserError(
+            f'{where}.command: got {words!r}, allowed: a list of words, such as ["node", "agent.js"]'
+        )
+    return words
+
+
+def read_python(where: str, options: Mapping[str, Any]) -> str:
+    """Return the Python that the options name; empty: this one."""
+    python = options.get("python", "")
+    if not isinstance(python, str) or (python and not os.access(python, os.X_OK)):
+        raise UserError(f"{where}.python: got {python!r}, allowed: the path of a Python")
+    return python

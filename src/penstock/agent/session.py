@@ -1,0 +1,359 @@
+"""The session of one rollout: it answers an agent's model calls and records each of them in a tree.
+
+A request finds its place in the tree, its new messages become ids (`bridge.py`), an engine samples, and
+the call is kept before its answer leaves. A call that the journal already holds is answered from there.
+Called in the driver's event loop, in process (`Model`) or over HTTP (`endpoint.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.agent.bridge import Bridge
+from penstock.agent.tree import CallTree, Message, Place, arguments_of
+from penstock.data.sampler import stable_hash
+from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
+from penstock.errors import EngineError, EnginesLost, RunError, UserError
+from penstock.journal.calls import ToolResult
+from penstock.reward.call_threads import CallThreads, CallTimeout
+from penstock.types import ModelCall, Rollout
+
+
+class Recorder(Protocol):
+    """Keeps what agents do; each method returns when the record is durable. A `Journal` is one."""
+
+    async def record_call(self, rollout: Rollout, call: ModelCall) -> None: ...
+
+    async def begin_tool(self, rollout: Rollout, call_id: str, name: str) -> None: ...
+
+    async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None: ...
+
+
+class ToolUnknown(RunError):
+    """A tool was begun before a crash, and nobody knows whether it ended."""
+
+
+TOOL_THREADS = 32  # blocking tools that run at once
+
+
+class ContextOverflow(RunError):
+    """A call's context is longer than the policy takes; OpenAI's code: context_length_exceeded."""
+
+
+class TurnsExceeded(RunError):
+    """The agent asked for more model calls than max_turns."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Limits:
+    """What one rollout of an agent may use."""
+
+    max_turns: int = 16  # model calls of a rollout
+    max_context: int = 2048  # tokens of a call's context
+    max_positions: int = 1 << 30  # tokens of a call's context and answer together
+    turn_timeout_s: float = 300.0  # for one model call
+    tool_timeout_s: float = 60.0  # for one tool call
+
+
+class Session:
+    """Consumes an agent's requests, produces recorded calls; ends with its rollout."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        *,
+        engine: InferenceEngine,
+        bridge: Bridge,
+        sampling: SamplingParams,
+        limits: Limits,
+        recorder: Recorder,
+        calls: Sequence[ModelCall] = (),
+        tools: Sequence[ToolResult] = (),
+        threads: CallThreads | None = None,
+        thinking: str = "keep",
+    ) -> None:
+        self.rollout = rollout
+        self.tree = CallTree(list(calls))
+        self.limits = limits
+        self.truncated = False  # a call was refused because of its length or its number
+        self.aborted = (
+            False  # an engine was told to end a call: the rollout is interrupted, not failed
+        )
+        self.fault: EnginesLost | None = None  # it ends the run, whatever the agent made of it
+        self.notes: dict[str, Any] = {}  # what a dialect of the endpoint remembers
+        self._engine, self._bridge, self._sampling = engine, bridge, sampling
+        self._recorder, self._threads = recorder, threads
+        self._tools = {tool.call_id: tool for tool in tools}  # of the interrupted try
+        self._keeps_thinking = thinking == "keep"
+        self._unclaimed = [call.number for call in calls]  # calls that nobody has asked for again
+        self._asked: Counter[tuple] = Counter()  # requests by place, to tell repeated ones apart
+        self._latest: dict[tuple, asyncio.Task[ModelCall]] = {}  # by place: what a retry gets
+        self._running: dict[asyncio.Task[ModelCall], str] = {}  # with its engine request
+        self._turns = 0
+
+    async def call(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        *,
+        max_tokens: int | None = None,
+        is_retry: bool = False,
+    ) -> ModelCall:
+        """Answer one request; a client's retry gets the call of the request it repeats."""
+        messages = [_plain(message) for message in messages]
+        wanted = tools_text(tools)
+        place = self.tree.place(messages, wanted)
+        parent_ids = self.tree.ids(place.parent)
+        place, context_ids = self._context(place, parent_ids, messages, wanted)
+        if place.parent is None:
+            parent_ids = parent_ids[:0]
+        number = None if place.parent is None else place.parent.number
+        key = (number, context_ids.tobytes())
+        task = self._latest.get(key) if is_retry else None
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            found = self._claim(key)
+            if found is not None:
+                return found
+            task = asyncio.create_task(
+                self._sample(place, parent_ids, context_ids, wanted, key, max_tokens)
+            )
+            self._latest[key] = task
+            task.add_done_callback(self._forget)
+        try:
+            async with asyncio.timeout(self.limits.turn_timeout_s):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            raise EngineError(
+                f"no answer after {self.limits.turn_timeout_s:g} s (turn_timeout_s)"
+            ) from None
+
+    def _context(
+        self, place: Place, parent_ids: np.ndarray, messages: Sequence[Message], tools: str
+    ) -> tuple[Place, np.ndarray]:
+        """Return the place, and the ids that follow its parent's; without a bridge, a new root."""
+        if place.parent is not None:
+            added = None
+            if self._keeps_thinking:
+                added = self._bridge.suffix(place.parent, place.messages)
+            else:
+                whole = self._bridge.render(messages, json.loads(tools or "[]"))
+                if np.array_equal(whole[: len(parent_ids)], parent_ids):
+                    added = whole[len(parent_ids) :]
+            if added is not None:
+                return place, added
+        whole = self._bridge.render(messages, json.loads(tools or "[]"))
+        return Place(None, tuple(messages)), whole
+
+    def _claim(self, key: tuple) -> ModelCall | None:
+        """Return the recorded call of this place that no request of this session has got yet."""
+        for number in self._unclaimed:
+            call = self.tree.calls[number]
+            if (call.parent, call.context_ids.tobytes()) == key:
+                self._unclaimed.remove(number)
+                self._asked[key] += 1
+                self._turns += 1
+                return call
+        return None
+
+    async def _sample(
+        self,
+        place: Place,
+        parent_ids: np.ndarray,
+        context_ids: np.ndarray,
+        tools: str,
+        key: tuple,
+        max_tokens: int | None,
+    ) -> ModelCall:
+        """Sample one answer, and keep the call."""
+        prompt_ids = np.concatenate([parent_ids, context_ids]).astype(np.int32, copy=False)
+        room = self._room(len(prompt_ids))
+        self._turns += 1
+        repeat, self._asked[key] = self._asked[key], self._asked[key] + 1
+        # by content, not by order: parallel calls get the same tokens whichever comes first
+        digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).hexdigest()
+        seed = stable_hash(self.rollout.seed, digest, repeat)
+        limit = min(room, self._sampling.max_tokens, max_tokens or room)
+        request = GenerationRequest(
+            request_id=f"{self.rollout.rollout_id}/{seed:x}",
+            prompt_ids=prompt_ids,
+            sampling=replace(self._sampling, max_tokens=limit),
+            seed=seed,
+        )
+        generation = await self._generate(request)
+        call = ModelCall(
+            number=len(self.tree.calls),
+            parent=None if place.parent is None else place.parent.number,
+            context_ids=context_ids,
+            token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            segments=generation.segments,
+            finish_reason=generation.finish_reason,
+            messages=tuple(map(dict, place.messages)),
+            answer=self._bridge.parse(
+                generation.token_ids, prompt_ids, json.loads(tools or "[]"), seed
+            ),
+            tools=tools,
+        )
+        self.tree.calls.append(call)
+        await self._recorder.record_call(self.rollout, call)
+        return call
+
+    async def tool(
+        self, call: Mapping[str, Any], function: Callable[..., Any], *, unknown: str = "fail"
+    ) -> str:
+        """Call a tool at most once, whatever happens to this process; return its result as text.
+
+        After a crash, a call that was done gets its result from the journal. One that was only begun
+        raises ToolUnknown, or is made again with `unknown="retry"`. With `unknown="rebuild"` every call
+        is made again, for an environment inside this process, and must give the recorded result.
+        """
+        if unknown not in ("fail", "retry", "rebuild"):
+            raise UserError(f"unknown: got {unknown!r}, allowed: 'fail', 'retry' or 'rebuild'")
+        call_id, name = str(call["id"]), str(call["function"]["name"])
+        before = self._tools.pop(call_id, None)
+        if before is not None and unknown != "rebuild":
+            if before.outcome == "done":
+                return before.result or ""
+            if before.outcome is None and unknown == "fail":
+                raise ToolUnknown(
+                    f"tool {name}: call {call_id} was begun before a crash, its end is unknown"
+                )
+        await self._recorder.begin_tool(self.rollout, call_id, name)
+        try:
+            result = await self._apply(function, call, call_id)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            await self._recorder.end_tool(self.rollout, call_id, "failed", reason)
+            raise
+        if before is not None and before.outcome == "done" and result != before.result:
+            raise RunError(
+                f"tool {name}: the environment is not deterministic: call {call_id} gave "
+                f"{_short(before.result or '')} before a crash and now {_short(result)}"
+            )
+        await self._recorder.end_tool(self.rollout, call_id, "done", result)
+        return result
+
+    async def _apply(
+        self, function: Callable[..., Any], call: Mapping[str, Any], call_id: str
+    ) -> str:
+        """Call the function with the call's arguments, and its key if it takes one; bound its time."""
+        arguments = arguments_of(call)
+        if not isinstance(arguments, Mapping):
+            raise TypeError(f"got the arguments {arguments!r}, allowed: a table")
+        given = dict(arguments)
+        if "idempotency_key" in inspect.signature(function).parameters:
+            given["idempotency_key"] = call_id
+        limit = self.limits.tool_timeout_s
+        try:
+            if inspect.iscoroutinefunction(function):
+                async with asyncio.timeout(limit):
+                    result = await function(**given)
+            else:
+                if self._threads is None:
+                    self._threads = CallThreads("tool", TOOL_THREADS, limit)
+                result = await self._threads.run(partial(function, **given))
+        except CallTimeout:
+            raise TimeoutError(f"no result after {limit:g} s (tool_timeout_s)") from None
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+    def _room(self, context: int) -> int:
+        """Return the tokens that an answer may have; refuse a call past the rollout's limits."""
+        limits = self.limits
+        if self._turns >= limits.max_turns:
+            self.truncated = True
+            raise TurnsExceeded(
+                f"got call {self._turns + 1}, allowed: max_turns = {limits.max_turns}"
+            )
+        room = limits.max_positions - context
+        if context > limits.max_context or room < 1:
+            self.truncated = True
+            most = min(limits.max_context, limits.max_positions - 1)
+            raise ContextOverflow(f"got a context of {context} tokens, allowed: at most {most}")
+        return room
+
+    async def _generate(self, request: GenerationRequest) -> Generation:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[task] = request.request_id
+        try:
+            generation = await self._engine.generate(request)
+        except EnginesLost as error:
+            self.fault = error
+            raise
+        self.aborted = self.aborted or generation.finish_reason == "abort"
+        if generation.finish_reason not in ("stop", "length"):
+            raise EngineError(
+                generation.error or f"the engine ended it: {generation.finish_reason}"
+            )
+        return generation
+
+    def _forget(self, task: asyncio.Task[ModelCall]) -> None:
+        self._running.pop(task, None)
+        if not task.cancelled():
+            task.exception()  # the request that waits for it raises it
+
+    async def close(self) -> None:
+        """End the calls that still run, at the engine too."""
+        running = dict(self._running)
+        for task in running:
+            task.cancel()
+        aborts = (self._engine.abort(request_id) for request_id in running.values())
+        await asyncio.gather(*aborts, *running, return_exceptions=True)
+
+
+class Model:
+    """What an agent's function gets: an endpoint of its own, and the same without HTTP."""
+
+    def __init__(self, session: Session, *, base_url: str, api_key: str, name: str) -> None:
+        self.base_url, self.api_key, self.name = base_url, api_key, name
+        self.seed = session.rollout.seed
+        self.earned = 0.0  # the sum of `reward` calls
+        self._session = session
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> dict[str, Any]:
+        """Return the assistant's message (content, and tool_calls if it has any)."""
+        call = await self._session.call(messages, tools or (), max_tokens=max_tokens)
+        return json.loads(json.dumps(call.answer))
+
+    async def tool(
+        self, call: Mapping[str, Any], function: Callable[..., Any], *, unknown: str = "fail"
+    ) -> str:
+        """Return the result of a tool call as text; the journal has it before and after the call."""
+        return await self._session.tool(call, function, unknown=unknown)
+
+    def reward(self, value: float) -> None:
+        """Add to the reward that the function returns."""
+        self.earned += float(value)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:60]}...")
+
+
+def tools_text(tools: Sequence[Any]) -> str:
+    """Return tool schemas as JSON in the order that the template will render; empty: none."""
+    return json.dumps(list(tools), ensure_ascii=False) if tools else ""
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """Return a copy of a message as JSON holds it; it may be an object of a client library."""
+    table = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
+    return json.loads(
+        json.dumps({name: value for name, value in table.items() if value is not None})
+    )

@@ -1,0 +1,261 @@
+"""The HTTP endpoint of agents: OpenAI's form, one key per session, errors as OpenAI gives them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from penstock.agent.bridge import Bridge
+from penstock.agent.endpoint import Endpoint
+from penstock.agent.session import Limits, Session
+from penstock.data.sampler import Sampler
+from penstock.engine.protocol import SamplingParams
+from stages.chat_policy import Kept, ScriptedEngine, chat_template, user
+from stages.rollouts import make_prompts
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+Send = Callable[..., Awaitable[tuple[int, Any]]]
+
+
+def make_session(say: Callable[[str], str], number: int = 0, **limits: Any) -> Session:
+    sampler = Sampler(make_prompts(3), task_name="t", prompt_repeat_k=1, seed=0)
+    return Session(
+        sampler.group_at(number).rollouts[0],
+        engine=ScriptedEngine(say),
+        bridge=Bridge(chat_template()),
+        sampling=SamplingParams(max_tokens=100),
+        limits=Limits(**limits),
+        recorder=Kept(),
+    )
+
+
+async def post(
+    url: str, key: str, body: Any, path: str = "/chat/completions", **headers: str
+) -> tuple[int, Any]:
+    """Return (status, parsed body); a stream is a list of its data."""
+    host, _, rest = url.removeprefix("http://").partition("/")
+    address, _, port = host.partition(":")
+    reader, writer = await asyncio.open_connection(address, int(port))
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    own = {"Authorization": f"Bearer {key}"} if key else {}
+    sent = {**own, "Content-Length": str(len(data)), **headers}
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in sent.items())
+    writer.write(f"POST /{rest}{path} HTTP/1.1\r\n{lines}\r\n".encode() + data)
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    size = int(head.lower().partition("content-length: ")[2].split("\r\n")[0])
+    text = (await reader.readexactly(size)).decode()
+    writer.close()
+    status = int(head.split()[1])
+    if "text/event-stream" in head:
+        parts = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        return status, [part if part == "[DONE]" else json.loads(part) for part in parts]
+    return status, json.loads(text)
+
+
+def serve(main: Callable[[Endpoint], Awaitable[None]]) -> None:
+    async def run() -> None:
+        endpoint = Endpoint()
+        await endpoint.start()
+        try:
+            await main(endpoint)
+        finally:
+            await endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_a_client_gets_openais_answer_and_the_call_is_recorded() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        session = make_session(lambda prompt: CALL if prompt.count("<turn>") < 4 else "done")
+        key = endpoint.open(session)
+        body: dict[str, Any] = {
+            "model": "policy",
+            "messages": [user("1?")],
+            "tools": [{"type": "function", "function": ADD}],
+        }
+        status, shown = await post(endpoint.base_url, key, body)
+        assert status == 200
+        (choice,) = shown["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["type"], call["function"]["arguments"]) == ("function", '{"a": 1}')
+        body["messages"] += [
+            choice["message"],
+            {"role": "tool", "tool_call_id": call["id"], "content": "2"},
+        ]
+        status, shown = await post(endpoint.base_url, key, {**body, "return_token_ids": True})
+        assert shown["choices"][0]["message"] == {"role": "assistant", "content": "done"}
+        first, second = session.tree.calls
+        assert second.parent == 0
+        assert shown["prompt_token_ids"] == [
+            *first.context_ids.tolist(),
+            *first.token_ids.tolist(),
+            *second.context_ids.tolist(),
+        ]
+        assert shown["choices"][0]["token_ids"] == second.token_ids.tolist()
+        sampled = len(second.token_ids)
+        prompt = len(shown["prompt_token_ids"])
+        assert shown["usage"] == {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
+
+    serve(main)
+
+
+def test_a_stream_has_the_same_answer_in_chunks() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        key = endpoint.open(make_session(lambda prompt: "hello"))
+        body = {"messages": [user("1?")], "stream": True}
+        status, events = await post(endpoint.base_url, key, body)
+        assert (status, events[-1]) == (200, "[DONE]")
+        deltas = [event["choices"][0] for event in events[:-1] if event["choices"]]
+        assert deltas[0]["delta"] == {"role": "assistant", "content": "hello"}
+        assert deltas[-1]["finish_reason"] == "stop"
+        assert events[-2]["usage"]["completion_tokens"] == len("hello") + 1
+
+    serve(main)
+
+
+def test_a_key_opens_its_own_session_until_it_is_shut() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        one, other = make_session(lambda prompt: "one"), make_session(lambda prompt: "two", 1)
+        key, second = endpoint.open(one), endpoint.open(other)
+        assert key != second
+        body = {"messages": [user("?")]}
+        await post(endpoint.base_url, key, body)
+        assert (len(one.tree.calls), len(other.tree.calls)) == (1, 0)
+        endpoint.shut(key)
+        for wrong in (key, "", "guess"):
+            status, shown = await post(endpoint.base_url, wrong, body)
+            assert (status, shown["error"]["code"]) == (401, "invalid_api_key")
+        assert (await post(endpoint.base_url, second, body))[0] == 200
+
+    serve(main)
+
+
+def test_refusals_are_those_of_openai() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        session = make_session(lambda prompt: "x", max_context=40)
+        key, url = endpoint.open(session), endpoint.base_url
+        status, shown = await post(url, key, {"messages": [user("x" * 60)]})
+        assert (status, shown["error"]["code"]) == (400, "context_length_exceeded")
+        assert session.truncated
+        for body in (b"{", [], {"messages": "hi"}, {"messages": [user("a")], "n": 0}):
+            status, shown = await post(url, key, body)
+            assert (status, shown["error"]["code"]) == (400, "invalid_request")
+        status, _ = await post(url, key, {}, "/embeddings")
+        assert status == 404
+
+    serve(main)
+
+
+def test_a_clients_retry_is_answered_with_the_same_call() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        session = make_session(lambda prompt: "x")
+        key, body = endpoint.open(session), {"messages": [user("?")]}
+        await post(endpoint.base_url, key, body)
+        await post(endpoint.base_url, key, body, x_stainless_retry_count="1")
+        assert len(session.tree.calls) == 1
+
+    serve(main)
+
+
+def test_an_engine_that_fails_is_a_500_and_its_retry_asks_again() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        left = ["raise"]
+
+        def say(prompt: str) -> str:
+            if left:
+                raise RuntimeError(left.pop())
+            return "fine"
+
+        session = make_session(say)
+        key, body = endpoint.open(session), {"messages": [user("?")]}
+        status, shown = await post(endpoint.base_url, key, body)
+        assert (status, shown["error"]["message"]) == (500, "RuntimeError: raise")
+        status, _ = await post(endpoint.base_url, key, body, x_stainless_retry_count="1")
+        assert (status, len(session.tree.calls)) == (200, 1)
+
+    serve(main)
+
+
+@pytest.mark.parametrize("number", [3])
+def test_several_choices_are_several_calls(number: int) -> None:
+    async def main(endpoint: Endpoint) -> None:
+        session = make_session(lambda prompt: "x")
+        key = endpoint.open(session)
+        _, shown = await post(endpoint.base_url, key, {"messages": [user("?")], "n": number})
+        assert [choice["index"] for choice in shown["choices"]] == list(range(number))
+        assert len(session.tree.leaves()) == number
+
+    serve(main)
+
+
+def say_by_turn(prompt: str) -> str:
+    return CALL if "<turn>tool\n" not in prompt else "done"
+
+
+def test_the_responses_api_continues_by_items_and_by_id() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        session = make_session(say_by_turn)
+        key, url = endpoint.open(session), endpoint.base_url
+        body: dict[str, Any] = {"input": "1?", "tools": [{"type": "function", **ADD}]}
+        status, shown = await post(url, key, {**body, "instructions": "be good"}, "/responses")
+        assert (status, shown["status"]) == (200, "completed")
+        (item,) = shown["output"]
+        assert (item["type"], item["name"], item["arguments"]) == (
+            "function_call",
+            "add",
+            '{"a": 1}',
+        )
+        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "2"}
+        whole = {**body, "instructions": "be good", "input": [user("1?"), item, result]}
+        _, shown = await post(url, key, whole, "/responses")
+        assert shown["output"][0]["content"][0]["text"] == "done"
+        short = {**body, "previous_response_id": "resp_0", "input": [result], "stream": True}
+        _, events = await post(url, key, short, "/responses")
+        assert [event["type"] for event in events[:3]] == [
+            "response.created",
+            "response.output_item.added",
+            "response.output_text.delta",
+        ]
+        assert events[-1]["type"] == "response.completed"
+        assert [call.parent for call in session.tree.calls] == [None, 0, 0]
+        wrong = {**body, "previous_response_id": "resp_9", "input": "x"}
+        assert (await post(url, key, wrong, "/responses"))[0] == 400
+
+    serve(main)
+
+
+def test_anthropics_messages_have_the_same_tree() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        session = make_session(say_by_turn)
+        key, url = endpoint.open(session), endpoint.base_url
+        tool = {"name": "add", "input_schema": ADD["parameters"]}
+        body: dict[str, Any] = {"system": "be good", "max_tokens": 90, "tools": [tool]}
+        body["messages"] = [user("1?")]
+        status, shown = await post(url, "", body, "/messages", x_api_key=key)
+        assert (status, shown["stop_reason"]) == (200, "tool_use")
+        (use,) = shown["content"]
+        assert (use["type"], use["input"]) == ("tool_use", {"a": 1})
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": "2"}
+        body["messages"] += [
+            {"role": "assistant", "content": shown["content"]},
+            {"role": "user", "content": [result]},
+        ]
+        _, events = await post(url, "", {**body, "stream": True}, "/messages", x_api_key=key)
+        kinds = [event["type"] for event in events]
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+        assert {"type": "text_delta", "text": "done"} in [event.get("delta") for event in events]
+        assert [call.parent for call in session.tree.calls] == [None, 0]
+        status, shown = await post(url, "", body, "/messages", x_api_key="wrong")
+        assert (status, shown["error"]["type"]) == (401, "authentication_error")
+
+    serve(main)

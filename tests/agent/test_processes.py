@@ -1,0 +1,159 @@
+"""Agents outside the driver: sync functions, another Python and command lines, ended on every exit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.agent.build import check_agent
+from penstock.agent.endpoint import Endpoint
+from penstock.agent.process import Command, Pool
+from penstock.config import SamplingConfig, TaskConfig
+from penstock.errors import RunError, UserError
+from penstock.types import Status
+from stages.agent_parts import make_agent, make_group
+
+FILE = """
+import os, subprocess, sys, time
+
+def sync(task, model, bonus=0.0):
+    print("a word that is no answer")
+    said = model.chat(task.messages)
+    model.reward(bonus)
+    return float(said["content"] == "yes")
+
+async def later(task, model):
+    said = await model.chat(task.messages)
+    return float(said["content"] == "yes")
+
+def names_python(task, model):
+    model.chat(task.messages)
+    return float(sys.executable.endswith("python-of-its-own"))
+
+def raises(task, model):
+    model.chat(task.messages)
+    raise OSError("the browser is gone")
+
+def dies(task, model):
+    os._exit(3)
+
+def hangs(task, model):
+    model.chat(task.messages)
+    child = subprocess.Popen(["sleep", "1000"])
+    with open(task.extra["note"], "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    time.sleep(1000)
+"""
+SCRIPT = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": task["messages"]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+print("thinking")
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"].count("y"))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "agent.py"
+    path.write_text(FILE)
+    return path
+
+
+def run(function: Any, size: int = 2, extra: dict[str, Any] | None = None, **parts: Any) -> list:
+    async def main() -> list:
+        endpoint = Endpoint()
+        await endpoint.start()
+        agent = make_agent(function, endpoint=endpoint, **parts)
+        group = make_group(size)
+        group.prompt.extra.update(extra or {})
+        try:
+            return await agent.generate_group(group.rollouts)
+        finally:
+            await agent.close()
+            await endpoint.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["sync", "later"])
+def test_a_function_runs_in_processes_of_its_own(file: Path, name: str) -> None:
+    options = {"bonus": 0.5} if name == "sync" else {}
+    rollouts = run(Pool(f"{file}:{name}", 2), 3, own=options)
+    assert [rollout.error for rollout in rollouts] == [""] * 3
+    assert {rollout.reward for rollout in rollouts} == {1.0 + options.get("bonus", 0.0)}
+
+
+def test_another_python_runs_the_function(file: Path, tmp_path: Path) -> None:
+    own = tmp_path / "python-of-its-own"
+    own.symlink_to(sys.executable)
+    (rollout,) = run(Pool(f"{file}:names_python", 1, str(own)), 1)
+    assert (rollout.error, rollout.reward) == ("", 1.0)
+    task = TaskConfig(agent="nowhere.py:f", agent_options={"python": "/no/python"})
+    with pytest.raises(UserError, match="python: got '/no/python'"):
+        check_agent("tasks.t", task, SamplingConfig())
+
+
+def test_a_command_line_gives_its_reward_as_its_last_line(tmp_path: Path) -> None:
+    script = tmp_path / "agent.sh.py"
+    script.write_text(SCRIPT)
+    (rollout,) = run(Command([sys.executable, str(script)], 2), 1)
+    assert (rollout.error, rollout.reward, len(rollout.rows)) == ("", 1.0, 1)
+    (rollout,) = run(Command([sys.executable, "-c", "print('none')"], 2), 1)
+    assert "last line: got 'none', allowed: a number" in rollout.error
+    (rollout,) = run(Command([sys.executable, "-c", "raise SystemExit('bad')"], 2), 1)
+    assert "the command ended with code 1: bad" in rollout.error
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("raises", "OSError: the browser is gone"),
+        ("dies", "process died"),
+        ("gone", "no attribute"),
+    ],
+)
+def test_a_process_that_fails_costs_its_rollout_and_says_why(
+    file: Path, name: str, words: str
+) -> None:
+    (rollout,) = run(Pool(f"{file}:{name}", 1), 1)
+    assert rollout.status is Status.FAILED
+    assert words in rollout.error
+
+
+def test_a_process_that_hangs_is_killed_with_its_children(file: Path, tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    os.mkfifo(note)
+
+    async def main() -> list[int]:
+        endpoint = Endpoint()
+        await endpoint.start()
+        agent, group = make_agent(Pool(f"{file}:hangs", 1), endpoint=endpoint), make_group(1)
+        group.prompt.extra["note"] = str(note)
+        running = asyncio.create_task(agent.generate_group(group.rollouts))
+        words = await asyncio.to_thread(note.read_text)  # waits until the agent has written
+        handles = [os.pidfd_open(int(word)) for word in words.split()]
+        await agent.pause()
+        await running
+        await agent.close()
+        await endpoint.close()
+        return handles
+
+    for handle in asyncio.run(main()):
+        assert select.select([handle], [], [], 60)[0]  # it has ended
+        os.close(handle)
+
+
+def test_a_pool_tells_what_its_function_raised(file: Path) -> None:
+    with pytest.raises(RunError, match="no attribute 'missing'"):
+        asyncio.run(Pool(f"{file}:missing", 1)._start())
