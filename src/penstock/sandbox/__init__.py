@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def check(settings: SandboxSettings | None = None) -> SandboxReport:
     """Report which layers are active here, and whether real attempts to break out are stopped."""
-    from penstock.sandbox.check import check  # lazily: the inside of the sandbox imports this file
+    from penstock.sandbox.check import check  # lazily: most commands need none of it
 
     return check(settings)
 

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import penstock
 from penstock.errors import SandboxError
+from penstock.sandbox import inside
 from penstock.sandbox.inside import namespaces, wire
 from penstock.sandbox.settings import SandboxSettings
 from penstock.scratch import ScratchFolder
@@ -30,12 +30,14 @@ from penstock.scratch import ScratchFolder
 START_TIMEOUT_S = 60.0
 REFEREE_TIMEOUT_S = 30.0  # its work is bounded: past it the machine, not the answer, is at fault
 GRACE_S = 10.0  # wait this much longer than a job's own limit, then give the sandbox up
-_PACKAGE_ROOT = str(Path(penstock.__file__).resolve().parent.parent)
-_BOOTSTRAP = (
-    "import sys; sys.path.insert(0, {root!r}); "
-    "from penstock.sandbox.inside.nursery import main; "
-    "sys.path.remove({root!r}); main({descriptor})  # nursery {number} of process {host}"
-)
+_INSIDE = str(Path(inside.__file__).resolve().parent)
+# the packages around the inside of the sandbox are empty stand-ins: their own files are not for there
+_BOOTSTRAP = """import sys, types
+for name, path in ("penstock", ""), ("penstock.sandbox", {folder!r}):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+from penstock.sandbox.inside.nursery import main
+main({descriptor})  # nursery {number} of process {host}"""
 _numbers = itertools.count(1)
 _SYSTEM_PATHS = (
     "/lib",
@@ -131,9 +133,8 @@ def bubblewrap_command(descriptor: int) -> list[str] | None:
     command = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--new-session", "--clearenv", "--cap-add", "ALL"]
     command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/mnt"]
-    inside = str(Path(_PACKAGE_ROOT, "penstock"))
     loaders = glob.glob("/usr/lib/ld-linux*.so.*")
-    for path in (*own.paths, *loaders, binary, f"{inside}/__init__.py", f"{inside}/sandbox"):
+    for path in (*own.paths, *loaders, binary, _INSIDE):
         command += ["--ro-bind", path, path]
     for path in own.hidden:
         command += ["--tmpfs", path]
@@ -151,7 +152,10 @@ def _interpreter_flags() -> list[str]:
 def _bootstrap(descriptor: int) -> str:
     """Return the nursery's program; its last comment says in the process list whose nursery it is."""
     return _BOOTSTRAP.format(
-        root=_PACKAGE_ROOT, descriptor=descriptor, number=next(_numbers), host=os.getpid()
+        folder=os.path.dirname(_INSIDE),
+        descriptor=descriptor,
+        number=next(_numbers),
+        host=os.getpid(),
     )
 
 

@@ -10,6 +10,7 @@ that take their arguments in a struct (clone3, openat2) do not exist here.
 from __future__ import annotations
 
 import errno
+import functools
 import struct
 
 from penstock.sandbox.inside import kernel
@@ -19,6 +20,7 @@ _LOAD, _JUMP_EQUAL, _AND, _RETURN = 0x20, 0x15, 0x54, 0x06
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _AF_UNIX = 1
+_ANY_PID = 0x7FABCDEF  # in a template: no process has such a number
 _WRITING = 0o1 | 0o2 | 0o100 | 0o1000  # O_WRONLY | O_RDWR | O_CREAT | O_TRUNC
 
 Table = dict[str, tuple[int | None, int | None]]  # name -> numbers on x86_64, aarch64
@@ -136,12 +138,18 @@ def build_filter(
     arch: str, pid: int, *, scratch: bool = True, threads: bool = True, processes: bool = False
 ) -> bytes:
     """Return the filter for process `pid`; `scratch` says that it has a bounded folder to write in."""
+    template = _template(arch, scratch, threads, processes)
+    return template.replace(struct.pack("I", _ANY_PID), struct.pack("I", pid))
+
+
+@functools.cache
+def _template(arch: str, scratch: bool, threads: bool, processes: bool) -> bytes:
     column = 0 if arch == "x86_64" else 1
     program = _op(_LOAD, _ARCH_AT) + _op(_JUMP_EQUAL, _AUDIT[arch], 1) + _op(_RETURN, _KILL)
     program += _op(_LOAD, _NUMBER_AT)
     allowed = ALWAYS | (WITH_SCRATCH if scratch else {}) | (WITH_PROCESSES if processes else {})
     blocks = [(numbers[column], _op(_RETURN, _ALLOW)) for numbers in allowed.values()]
-    conditions = _conditions(pid, scratch=scratch, threads=threads, processes=processes)
+    conditions = _conditions(_ANY_PID, scratch=scratch, threads=threads, processes=processes)
     blocks += [(CONDITIONAL[name][column], block) for name, block in conditions.items()]
     blocks += [(numbers[column], _fail(errno.ENOSYS)) for numbers in ABSENT.values()]
     for number, block in blocks:

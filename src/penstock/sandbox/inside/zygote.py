@@ -19,7 +19,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from penstock.sandbox.inside import child, kernel, landlock, namespaces, wire
+from penstock.sandbox.inside import child, kernel, landlock, namespaces, seccomp, wire
 
 
 class Zygote:
@@ -188,8 +188,11 @@ def _end(pid: int, limits: dict[str, Any]) -> tuple[int, resource.struct_rusage]
 
 
 def warm() -> None:
-    """Import the modules that solutions use most, so that a fork has them already."""
+    """Import the modules that solutions use most and make filters, so that a fork has them already."""
     import bisect, collections, copy, datetime, decimal, fractions, functools, heapq  # noqa: E401, F401, I001
     import itertools, json, math, operator, random, re, statistics, string, typing  # noqa: E401, F401
 
+    if kernel.ARCH is not None:
+        for scratch, threads in ((True, True), (False, True), (False, False)):
+            seccomp.build_filter(kernel.ARCH, 1, scratch=scratch, threads=threads)
     sys.setrecursionlimit(1000)
