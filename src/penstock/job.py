@@ -22,7 +22,7 @@ from penstock.agent.function import FunctionAgent
 from penstock.algo.method import run_settings
 from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
-from penstock.config import Config, TaskDataConfig
+from penstock.config import Config, SamplingConfig, TaskDataConfig
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.overlap import count_overlap
@@ -142,6 +142,11 @@ class Job:
         return next(
             (task.last_error for task in self.source.snapshot().tasks if task.last_error), ""
         )
+
+    def next_batch(self) -> tuple[int, int]:
+        """Return how many groups of the next batch are there, and how many it needs."""
+        now = self.source.snapshot()
+        return now.batch_ready, now.batch_size
 
     async def take_batch(self, step: int) -> Batch:
         with self.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
@@ -454,11 +459,8 @@ def _task(
     endpoint: Endpoint | None,
     notes: list[str],
 ) -> ProduceTask:
-    task, sampling, produce = (
-        config.tasks[name],
-        config.task_sampling(name),
-        config.task_produce(name),
-    )
+    task, produce = config.tasks[name], config.task_produce(name)
+    sampling = _with_anneal_steps(config, name, len(data.train[name]))
     reward = build_reward(
         task.rewards,
         max_tokens=sampling.max_tokens,
@@ -495,6 +497,18 @@ def _task(
         ),
         num_skipped_long=data.train[name].num_skipped_long,
     )
+
+
+def _with_anneal_steps(config: Config, task: str, prompts: int) -> SamplingConfig:
+    """Return the task's sampling, with `anneal.episodes` as the steps that train so many of its prompts."""
+    sampling = config.task_sampling(task)
+    if not sampling.anneal.episodes:
+        return sampling
+    total = sum(one.weight for one in config.tasks.values())
+    share = config.train.groups_per_step * config.tasks[task].weight / total
+    steps = math.ceil(sampling.anneal.episodes * prompts / share) if share else 0
+    anneal = sampling.anneal.model_copy(update={"steps": steps, "episodes": 0.0})
+    return sampling.model_copy(update={"anneal": anneal})
 
 
 def _validity(config: Config, own_rule: str) -> IsValidSample:
@@ -549,5 +563,6 @@ def _tracker(job: Job) -> Fanout:
         live=job.live,
         findings=lambda: job.findings.open,
         batch=lambda: job.newest_batch,
+        next_batch=job.next_batch,
     )
     return Fanout.from_info(info)

@@ -15,6 +15,7 @@ import numpy as np
 from penstock.config import SamplingConfig
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
 from penstock.errors import EnginesLost
+from penstock.produce.context import AgentLoop
 from penstock.reward.protocol import Reward
 from penstock.types import Rollout, Status
 
@@ -30,7 +31,7 @@ def annealed_temperature(sampling: SamplingConfig, policy_version: int) -> float
     return sampling.temperature + (anneal.end - sampling.temperature) * done
 
 
-class SingleTurn:
+class SingleTurn(AgentLoop):
     """Consumes rollouts to make, produces them generated and scored."""
 
     def __init__(
@@ -52,6 +53,11 @@ class SingleTurn:
         self._aborting: set[asyncio.Task[None]] = set()
         self._searching = asyncio.Lock()  # one group at a time is asked one by one
         self._not_searched: int | None = None  # groups since then; None: no blame
+
+    async def generate(self, rollout: Rollout, *, enable_partial_rollout: bool = False) -> Rollout:
+        """Generate and score one rollout; it ends COMPLETED, ABORTED or FAILED."""
+        await self.generate_group([rollout], enable_partial_rollout=enable_partial_rollout)
+        return rollout
 
     async def generate_group(
         self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False

@@ -21,6 +21,7 @@ import numpy as np
 from penstock.agent.single_turn import SingleTurn
 from penstock.algo.advantage import group_advantages
 from penstock.algo.method import resolve_settings
+from penstock.compat.settings import eval_tables, producer_config, validated
 from penstock.compat.weight_broadcast import join_group, receive_state_dict
 from penstock.config import Config
 from penstock.config.source import to_toml
@@ -42,7 +43,6 @@ from penstock.watch.waits import WaitKind, Waits
 
 T = TypeVar("T")
 Tensors = dict[str, Any]
-_SAMPLING_NAMES = {"max_new_tokens": "max_tokens"}
 _METRICS = ("reward", "format_acc", "ans_acc")
 
 
@@ -64,7 +64,7 @@ class BaseProducer:
         backend: str = "transformers",
         num_generations: int = 8,
         grpo_config: Mapping[str, Any] | None = None,
-        eval_dataset_config: Mapping[str, str] | None = None,
+        eval_dataset_config: Mapping[str, str | Mapping[str, Any]] | None = None,
         eval_interval: int = -1,
         eval_generation_config: Mapping[str, Any] | None = None,
         eval_save_dir: str = "./eval",
@@ -89,7 +89,7 @@ class BaseProducer:
         self.producer_idx, self.num_producers = producer_idx, num_producers
         self.num_consumer_procs, self.num_episodes = num_consumer_procs, num_episodes
         self.batch_size, self.microbatch_size = batch_size, microbatch_size
-        self.config = producer_config(
+        made = producer_config(
             train_dataset_config,
             model_config,
             generate_config,
@@ -98,10 +98,10 @@ class BaseProducer:
             num_generations=num_generations,
             grpo_config=grpo_config,
             seed=seed,
-        )
+        ).model_dump(exclude_unset=True)
+        evaluated = eval_tables(eval_dataset_config, made["tasks"]["train"], eval_generation_config)
+        self.config = validated({**made, "eval": {"tasks": evaluated}})
         self.eval_interval, self._eval_folder = eval_interval, Path(eval_save_dir)
-        self._eval_data = dict(eval_dataset_config or {})
-        self._eval_sampling = _renamed(eval_generation_config or {}, _SAMPLING_NAMES)
         self._log = ProducerLog(
             self.config,
             Path(log_dir or eval_save_dir),
@@ -113,6 +113,7 @@ class BaseProducer:
         self._groups_joined: dict[str, Any] = {}
         self.policy_version = 0
         self._groups = 0
+        self._rolled: list[Group] = []  # made by `rollout` since the last microbatch
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="producer", daemon=True).start()
         self._wait(self._open())
@@ -184,6 +185,7 @@ class BaseProducer:
         """
         rows = unpadded(input_ids, attention_mask)
         groups = [self._group(row, _nth(fields, n, len(rows))) for n, row in enumerate(rows)]
+        self._rolled += groups
         return self._wait(self._generate(groups))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> str:
@@ -200,17 +202,18 @@ class BaseProducer:
     def loop(self) -> int:
         """Run all episodes over this producer's share of the prompts; return the number of prompts.
 
-        Takes new weights after each batch. Producer 0 evaluates before the first batch and after every
-        `eval_interval` batches.
+        Calls `rollout` for each microbatch, so a subclass may replace it; it gets what the dataset lines
+        hold, and `prompts`, the records. Takes new weights after each batch. Producer 0 evaluates before
+        the first batch and after every `eval_interval` batches.
         """
         done = batches = 0
         self._evaluate_if_due(batches)
         for prompts in self._microbatches():
-            groups = [self._new_group(prompt) for prompt in prompts]
-            tensors = self._wait(self._generate(groups))
+            self._rolled.clear()
+            tensors = self.rollout(**prompt_tensors(prompts, _pad_id(self._chat.tokenizer)))
             with self._busy(WaitKind.SEND):
                 self.deliver(tensors)
-            self._log.microbatch(groups, tensors)
+            self._log.microbatch(self._rolled, tensors)
             done += len(prompts)
             if done % self.batch_size == 0:
                 batches += 1
@@ -244,16 +247,16 @@ class BaseProducer:
             self.evaluate(batches)
 
     async def _evaluate(self, step: int) -> list[EvalResult]:
-        own = self.config.tasks["train"]
         results = []
-        for name, path in self._eval_data.items():
-            data = load_dataset(name, own.model_copy(update={"data": path}), self._chat)
+        for name, table in self.config.eval.tasks.items():
+            data = load_dataset(name, table, self._chat)
+            sampling = self.config.eval_sampling(name)
             task = EvalTask(
                 name=name,
                 problems=[data[index] for index in range(len(data))],
                 reward=self._reward,
-                sampling=SamplingParams(**self._eval_fields()),
-                num_generations=1,
+                sampling=SamplingParams.from_config(sampling),
+                num_generations=sampling.num_generations,
                 decode=self._chat.decode,
                 seed=self.config.seed,
             )
@@ -263,11 +266,6 @@ class BaseProducer:
             self._log.evaluation(step, result.metrics())
             results.append(result)
         return results
-
-    def _eval_fields(self) -> dict[str, Any]:
-        sampling = self.config.sampling
-        fields = {"temperature": 0.0, "max_tokens": sampling.max_tokens, **self._eval_sampling}
-        return {**fields, "stop": tuple(fields.get("stop", sampling.stop))}
 
     def _microbatches(self) -> Iterator[list[Prompt]]:
         """Yield microbatches of every episode, each in its own order; the last of an episode may be short."""
@@ -279,6 +277,8 @@ class BaseProducer:
                 yield [self._dataset[int(index)] for index in part]
 
     def _group(self, token_ids: np.ndarray, fields: dict[str, Any]) -> Group:
+        if isinstance(record := fields.get("prompts"), Prompt):
+            return self._new_group(record)
         known = {key: fields.pop(key) for key in ("gt_answer", "test_cases") if key in fields}
         name = f"given:{self._groups}"
         return self._new_group(
@@ -332,55 +332,9 @@ class SimpleProducer(BaseProducer):
         self._deliver(tensors)
 
 
-def producer_config(
-    train_dataset_config: Mapping[str, Any],
-    model_config: Mapping[str, Any],
-    generate_config: Mapping[str, Any],
-    *,
-    tokenizer_config: Mapping[str, Any] | None = None,
-    backend: str = "transformers",
-    num_generations: int = 8,
-    grpo_config: Mapping[str, Any] | None = None,
-    seed: int = 0,
-) -> Config:
-    """Return the producing half of a config from the dictionaries that a producer is given."""
-    algorithm = dict(grpo_config or {})
-    reward: dict[str, Any] = {"type": algorithm.pop("reward_fn_type", "think_answer_tags")}
-    if "code_verifier_api_url" in algorithm:
-        reward["options"] = {"servers": [algorithm.pop("code_verifier_api_url")]}
-    data = _renamed(train_dataset_config, {"path": "data", "max_length": "max_prompt_tokens"})
-    sampling = _renamed(generate_config, _SAMPLING_NAMES)
-    if sampling.get("top_k") in (-1, None):
-        sampling.pop("top_k", None)
-    tree: dict[str, Any] = {
-        "seed": seed,
-        "model": {**model_config, "tokenizer": (tokenizer_config or {}).get("path", "")},
-        "tasks": {"train": {**data, "rewards": [reward]}},
-        "sampling": {**sampling, "num_generations": num_generations},
-        "engine": {"name": backend},
-        "algorithm": algorithm,
-    }
-    return validated(tree)
-
-
-def validated(tree: dict[str, Any]) -> Config:
-    from pydantic import ValidationError
-
-    from penstock.config.source import explain
-
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise UserError(explain(error)) from None
-
-
 def _pad_id(tokenizer: Any) -> int:
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return int(next(token for token in known if token is not None))
-
-
-def _renamed(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names.get(key, key): value for key, value in given.items()}
 
 
 def _nth(fields: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
@@ -435,9 +389,14 @@ class ProducerLog:
         """Log the metrics of one microbatch, and every so many its samples."""
         number, self._microbatches = self._microbatches, self._microbatches + 1
         if self._tracker is not None:
-            lengths = [len(rollout.response_ids) for g in groups for rollout in g.rollouts]
-            figures = {f"rollout/{name}": float(tensors[name].mean()) for name in _METRICS}
-            figures["rollout/response_length"] = sum(lengths) / len(lengths)
+            figures = {
+                f"rollout/{name}": float(tensors[name].mean())
+                for name in _METRICS
+                if name in tensors
+            }
+            if "action_mask" in tensors:
+                lengths = tensors["action_mask"].float().sum(dim=-1)
+                figures["rollout/response_length"] = float(lengths.mean())
             self._tracker.log_step(number + 1, figures)
         if self.rollout_file is not None and number % self._every == 0:
             self._write_samples(self.rollout_file, groups)
@@ -484,6 +443,24 @@ def unpadded(input_ids: Any, attention_mask: Any) -> list[np.ndarray]:
     """Return the prompts of a padded batch, each without its padding."""
     ids, mask = np.asarray(input_ids), np.asarray(attention_mask).astype(bool)
     return [row[keep].astype(np.int32) for row, keep in zip(ids, mask, strict=True)]
+
+
+def prompt_tensors(prompts: list[Prompt], pad_id: int) -> dict[str, Any]:
+    """Return the arguments of `rollout` for these prompts: left-padded ids, and one list per field."""
+    import torch
+
+    width = max(len(prompt.token_ids) for prompt in prompts)
+    ids = torch.full((len(prompts), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(prompts), width), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt.token_ids) :] = torch.from_numpy(prompt.token_ids)
+        mask[row, width - len(prompt.token_ids) :] = 1
+    made: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "prompts": prompts}
+    for name in ("gt_answer", "test_cases"):
+        values = [getattr(prompt, name) for prompt in prompts]
+        if any(value is not None for value in values):
+            made[name] = values
+    return made
 
 
 def group_tensors(groups: list[Group], advantages_PG: np.ndarray, pad_id: int) -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """The settings of a run: one typed tree, read from a TOML file and `key=value` overrides.
 
-`tree.py` declares every key, `source.py` reads files and overrides, `changes.py` decides which keys a
-resumed run may change. A new key goes into `tree.py` and is read where it acts. Nothing here builds a
+`tree.py` and `producing.py` declare every key, `source.py` reads files and overrides, `changes.py` decides which keys a
+resumed run may change. A new key goes into its table and is read where it acts. Nothing here builds a
 part or imports torch.
 """
 
 from __future__ import annotations
 
+from penstock.config.producing import AnnealConfig, ProduceConfig, ProduceSettings, SamplingConfig
+from penstock.config.section import Section
 from penstock.config.tree import (
     AlgorithmConfig,
-    AnnealConfig,
     CheckpointConfig,
     Config,
     CorrectionConfig,
@@ -19,13 +20,9 @@ from penstock.config.tree import (
     LaunchConfig,
     LoraConfig,
     ModelConfig,
-    ProduceConfig,
-    ProduceSettings,
     PtxConfig,
     RewardConfig,
     RunConfig,
-    SamplingConfig,
-    Section,
     SyncConfig,
     TaskConfig,
     TaskDataConfig,

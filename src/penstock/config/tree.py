@@ -1,6 +1,6 @@
 """Every key of the config, its type, its default and its doc, in one typed tree.
 
-`penstock config` prints the doc under each field. Values that cannot work together are refused here,
+`penstock config` prints the doc under each field. [sampling] and [produce] are in `producing.py`. Values that cannot work together are refused here,
 before a model is loaded. Reading files and overrides is in `source.py`. Imports pydantic, nothing heavy.
 """
 
@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-class Section(BaseModel):
-    """One table of the config: refuses unknown keys, takes each field's doc from the string below it."""
-
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True
-    )
+from penstock.config.producing import RUN_AHEAD, ProduceConfig, ProduceSettings, SamplingConfig
+from penstock.config.section import Section
 
 
 class RunConfig(Section):
@@ -101,37 +96,6 @@ class TaskConfig(TaskDataConfig):
     """Fields of [produce] that differ for this task."""
 
 
-class AnnealConfig(Section):
-    end: float | None = None
-    """Temperature at the end of the annealing; None: no annealing."""
-    steps: int = Field(0, ge=0)
-    """Steps over which the temperature moves linearly from sampling.temperature to `end`."""
-
-
-class SamplingConfig(Section):
-    num_generations: int = Field(8, ge=1)
-    """Responses per prompt: the size of a group."""
-    temperature: float = Field(1.0, ge=0)
-    """Sampling temperature. The trainer computes log-probs at each rollout's own temperature."""
-    top_k: int = Field(0, ge=0)
-    """Sample among the k most likely tokens; 0: all."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample among the most likely tokens whose probabilities sum to this; 1: all."""
-    min_tokens: int = Field(0, ge=0)
-    """Fewest tokens of a response."""
-    max_tokens: int = Field(256, ge=1)
-    """Most tokens of a response."""
-    stop: list[str] = []
-    """Strings that end a response."""
-    anneal: AnnealConfig = AnnealConfig()
-    """Temperature annealing."""
-
-    @property
-    def cuts_tokens(self) -> bool:
-        """Whether some tokens are never sampled, so that the trainer's distribution is another one."""
-        return self.top_k > 0 or self.top_p < 1
-
-
 class EngineConfig(Section):
     name: str = "transformers"
     """transformers | vllm | openai | `module:Class`."""
@@ -145,74 +109,6 @@ class EngineConfig(Section):
     """together: all engines load new weights at once; rolling: one after another while the others serve."""
     options: dict[str, Any] = {}
     """Settings of the chosen engine; see docs/engines.md."""
-
-
-RUN_AHEAD = (  # settings of [produce] that have no meaning with strategy sync
-    "max_staleness",
-    "over_sample_threshold",
-    "enable_partial_rollout",
-    "tail_batch_trigger_size",
-)
-
-
-class ProduceSettings(Section):
-    """Settings that a produce strategy reads."""
-
-    strategy: str = "async"
-    """async: generate ahead of the trainer as far as max_staleness allows; sync: one batch per step; `module:Class`: your own subclass of penstock.produce.ProduceStrategy."""
-    max_staleness: int = Field(1, ge=0)
-    """Sync periods that a sample's oldest token may be behind when it is trained; 0: on-policy."""
-    over_sample_threshold: float = Field(0.0, ge=0)
-    """Extra groups to generate, as a share of the task's batch."""
-    enable_partial_rollout: bool = False
-    """Continue a response that sync.on_update = "abort" has stopped from its tokens, instead of from its prompt."""
-    tail_batch_trigger_size: int = Field(0, ge=0)
-    """Collect this many expired groups, then generate them in one call of their own; 0: retry them at once."""
-    max_tries: int = Field(3, ge=1)
-    """Failures after which a group is dropped; aborts or expiries after which steps wait for it."""
-    max_failure_share: float = Field(0.5, gt=0, le=1)
-    """Share of failures among the last `failure_window` attempts above which the run stops."""
-    failure_window: int = Field(32, ge=1)
-    """Attempts over which max_failure_share is taken."""
-    retry_backoff_s: float = Field(0.1, ge=0)
-    """Wait before a failed group is retried; doubles with each further failure."""
-    pause_timeout_s: float = Field(60.0, gt=0)
-    """Longest wait for running groups when generation is paused."""
-    max_refused_in_a_row: int = Field(1000, ge=1)
-    """Finished groups refused in a row by the validity rule after which the run stops."""
-
-    @field_validator("strategy")
-    @classmethod
-    def _check_strategy(cls, name: str) -> str:
-        if name not in ("async", "sync") and ":" not in name:
-            raise ValueError(f"got {name!r}, allowed: 'async' or 'sync', or your own module:Class")
-        return name
-
-
-_FUNCTIONS = {
-    "is_valid_sample_fn": "is_valid_sample",
-    "should_continue_fn": "should_continue",
-}
-
-
-class ProduceConfig(ProduceSettings):
-    max_buffered_groups: int = Field(0, ge=0)
-    """Most completed groups of a task in the replay buffer; 0: as many as staleness allows."""
-    is_valid_sample: str = ""
-    """Validity rule, `module:function`: gets a finished group's rollouts, returns whether to keep it."""
-    should_continue: str = ""
-    """Continue rule, `module:function`: gets the completed groups and the batch size, returns whether to launch more;
-    empty: until the batch is full."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_names_of_functions(cls, given: Any) -> Any:
-        """Accept the names that the Python configs have: is_valid_sample_fn, should_continue_fn."""
-        return (
-            {_FUNCTIONS.get(k, k): v for k, v in given.items()}
-            if isinstance(given, dict)
-            else given
-        )
 
 
 class CorrectionConfig(Section):

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from penstock.data.sampler import PromptsExhausted
-from penstock.errors import UserError
+from penstock.errors import EnginesLost, UserError
 from penstock.journal import Journal
 from penstock.produce.progress import ProduceProgress
 from penstock.produce.replay_buffer import ReplayBuffer
@@ -41,20 +41,60 @@ class ProduceBatchStatus(StrEnum):
     EXPIRED_BATCH = "expired_batch"  # the step is already too far ahead of the weights
 
 
-class AgentLoop(Protocol):
-    """Consumes rollouts to make, produces them generated and scored. May live in another process."""
+class AgentLoop:
+    """Consumes rollouts to make, produces them generated and scored. May live in another process.
+
+    A subclass defines `generate` for one rollout, or `generate_group` and `pause` for all of a group.
+    """
+
+    async def generate(self, rollout: Rollout, *, enable_partial_rollout: bool = False) -> Rollout:
+        """Generate and score one rollout; it ends COMPLETED, ABORTED or FAILED.
+
+        With `enable_partial_rollout` an aborted rollout continues from its tokens, otherwise from its
+        prompt. What is raised fails this rollout only.
+        """
+        raise NotImplementedError
 
     async def generate_group(
         self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
     ) -> list[Rollout]:
-        """Generate and score the unfinished rollouts; each ends COMPLETED, ABORTED or FAILED.
+        """Generate and score the unfinished rollouts at the same time; finished ones stay as they are."""
+        running = self._running_samples()
 
-        Finished rollouts stay as they are. With `enable_partial_rollout` an aborted rollout continues
-        from its tokens, otherwise from its prompt. An error in one rollout fails only that rollout.
-        """
+        async def one(rollout: Rollout) -> Rollout:
+            task = asyncio.create_task(
+                self.generate(rollout, enable_partial_rollout=enable_partial_rollout)
+            )
+            running.add(task)
+            try:
+                return await task
+            except asyncio.CancelledError:
+                caller = asyncio.current_task()
+                if caller is not None and caller.cancelling():
+                    raise  # not a pause: the whole call was cancelled
+                rollout.finish_reason = "abort"
+                rollout.move_to(Status.ABORTED)
+            except EnginesLost:
+                raise
+            except Exception as error:
+                rollout.fail(f"agent: {type(error).__name__}: {error}")
+            finally:
+                running.discard(task)
+            return rollout
+
+        todo = [rollout for rollout in rollouts if rollout.status is not Status.COMPLETED]
+        made = await asyncio.gather(*map(one, todo))
+        by_id = {rollout.rollout_id: rollout for rollout in made}
+        return [by_id.get(rollout.rollout_id, rollout) for rollout in rollouts]
 
     async def pause(self) -> None:
         """Abort what is running: `generate_group` calls return soon and keep partial tokens."""
+        for task in self._running_samples():
+            task.cancel()
+
+    def _running_samples(self) -> set[asyncio.Task[Rollout]]:
+        running: set[asyncio.Task[Rollout]] = self.__dict__.setdefault("_samples", set())
+        return running
 
 
 class GroupSampler(Protocol):

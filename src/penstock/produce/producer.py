@@ -399,6 +399,7 @@ class Producer:
         """Return the counts of groups by state, and the open waits with their durations."""
         now = self._clock()
         idle_now = 0.0 if self._idle_since is None else now - self._idle_since
+        shares = self._shares.at(self.progress.next_consumer_step)
         return ProducerSnapshot(
             tasks=tuple(task.snapshot() for task in self._tasks),
             waits=tuple(
@@ -409,6 +410,10 @@ class Producer:
             next_step=self.progress.next_consumer_step,
             model_version=self.model_version,
             paused=self._paused,
+            batch_ready=sum(
+                min(task.ctx.completed(), shares.get(task.name, 0)) for task in self._tasks
+            ),
+            batch_size=self._groups_per_step,
         )
 
     def read_metrics(self) -> dict[str, float]:

@@ -59,3 +59,5 @@ class ProducerSnapshot:
     next_step: int
     model_version: int
     paused: bool
+    batch_ready: int = 0  # groups of the next step's batch that are there
+    batch_size: int = 0

@@ -14,7 +14,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from penstock.config import ProduceConfig, ProduceSettings
-from penstock.config.tree import RUN_AHEAD
+from penstock.config.producing import RUN_AHEAD
 from penstock.errors import UserError
 from penstock.plugins import load
 from penstock.produce.context import (

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import terminal
+from penstock.track.account_text import account_lines
 from penstock.track.finding_text import finding_table
 from penstock.track.protocol import RunInfo
 from penstock.track.sparkline import sparkline
@@ -39,7 +40,7 @@ class ConsoleTracker:
         self._evals: dict[str, list[float | None]] = {}  # "heldout accuracy" -> values
         self._last_plain = 0.0
         self._progress = Progress(
-            TextColumn("[bold]step"),
+            TextColumn("[bold]{task.description}"),
             MofNCompleteColumn(),
             BarColumn(),
             TimeElapsedColumn(),
@@ -48,8 +49,9 @@ class ConsoleTracker:
             console=self._console,
         )
         self._bar = self._progress.add_task(
-            "train", total=info.total_steps, completed=info.first_step
+            "step", total=info.total_steps, completed=info.first_step
         )
+        self._batch_bar = self._progress.add_task("batch", total=None)
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(
@@ -94,7 +96,7 @@ class ConsoleTracker:
         self._console.print(
             f"step {step}/{self._info.total_steps}  {figures}", highlight=False, soft_wrap=True
         )
-        for line in self._info.live().splitlines()[1:]:
+        for line in [*self._info.live().splitlines()[1:], *account_lines(self._metrics)]:
             self._console.print(f"    {line}", highlight=False, soft_wrap=True)
 
     def _curves(self) -> list[tuple[str, list[float | None]]]:
@@ -124,10 +126,13 @@ class ConsoleTracker:
     # -- the panel ----------------------------------------------------------------------------
 
     def _render(self) -> terminal.Visible:
+        ready, wanted = self._info.next_batch()
+        self._progress.update(self._batch_bar, completed=ready, total=wanted or None)
         parts: list[RenderableType] = [self._progress]
         if self._metrics or self._evals:
             parts += [self._curve_table(), self._figure_line(), self._sample_table()]
         parts.append(Text(self._info.live(), style="dim"))
+        parts += [Text(line, style="dim") for line in account_lines(self._metrics)]
         if found := list(self._info.findings()):
             parts.append(finding_table(found[:_SHOWN_FINDINGS], brief=True))
             if more := len(found) - _SHOWN_FINDINGS:

@@ -23,6 +23,7 @@ class RunInfo:
     live: Callable[[], str]  # returns the open waits, then a line per task
     findings: Callable[[], Sequence[Finding]] = tuple  # returns what is wrong with the run now
     batch: Callable[[], Batch | None] = lambda: None  # returns the newest batch that was trained
+    next_batch: Callable[[], tuple[int, int]] = lambda: (0, 0)  # returns its groups: ready, wanted
 
 
 class Tracker(Protocol):

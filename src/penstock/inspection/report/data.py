@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from penstock.config.source import to_toml
@@ -45,6 +47,12 @@ MAX_DROPPED_GROUPS = 8
 MAX_PER_GROUP = 8
 MAX_TEXT = 6000  # characters of a prompt or a response that are embedded
 MAX_LENGTH_BINS = 400
+_OVER_STEPS: dict[str, Callable[[list[float]], float]] = {  # figures of a task that are no counts
+    "temperature": lambda values: values[-1],
+    "prompts_skipped_long": max,
+    "group_time_p50_s": median,
+    "group_time_p99_s": max,
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +75,7 @@ class RunRecord:
     lengths: list[tuple[int, int, int]] = field(default_factory=list)  # (start, finished, trained)
     groups: dict[str, int] = field(default_factory=dict)  # state -> groups
     drops: dict[str, int] = field(default_factory=dict)  # reason -> groups
+    accounts: dict[str, dict[str, float]] = field(default_factory=dict)  # task -> figure -> value
     samples: list[dict[str, Any]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -124,6 +133,27 @@ def _read_metrics(folder: RunFolder, record: RunRecord) -> None:
         values = [_number(by_step[step].get(name)) for step in record.steps]
         if any(value is not None for value in values):
             record.curves[name] = values
+    record.accounts = _accounts([by_step[step] for step in record.steps])
+
+
+def _accounts(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return what each task produced over the run: counts summed, times and means by `_OVER_STEPS`."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        for key, given in row.items():
+            words, value = key.split("/", 2), _number(given)
+            if len(words) == 3 and words[0] == "tasks" and value is not None:
+                found.setdefault(words[1], {}).setdefault(words[2], []).append(value)
+    return {
+        task: {name: _over_steps(name)(values) for name, values in figures.items()}
+        for task, figures in found.items()
+    }
+
+
+def _over_steps(name: str) -> Callable[[list[float]], float]:
+    if name.startswith("part/"):
+        return fmean
+    return _OVER_STEPS.get(name, sum)
 
 
 def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:

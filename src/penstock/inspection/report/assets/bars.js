@@ -233,6 +233,26 @@ function dropTable(run) {
   return html("table", { class: "drops" }, html("tbody", {}, ...rows));
 }
 
+// What each task produced: one row per figure, one column per task.
+function drawAccounts(body, width, runs) {
+  const known = runs.filter((run) => Object.keys(run.accounts).length);
+  if (!known.length) return absent(body);
+  for (const run of known) {
+    const tasks = Object.keys(run.accounts);
+    const figures = [...new Set(tasks.flatMap((task) => Object.keys(run.accounts[task])))];
+    const head = html("tr", {}, html("th", { scope: "col" }, several ? run.name : ""), ...tasks.map((task) => html("th", { scope: "col" }, task)));
+    const rows = figures.map((name) =>
+      html(
+        "tr",
+        { "data-account": name },
+        html("th", { scope: "row" }, name.replaceAll("_", " ").replace("part/", "reward part: ")),
+        ...tasks.map((task) => html("td", {}, name in run.accounts[task] ? number(run.accounts[task][name]) : "–")),
+      ),
+    );
+    body.append(html("table", { class: "drops" }, html("thead", {}, head), html("tbody", {}, ...rows)));
+  }
+}
+
 function hover(node, content) {
   node.addEventListener("pointermove", (event) => {
     const found = content(event);

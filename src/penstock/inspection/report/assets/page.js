@@ -119,6 +119,8 @@ function dataSection() {
       card("Response lengths", "Trained against all that finished: a gap is a bias.", (body, width) => drawLengths(body, width, shownRuns())),
     known((run) => Object.keys(run.groups).length) &&
       card("Groups", "Every group that was drawn, by its fate.", (body, width) => drawFates(body, width, shownRuns())),
+    known((run) => Object.keys(run.accounts).length) &&
+      card("Tasks", "What each task produced over the run, aborted responses too.", (body, width) => drawAccounts(body, width, shownRuns())),
   ].filter(Boolean);
   if (!cards.length) return null;
   return section("Data", html("div", { class: "controls" }, runLegend()), html("div", { class: several ? "grid-data uneven" : "grid-data" }, ...cards));
