@@ -27,6 +27,7 @@ from penstock.data.chat import ChatTemplate
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import RewardError, UserError
 from penstock.journal.calls import ToolResult
+from penstock.produce.context import AgentLoop
 from penstock.reward.call_threads import CallThreads
 from penstock.reward.protocol import Reward
 from penstock.reward.user import as_score
@@ -98,7 +99,7 @@ class Interrupted:
     tools: dict[tuple[str, int], list[ToolResult]] = field(default_factory=dict)
 
 
-class FunctionAgent:
+class FunctionAgent(AgentLoop):
     """An agent loop: consumes rollouts to make, produces them with their rows and scores."""
 
     def __init__(
