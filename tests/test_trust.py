@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock import cli, trust
 from penstock.config.source import load_config, to_toml
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder, create
+from stages.hostile_run import add_checkpoint
 from stages.made_run import make_run
 from stages.tiny_run import TINY
 
@@ -27,6 +29,7 @@ LOOKS = [
     "rollouts",
     "timeline",
     "backup",
+    "export",
     "config",
     "generate",
     "score",
@@ -67,6 +70,8 @@ def strangers_run(path: Path) -> RunFolder:
     journal = Journal.open(folder.journal)
     journal.record_identity({"config": config.model_dump_json()})
     journal.close()
+    add_checkpoint(folder)
+    (folder.checkpoints / "step-2" / "consumer.pt").write_bytes(b"a pickle")
     return folder
 
 
@@ -90,7 +95,9 @@ def test_no_look_executes_code_of_the_run(
         "config": [file],
         "scale": [run, "producers=2"],
         "score": [run, "--reward", "boxed"],
+        "export": [run, "--to", str(stranger.path.parent / "exported"), "--adapter"],
     }
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("loaded a pickle"))
     penstock(monkeypatch, command, *more.get(command, [run]))
     assert not was_executed(stranger)
 
@@ -104,7 +111,7 @@ def test_every_command_is_a_look_or_asks() -> None:
     assert others <= set(LOOKS) | set(READS_NO_RUN)
 
 
-READS_NO_RUN = ("init", "check", "runs", "compare", "export", "dashboard")
+READS_NO_RUN = ("init", "check", "runs", "compare", "dashboard")
 
 
 @pytest.mark.parametrize("command", ["train", "resume", "replay", "eval"])

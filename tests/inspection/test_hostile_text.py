@@ -109,6 +109,17 @@ def test_the_live_panel_shows_every_character(tmp_path: Path) -> None:
     assert not re.search(r"\x1b\]|\x9b|\u202e|\x1b\[2J\x1b\]|\x07|\x08", shown)
 
 
+def test_the_card_and_the_curves_of_an_export_hold_no_markup_of_the_run(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert penstock(monkeypatch, "export", str(run.path), "--to", str(tmp_path / "out")) == 0
+    for name in ("README.md", "curves.svg"):
+        text = (tmp_path / "out" / name).read_text("utf-8")
+        assert "pwned" in text
+        assert not re.search(r"<(script|img|iframe|a |base|meta|svg onload)|\]\(javascript", text)
+        assert UNSEEN.findall(text) == []
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
 def test_the_report_of_a_hostile_run_is_drawn_and_runs_no_script_of_it(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

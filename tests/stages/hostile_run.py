@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.checkpoint import _write_manifest
 from penstock.config.source import load_config, to_toml
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
@@ -48,7 +49,16 @@ def make_hostile_run(parent: Path) -> RunFolder:
     event = {"lane": PAYLOAD, "what": PAYLOAD, "start": 1.0, "end": 2.0, "detail": PAYLOAD}
     (path / "timeline" / "events.jsonl").write_text(json.dumps(event) + "\n")
     _write_evaluations(folder)
+    add_checkpoint(folder)
     return folder
+
+
+def add_checkpoint(folder: RunFolder) -> None:
+    """Write a checkpoint of step 2 with a model of one file."""
+    model = folder.checkpoints / "step-2" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    _write_manifest(model.parent, 2, f"{2:032x}")
 
 
 async def _write(folder: RunFolder, config: str) -> None:

@@ -6,13 +6,14 @@ the weights. It names no path of this machine, no token and no server. The folde
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from penstock import __version__
+from penstock import __version__, trust
 from penstock.checkpoint import Checkpoint, CheckpointStore
 from penstock.config import Config
 from penstock.data.source import HUB
@@ -21,6 +22,7 @@ from penstock.inspection.audit import take_audit
 from penstock.inspection.report.data import RunRecord, read_run
 from penstock.inspection.report.figures import take_figures
 from penstock.run_folder import RunFolder
+from penstock.terminal import visible
 from penstock.track.plot import draw_curves
 
 CARD, CURVES = "README.md", "curves.svg"
@@ -60,6 +62,8 @@ def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adap
     model = checkpoint.path / "model"
     weights = (".safetensors", ".safetensors.index.json")
     for file in sorted(path for path in model.iterdir() if path.is_file()):
+        if file.is_symlink():
+            raise UserError(f"export: {file} is a link, allowed: the files of the checkpoint")
         is_model = file.name.endswith(weights) or file.name in (
             "config.json",
             "generation_config.json",
@@ -67,6 +71,7 @@ def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adap
         if not adapter or not is_model:
             shutil.copyfile(file, target / file.name)
     if adapter:
+        trust.check(folder.path, trust.acts_on_files(folder.path))  # an older one is a pickle
         from penstock.training.adapter_folder import write_adapters
 
         write_adapters(checkpoint.path, folder.config().model, target)
@@ -96,12 +101,12 @@ def model_card(
 ) -> str:
     """Return the card: what was trained, from what, with which settings, and how far it can be trusted."""
     config = folder.config()
-    base = _public(config.model.path)
+    base = _cell(_public(config.model.path))
     what = "adapters" if adapter else "model"
     sections = [
         _front_matter(config, adapter=adapter),
-        f"# {folder.name}\n\nThe {what} after step {checkpoint.step} of a reinforcement-learning run: {base}, "
-        f"trained with {config.algorithm.name.rpartition(':')[2]} by Penstock {__version__}.",
+        f"# {_cell(folder.name)}\n\nThe {what} after step {checkpoint.step} of a reinforcement-learning run: {base}, "
+        f"trained with {_cell(config.algorithm.name.rpartition(':')[2])} by Penstock {__version__}.",
         _results(record),
         f"![Reward and held-out accuracy]({CURVES})",
         _data(folder, config),
@@ -130,7 +135,12 @@ def _front_matter(config: Config, *, adapter: bool) -> str:
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """Return text of a run as text: no markup, no control codes, one line."""
+    return " ".join(html.escape(visible(text), quote=False).replace("|", "/").split())
 
 
 def _results(record: RunRecord) -> str:
@@ -193,11 +203,13 @@ def _trust(folder: RunFolder, checkpoint: Checkpoint) -> str:
     try:
         audit = take_audit(folder)
     except PenstockError as error:
-        return "\n".join(["## Audit", "", *lines, f"- The journal could not be audited: {error}."])
+        return "\n".join(
+            ["## Audit", "", *lines, f"- The journal could not be audited: {_cell(str(error))}."]
+        )
     for name, task in audit.tasks.items():
         dropped = sum(task.dropped.values())
         lines.append(
-            f"- {name}: {task.drawn} groups drawn = {task.trained} trained + {task.buffered} buffered "
+            f"- {_cell(name)}: {task.drawn} groups drawn = {task.trained} trained + {task.buffered} buffered "
             f"+ {task.in_flight} in flight + {dropped} dropped."
         )
     lines.append(
@@ -206,5 +218,5 @@ def _trust(folder: RunFolder, checkpoint: Checkpoint) -> str:
     )
     verdict = "every law holds" if audit.balanced else f"{len(audit.faults)} faults"
     lines.append(f"- `penstock audit`: {verdict}.")
-    lines += [f"  - {fault}" for fault in audit.faults[:5]]
+    lines += [f"  - {_cell(fault)}" for fault in audit.faults[:5]]
     return "\n".join(["## Audit", "", *lines])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
+from penstock.terminal import visible
+
 _WIDTH, _HEIGHT, _MARGIN = 640, 180, 28
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 Point = tuple[int, float]  # step, value
@@ -33,7 +35,7 @@ def draw_curves(curves: Mapping[str, Sequence[Point]], steps: int) -> str:
             parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>' for x, y in where]
         parts.append(
             f'<text x="{_MARGIN + 120 * number}" y="{_HEIGHT - 6}" font-size="12" fill="{color}">'
-            f"{html.escape(name)}</text>"
+            f"{html.escape(visible(name))}</text>"
         )
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>'
