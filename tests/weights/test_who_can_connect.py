@@ -15,6 +15,7 @@ import torch
 from penstock.compat.weight_broadcast import join_group
 from penstock.errors import UserError
 from penstock.launch.control import Control
+from penstock.training import ranks
 from penstock.weights.broadcast import WeightGroup, connect_store, is_loopback, open_store
 
 
@@ -51,6 +52,25 @@ def test_a_store_and_its_group_listen_on_their_address_alone() -> None:
         receiving = threads.submit(receiver.receive, [("w", "float32", [3])])
         sender.send([torch.ones(3)])
         assert torch.equal(receiving.result()["w"], torch.ones(3))
+
+
+def test_trainer_ranks_of_one_machine_listen_on_its_loopback_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # undone after the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    before = listening()
+    ranks._join(0, 1, "gloo")
+    try:
+        assert listening() - before == {LOOPBACK}
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_group_of_ones_own_listens_on_the_address_that_it_names() -> None:
