@@ -16,7 +16,8 @@ _COLUMNS = CHECKED["group_rows"]
 _PLACE, _STEP, _REASON = map(_COLUMNS.index, ("place", "step", "drop_reason"))
 _MOVED, _LANDED = slice(_PLACE, _PLACE + 3), slice(_PLACE, _PLACE + 7)
 _TAKEN, _LAST = slice(_STEP, _STEP + 2), slice(_REASON, _REASON + 3)
-_AS_DRAWN = ("in_flight", "init", 0, *(None,) * 9)  # the columns behind those of a draw
+# the columns behind those of a draw
+_AS_DRAWN = ("in_flight", "init", 0, *(None,) * (len(_COLUMNS) - _PLACE - 3))
 
 # The moves of a group: from which places each may start. A move from elsewhere is a fault.
 _FROM = {
