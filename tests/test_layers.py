@@ -23,7 +23,7 @@ FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lo
     ("pool",),
     ("launch",),
     ("preflight", "job"),
-    ("run", "recover"),
+    ("run", "recover", "rehearsal"),
     ("inspection",),
     ("session",),
     ("api", "compat", "cli"),

@@ -320,6 +320,72 @@ def generate(
 
 
 @app.command(rich_help_panel="Prepare")
+def init(
+    folder: Annotated[Path, typer.Argument(help="Folder for the files; it may exist.")] = Path(
+        "my-run"
+    ),
+    model: Annotated[
+        str | None, typer.Option(help="A model folder or hub name, or demo.", show_default="demo")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Your data; empty: a sample of sums is written.")
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="tags, boxed, or own: a reward.py.", show_default="tags")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest response in tokens.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Updates of the run.", show_default="20")
+    ] = None,
+) -> None:
+    """Write a commented config, a reward and sample data that train as they are; ask what is not given."""
+    from penstock.config.starter import DEMO_TOKENS, OTHER_TOKENS, Answers, write_starter
+
+    asks = sys.stdin.isatty()
+
+    def ask(question: str, given: Any, default: Any) -> Any:
+        if given is not None or not asks:
+            return default if given is None else given
+        return typer.prompt(question, default=default, type=type(default), err=True)
+
+    model = ask("Model: a folder, a hub name, or demo", model, "demo")
+    answers = Answers(
+        model=model,
+        data=ask("Data: a file with prompts and answers (empty: write a sample)", data, ""),
+        reward=ask("Reward: tags, boxed, or own (a reward.py)", reward, "tags"),
+        max_tokens=ask(
+            "Longest response in tokens",
+            max_tokens,
+            DEMO_TOKENS if model == "demo" else OTHER_TOKENS,
+        ),
+        steps=ask("Steps", steps, 20),
+    )
+    written = write_starter(folder, answers)
+    for path in written:
+        typer.echo(path)
+    typer.echo(f"next: penstock check {written[0]}, then penstock train {written[0]}", err=True)
+
+
+@app.command(rich_help_panel="Prepare")
+def check(arguments: Arguments = None) -> None:
+    """Rehearse a run on three prompts: sample, score, train once; estimate memory and time. Keeps nothing."""
+    from penstock.config.source import load_config
+
+    path, overrides = _split(arguments)
+    loaded = load_config(path, overrides)
+    loaded.require_tasks()
+    from penstock import preflight
+
+    preflight.check(loaded.config)
+    from penstock.inspection.rehearsal_text import print_rehearsal
+    from penstock.rehearsal import rehearse
+
+    raise typer.Exit(print_rehearsal(Console(), rehearse(loaded.config)))
+
+
+@app.command(rich_help_panel="Prepare")
 def config(
     arguments: Arguments = None,
     only: Annotated[

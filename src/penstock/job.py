@@ -25,6 +25,7 @@ from penstock.checkpoint import CheckpointStore
 from penstock.config import Config, SamplingConfig, TaskDataConfig
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.context import check_context
 from penstock.data.overlap import count_overlap
 from penstock.data.sampler import Sampler
 from penstock.engine import ENGINES
@@ -196,7 +197,7 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         data, total_steps, workers = await _load_and_launch(config, folder, closing)
         journal.waits = workers.callbacks.waits
         notes: list[str] = []
-        endpoint = await _serve_agents(config, closing)
+        endpoint = await serve_agents(config, closing)
         source = _producer(config, data, workers, journal, total_steps, closing, endpoint, notes)
         eval_tasks = _eval_tasks(config, data, journal.waits, closing)
         job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
@@ -216,7 +217,7 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         yield job
 
 
-def _overlaps(data: _Data, eval_tasks: Sequence[EvalTask]) -> dict[str, str]:
+def _overlaps(data: RunData, eval_tasks: Sequence[EvalTask]) -> dict[str, str]:
     """Return a fact for each evaluation task that asks prompts of a training task."""
     facts = {}
     for task in eval_tasks:
@@ -298,7 +299,7 @@ async def _serve_control(folder: RunFolder, workers: Workers, closing: AsyncExit
         closing.push_async_callback(control.close)
 
 
-async def _serve_agents(config: Config, closing: AsyncExitStack) -> Endpoint | None:
+async def serve_agents(config: Config, closing: AsyncExitStack) -> Endpoint | None:
     """Start the HTTP endpoint if a task has an agent that may ask it."""
     if all(task.agent == "single_turn" for task in config.tasks.values()):
         return None
@@ -310,11 +311,11 @@ async def _serve_agents(config: Config, closing: AsyncExitStack) -> Endpoint | N
 
 async def _load_and_launch(
     config: Config, folder: RunFolder, closing: AsyncExitStack
-) -> tuple[_Data, int, Workers]:
+) -> tuple[RunData, int, Workers]:
     """Load data here and models in their workers; at the same time if the number of steps is known."""
     launch = load("launch.kind", config.launch.kind, LAUNCHERS)
     steps = config.train.steps
-    loading = asyncio.create_task(asyncio.to_thread(_Data.load, config))
+    loading = asyncio.create_task(asyncio.to_thread(RunData.load, config))
     if steps is None or config.launch.kind == "inline":  # one process: imports must not race
         steps = count_steps(config, (await loading).train)
     try:
@@ -337,7 +338,7 @@ async def open_trainer(
     """
     steps = config.train.steps or total_steps
     if steps is None:
-        steps = count_steps(config, (await asyncio.to_thread(_Data.load, config)).train)
+        steps = count_steps(config, (await asyncio.to_thread(RunData.load, config)).train)
     async with offline_trainer(config, steps, log_folder) as workers:
         yield workers
 
@@ -348,9 +349,9 @@ async def open_evaluation(
 ) -> AsyncIterator[tuple[InferenceEngine, list[EvalTask]]]:
     """Start an engine and load the evaluation tasks, without a trainer."""
     async with AsyncExitStack() as closing:
-        data = await asyncio.to_thread(_Data.load, config, with_training=False)
+        data = await asyncio.to_thread(RunData.load, config, with_training=False)
         engine_class = load("engine.name", config.engine.name, ENGINES)
-        engine: InferenceEngine = engine_class.from_config(config, fetch=_no_weights, index=0)
+        engine: InferenceEngine = engine_class.from_config(config, fetch=no_weights, index=0)
         await engine.start()
         closing.push_async_callback(engine.close)
         yield engine, _eval_tasks(config, data, Waits(), closing)
@@ -365,7 +366,7 @@ async def check_agents(config: Config) -> dict[str, list[Finding]]:
         )
     for name, task in tasks.items():
         check_agent(f"tasks.{name}", task, config.task_sampling(name))
-    data = await asyncio.to_thread(_Data.load, config)
+    data = await asyncio.to_thread(RunData.load, config)
     return {
         name: await try_agent(
             f"tasks.{name}", task, config.task_sampling(name), data.chat, data.train[name][0]
@@ -374,12 +375,13 @@ async def check_agents(config: Config) -> dict[str, list[Finding]]:
     }
 
 
-def _no_weights(handle: WeightHandle) -> Iterable:
-    raise AssertionError(f"an evaluation publishes no weights, got {handle}")
+def no_weights(handle: WeightHandle) -> Iterable:
+    """Stand for the weight sync of an engine that only samples."""
+    raise AssertionError(f"an engine that only samples gets no weights, got {handle}")
 
 
 @dataclass(slots=True, frozen=True)
-class _Data:
+class RunData:
     """The tokenizer and the datasets, by task."""
 
     chat: ChatTemplate
@@ -387,7 +389,7 @@ class _Data:
     evaluation: dict[str, Dataset]
 
     @classmethod
-    def load(cls, config: Config, with_training: bool = True) -> _Data:
+    def load(cls, config: Config, with_training: bool = True) -> RunData:
         tokenizer = load_tokenizer(
             config.model.tokenizer or config.model.path,
             trust_remote_code=config.model.trust_remote_code,
@@ -398,9 +400,11 @@ class _Data:
         def load_one(name: str, task: TaskDataConfig) -> Dataset:
             return load_dataset(name, task, chat, config.seed, readers=fields_read(task.rewards))
 
+        trained = {name: load_one(name, task) for name, task in tasks.items()}
+        check_context(config, trained)
         return cls(
             chat,
-            {name: load_one(name, task) for name, task in tasks.items()},
+            trained,
             {name: load_one(name, task) for name, task in config.eval.tasks.items()},
         )
 
@@ -423,7 +427,7 @@ def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:
 
 def _producer(
     config: Config,
-    data: _Data,
+    data: RunData,
     workers: Workers,
     journal: Journal,
     total_steps: int,
@@ -451,7 +455,7 @@ def _producer(
 def _task(
     config: Config,
     name: str,
-    data: _Data,
+    data: RunData,
     workers: Workers,
     journal: Journal,
     buffer: ReplayBuffer,
@@ -523,7 +527,7 @@ def _validity(config: Config, own_rule: str) -> IsValidSample:
 
 
 def _eval_tasks(
-    config: Config, data: _Data, waits: Waits, closing: AsyncExitStack
+    config: Config, data: RunData, waits: Waits, closing: AsyncExitStack
 ) -> list[EvalTask]:
     settings, tasks = config.eval, []
     for name, task in settings.tasks.items():

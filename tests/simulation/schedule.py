@@ -105,7 +105,7 @@ def installed(world: World) -> Iterator[None]:
         (local, "weight_folder", _NoFolder),
         (local, "_free_port", lambda: next(ports)),
         (run_folder, "_read", lambda path: world.config),  # of a run that has not begun
-        (job, "_Data", _Data),
+        (job, "RunData", _Data),
         (job, "measure", lambda config, datasets: {}),
         (job, "Control", _Control),
         (journal_module, "Writer", SimWriter),

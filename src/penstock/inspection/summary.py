@@ -58,8 +58,8 @@ def print_summary(
 def _time(figures: Figures, seconds: float, first_step: int) -> str:
     """Return the steps and the time of the whole run; of a resumed run also those of this session."""
     if not first_step or figures.seconds is None:
-        return f"{figures.steps} in {_duration(seconds)}"
-    whole, own = _duration(figures.seconds), _duration(seconds)
+        return f"{figures.steps} in {duration(seconds)}"
+    whole, own = duration(figures.seconds), duration(seconds)
     return (
         f"{figures.steps} in {whole}, {figures.steps - first_step} of them in this session of {own}"
     )
@@ -154,7 +154,8 @@ def _change(change: FigureChange, plot: str) -> Text:
     )
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return a length of time as a person says it."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.config import RewardConfig, Section
@@ -22,6 +25,11 @@ from penstock.reward.user import UserFunction
 from penstock.types import Prompt, Rollout, Score
 from penstock.watch.waits import WaitKind, Waits
 
+_NOT_THE_USERS = (  # where the code of Penstock, of Python and of libraries is
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<",
+)
 GroupScorer = Callable[[Sequence[Rollout], Sequence[Prompt]], Awaitable[list[Score]]]
 
 
@@ -199,9 +207,17 @@ async def _score_column(
 
 
 def _named(error: Exception, part: str, rollout_id: str) -> RewardError:
-    said = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+    ours = isinstance(error, RewardError)
+    said = str(error) if ours else f"{type(error).__name__}: {error}{_place(error)}"
     kind = type(error) if isinstance(error, RewardError) else RewardError
     return kind(f"rollout {rollout_id}: reward {part}: {said}")
+
+
+def _place(error: Exception) -> str:
+    """Return the file and line of the user's code that raised; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _checked(score: Score, part: str, rollout_id: str) -> Score:

@@ -1,0 +1,212 @@
+"""`penstock check`: rehearse a run on three prompts, and estimate what the whole run will take.
+
+Loads the data, renders the first prompts of the run as the model gets them, samples and scores a group for each,
+and trains on them; then measures as much of a step as a few seconds allow. The updates are thrown away. Writes nothing outside a temporary folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from penstock.agent import AGENTS, AgentLoop
+from penstock.config import Config
+from penstock.config.source import with_overrides
+from penstock.data.sampler import Sampler
+from penstock.engine import ENGINES
+from penstock.findings import Observed, find
+from penstock.findings.observed import WINDOW
+from penstock.identity import MACHINE, measure
+from penstock.job import RunData, count_steps, no_weights, open_trainer
+from penstock.plugins import load
+from penstock.reward import build_reward
+from penstock.scratch import ScratchFolder
+from penstock.types import Batch, Finding, Group, Status
+from penstock.watch.disk_use import checkpoint_bytes, size_text
+from penstock.watch.memory_use import available_mib
+
+_PROMPTS = 3
+_LONGEST_S = 15.0  # a slower first sampling leaves out the update: a check takes half a minute
+_MEASURED_S = 5.0  # what may be spent on each measurement, after a first pass that warms up
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsal:
+    """What was seen."""
+
+    config: Config
+    total_steps: int
+    prompts: dict[str, str] = field(
+        default_factory=dict
+    )  # group id -> the prompt as the model gets it
+    groups: list[Group] = field(default_factory=list)  # of these prompts
+    measured: list[Group] = field(default_factory=list)  # as many groups of a step as time allows
+    lengths: dict[str, str] = field(
+        default_factory=dict
+    )  # task -> lengths of its prompts, in words
+    sampling_s: float = 0.0
+    training_s: float | None = None  # None: not measured
+    metrics: dict[str, float] = field(default_factory=dict)  # of the update
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> list[str]:
+        rollouts = (rollout for group in self.groups for rollout in group.rollouts)
+        return [one.error for one in rollouts if one.status is Status.FAILED]
+
+    @property
+    def mean_length(self) -> float:
+        groups = self.measured or self.groups
+        tokens = sum(group.num_response_tokens for group in groups)
+        return tokens / max(1, sum(len(group.rollouts) for group in groups))
+
+    def findings(self) -> list[Finding]:
+        """Return what would be found if the run stayed as these prompts are."""
+        rows = [{"step": step, **self.metrics} for step in range(1, WINDOW + 1)]
+        return find(
+            Observed(
+                run="RUN",
+                config=self.config,
+                rows=rows if self.metrics else [],
+                facts=self.facts,
+                batch=Batch(step=1, groups=tuple(self.groups)),
+            )
+        )
+
+    def seconds_per_step(self) -> tuple[float, float, float]:
+        """Return (generation, training, both as they overlap) of one step."""
+        config = self.config
+        rollouts = sum(len(group.rollouts) for group in self.measured or self.groups)
+        share = config.train.groups_per_step * config.sampling.num_generations / max(1, rollouts)
+        generating = self.sampling_s * share / config.launch.num_producers
+        training = (self.training_s or 0.0) * share / config.launch.num_consumers
+        in_turn = config.launch.colocate or config.produce.strategy == "sync"
+        in_turn = in_turn or config.produce.max_staleness == 0
+        return generating, training, generating + training if in_turn else max(generating, training)
+
+
+def rehearse(config: Config) -> Rehearsal:
+    """Sample, score and train on the first prompts of each task; a UserError names what cannot work."""
+    return asyncio.run(_rehearse(config))
+
+
+async def _rehearse(config: Config) -> Rehearsal:
+    data = await asyncio.to_thread(RunData.load, config)
+    seen = Rehearsal(config=config, total_steps=count_steps(config, data.train))
+    seen.facts = measure(config, data.by_key())
+    for name, dataset in data.train.items():
+        lengths = sorted(len(dataset[index].token_ids) for index in range(min(len(dataset), 1000)))
+        seen.lengths[name] = (
+            f"{len(dataset)} prompts of {lengths[0]} to {dataset.longest} tokens (median "
+            f"{lengths[len(lengths) // 2]}); responses of at most {config.task_sampling(name).max_tokens}"
+        )
+    started = time.monotonic()
+    await _sample(seen, data)
+    if not seen.errors and time.monotonic() - started < _LONGEST_S:
+        await _train(seen)
+    return seen
+
+
+async def _sample(seen: Rehearsal, data: RunData) -> None:
+    config, each = seen.config, max(1, _PROMPTS // len(data.train))
+    async with AsyncExitStack() as closing:
+        engine_class = load("engine.name", config.engine.name, ENGINES)
+        engine = engine_class.from_config(config, fetch=no_weights, index=0)
+        await engine.start()
+        closing.push_async_callback(engine.close)
+        agents: dict[str, tuple[AgentLoop, Sampler]] = {}
+        for name, dataset in data.train.items():
+            task, sampling = config.tasks[name], config.task_sampling(name)
+            reward = build_reward(task.rewards, max_tokens=sampling.max_tokens)
+            closing.push_async_callback(reward.close)
+            agent = load(f"tasks.{name}.agent", task.agent, AGENTS)(
+                engine=engine,
+                reward=reward,
+                sampling=sampling,
+                decode=data.chat.decode,
+                **task.agent_options,
+            )
+            size = sampling.num_generations
+            sampler = Sampler(dataset, task_name=name, prompt_repeat_k=size, seed=config.seed)
+            agents[name] = agent, sampler
+        drawn = range(each)
+        seen.groups, seen.sampling_s = await _generate(agents, drawn)
+        for group in seen.groups:
+            seen.prompts[group.group_id] = data.chat.decode_prompt(group.prompt.token_ids)
+        most = config.train.groups_per_step // len(agents)
+        more = min(most, int(each * _MEASURED_S / max(seen.sampling_s, 1e-3)))
+        if more > each and not seen.errors:
+            seen.measured, seen.sampling_s = await _generate(agents, range(each, each + more))
+
+
+async def _generate(
+    agents: Mapping[str, tuple[AgentLoop, Sampler]], cursors: range
+) -> tuple[list[Group], float]:
+    """Return the groups of these cursors of every task, and the seconds that they took."""
+    groups = {
+        name: [sampler.group_at(cursor) for cursor in cursors]
+        for name, (_, sampler) in agents.items()
+    }
+    started = time.monotonic()
+    await asyncio.gather(
+        *(agents[name][0].generate_group(one.rollouts) for name in groups for one in groups[name])
+    )
+    return [one for own in groups.values() for one in own], time.monotonic() - started
+
+
+async def _train(seen: Rehearsal) -> None:
+    """Do an update on the groups and one to be measured, on one rank, and forget them."""
+    overrides = ["launch.num_consumers=1", "launch.kind=inline", "train.mini_batches=1"]
+    small = with_overrides(
+        seen.config, [*overrides, f"train.groups_per_step={len(seen.groups)}", "sync.kind=auto"]
+    )
+    with ScratchFolder.new("check") as folder:
+        async with open_trainer(small, folder, seen.total_steps) as workers:
+            started = time.monotonic()
+            report = await workers.trainer.train(Batch(step=1, groups=tuple(seen.groups)))
+            first, seen.metrics = time.monotonic() - started, report.metrics
+            share = len(seen.measured) / len(seen.groups)
+            seen.training_s = first * (share or 1.0)
+            fits = all(one.status is Status.COMPLETED for one in seen.measured)
+            if seen.measured and fits and seen.training_s < 2 * _MEASURED_S:
+                started = time.monotonic()
+                await workers.trainer.train(Batch(step=2, groups=tuple(seen.measured)))
+                seen.training_s = time.monotonic() - started
+
+
+def placement(seen: Rehearsal) -> Iterator[str]:
+    """Yield which part runs on which device."""
+    config, launch = seen.config, seen.config.launch
+    gpus = json.loads(seen.facts[MACHINE])["gpus"]
+
+    def device(index: int) -> str:
+        if config.model.device not in ("auto", "cuda") or not gpus:
+            return "cpu" if config.model.device == "auto" else config.model.device
+        return f"cuda:{index % gpus}"
+
+    if launch.kind == "ray":
+        yield "by Ray, when the run starts"
+        return
+    ranks = ", ".join(device(rank) for rank in range(launch.num_consumers))
+    yield f"trainer on {ranks}"
+    if config.engine.name == "openai":
+        yield "engine: the servers that engine.options names"
+        return
+    before = 0 if launch.colocate else launch.num_consumers
+    engines = ", ".join(device(before + index) for index in range(launch.num_producers))
+    yield f"engine ({config.engine.name}) on {engines}"
+
+
+def memory(seen: Rehearsal) -> Iterator[str]:
+    """Yield what the parts need, from the size of the model, and what the machine has left."""
+    written = checkpoint_bytes(seen.config)
+    if written:
+        yield f"trained weights, optimizer and masters {size_text(written)}"
+    if peak := seen.metrics.get("memory/peak_mib"):
+        yield f"the trainer's peak in this check {peak:,.0f} MiB"
+    if (left := available_mib()) is not None:
+        yield f"{left:,.0f} MiB of main memory are available"
