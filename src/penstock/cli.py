@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -189,6 +190,32 @@ def audit(
 
 
 @app.command(rich_help_panel="Look")
+def runs(
+    folder: Annotated[Path, typer.Argument(help="The folder that holds the runs.")] = Path("runs"),
+    json_out: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """List the runs of a folder: how far each is, what it reached, how many findings it has."""
+    from penstock.inspection.runs import list_runs, print_runs
+
+    print_runs(list_runs(folder), console(), as_json=json_out)
+
+
+@app.command(rich_help_panel="Look")
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A", help="A run folder, or its name in runs/.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another run.")],
+    json_out: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """Compare two runs prompt by prompt: which is better, by how much, with a 95 % interval."""
+    from penstock.inspection.compare import compare as compared
+    from penstock.inspection.compare import print_comparison
+    from penstock.run_folder import find
+
+    a, b = find(first), find(second)
+    print_comparison(a, b, compared(a, b), console(), as_json=json_out)
+
+
+@app.command(rich_help_panel="Look")
 def doctor(
     run: Run,
     json_out: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
@@ -364,8 +391,8 @@ def init(
     )
     written = write_starter(folder, answers)
     for path in written:
-        typer.echo(path)
-    typer.echo(f"next: penstock check {written[0]}, then penstock train {written[0]}", err=True)
+        say(path)
+    say(f"next: penstock check {written[0]}, then penstock train {written[0]}", error=True)
 
 
 @app.command(rich_help_panel="Prepare")
@@ -382,7 +409,7 @@ def check(arguments: Arguments = None) -> None:
     from penstock.inspection.rehearsal_text import print_rehearsal
     from penstock.rehearsal import rehearse
 
-    raise typer.Exit(print_rehearsal(Console(), rehearse(loaded.config)))
+    raise typer.Exit(print_rehearsal(console(), rehearse(loaded.config)))
 
 
 @app.command(rich_help_panel="Prepare")

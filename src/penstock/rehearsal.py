@@ -174,8 +174,8 @@ async def _train(seen: Rehearsal) -> None:
             fits = all(one.status is Status.COMPLETED for one in seen.measured)
             if seen.measured and fits and seen.training_s < 2 * _MEASURED_S:
                 started = time.monotonic()
-                await workers.trainer.train(Batch(step=2, groups=tuple(seen.measured)))
-                seen.training_s = time.monotonic() - started
+                report = await workers.trainer.train(Batch(step=2, groups=tuple(seen.measured)))
+                seen.training_s, seen.metrics = time.monotonic() - started, report.metrics
 
 
 def placement(seen: Rehearsal) -> Iterator[str]:

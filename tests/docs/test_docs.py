@@ -81,6 +81,7 @@ TINY_LINE = {
     "test_cases": {"inputs": ["3\n"], "outputs": ["6\n"]},
 }
 FOREIGN = {  # names in inline code that are not ours
+    *("learning_rate", "epochs", "kl_coef"),  # TRL, verl
     *("RolloutState", "per_device_train_batch_size", "use_vllm"),  # XTuner, TRL
     *("train_files", "val_files", "train_batch_size", "actor_rollout_ref", "kl_loss_coef"),  # verl
     *("max_prompt_length", "max_response_length"),
@@ -238,7 +239,7 @@ def tiny(words: list[str]) -> list[str]:
     command, *rest = words
     if command == "resume":
         return [*words, "train.steps=3"]
-    if command not in ("train", "eval", "generate"):
+    if command not in ("train", "eval", "generate", "check"):
         return words
     target = next((word for word in rest if "=" not in word and not word.startswith("-")), None)
     if target is not None and not target.endswith(".toml"):

@@ -89,7 +89,7 @@ def _config(folder: Path, answers: Answers) -> str:
     demo = answers.model == "demo"
     tokens = answers.max_tokens or (DEMO_TOKENS if demo else OTHER_TOKENS)
     data = answers.data or (folder / "train.jsonl").as_posix()
-    system = "" if demo else f"\nsystem_prompt = {toml_value(_ASK[answers.reward])}"
+    system = "" if demo else f"system_prompt = {toml_value(_ASK[answers.reward])}\n"
     rewards = _reward(folder, answers)
     evaluation = (
         ""
@@ -98,7 +98,7 @@ def _config(folder: Path, answers: Answers) -> str:
             test=toml_value((folder / "test.jsonl").as_posix()), rewards=rewards
         )
     )
-    return _CONFIG.format(
+    text = _CONFIG.format(
         path=(folder / "train.toml").as_posix(),
         model=toml_value(answers.model),
         data=toml_value(data),
@@ -110,6 +110,18 @@ def _config(folder: Path, answers: Answers) -> str:
         lr="1e-4" if demo else "1e-6",
         evaluation=evaluation,
     )
+    return "\n".join(map(_with_comment, text.split("\n")))
+
+
+def _with_comment(line: str) -> str:
+    """Put the comment of a setting at one column, or above a long setting."""
+    setting, mark, comment = line.partition("  # ")
+    if not mark:
+        return line
+    setting = setting.rstrip()
+    if len(setting) > 40:
+        return f"# {comment}\n{setting}"
+    return f"{setting:<40}  # {comment}"
 
 
 _CONFIG = """\
@@ -123,8 +135,8 @@ path = {model}                # a folder or hub name of a transformers causal LM
 
 [tasks.train]
 data = {data}                 # JSONL, JSON, CSV, Parquet, a folder or a hub name: a prompt and a gt_answer in each record
-rewards = {rewards}           # summed up; your own: {{ type = "file.py:function" }}; see docs/rewards.md{system}
-
+rewards = {rewards}           # summed up; your own: {{ type = "file.py:function" }}; see docs/rewards.md
+{system}
 [sampling]
 num_generations = 8           # responses to each prompt, which are compared with each other
 max_tokens = {tokens}         # longest response

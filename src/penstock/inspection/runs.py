@@ -1,0 +1,144 @@
+"""`penstock runs`: a line for every run in a folder: how far it is, what it reached, whether something is wrong."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.errors import PenstockError, UserError
+from penstock.evaluation.evaluate import SUMMARY
+from penstock.findings.observed import Row, read_rows
+from penstock.identity import TOTAL_STEPS
+from penstock.run_folder import CONFIG, JOURNAL, RunFolder
+from penstock.track.sparkline import sparkline
+
+
+@dataclass(slots=True, kw_only=True)
+class RunLine:
+    """One run."""
+
+    name: str
+    state: str  # training | finished | stopped | damaged
+    steps: int = 0
+    total_steps: int | None = None
+    reward: float | None = None  # of the newest step
+    rewards: tuple[float, ...] = ()
+    held_out: str = ""  # "heldout accuracy 0.344 -> 0.977"
+    findings: int = 0
+    changed_at: float = 0.0  # seconds since 1970
+
+
+def list_runs(folder: Path) -> list[RunLine]:
+    """Return the runs of a folder, the newest first."""
+    if not folder.is_dir():
+        raise UserError(f"runs: got {str(folder)!r}, allowed: a folder with runs in it")
+    found = [
+        path for path in folder.iterdir() if (path / CONFIG).is_file() or (path / JOURNAL).is_file()
+    ]
+    return sorted((_line(RunFolder(path)) for path in found), key=lambda run: -run.changed_at)
+
+
+def _line(folder: RunFolder) -> RunLine:
+    changed = max(file.stat().st_mtime for file in (folder.metrics, folder.path) if file.exists())
+    line = RunLine(name=folder.name, state="stopped", changed_at=changed)
+    rows = read_rows(folder)
+    line.steps = int(rows[-1]["step"]) if rows else 0
+    line.rewards = tuple(_numbers(rows, "reward/mean"))
+    line.reward = line.rewards[-1] if line.rewards else None
+    line.findings = int(rows[-1].get("findings/open") or 0) if rows else 0
+    line.held_out = _held_out(folder)
+    try:
+        total = folder.record().get(TOTAL_STEPS)
+        line.total_steps = int(total) if total else folder.config().train.steps
+    except (PenstockError, ValueError):
+        line.state = "damaged"
+    if line.total_steps and line.steps >= line.total_steps:
+        line.state = "finished"
+    if _is_locked(folder.path / "lock"):
+        line.state = "training"
+    return line
+
+
+def _numbers(rows: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if isinstance(row.get(name), int | float)]
+
+
+def _held_out(folder: RunFolder) -> str:
+    """Return the first evaluation task's score, at its first and its newest evaluation."""
+    path = folder.evaluations / SUMMARY
+    rows: list[dict[str, Any]] = []
+    if path.is_file():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("task"), str):
+                rows.append(row)
+    own = [row for row in rows if row["task"] == rows[0]["task"]]
+    measure = "accuracy" if own and own[0].get("accuracy") is not None else "reward"
+    scores = _numbers(own, measure)
+    return f"{own[0]['task']} {measure} {scores[0]:.3f} -> {scores[-1]:.3f}" if scores else ""
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process holds the run's lock."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = False) -> None:
+    """Print a table, or one JSON list."""
+    if as_json:
+        console.file.write(json.dumps([asdict(line) for line in lines]) + "\n")
+        return
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for name, justify in (
+        ("run", "left"),
+        ("state", "left"),
+        ("steps", "right"),
+        ("reward", "right"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name in ("", "held out", "findings", "changed"):
+        table.add_column(name, overflow="fold")
+    for line in lines:
+        steps = f"{line.steps}/{line.total_steps}" if line.total_steps else str(line.steps)
+        table.add_row(
+            Text(line.name, style="bold"),
+            Text(line.state, style=_STYLES[line.state]),
+            steps,
+            "" if line.reward is None else f"{line.reward:.3f}",
+            Text(sparkline(console, line.rewards, width=16), style="cyan"),
+            Text(line.held_out),
+            Text(str(line.findings) if line.findings else "", style="yellow"),
+            _ago(time.time() - line.changed_at),
+        )
+    console.print(table, highlight=False)
+
+
+_STYLES = {"training": "green", "finished": "", "stopped": "dim", "damaged": "red"}
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return "now"

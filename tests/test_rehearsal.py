@@ -1,0 +1,138 @@
+"""`penstock init` and `penstock check` as a user meets them: what was written trains, and mistakes are found first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock import cli
+from penstock.config.source import load_config
+from stages.tiny_run import CrashServer
+
+SMALL = [
+    "launch.kind=inline",
+    "train.groups_per_step=2",
+    "sampling.num_generations=2",
+    "sampling.max_tokens=6",
+    "engine.max_slots=8",
+]
+
+
+def penstock(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["penstock", *words])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return int(left.value.code or 0)
+
+
+def test_what_init_writes_is_checked_and_trains_as_it_is(
+    server: CrashServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert penstock(monkeypatch, "init", "mine", "--reward", "own", "--steps", "1") == 0
+    assert capsys.readouterr().out.split() == [
+        "mine/train.toml",
+        "mine/reward.py",
+        "mine/train.jsonl",
+        "mine/test.jsonl",
+    ]
+    assert server.run("check", "mine/train.toml", *SMALL, directory=tmp_path) == 0, server.output()
+    said = server.output()
+    for words in (
+        "train:0   expected",
+        "<user>",  # the prompt as the model gets it
+        "reward ",
+        "200 prompts of 7 to 7 tokens (median 7); responses of at most 6",
+        "trainer on cpu; engine (transformers) on cpu",
+        "MiB of main memory are available",
+        "tokens are generated in",
+        "1 steps, about",
+    ):
+        assert words in said
+    assert not (tmp_path / "runs").exists()
+    train = ("train", "mine/train.toml", *SMALL, "eval.at_start=false", "track.trackers=[]")
+    assert server.run(*train, directory=tmp_path) == 0, server.output()
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("reward", ["tags", "boxed", "own"])
+@pytest.mark.parametrize("model", ["demo", "Qwen/Qwen2.5-0.5B-Instruct"])
+def test_every_config_that_init_writes_is_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, model: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "init",
+        "x",
+        "--reward",
+        reward,
+        "--model",
+        model,
+        "--data",
+        "own.jsonl",
+        "--max-tokens",
+        "77",
+    ]
+    assert penstock(monkeypatch, *words) == 0
+    config = load_config("x/train.toml").config
+    assert (config.model.path, config.sampling.max_tokens) == (model, 77)
+    assert config.tasks["train"].data == "own.jsonl"
+    assert (tmp_path / "x" / "reward.py").exists() == (reward == "own")
+    assert all(len(line) < 150 for line in (tmp_path / "x" / "train.toml").read_text().splitlines())
+
+
+def test_init_asks_five_questions_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+
+    def answer(question: str, *, default: object, **_: object) -> object:
+        asked.append(question)
+        return {"Reward": "boxed", "Steps": 3}.get(question.split(":")[0], default)
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.prompt", answer)
+    assert penstock(monkeypatch, "init", "x") == 0
+    assert [question.split(":")[0] for question in asked] == [
+        "Model",
+        "Data",
+        "Reward",
+        "Longest response in tokens",
+        "Steps",
+    ]
+    config = load_config("x/train.toml").config
+    assert (config.tasks["train"].rewards[0].type, config.train.steps) == ("boxed", 3)
+    assert penstock(monkeypatch, "init", "x") == 2
+    assert "x/train.toml exists already" in capsys.readouterr().err
+
+
+def test_a_reward_that_raises_is_found_with_its_file_and_line(
+    server: CrashServer, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text("def score(response):\n    return {}['level']\n")
+    words = ["tasks.train.rewards=[{type='reward.py:score'}]", *SMALL]
+    assert server.run("check", *words, directory=tmp_path) == 1
+    assert f"KeyError: 'level' ({tmp_path}/reward.py:2)" in server.output().replace("\n", "")
+
+
+def test_prompts_and_responses_that_do_not_fit_the_model_are_refused(server: CrashServer) -> None:
+    words = ["launch.kind=inline", "sampling.max_tokens=250"]
+    for command in ("check", "train"):
+        assert server.run(command, *words) == 2
+        assert (
+            "tasks.train: a prompt of 7 tokens and sampling.max_tokens = 250 are 257 tokens, allowed: "
+            "the model's context of 256; lower sampling.max_tokens or tasks.train.max_prompt_tokens"
+        ) in server.output()
+
+
+def test_check_says_what_would_be_found(server: CrashServer) -> None:
+    assert server.run("check", *SMALL, "sampling.max_tokens=2") == 0
+    said = " ".join(server.output().split())
+    assert "If the run stays like these prompts:" in said
+    assert "are cut off at max_tokens" in said
+    assert "sampling.max_tokens=4" in said
