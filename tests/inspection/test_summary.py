@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,15 @@ def test_the_end_names_the_model_and_the_next_commands(tmp_path: Path) -> None:
     lines = summary_of(made).splitlines()
     assert f"model: {made.checkpoints / 'step-1' / 'model'}" in lines
     assert lines[-1] == f"next: penstock export {made.path} --to FOLDER"
+
+
+def test_what_is_wrong_stands_below_the_figures(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "ill", steps=6, groups_per_step=3)
+    rows = [row | {"truncated/share": 0.95} for row in metrics_of(run)]
+    run.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    text = summary_of(run)
+    assert "The responses are cut off before they end  since step 1" in text
+    assert "sampling.max_tokens=48" in text
 
 
 def test_a_terminal_without_unicode_gets_a_plain_plot(run: RunFolder) -> None:
