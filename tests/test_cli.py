@@ -87,14 +87,11 @@ WRONG = {  # for each command a wrong argument, and words of its error message
     "backup": (["no-such-run"], "no-such-run"),
     "audit": (["no-such-run"], "no-such-run"),
     "doctor": (["no-such-run"], "no-such-run"),
-<<<<<<< HEAD
     "export": (["no-such-run", "--to", "model"], "no-such-run"),
-=======
     "runs": (["no-such-folder"], "no-such-folder"),
     "compare": (["no-such-run", "other"], "no-such-run"),
     "check": (["no-such.toml"], "no-such.toml"),
     "init": (["x", "--reward", "best"], "--reward: got 'best'"),
->>>>>>> d34f46b (penstock runs and penstock compare; docs/first-run.md)
     "report": (["no-such-run"], "no-such-run"),
     "timeline": (["no-such-run"], "no-such-run"),
     "rollouts": (["no-such-run", "--limit", "0"], "--limit"),
