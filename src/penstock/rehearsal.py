@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from penstock.agent import AGENTS, AgentLoop
+from penstock.agent import AgentLoop
+from penstock.agent.build import build_agent
+from penstock.agent.function import FunctionAgent
 from penstock.config import Config
 from penstock.config.source import with_overrides
 from penstock.data.sampler import Sampler
@@ -21,7 +23,8 @@ from penstock.engine import ENGINES
 from penstock.findings import Observed, find
 from penstock.findings.observed import WINDOW
 from penstock.identity import MACHINE, measure
-from penstock.job import RunData, count_steps, no_weights, open_trainer
+from penstock.job import RunData, count_steps, no_weights, open_trainer, serve_agents
+from penstock.journal import Journal
 from penstock.plugins import load
 from penstock.reward import build_reward
 from penstock.scratch import ScratchFolder
@@ -52,6 +55,7 @@ class Rehearsal:
     training_s: float | None = None  # None: not measured
     metrics: dict[str, float] = field(default_factory=dict)  # of the update
     facts: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # of agents
 
     @property
     def errors(self) -> list[str]:
@@ -118,18 +122,30 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
         engine = engine_class.from_config(config, fetch=no_weights, index=0)
         await engine.start()
         closing.push_async_callback(engine.close)
+        scratch = closing.enter_context(ScratchFolder.new("check"))
+        journal = Journal.open(scratch / "journal.db")
+        closing.callback(journal.close)
+        endpoint = await serve_agents(config, closing)
         agents: dict[str, tuple[AgentLoop, Sampler]] = {}
         for name, dataset in data.train.items():
             task, sampling = config.tasks[name], config.task_sampling(name)
-            reward = build_reward(task.rewards, max_tokens=sampling.max_tokens)
+            reward = build_reward(
+                task.rewards, max_tokens=sampling.max_tokens, is_chat=dataset.is_chat
+            )
             closing.push_async_callback(reward.close)
-            agent = load(f"tasks.{name}.agent", task.agent, AGENTS)(
+            agent = build_agent(
+                f"tasks.{name}",
+                task,
+                sampling,
                 engine=engine,
                 reward=reward,
-                sampling=sampling,
-                decode=data.chat.decode,
-                **task.agent_options,
+                chat=data.chat,
+                journal=journal,
+                endpoint=endpoint,
+                note=seen.notes.append,
             )
+            if isinstance(agent, FunctionAgent):
+                closing.push_async_callback(agent.close)
             size = sampling.num_generations
             sampler = Sampler(dataset, task_name=name, prompt_repeat_k=size, seed=config.seed)
             agents[name] = agent, sampler
