@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from rich.console import Console
 
-from penstock.inspection.audit import audit_run
 from penstock.run_folder import RunFolder
 from stages.ray_nodes import lone_node
 from stages.tiny_run import (
@@ -24,6 +22,7 @@ from stages.tiny_run import (
     CrashServer,
     assert_no_worker_is_left,
     assert_sound,
+    assert_went_on,
     death,
     digests,
 )
@@ -128,11 +127,6 @@ def test_killed_anywhere_it_goes_on_to_the_same_end(
         assert_no_worker_is_left(run)
         code = server.run("resume", str(run.path))
     assert code == 0, f"{place}, then {again}: {server.output()}"
-    assert "Traceback" not in server.output()
-    assert_no_worker_is_left(run)
-    assert_sound(run)
-    assert audit_run(run, console=Console(quiet=True)) == 0
-    if kind.strategy == "sync":
-        assert digests(run) == whole.digests(), f"{place}, then {again}"
+    assert_went_on(server, run, whole.digests() if kind.strategy == "sync" else None)
     if kind.launch == "local":
         assert not server.folders_left()  # the next driver has removed what a killed driver left

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from penstock.checkpoint import CheckpointStore
+from penstock.inspection.audit import audit_run
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from stages.rewards import ODD_REWARD
@@ -153,6 +156,15 @@ def assert_sound(run: RunFolder, *, steps: int = STEPS, groups: int = GROUPS) ->
     assert newest is not None
     assert (newest.step, newest.digest) == (steps, digests(run)[-1])
     assert not list(run.checkpoints.glob(".draft*"))
+
+
+def assert_went_on(server: CrashServer, run: RunFolder, expected: list[str] | None = None) -> None:
+    """Assert that a disturbed run is whole, and has the digests of an undisturbed one, if given."""
+    assert "Traceback" not in server.output()
+    assert_no_worker_is_left(run)
+    assert_sound(run)
+    assert audit_run(run, console=Console(quiet=True)) == 0
+    assert expected is None or digests(run) == expected
 
 
 def assert_no_worker_is_left(run: RunFolder) -> None:
