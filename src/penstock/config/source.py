@@ -150,7 +150,7 @@ def _explain(error: ErrorDetails, tree: type[BaseModel]) -> str:
 
 
 def _unknown_key(key: str, value: Any, tree: type[BaseModel]) -> str:
-    valid = list(_model_keys(tree, ""))
+    valid = list(valid_keys(tree))
     if isinstance(value, dict) and len(value) == 1:  # a table that is not known, with one key
         key = f"{key}.{next(_leaves(value))[0]}"
     known = foreign_words.KEYS.get(key.rsplit(".", 1)[-1].lower()) if tree is Config else None
@@ -163,9 +163,9 @@ def _unknown_key(key: str, value: Any, tree: type[BaseModel]) -> str:
     return f"unknown key {key!r}, allowed: {allowed}{hint}"
 
 
-def valid_keys() -> Iterator[str]:
+def valid_keys(tree: type[BaseModel] = Config) -> Iterator[str]:
     """Yield every dotted key of the tree; a named table shows as `tasks.NAME.field`."""
-    yield from _model_keys(Config, "")
+    yield from _model_keys(tree, "")
 
 
 def _model_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
