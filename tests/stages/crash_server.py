@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import inspect
 import json
 import os
@@ -185,6 +186,8 @@ def serve() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         warm_up(folder)
+        gc.collect()
+        gc.freeze()  # no collection in a child walks through the modules
         nursery = Nursery(Path(folder) / "nursery")
         print(nursery.path, flush=True)
         answer_requests(nursery)
