@@ -180,6 +180,11 @@ def test_another_user_or_machine_has_not_allowed_it(
         (["engine.options.api_key_variable=MY_KEY"], "send the environment variable MY_KEY"),
         (["engine.options.weights_folder=/home/me"], "write to the folder /home/me"),
         (["tasks.train.agent_options.tools=['stages.rewards:x']"], "execute stages.rewards:x in"),
+        (
+            ["tasks.train.agent=command", "tasks.train.agent_options.command=['rm', 'a b']"],
+            "run rm 'a b'",
+        ),
+        (["tasks.train.agent_options.python=/theirs/bin/python"], "run /theirs/bin/python"),
         (["model.path=a/b", "model.trust_remote_code=true"], "code that comes with the model a/b"),
     ],
 )

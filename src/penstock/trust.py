@@ -15,6 +15,7 @@ import importlib.util
 import os
 import re
 import secrets
+import shlex
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -117,6 +118,8 @@ def _acts(value: Any, key: str, folder: Path) -> Iterator[str]:
             yield from _acts(item, name, folder)
         if value.get("trust_remote_code") is True and isinstance(value.get("path"), str):
             yield f"execute code that comes with the model {value['path']}"
+    elif isinstance(value, list) and key == "command":
+        yield from _run([str(word) for word in value], folder)
     elif isinstance(value, list):
         for item in value:
             yield from _acts(item, key, folder)
@@ -127,10 +130,21 @@ def _acts(value: Any, key: str, folder: Path) -> Iterator[str]:
             yield from _execute_object(value, own[1], folder)
         elif re.match(r"https?://", value):
             yield f"connect to {value}"
+        elif key == "python":
+            yield from _run([value], folder)
         elif key.endswith("_variable"):
             yield f"send the environment variable {value}"
         elif key.endswith("_folder"):
             yield f"write to the folder {value}"
+
+
+def _run(words: list[str], folder: Path) -> Iterator[str]:
+    """Name a command by its words, and its files by their place or, inside the folder, their content."""
+    files = [Path(word) for word in words if Path(word).is_file()]
+    own = [file for file in files if file.resolve().is_relative_to(folder.resolve())]
+    places = [str(f.absolute()) for f in files if f not in own and not f.is_absolute()]
+    yield f"run {shlex.join(words)}" + (f" with {', '.join(places)}" if places else "")
+    yield from (_by_content(file) for file in own)
 
 
 def _execute(name: str, file: Path, folder: Path) -> Iterator[str]:
