@@ -67,10 +67,10 @@ def test_memory_bounds_slots_and_kv_cache(load: Load, share: float, usable: int)
         kv_memory_share=share,
     )
     fits = int(usable * GIB * share) // (56 * 1024)
-    assert found == Sizes(slots=fits // 3074, tokens=fits // 3074 * 3074)
+    assert found == Sizes(slots=4 * fits // 3074, tokens=fits)
     assert (
         found.slots
-        == {(60, 0.6): 219, (60, 0.3): 109, (40, 0.6): 146, (20, 0.6): 73}[usable, share]
+        == {(60, 0.6): 877, (60, 0.3): 438, (40, 0.6): 584, (20, 0.6): 292}[usable, share]
     )
 
 

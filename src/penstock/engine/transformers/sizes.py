@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 CPU_SLOTS = 64
 UNKNOWN_LOAD = 256  # requests in flight if no config says how many there will be
+_SHORTER = 4  # the longest request against the usual one
 LEAST_SLOTS, MOST_SLOTS = 16, 1024  # more slots make steps longer and hardly more tokens
 
 
@@ -89,15 +90,16 @@ def choose_sizes(
 ) -> Sizes:
     """Return the sizes for a device with `free` of `total` bytes free after the weights are loaded.
 
-    Slots: as many as there are requests, if the KV cache can hold the longest request in each of them.
-    KV cache: what these slots need, at most `kv_memory_share` of the free memory; engines on one
-    device share it evenly, and a trainer that works beside them keeps half of the device.
+    Slots: as many as there are requests, if the KV cache can hold a quarter of the longest request in each:
+    prompts are rarely as long as they may be. KV cache: what the longest request in each slot needs, at most
+    `kv_memory_share` of the free memory; engines on one device share it evenly, and a trainer that works
+    beside them keeps half of the device. Requests that do not fit wait for others to end.
     """
     for_engines = total // 2 if load.beside_trainer else total
     usable = min(free, for_engines // load.engines)
     fits = int(usable * kv_memory_share) // bytes_per_token
     longest = min(load.longest or positions, positions)
-    most = min(load.requests, MOST_SLOTS, fits // (longest + 2))
+    most = min(load.requests, MOST_SLOTS, _SHORTER * fits // (longest + 2))
     slots = max_slots or max(LEAST_SLOTS, most)
     ceiling = slots * (min(positions, max_tokens_in_flight or longest) + 2)
     if not max_tokens_in_flight:
