@@ -13,7 +13,7 @@ NAMED = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|sh|toml|md))`")
 MADE_BY_RUNS = {"config.toml", "my_rewards.py", "my.toml", "configs/until-step-N.toml"}
 EXISTING = {
     path.relative_to(ROOT).as_posix()
-    for folder in ("src", "tests", "docs", "scripts", "benchmarks", "examples")
+    for folder in ("src", "tests", "docs", "scripts", "benchmarks", "configs", "examples")
     for path in (ROOT / folder).rglob("*")
 } | {path.name for path in ROOT.iterdir()}
 
