@@ -100,6 +100,7 @@ WRONG = {  # for each command a wrong argument, and words of its error message
     "score": (["missing.jsonl"], "missing.jsonl"),
     "sandbox check": (["workers=0"], "workers: got 0"),
     "sandbox serve": (["--host", "0.0.0.0"], "token"),
+    "agent check": (["tasks.train.agent=nowhere.py:f"], "no such file: nowhere.py"),
 }
 
 

@@ -140,6 +140,14 @@ def own_run(tmp_path: Path, *overrides: str) -> RunFolder:
     return create(load_config(None, words).config)
 
 
+def test_an_agents_command_and_its_python_are_acts(tmp_path: Path) -> None:
+    options = "{command=['node', 'a.js'], python='/evil/python'}"
+    words = ["tasks.train.agent=command", f"tasks.train.agent_options={options}"]
+    acts = trust.acts_of([load_config(None, words).config], tmp_path)
+    assert "run the command ['node', 'a.js']" in acts
+    assert "run command with /evil/python" in acts
+
+
 def unsigned(folder: RunFolder) -> list[str]:
     acts = trust.acts_of([folder.config()], folder.path) + trust.acts_on_files(folder.path)
     return [act for act in acts if not trust._is_signed(folder.path, act)]

@@ -493,14 +493,18 @@ app.add_typer(agent_app, name="agent", rich_help_panel="Rewards")
 
 
 @agent_app.command("check")
-def agent_check(arguments: Arguments = None) -> None:
+def agent_check(arguments: Arguments = None, trust: Trust = False) -> None:
     """Play the config's agents against a made-up policy, and say what would go wrong; exit 1 if anything."""
     import asyncio
 
     from penstock.config.source import load_config
     from penstock.job import check_agents
+    from penstock.trust import check_config
 
-    found = asyncio.run(check_agents(load_config(*_split(arguments)).config))
+    path, overrides = _split(arguments)
+    loaded = load_config(path, overrides).config
+    check_config(path, loaded, trust=trust)
+    found = asyncio.run(check_agents(loaded))
     for task, findings in found.items():
         for one in findings:
             why = f": {one.detail}" if one.detail else ""

@@ -22,7 +22,7 @@ from penstock.agent.function import FunctionAgent
 from penstock.algo.method import run_settings
 from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
-from penstock.config import Config, SamplingConfig, TaskDataConfig
+from penstock.config import Config, EvalConfig, SamplingConfig, TaskDataConfig
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.context import check_context
@@ -366,6 +366,7 @@ async def check_agents(config: Config) -> dict[str, list[Finding]]:
         )
     for name, task in tasks.items():
         check_agent(f"tasks.{name}", task, config.task_sampling(name))
+    config = config.model_copy(update={"eval": EvalConfig()})
     data = await asyncio.to_thread(RunData.load, config)
     return {
         name: await try_agent(

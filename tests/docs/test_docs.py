@@ -306,7 +306,7 @@ def check_penstock_words(words: list[str], given: set[str]) -> None:
     if not bare:
         return
     two = " ".join(bare[:2])
-    command = two if bare[0] == "sandbox" else bare[0]
+    command = two if bare[0] in ("sandbox", "agent") else bare[0]
     assert command in penstock_commands(), f"no command penstock {command}"
     unknown = given - penstock_commands()[command]
     assert not unknown, f"penstock {command} has no option {unknown}"

@@ -1,0 +1,170 @@
+"""Whole runs of agents, from `penstock train` to the audit; killed and resumed to the same weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.journal import Journal
+from penstock.run_folder import RunFolder
+from stages.chat_policy import NO_END, TEMPLATE, save_chat_policy
+from stages.tiny_run import KILLED, SEED, CrashServer, assert_sound, digests
+
+DATA = Path(__file__).parents[1] / "stages" / "sums.jsonl"
+AGENT = """
+async def rollout(task, model, question="more?"):
+    messages = list(task.messages)
+    for _ in range(3):
+        said = await model.chat(messages)
+        messages += [said, {"role": "user", "content": question}]
+    call = {"id": "count", "function": {"name": "count", "arguments": {"text": said["content"]}}}
+    number = await model.tool(call, count, unknown="retry")
+    return float(number) % 3
+
+def count(text):
+    return len(text)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashServer]:
+    folder = tmp_path_factory.mktemp("agents")
+    for name, template in (("policy", TEMPLATE), ("endless", NO_END)):
+        save_chat_policy(folder / name, template)
+    (folder / "agent.py").write_text(AGENT)
+    made = CrashServer(folder)
+    yield made
+    made.close()
+
+
+def overrides(server: CrashServer, policy: str = "policy", **more: str) -> list[str]:
+    values = {
+        "model.path": server.folder / policy,
+        "tasks.train.agent": f"{server.folder / 'agent.py'}:rollout",
+        "tasks.train.agent_options": '{question="and?", max_turns=3, timeout_s=60}',
+        "tasks.train.max_prompt_tokens": "300",
+        "sampling.max_tokens": "60",
+        "sampling.stop": json.dumps(list("abcdefghijklmnopqrst")),  # a random policy seldom ends
+        "produce.strategy": "sync",
+        **more,
+    }
+    return [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
+
+
+@pytest.fixture(scope="module")
+def whole(server: CrashServer) -> RunFolder:
+    run, code = server.train("whole", *overrides(server))
+    assert code == 0, server.output()
+    return run
+
+
+def test_an_agents_run_trains_its_sampled_tokens_and_balances(
+    server: CrashServer, whole: RunFolder
+) -> None:
+    assert_sound(whole)
+    assert server.run("audit", str(whole.path)) == 0, server.output()
+    proved = [line for line in server.output().splitlines() if line.startswith(("agents:", "tool"))]
+    assert proved[0].startswith("agents: 16 rollouts, 16 rows: every id was given to an engine (")
+    assert proved[1] == "tool calls: 16 begun = 16 done + 0 failed + 0 unknown"
+    with closing(Journal.open(whole.journal, readonly=True)) as journal:
+        batch = journal.batch(1)
+        for rollout in batch.rollouts:
+            (row,) = rollout.rows  # three turns, one row
+            assert 0 < rollout.num_sampled < len(rollout.response_ids)
+            calls = journal.calls(rollout.rollout_id.rpartition(".")[0])
+            made = calls[rollout.rollout_id, rollout.seed]
+            assert [call.parent for call in made] == [None, 0, 1]
+            ids = [part for call in made for part in (call.context_ids, call.token_ids)]
+            whole_row = np.concatenate([row.prompt_ids, rollout.response_ids])
+            assert whole_row.tolist() == np.concatenate(ids).tolist()
+        tools = journal.query("SELECT outcome, count(*) FROM tools GROUP BY 1")
+        assert [outcome for outcome, _ in tools] == ["done"]
+    metrics = [json.loads(line) for line in whole.metrics.read_text().splitlines()]
+    assert max(step["mismatch/kl"] for step in metrics) < 1e-4  # trained on what was sampled
+
+
+def test_the_rollouts_of_an_agent_are_shown_as_turns(server: CrashServer, whole: RunFolder) -> None:
+    assert server.run("rollouts", str(whole.path), "--limit", "1") == 0
+    shown = server.output()
+    assert shown.count("user: and?") == 2
+    assert shown.count("assistant: ") == 3
+    assert server.run("rollouts", str(whole.path), "--limit", "1", "--json") == 0
+    (sample,) = [json.loads(line) for line in server.output().splitlines()]
+    assert [turn["role"] for turn in sample["turns"]] == ["user", "assistant"] * 3
+    assert [turn["parent"] for turn in sample["turns"][::2]] == [None, 0, 1]
+
+
+def test_a_template_that_cannot_be_bridged_trains_a_row_per_turn(server: CrashServer) -> None:
+    run, code = server.train("rows", *overrides(server, "endless"), "train.steps=1")
+    assert code == 0, server.output()
+    assert "rendered whole and trained as a row of its own" in (run.logs / "run.log").read_text()
+    with closing(Journal.open(run.journal, readonly=True)) as journal:
+        assert {len(rollout.rows) for rollout in journal.batch(1).rollouts} == {3}
+    (step,) = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert step["mismatch/kl"] < 1e-4
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_killed_run_ends_with_the_same_weights_and_samples_no_call_twice(
+    server: CrashServer, whole: RunFolder, number: int
+) -> None:
+    choice = random.Random(SEED + number)
+    run, code = server.train(f"count-{number}", *overrides(server), "train.steps=1")
+    commits = server.counts()["before journal commit"]
+    where = choice.choice(["before journal commit", "after journal commit"])
+    run, code = server.train(
+        f"killed-{number}", *overrides(server), point=where, number=choice.randint(2, commits)
+    )
+    assert code == KILLED
+    with closing(Journal.open(run.journal, readonly=True)) as journal:
+        before = journal.query("SELECT rollout_id, seed, number, at FROM calls")
+    assert server.run("resume", str(run.path)) == 0, server.output()
+    with closing(Journal.open(run.journal, readonly=True)) as journal:
+        assert set(before) <= set(journal.query("SELECT rollout_id, seed, number, at FROM calls"))
+    assert_sound(run)
+    assert digests(run) == digests(whole)
+    assert server.run("audit", str(run.path)) == 0, server.output()
+
+
+def test_a_mistake_in_the_agent_is_one_line_before_anything_starts(server: CrashServer) -> None:
+    for more, words in (
+        ({"tasks.train.agent": f"{server.folder / 'agent.py'}:missing"}, "has no 'missing'"),
+        ({"tasks.train.agent_options": "{colour=1}"}, "unexpected keyword argument 'colour'"),
+        ({"sampling.min_tokens": "2"}, "sampling.min_tokens got 2 with an agent"),
+    ):
+        _, code = server.train("mistake", *overrides(server, **more))
+        assert code == 2
+        assert words in server.output()
+        assert len(server.output().strip().splitlines()) == 1
+
+
+SHARED = """
+turns = []
+
+async def rollout(task, model):
+    said = await model.chat(task.messages)
+    turns.append(said)
+    await model.chat([*task.messages, said, {"role": "user", "content": str(len(turns))}])
+    return float("nan") if len(turns) == 3 else 1.0
+"""
+
+
+def test_a_check_passes_a_good_agent_and_names_what_a_bad_one_does(server: CrashServer) -> None:
+    settings = overrides(server, **{"tasks.train.data": str(DATA)})
+    assert server.run("agent", "check", *settings) == 0, server.output()
+    assert server.output().count("ok   train: ") == 8
+    (server.folder / "shared.py").write_text(SHARED)
+    bad = f"tasks.train.agent={server.folder / 'shared.py'}:rollout"
+    assert server.run("agent", "check", *settings, bad, "tasks.train.agent_options={}") == 1
+    said = server.output()
+    assert "FAIL train: the same seed and answers give the same observations" in said
+    assert "FAIL train: two rollouts share nothing" in said
+    assert "got the reward nan, allowed: a finite number" in said
+    assert server.run("agent", "check") == 2
+    assert "got no task with an agent" in server.output()
