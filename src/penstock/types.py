@@ -184,6 +184,7 @@ class Rollout:
     loss_mask: np.ndarray = field(default_factory=_no_mask)  # True: sampled by the policy, trained
     segments: tuple[VersionSegment, ...] = ()  # versions of the response tokens, run-length encoded
     rows: tuple[Row, ...] = ()  # empty: one row, `prompt_ids` and the whole response
+    earned: tuple[tuple[int, float], ...] = ()  # (tokens, reward earned before they were sampled)
     temperature: float = 1.0
     min_tokens: int = 0  # the first so many tokens were sampled without the end tokens
     status: Status = Status.INIT
@@ -204,13 +205,16 @@ class Rollout:
         """Raise a ValueError unless all per-token fields have the same length."""
         length, in_segments = len(self.response_ids), sum(one.length for one in self.segments)
         in_rows = sum(row.length for row in self.rows) if self.rows else length
-        if len(self.logprobs) == len(self.loss_mask) == in_segments == in_rows == length:
+        in_earned = sum(tokens for tokens, _ in self.earned) if self.earned else length
+        same = in_segments == in_rows == in_earned == length
+        if same and len(self.logprobs) == len(self.loss_mask) == length:
             return
         lengths = {
             "logprobs": len(self.logprobs),
             "loss_mask": len(self.loss_mask),
             "segments": in_segments,
             "rows": in_rows,
+            "earned": in_earned,
         }
         wrong = {name: got for name, got in lengths.items() if got != length}
         raise ValueError(
@@ -261,7 +265,8 @@ class Rollout:
         """Drop the response, so that the rollout is generated from its prompt again."""
         self.move_to(Status.INIT)
         self.response_ids, self.logprobs, self.loss_mask = _no_ids(), _no_logprobs(), _no_mask()
-        self.segments, self.rows, self.finish_reason, self.text = (), (), "", ""
+        self.segments, self.rows, self.earned = (), (), ()
+        self.finish_reason, self.text = "", ""
         self.score, self.error = None, ""
 
     @property
@@ -382,6 +387,8 @@ class Group:
             for row in rollout.rows:
                 parts.append(struct.pack("<II", len(row.prompt_ids), row.length))
                 parts.append(row.prompt_ids.astype("<i4", copy=False).tobytes())
+            for tokens, before in rollout.earned:
+                parts.append(struct.pack("<Id", tokens, before))
         return _FINGERPRINT + hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 

@@ -35,11 +35,26 @@ def test_each_rollout_gets_its_rows_and_its_reward() -> None:
     assert {rollout.status for rollout in rollouts} == {Status.COMPLETED}
     assert {rollout.reward for rollout in rollouts} == {1.25}
     for rollout in rollouts:
+        assert rollout.earned == ()  # the reward came after the last call
         assert (len(rollout.rows), rollout.text, rollout.finish_reason) == (1, "yes", "stop")
         prompt = chat_template().decode_prompt(rollout.rows[0].prompt_ids)
         assert prompt.startswith("<turn>system\nbe good<eos><turn>user\nquestion 0<eos>")
         assert rollout.num_sampled == 2 * len("yes<")  # with the end token
         assert rollout.extra["turns"] == 2
+
+
+def test_a_reward_after_a_turn_is_not_credited_to_later_calls() -> None:
+    async def agent(task: Any, model: Any) -> float:
+        said = await model.chat(task.messages)
+        model.reward(0.5)
+        await model.chat([*task.messages, said, user("more")])
+        return 0.25
+
+    (rollout, *_) = run(make_agent(agent), make_group())
+    assert rollout.reward == 0.75
+    (first, _), (second, before) = rollout.earned
+    assert first == len("yes<")
+    assert (first + second, before) == (len(rollout.response_ids), 0.5)
 
 
 @pytest.mark.parametrize(

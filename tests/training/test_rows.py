@@ -12,7 +12,8 @@ from penstock.algo.method import resolve_settings
 from penstock.config import AlgorithmConfig
 from penstock.journal.codec import decode_rollout, encode_rollout, prune_payload
 from penstock.training.flat_batch import FlatBatch
-from penstock.training.objective import loss_weights, update_sums
+from penstock.training.objective import loss_weights, token_advantages, update_sums
+from penstock.training.ranks import Ranks
 from penstock.types import Batch, Rollout, Row, Score, Status, VersionSegment
 from stages.training_data import config_of, gradient_of, random_batch, relative_gap
 
@@ -130,3 +131,35 @@ def test_rows_that_do_not_cover_the_response_are_refused() -> None:
     rollout.rows = (Row(np.array([4], np.int32), 4),)
     with pytest.raises(ValueError, match="rows"):
         rollout.check()
+
+
+def test_a_turn_is_credited_with_the_rewards_after_it_by_hand() -> None:
+    """Rollout 0 earns 1 after its first two tokens and nothing later; rollout 1 earns 0 in all.
+
+    Returns 1 and 0: mean 0.5, deviation sqrt(0.5). The third token's return to go is 0.
+    """
+    batch = random_batch(groups=1, size=2, seed=0)
+    first, second = batch.groups[0].rollouts
+    for rollout, length in ((first, 3), (second, 2)):
+        rollout.response_ids = np.arange(1, length + 1, dtype=np.int32)
+        rollout.logprobs = np.zeros(length, dtype=np.float32)
+        rollout.loss_mask = np.ones(length, dtype=bool)
+        rollout.segments = (VersionSegment(0, length),)
+    first.score, second.score = Score(1.0), Score(0.0)
+    first.earned = ((2, 0.0), (1, 1.0))
+    scale = np.sqrt(0.5) + 1e-4
+    for name, expected in (
+        ("grpo", np.array([0.5, 0.5, -0.5, -0.5, -0.5]) / scale),
+        ("dr_grpo", np.array([0.5, 0.5, -0.5, -0.5, -0.5])),
+        ("rloo", np.array([1.0, 1.0, 0.0, -1.0, -1.0])),  # less the other's return
+    ):
+        settings = resolve_settings(AlgorithmConfig(name=name))
+        flat = FlatBatch.from_groups(batch.groups, 1, settings)
+        found = token_advantages(flat, flat.rewards_R, None, settings, Ranks())
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    data = encode_rollout(first, key="key")
+    again = decode_rollout(data, first.rollout_id, batch.groups[0].prompt, key="key")
+    assert again.earned == first.earned
+    before = batch.groups[0].fingerprint()
+    first.earned = ((2, 0.0), (1, 0.5))
+    assert batch.groups[0].fingerprint() != before

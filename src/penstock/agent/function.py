@@ -213,7 +213,7 @@ class FunctionAgent(AgentLoop):
             with self._model(session) as model:
                 result = await self._result_of(session, model)
             self._take_calls(session)
-            rollout.score = await self._score(rollout, result, model.earned)
+            rollout.score = await self._score(rollout, result, session.earned)
         except Exception as error:
             if session.fault is not None:
                 raise session.fault from error
@@ -230,7 +230,7 @@ class FunctionAgent(AgentLoop):
         rollout, calls = session.rollout, session.tree.calls
         if not calls:
             raise RewardError("it ended without a call of the model")
-        session.tree.fill(rollout)
+        session.tree.fill(rollout, session.earned_before)
         is_cut = session.truncated or calls[-1].finish_reason == "length"
         rollout.finish_reason = "length" if is_cut else "stop"
         rollout.text = self._decode(calls[-1].token_ids.tolist())

@@ -90,6 +90,8 @@ class Session:
             False  # an engine was told to end a call: the rollout is interrupted, not failed
         )
         self.fault: EnginesLost | None = None  # it ends the run, whatever the agent made of it
+        self.earned = 0.0  # the rewards of turns so far
+        self.earned_before: dict[int, float] = {}  # by call, where it is not 0
         self.notes: dict[str, Any] = {}  # what a dialect of the endpoint remembers
         self._engine, self._bridge, self._sampling = engine, bridge, sampling
         self._recorder, self._threads = recorder, threads
@@ -160,6 +162,7 @@ class Session:
             call = self.tree.calls[number]
             if (call.parent, call.context_ids.tobytes()) == key:
                 self._unclaimed.remove(number)
+                self._note_earned(number, self.earned)
                 self._asked[key] += 1
                 self._turns += 1
                 return call
@@ -175,6 +178,7 @@ class Session:
         max_tokens: int | None,
     ) -> ModelCall:
         """Sample one answer, and keep the call."""
+        earned = self.earned
         prompt_ids = np.concatenate([parent_ids, context_ids]).astype(np.int32, copy=False)
         room = self._room(len(prompt_ids))
         self._turns += 1
@@ -205,6 +209,7 @@ class Session:
             tools=tools,
         )
         self.tree.calls.append(call)
+        self._note_earned(call.number, earned)
         await self._recorder.record_call(self.rollout, call)
         return call
 
@@ -266,6 +271,10 @@ class Session:
             raise TimeoutError(f"no result after {limit:g} s (tool_timeout_s)") from None
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
+    def _note_earned(self, number: int, earned: float) -> None:
+        if earned:
+            self.earned_before[number] = earned
+
     def _room(self, context: int) -> int:
         """Return the tokens that an answer may have; refuse a call past the rollout's limits."""
         limits = self.limits
@@ -317,7 +326,6 @@ class Model:
     def __init__(self, session: Session, *, base_url: str, api_key: str, name: str) -> None:
         self.base_url, self.api_key, self.name = base_url, api_key, name
         self.seed = session.rollout.seed
-        self.earned = 0.0  # the sum of `reward` calls
         self._session = session
 
     async def chat(
@@ -338,8 +346,8 @@ class Model:
         return await self._session.tool(call, function, unknown=unknown)
 
     def reward(self, value: float) -> None:
-        """Add to the reward that the function returns."""
-        self.earned += float(value)
+        """Reward the turns so far: calls after this one are not credited with it."""
+        self._session.earned += float(value)
 
 
 def _short(text: str) -> str:

@@ -88,10 +88,13 @@ class CallTree:
         parents = {call.parent for call in self.calls}
         return [call for call in self.calls if call.number not in parents]
 
-    def fill(self, rollout: Rollout) -> None:
-        """Give the rollout the rows of this tree: ids, log-probs, mask and versions."""
+    def fill(self, rollout: Rollout, earned: Mapping[int, float] | None = None) -> None:
+        """Give the rollout the rows of this tree: ids, log-probs, mask and versions.
+
+        `earned`: by call, the reward that the rollout had before it; a call without one had none.
+        """
         trained: set[int] = set()
-        rows, ids, logprobs, masks = [], [], [], []
+        rows, ids, logprobs, masks, before = [], [], [], [], []
         segments: tuple[VersionSegment, ...] = ()
         for leaf in self.leaves():
             root, *others = self.path(leaf)
@@ -112,6 +115,10 @@ class CallTree:
                 is_new = call.number not in trained
                 masks += [np.zeros(observed, dtype=bool), np.full(len(call.token_ids), is_new)]
                 trained.add(call.number)
+                before.append(
+                    (observed + len(call.token_ids), (earned or {}).get(call.number, 0.0))
+                )
+        rollout.earned = tuple(before) if any(value for _, value in before) else ()
         rollout.rows = tuple(rows)
         rollout.response_ids = _joined(ids, np.int32)
         rollout.logprobs = _joined(logprobs, np.float32)

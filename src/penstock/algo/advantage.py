@@ -35,6 +35,14 @@ def group_advantages(rewards_G: np.ndarray, settings: AlgorithmSettings) -> np.n
     return centred_G
 
 
+def group_scale(rewards_G: np.ndarray, settings: AlgorithmSettings) -> float:
+    """Return what `group_advantages` divides by; infinite for equal rewards, which teach nothing."""
+    if settings.normalize != "group" or len(rewards_G) < 2:
+        return 1.0
+    deviation = float(np.asarray(rewards_G, dtype=np.float64).std(ddof=1))
+    return deviation + GROUP_EPSILON if np.ptp(rewards_G) else np.inf
+
+
 def moments(values_N: np.ndarray) -> np.ndarray:
     """Return (count, sum, sum of squares), which ranks add up before `standardize`."""
     return np.array([len(values_N), values_N.sum(), np.square(values_N).sum()], dtype=np.float64)

@@ -134,6 +134,7 @@ def decode_rollout(
         loss_mask=mask,
         segments=tuple(map(VersionSegment, pairs[::2], pairs[1::2])),
         rows=rows,
+        earned=tuple((tokens, before) for tokens, before in tail.get("earned", ())),
         temperature=temperature,
         min_tokens=tail.get("min_tokens", 0),
         status=_STATUSES[tail["status"]],
@@ -181,6 +182,8 @@ def _tail(rollout: Rollout, with_text: bool) -> bytes:
         tail += f',"extra":{_encode(rollout.extra)}'
     if rollout.min_tokens:
         tail += f',"min_tokens":{rollout.min_tokens}'
+    if rollout.earned:
+        tail += f',"earned":{_encode(rollout.earned)}'
     score = rollout.score
     if score is not None:
         terms = [f"{_quoted(name)}:{_number(value)}" for name, value in score.parts.items()]

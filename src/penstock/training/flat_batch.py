@@ -36,6 +36,7 @@ class FlatBatch:
     early_N: np.ndarray  # bool: sampled without the end tokens, because of min_tokens
     staleness_N: np.ndarray  # updates between each token's policy and this step
     rollout_N: np.ndarray  # which rollout each token belongs to
+    earned_N: np.ndarray | None  # reward that the rollout had before each token; None: 0 for all
 
     @classmethod
     def from_groups(
@@ -80,6 +81,7 @@ class FlatBatch:
             early_N=_joined([_early(rollout, index, end_ids) for rollout, index in pairs]) > 0,
             staleness_N=staleness(step, 0) - _joined(versions).astype(np.int64),
             rollout_N=np.repeat(np.arange(len(rollouts)), counts_R),
+            earned_N=_earned(pairs),
         )
 
     @property
@@ -121,6 +123,18 @@ def _rows(rollout: Rollout, index: np.ndarray) -> list[tuple[np.ndarray, np.ndar
         )
         for prompt_ids, place in rollout.sequences()
     ]
+
+
+def _earned(pairs: Sequence[tuple[Rollout, np.ndarray]]) -> np.ndarray | None:
+    """Return the reward that each trained token's rollout had earned before it."""
+    if not any(rollout.earned for rollout, _ in pairs):
+        return None
+    parts = []
+    for rollout, index in pairs:
+        runs = rollout.earned or ((len(rollout.response_ids), 0.0),)
+        values = np.repeat([value for _, value in runs], [tokens for tokens, _ in runs])
+        parts.append(values[index])
+    return _joined(parts)
 
 
 def _early(rollout: Rollout, index: np.ndarray, end_ids: Sequence[int]) -> np.ndarray:

@@ -53,14 +53,17 @@ def token_advantages(
             )
         else:
             to_go_N = _sum_to_end(flat, penalty_N)
-    advantages_R = np.zeros(len(rewards_R))
+    advantages_R, scales_R = np.zeros(len(rewards_R)), np.ones(len(rewards_R))
     for group in range(flat.num_groups):
         members = flat.group_R == group
         advantages_R[members] = advantage.group_advantages(rewards_R[members], settings)
+        scales_R[members] = advantage.group_scale(rewards_R[members], settings)
     if settings.baseline == "batch_mean":
         mean, _ = advantage.batch_mean_and_deviation(ranks.sum(advantage.moments(advantages_R)))
         advantages_R -= mean
     advantages_N = advantages_R[flat.rollout_N]
+    if flat.earned_N is not None:  # rewards of turns: a token is credited with what came after it
+        advantages_N = advantages_N - flat.earned_N / scales_R[flat.rollout_N]
     if to_go_N is not None:
         advantages_N = advantages_N - to_go_N
     if settings.normalize == "batch":
