@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -17,29 +19,43 @@ import pytest
 
 from penstock.errors import RewardError, SandboxError, UserError
 from penstock.sandbox.client import VerificationClient
-from penstock.sandbox.serve import ServerSettings, create_app, serve
+from penstock.sandbox.serve import ServerSettings, VerificationService, serve, serve_on
 from penstock.sandbox.settings import SandboxSettings
+from penstock.sandbox.turns import Turns
 from stages.sandbox_pools import left_over, make_pool
-
-uvicorn = pytest.importorskip("uvicorn")
-pytest.importorskip("fastapi")
 
 SUM = {"inputs": ["1 2"], "outputs": ["3"]}
 GOOD = "print(sum(map(int, input().split())))"
 
 
 class Server:
-    """A real server on a free port of this machine."""
+    """A real server on a free port of this machine, in a thread of its own."""
 
     def __init__(self, settings: ServerSettings, token: str) -> None:
-        self.app = create_app(settings, token)
+        self.service = VerificationService(settings, token)
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(self.app, log_level="error", timeout_keep_alive=30)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self.socket],))
+        self.complaints: list[object] = []  # what asyncio would have printed
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda loop, what: self.complaints.append(what))
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(serve_on(self.socket, self.service, self._stopped))
+
+    def connect(self, source: str = "127.0.0.1") -> socket.socket:
+        address = ("127.0.0.1", self.port)
+        return socket.create_connection(address, timeout=60, source_address=(source, 0))
+
+    def ask_raw(self, head: str, body: bytes = b"") -> bytes:
+        """Send bytes as they are; return everything that comes back until the end."""
+        with self.connect() as link:
+            link.sendall(head.replace("\n", "\r\n").encode() + body)
+            return read_all(link)
 
     def request(
         self, method: str, path: str, body: Any = None, **headers: str
@@ -61,10 +77,19 @@ class Server:
         return self.request("POST", "/check_correctness", request)
 
     def stop(self) -> None:
-        self._server.should_exit = True
+        self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join(60)
         assert not self._thread.is_alive()
         self.socket.close()
+        assert self.complaints == []
+
+
+def read_all(link: socket.socket) -> bytes:
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := link.recv(1 << 16):
+            got += chunk
+    return got
 
 
 @contextmanager
@@ -190,7 +215,7 @@ def test_a_full_queue_answers_429_and_clients_come_back() -> None:
             if not held.done():
                 assert status == 429
                 assert "the queue is full" in reply["error"]
-                assert headers["retry-after"] == "1"
+                assert headers["Retry-After"] == "1"
             assert held.result()[1]["result"] == [-1]
 
         async def patient() -> list[int]:
@@ -260,6 +285,117 @@ def test_a_reply_of_another_form_is_not_a_verdict(body: bytes) -> None:
         client = VerificationClient([url], retries=0, request_timeout_s=20)
         with pytest.raises(RewardError):
             asyncio.run(client.check(SUM, GOOD, 1))
+
+
+POST = "POST /check_correctness HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
+
+
+def test_requests_of_web_pages_are_refused(server: Server) -> None:
+    """DNS rebinding: a page of evil.example whose name now leads to 127.0.0.1."""
+    body = json.dumps({"in_outs": SUM, "generation": GOOD}).encode()
+    size = f"Content-Length: {len(body)}\nConnection: close\n"
+    rebound = POST.replace("localhost", f"evil.example:{server.port}") + size + "\n"
+    assert server.ask_raw(rebound, body).startswith(b"HTTP/1.1 421")
+    assert server.ask_raw(POST.replace("Host: localhost\n", "") + size + "\n", body)[9:12] == b"421"
+    foreign = POST + size + "Origin: http://evil.example\n\n"
+    assert server.ask_raw(foreign, body).startswith(b"HTTP/1.1 403")
+    for host in ("localhost", "127.0.0.1:80", "[::1]:80", socket.gethostname()):
+        kept = POST.replace("localhost", host) + size + "\n"
+        assert server.ask_raw(kept, body).startswith(b"HTTP/1.1 200"), host
+
+
+def test_a_name_of_the_server_can_be_given() -> None:
+    with running(hosts=["judge.cluster"]) as server:
+        head = "GET /healthz HTTP/1.1\nConnection: close\nHost: "
+        assert server.ask_raw(head + "judge.cluster:80\n\n").startswith(b"HTTP/1.1 200")
+        assert server.ask_raw(head + "other.cluster:80\n\n").startswith(b"HTTP/1.1 421")
+
+
+def test_requests_are_admitted_before_their_bodies_are_read() -> None:
+    with running(queue_size=1, sandbox={"workers": 1}, max_body_mb=2, max_bodies_mb=3) as server:
+        head = (POST + "Content-Length: 2000000\n\n").replace("\n", "\r\n").encode()
+        with server.connect() as first, server.connect() as second, server.connect() as third:
+            first.sendall(head + b"x")  # two of the three MiB, and one of two places
+            while server.request("GET", "/healthz")[1]["running"] == 0:
+                continue
+            second.sendall(head)
+            assert second.recv(12) == b"HTTP/1.1 503"
+            small = head.replace(b"2000000", b"20")
+            second_place = server.connect()
+            second_place.sendall(small)
+            while server.request("GET", "/healthz")[1]["waiting"] == 0:
+                continue
+            third.sendall(small)
+            assert third.recv(12) == b"HTTP/1.1 429"
+            second_place.close()
+        while server.request("GET", "/healthz")[1]["running"]:
+            continue
+        assert server.check()[1]["result"] == [1]  # everything was given back
+
+
+def test_a_client_that_takes_its_time_is_cut_off() -> None:
+    with running(header_timeout_s=0.2, body_timeout_s=0.2) as server:
+        assert server.ask_raw("POST /check_correctness HTTP/1.1\nHost:") == b""
+        assert server.ask_raw("") == b""
+        slow = server.ask_raw(POST + "Content-Length: 20\n\n", b"{")
+        assert slow.startswith(b"HTTP/1.1 408")
+        assert server.check()[1]["result"] == [1]
+
+
+def test_connections_are_limited_in_all_and_per_client() -> None:
+    with running(max_connections=4, header_timeout_s=60) as server, contextlib.ExitStack() as stack:
+        for source in ("127.0.0.2", "127.0.0.3"):
+            for _ in range(2):
+                stack.enter_context(server.connect(source))
+            over = stack.enter_context(server.connect(source))
+            assert over.recv(12) == b"HTTP/1.1 503"
+        assert stack.enter_context(server.connect("127.0.0.4")).recv(12) == b"HTTP/1.1 503"
+
+
+def test_asserts_count_as_tests(server: Server) -> None:
+    status, reply, _ = server.check(in_outs={"asserts": "assert True\n" * 6}, generation="")
+    assert status == 422
+    assert "got 6 tests, allowed: up to 5" in reply["error"]
+
+
+def test_a_client_that_leaves_is_no_fault(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    body = json.dumps({"in_outs": SUM, "generation": GOOD}).encode()
+    whole = (POST + f"Content-Length: {len(body)}\n\n").replace("\n", "\r\n").encode() + body
+    served = server.service.served
+    for sent in (whole, whole[:-5], whole[:40], b""):
+        with server.connect() as link:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            link.sendall(sent)
+    while server.service.served == served:
+        continue
+    assert server.check()[1]["result"] == [1]
+    assert caplog.records == []
+
+
+def test_slow_submissions_of_one_client_do_not_hold_up_another() -> None:
+    """Client a has filled its share; client b comes later and gets the next turn."""
+    order: list[str] = []
+
+    async def run() -> None:
+        turns, gate = Turns(workers=2, places=10), threading.Event()
+
+        def slow(name: str) -> None:
+            order.append(name)
+            gate.wait(60)
+
+        b_first = asyncio.create_task(turns.run("b", order.append, "b0"))
+        await b_first
+        waiting = [asyncio.create_task(turns.run("a", slow, f"a{i}")) for i in range(4)]
+        await asyncio.sleep(0)
+        await asyncio.wait_for(turns.run("b", order.append, "b1"), 60)  # one worker is left for b
+        assert turns.room("a") <= 5
+        gate.set()
+        await asyncio.gather(*waiting)
+        await turns.close()
+
+    asyncio.run(run())
+    assert order[0] == "b0"
+    assert order.index("b1") < order.index("a1")
 
 
 HOSTILE = [

@@ -4,18 +4,18 @@
     POST /check_correctness_batch  {items: [...]}                 -> {items: [...]}
     GET  /healthz
 
-At most `workers` submissions run and `queue_size` wait; more get a 429. Needs the extra `serve`.
+At most `workers` submissions run and `queue_size` wait; more get a 429. Clients take turns (`turns.py`); what a
+connection may hold is bounded by `listener.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import ipaddress
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+import signal
+import socket
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,15 +23,13 @@ from penstock.config import Section
 from penstock.config.secrets import from_environment
 from penstock.errors import RewardError, SandboxError, UserError
 from penstock.sandbox.client import TOKEN_VARIABLE
+from penstock.sandbox.listener import Listener, ListenerLimits, Refusal, Request
 from penstock.sandbox.pool import SandboxPool
 from penstock.sandbox.settings import SandboxSettings
-from penstock.sandbox.testcases import AssertTests, read_tests
+from penstock.sandbox.turns import Turns
 from penstock.sandbox.verify import verify
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-
-RETRY_AFTER_S = 1
+M = TypeVar("M", bound=BaseModel)
 
 
 class ServerSettings(Section):
@@ -47,8 +45,18 @@ class ServerSettings(Section):
     """Most tests of one submission."""
     max_generation_kb: int = Field(512, ge=1)
     """Longest solution."""
-    max_body_mb: int = Field(32, ge=1)
+    max_body_mb: int = Field(8, ge=1)
     """Largest request."""
+    max_bodies_mb: int = Field(64, ge=1)
+    """Memory for the bodies of all requests together; more are answered with 503."""
+    max_connections: int = Field(512, ge=1)
+    """Most open connections; one client address gets at most half of them."""
+    header_timeout_s: float = Field(10.0, gt=0)
+    """Longest wait for a request on an open connection."""
+    body_timeout_s: float = Field(30.0, gt=0)
+    """Longest time for the body of a request."""
+    hosts: tuple[str, ...] = ()
+    """Names by which clients call this server, besides localhost, this machine's name and IP addresses."""
     max_batch: int = Field(256, ge=1)
     """Most submissions in one batch request."""
 
@@ -76,44 +84,90 @@ class BatchRequest(BaseModel):
     items: list[CheckRequest] = Field(min_length=1)
 
 
-class Refusal(Exception):
-    """A refused request: an HTTP status and the reason."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
 class VerificationService:
-    """Consumes submissions, produces verdicts, within its bounds; knows nothing of HTTP."""
+    """Consumes submissions, produces verdicts, within its bounds."""
 
-    def __init__(self, settings: ServerSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: ServerSettings, token: str = "") -> None:
+        """Raises SandboxError if code may not run under these settings."""
+        self.settings, self._token = settings, token
         self.pool = SandboxPool(settings.sandbox)
-        self._threads = ThreadPoolExecutor(settings.sandbox.workers, thread_name_prefix="verify")
-        self._in_flight = 0
+        self.level = self.pool.isolation.level
+        workers = settings.sandbox.workers
+        self._turns = Turns(workers, workers + settings.queue_size)
         self.served = 0
 
-    def admit(self, count: int) -> None:
-        """Admit `count` submissions, or refuse them all."""
-        room = self.settings.sandbox.workers + self.settings.queue_size - self._in_flight
-        if count > room:
-            raise Refusal(429, f"the queue is full: got {count}, allowed: {max(0, room)} now")
-        self._in_flight += count
+    def limits(self) -> ListenerLimits:
+        """Return what a connection may hold."""
+        settings = self.settings
+        return ListenerLimits(
+            connections=settings.max_connections,
+            connections_per_client=max(1, settings.max_connections // 2),
+            header_s=settings.header_timeout_s,
+            body_s=settings.body_timeout_s,
+            body_bytes=settings.max_body_mb << 20,
+            all_bodies_bytes=max(settings.max_bodies_mb, settings.max_body_mb) << 20,
+            hosts=settings.hosts,
+        )
 
-    async def check(self, request: CheckRequest) -> dict[str, Any]:
+    async def answer(self, request: Request) -> dict[str, Any]:
+        """Answer one request; raise Refusal before its body is read where that can be known."""
+        if (request.method, request.path) == ("GET", "/healthz"):
+            return self.health()
+        batch = request.path == "/check_correctness_batch"
+        if not batch and request.path != "/check_correctness":
+            raise Refusal(
+                404, "path: allowed: /check_correctness, /check_correctness_batch, /healthz"
+            )
+        if request.method != "POST":
+            raise Refusal(405, "method: allowed: POST")
+        self._check_sender(request)
+        admitted = self._admit(request.client, 1)
+        try:
+            data = await request.read_body()
+            if not batch:
+                reply = await self._check(request.client, _parse(CheckRequest, data))
+                if "error" in reply:
+                    raise Refusal(reply["status"], reply["error"])
+                return reply
+            items = _parse(BatchRequest, data).items
+            if len(items) > self.settings.max_batch:
+                allowed = self.settings.max_batch
+                raise Refusal(413, f"items: got {len(items)}, allowed: up to {allowed}")
+            admitted += self._admit(request.client, len(items) - 1)
+            checks = (self._check(request.client, item) for item in items)
+            return {"items": await asyncio.gather(*checks)}
+        finally:
+            self._turns.dismiss(request.client, admitted)
+
+    def _check_sender(self, request: Request) -> None:
+        if self._token:
+            given = request.headers.get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+                raise Refusal(401, "authorization: allowed: the server's bearer token")
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise Refusal(415, "content-type: allowed: application/json")
+
+    def _admit(self, client: str, count: int) -> int:
+        """Admit `count` submissions, or refuse them all; return the number."""
+        room = self._turns.room(client)
+        if count > room:
+            raise Refusal(429, f"the queue is full: got {count}, allowed: {room} now")
+        self._turns.admit(client, count)
+        return count
+
+    async def _check(self, client: str, request: CheckRequest) -> dict[str, Any]:
         """Return the verdict of an admitted submission, or `error` with `status`."""
         try:
             self._check_limits(request)
-            loop = asyncio.get_running_loop()
-            verdict = await loop.run_in_executor(
-                self._threads,
+            verdict = await self._turns.run(
+                client,
                 verify,
                 self.pool,
                 request.in_outs,
                 request.generation,
                 request.timeout,
                 request.stop_at_failure and not request.eval_mode,
+                self.settings.max_tests,
             )
             return {"result": verdict.result, "metadata": verdict.metadata}
         except Refusal as refusal:
@@ -123,7 +177,6 @@ class VerificationService:
         except RewardError as error:
             return {"error": str(error), "status": 422}
         finally:
-            self._in_flight -= 1
             self.served += 1
 
     def _check_limits(self, request: CheckRequest) -> None:
@@ -138,106 +191,43 @@ class VerificationService:
                 f"generation: got {len(request.generation)} characters, "
                 f"allowed: up to {settings.max_generation_kb << 10}",
             )
-        tests = read_tests(request.in_outs)
-        if not isinstance(tests, AssertTests) and len(tests.inputs) > settings.max_tests:
-            raise Refusal(
-                422, f"in_outs: got {len(tests.inputs)} tests, allowed: up to {settings.max_tests}"
-            )
 
     def health(self) -> dict[str, Any]:
-        workers = self.settings.sandbox.workers
+        admitted, workers = self._turns.admitted, self.settings.sandbox.workers
         return {
             "status": "ok",
-            "isolation": self.pool.isolation.level,
-            "running": min(self._in_flight, workers),
-            "waiting": max(0, self._in_flight - workers),
+            "isolation": self.level,
+            "running": min(admitted, workers),
+            "waiting": max(0, admitted - workers),
             "served": self.served,
         }
 
     async def close(self) -> None:
         """End every process; running submissions are answered with 503."""
         await asyncio.to_thread(self.pool.close)
-        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
+        await self._turns.close()
 
 
-def create_app(settings: ServerSettings | None = None, token: str = "") -> FastAPI:
-    """Return the application. Raises SandboxError if code may not run under these settings."""
+def _parse(model: type[M], data: bytes) -> M:
     try:
-        from fastapi import FastAPI, Request, Response
-        from fastapi.responses import JSONResponse
-    except ImportError:
-        raise UserError(
-            "sandbox serve: fastapi is not installed, allowed: pip install 'penstock[serve]'"
-        ) from None
-    service = VerificationService(settings or ServerSettings())
-    level = service.pool.isolation.level
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await service.close()
-
-    app = FastAPI(title="Penstock sandbox", lifespan=lifespan, openapi_url=None)
-    app.state.service = service
-    app.state.level = level
-
-    def refused(status: int, reason: str) -> Response:
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
-        return JSONResponse({"error": reason}, status, headers)
-
-    async def check_correctness(request: Request) -> Response:
-        try:
-            submission = await _read(request, CheckRequest, service.settings, token)
-            service.admit(1)
-        except Refusal as refusal:
-            return refused(refusal.status, str(refusal))
-        reply = await service.check(submission)
-        if "error" in reply:
-            return refused(reply["status"], reply["error"])
-        return JSONResponse(reply)
-
-    async def check_correctness_batch(request: Request) -> Response:
-        try:
-            batch = await _read(request, BatchRequest, service.settings, token)
-            if len(batch.items) > service.settings.max_batch:
-                allowed = service.settings.max_batch
-                raise Refusal(413, f"items: got {len(batch.items)}, allowed: up to {allowed}")
-            service.admit(len(batch.items))
-        except Refusal as refusal:
-            return refused(refusal.status, str(refusal))
-        replies = await asyncio.gather(*(service.check(item) for item in batch.items))
-        return JSONResponse({"items": replies})
-
-    async def healthz() -> Response:
-        return JSONResponse(service.health())
-
-    for function in (check_correctness, check_correctness_batch):
-        function.__annotations__["request"] = Request  # a name that FastAPI cannot look up here
-        app.add_api_route(f"/{function.__name__}", function, methods=["POST"], response_model=None)
-    app.add_api_route("/healthz", healthz, methods=["GET"], response_model=None)
-    return app
-
-
-async def _read(request: Any, model: type[Any], settings: ServerSettings, token: str) -> Any:
-    """Check token, content type and size of a request, then parse it."""
-    if token:
-        given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            raise Refusal(401, "authorization: allowed: the server's bearer token")
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise Refusal(415, "content-type: allowed: application/json")
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > settings.max_body_mb << 20:
-            raise Refusal(413, f"body: allowed: up to {settings.max_body_mb} MiB")
-        chunks.append(chunk)
-    try:
-        return model.model_validate_json(b"".join(chunks))
+        return model.model_validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise Refusal(422, f"{where}: {first['msg']}") from None
+
+
+async def serve_on(
+    listening: socket.socket, service: VerificationService, stopped: asyncio.Event
+) -> None:
+    """Serve on a socket until `stopped` is set, then end every submission."""
+    listener = Listener(service.answer, service.limits())
+    await listener.start(listening)
+    try:
+        await stopped.wait()
+    finally:
+        await service.close()
+        await listener.close()
 
 
 def serve(
@@ -254,10 +244,24 @@ def serve(
             f"sandbox serve: host got {host!r} without a token, allowed: 127.0.0.1, or a token "
             f"in the environment variable {token_variable}"
         )
-    app = create_app(settings, token)
-    import uvicorn
+    service = VerificationService(settings, token)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        service.pool.close()
+        raise UserError(f"sandbox serve: host {host!r}, port {port}: {error.strerror}") from None
+    print(f"verification server: http://{host}:{listening.getsockname()[1]} ", end="")
+    print(f"isolation {service.level}, {settings.sandbox.workers} workers", flush=True)
+    with listening:
+        asyncio.run(_until_signal(listening, service))
 
-    uvicorn.run(app, host=host, port=port, log_level="info")
+
+async def _until_signal(listening: socket.socket, service: VerificationService) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    await serve_on(listening, service, stopped)
 
 
 def _is_loopback(host: str) -> bool:

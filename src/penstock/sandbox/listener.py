@@ -1,0 +1,275 @@
+"""A small HTTP/1.1 server for clients that are not trusted. Knows nothing of sandboxes.
+
+Everything a client can hold is bounded: connections in all and per client address, the size of headers and
+bodies, the memory of all bodies together, and the time for headers and body. A handler gets a request
+before its body is read, so that it can refuse it first. Requests of web pages are refused: their Host is a
+name that is not ours (DNS rebinding), or they carry a foreign Origin.
+
+Consumes connections, produces requests for one handler; woken by sockets and its own time limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+import ipaddress
+import json
+import logging
+import re
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+_HEADER_BYTES = 16 << 10
+_MOST_HEADERS = 64
+_LINGER_S, _LINGER_BYTES = 2.0, 64 << 20  # for a refused client that is still sending
+_REQUEST_LINE = re.compile(rb"([A-Z]{1,10}) (/[\x21-\x7e]{0,2000}) HTTP/1\.([01])")
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}):[ \t]*([\x20-\x7e\x80-\xff\t]*?)[ \t]*")
+_NUMBER = re.compile(r"[0-9]{1,12}")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ListenerLimits:
+    """What clients may hold."""
+
+    connections: int
+    connections_per_client: int
+    header_s: float
+    body_s: float
+    body_bytes: int
+    all_bodies_bytes: int
+    hosts: tuple[str, ...] = ()  # names besides localhost, this machine's name and IP addresses
+
+
+class Refusal(Exception):
+    """A refused request: an HTTP status and the reason."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """A request whose body may still be on its way."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    client: str  # the address that it comes from
+    read_body: Callable[[], Awaitable[bytes]]
+
+
+@dataclass(slots=True)
+class _Connection:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    client: str
+    held_bytes: int = 0  # of all_bodies_bytes, by the body of the present request
+    unread: int = 0  # bytes of the present body that are not read yet
+    busy: bool = False  # between the head of a request and its reply
+    task: asyncio.Task[Any] | None = field(default=None)
+
+
+Handler = Callable[[Request], Awaitable[dict[str, Any]]]
+
+
+class Listener:
+    """Serves one handler, which returns JSON or raises Refusal."""
+
+    def __init__(self, handler: Handler, limits: ListenerLimits) -> None:
+        self._handler, self._limits = handler, limits
+        self._connections: dict[int, _Connection] = {}
+        self._per_client: Counter[str] = Counter()
+        self._held_bytes = 0
+        self._server: asyncio.Server | None = None
+        self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, limits.hosts)}
+
+    async def start(self, listening: socket.socket) -> None:
+        self._server = await asyncio.start_server(self._serve, sock=listening, limit=_HEADER_BYTES)
+
+    async def close(self) -> None:
+        """Stop listening, let the requests at hand be answered, cut every connection."""
+        assert self._server is not None
+        self._server.close()
+        busy = [one.task for one in self._connections.values() if one.task and one.busy]
+        if busy:
+            await asyncio.wait(busy, timeout=_LINGER_S)
+        tasks = [one.task for one in self._connections.values() if one.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = writer.get_extra_info("peername")
+        one = _Connection(reader, writer, str(peer[0]) if peer else "")
+        one.task = asyncio.current_task()
+        self._connections[id(one)] = one
+        self._per_client[one.client] += 1
+        try:
+            if self._full(one.client):
+                one.writer.write(
+                    _packed(503, {"error": "connections: allowed: no more now"}, False)
+                )
+                return
+            while await self._answer_one(one):
+                continue
+        except (OSError, EOFError, TimeoutError):
+            pass  # the client is gone, or did not say in time what it wants
+        finally:
+            del self._connections[id(one)]
+            self._per_client[one.client] -= 1
+            self._per_client += Counter()  # forget clients without connections
+            writer.transport.abort()
+
+    def _full(self, client: str) -> bool:
+        limits = self._limits
+        return (
+            len(self._connections) > limits.connections
+            or self._per_client[client] > limits.connections_per_client
+        )
+
+    async def _answer_one(self, one: _Connection) -> bool:
+        """Answer one request; return whether the connection stays open for another."""
+        keep = False
+        try:
+            request, keep = await self._read_head(one)
+            one.busy = True
+            status, body = 200, await self._handler(request)
+        except Refusal as refusal:
+            status, body = refusal.status, {"error": str(refusal)}
+        except (OSError, EOFError, TimeoutError):
+            raise
+        except Exception:  # a fault of ours: the client gets a 500, the log the traceback
+            _log.exception("the verification server failed a request")
+            status, body = 500, {"error": "the server failed"}
+        finally:
+            self._held_bytes -= one.held_bytes
+            one.held_bytes = 0
+        keep = keep and not one.unread
+        await self._reply(one, status, body, keep)
+        return keep
+
+    async def _read_head(self, one: _Connection) -> tuple[Request, bool]:
+        try:
+            async with asyncio.timeout(self._limits.header_s):
+                head = await one.reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            raise Refusal(431, f"headers: allowed: up to {_HEADER_BYTES} bytes") from None
+        first, *lines = head[:-4].split(b"\r\n")
+        line = _REQUEST_LINE.fullmatch(first)
+        if line is None:
+            raise Refusal(400, "request: allowed: HTTP/1.1")
+        headers = _headers(lines)
+        self._check_origin(headers)
+        one.unread = _length(headers)
+        if line[1] == b"POST" and "content-length" not in headers:
+            raise Refusal(411, "content-length: got none, allowed: the size of the body")
+        request = Request(
+            method=line[1].decode(),
+            path=line[2].decode(),
+            headers=headers,
+            client=one.client,
+            read_body=lambda: self._read_body(one, headers),
+        )
+        return request, line[3] == b"1" and headers.get("connection", "").lower() != "close"
+
+    def _check_origin(self, headers: dict[str, str]) -> None:
+        host = headers.get("host", "").lower()
+        name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+        if name not in self._names and not _is_address(name.strip("[]")):
+            raise Refusal(
+                421,
+                f"host: got {name[:100]!r}, allowed: localhost, an IP address, or the option hosts",
+            )
+        origin = headers.get("origin")
+        if origin is not None and origin.lower() != f"http://{host}":
+            raise Refusal(403, "origin: got that of a web page, allowed: none")
+
+    async def _read_body(self, one: _Connection, headers: dict[str, str]) -> bytes:
+        limits, length = self._limits, one.unread
+        if length > limits.body_bytes:
+            raise Refusal(413, f"body: allowed: up to {limits.body_bytes >> 20} MiB")
+        if self._held_bytes + length > limits.all_bodies_bytes:
+            raise Refusal(503, "body: allowed: no more bodies now")
+        self._held_bytes += length
+        one.held_bytes = length
+        if headers.get("expect", "").lower() == "100-continue":
+            one.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            async with asyncio.timeout(limits.body_s):
+                chunks = []
+                while one.unread:
+                    chunk = await one.reader.read(min(one.unread, 1 << 20))
+                    if not chunk:
+                        raise EOFError
+                    chunks.append(chunk)
+                    one.unread -= len(chunk)
+                return b"".join(chunks)
+        except TimeoutError:
+            raise Refusal(408, f"body: allowed: within {limits.body_s:g} s") from None
+
+    async def _reply(self, one: _Connection, status: int, body: dict[str, Any], keep: bool) -> None:
+        one.writer.write(_packed(status, body, keep))
+        async with asyncio.timeout(self._limits.body_s):
+            await one.writer.drain()
+        one.busy = False
+        if not keep:
+            await self._linger(one)
+
+    async def _linger(self, one: _Connection) -> None:
+        """Let a client read the reply before the connection ends, even if it is still sending."""
+        with contextlib.suppress(OSError, TimeoutError):
+            one.writer.write_eof()
+            async with asyncio.timeout(_LINGER_S):
+                left = _LINGER_BYTES
+                while left > 0 and (chunk := await one.reader.read(1 << 16)):
+                    left -= len(chunk)
+
+
+def _packed(status: int, body: dict[str, Any], keep: bool) -> bytes:
+    data = json.dumps(body).encode()
+    lines = [
+        f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+        f"Connection: {'keep-alive' if keep else 'close'}",
+        *(["Retry-After: 1"] if status in (429, 503) else []),
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def _headers(lines: list[bytes]) -> dict[str, str]:
+    if len(lines) > _MOST_HEADERS:
+        raise Refusal(431, f"headers: got {len(lines)}, allowed: up to {_MOST_HEADERS}")
+    headers: dict[str, str] = {}
+    for line in lines:
+        parts = _HEADER.fullmatch(line)
+        if parts is None:
+            raise Refusal(400, "headers: allowed: a name and a value in each line")
+        name = parts[1].decode().lower()
+        if name in headers:
+            raise Refusal(400, f"headers: got {name} twice, allowed: once")
+        headers[name] = parts[2].decode("latin-1")
+    if "transfer-encoding" in headers:
+        raise Refusal(411, "transfer-encoding: got one, allowed: none, and a content-length")
+    return headers
+
+
+def _length(headers: dict[str, str]) -> int:
+    text = headers.get("content-length", "0")
+    if not _NUMBER.fullmatch(text):
+        raise Refusal(400, "content-length: allowed: a number")
+    return int(text)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,106 @@
+"""Whose submission runs next: fair among clients, by the time that their submissions have used.
+
+A free worker takes the submission of the client that has used least. While others take part, one client
+gets at most all workers but one and half of the places, so that slow submissions delay their own
+client's. Blocking work in threads; called from one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+REMEMBERED_S = 60.0  # a client takes part until so long after its last submission
+
+
+class Turns:
+    """Runs submissions in worker threads, one client after the other."""
+
+    def __init__(self, workers: int, places: int) -> None:
+        self._workers, self._places = workers, places
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verify")
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._running: Counter[str] = Counter()
+        self._admitted: Counter[str] = Counter()
+        self._used_s: dict[str, float] = {}
+        self._seen: dict[str, float] = {}
+
+    @property
+    def admitted(self) -> int:
+        return self._admitted.total()
+
+    def room(self, client: str) -> int:
+        """Return how many more submissions this client may hand in now."""
+        self._see(client)
+        own = self._places - self._admitted[client]
+        if len(self._seen) > 1:
+            own -= self._places // 2
+        return max(0, min(own, self._places - self.admitted))
+
+    def admit(self, client: str, count: int) -> None:
+        self._admitted[client] += count
+
+    def dismiss(self, client: str, count: int) -> None:
+        self._admitted[client] -= count
+
+    async def run(
+        self, client: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Wait for this client's turn, then run the function in a thread and return its result."""
+        self._see(client)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._wake()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._free(client, 0.0)
+            raise
+        started = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, lambda: function(*args, **kwargs)
+            )
+        finally:
+            self._free(client, time.monotonic() - started)
+
+    def _free(self, client: str, used_s: float) -> None:
+        self._running[client] -= 1
+        self._used_s[client] = self._used_s.get(client, 0.0) + used_s
+        self._wake()
+
+    def _see(self, client: str) -> None:
+        """Note that a client takes part; forget those that no longer do."""
+        now = time.monotonic()
+        if client not in self._seen and self._used_s:
+            self._used_s[client] = min(self._used_s.values())  # no credit for time away
+        self._seen[client] = now
+        for other, last in list(self._seen.items()):
+            if now - last > REMEMBERED_S and not self._admitted[other]:
+                del self._seen[other]
+                self._used_s.pop(other, None)
+
+    def _wake(self) -> None:
+        """Give free workers to the clients that have used least."""
+        while self._running.total() < self._workers:
+            most = max(1, self._workers - (len(self._seen) > 1))
+            ready = [c for c, turns in self._waiting.items() if turns and self._running[c] < most]
+            if not ready:
+                return
+            client = min(ready, key=lambda one: (self._running[one], self._used_s.get(one, 0.0)))
+            turn = self._waiting[client].popleft()
+            if not self._waiting[client]:
+                del self._waiting[client]
+            if not turn.done():
+                self._running[client] += 1
+                turn.set_result(None)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
