@@ -19,7 +19,7 @@ COPY src src
 # The CPU build of torch is on its makers' own index, whose files are not in hashes.txt.
 FROM base AS cpu
 RUN python -m pip install --index-url https://download.pytorch.org/whl/cpu --no-deps "$(grep '^torch==' constraints.txt)" \
-    && python scripts/locked_install.py serve lora
+    && python scripts/locked_install.py lora
 USER penstock
 WORKDIR /runs
 ENTRYPOINT ["penstock"]
@@ -30,7 +30,7 @@ FROM base AS cuda
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
-RUN python scripts/locked_install.py serve lora
+RUN python scripts/locked_install.py lora
 USER penstock
 WORKDIR /runs
 ENTRYPOINT ["penstock"]
