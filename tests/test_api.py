@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pydoc
 import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -35,19 +37,23 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_lambda_and_a_list_train_and_resume(tmp_path: Path) -> None:
+def test_a_lambda_and_a_list_train_and_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def answers(offset: float) -> Any:
         return lambda completions, gt_answer, **_: [
             offset + float(a in c) + len(c) for c, a in zip(completions, gt_answer, strict=True)
         ]
 
+    rows = [*ROWS, {"prompt": "1" * 3000, "gt_answer": "1"}]
     run = penstock.train(
-        "demo", ROWS, answers(0.0), steps=1, lr=1e-4, name="mine", settings=SMALL, **TINY
+        "demo", rows, answers(0.0), steps=1, lr=1e-4, name="mine", settings=SMALL, **TINY
     )
+    assert "prompts of tasks.train are longer than 2048 tokens" in capsys.readouterr().err
     (first,) = run.metrics
     assert first["step"] == 1
     assert first["reward/mean"] > 0
-    assert (run.path / "data" / "tasks.train.jsonl").read_text().count("\n") == len(ROWS)
+    assert (run.path / "data" / "tasks.train.jsonl").read_text().count("\n") == len(rows)
     assert (run.model_path / "config.json").is_file()
     assert run.report().is_file()
     sample = run.samples(limit=1)[0]
@@ -188,11 +194,29 @@ def test_a_dataset_is_rows_and_its_splits_are_refused(tmp_path: Path) -> None:
         api._write_rows(tmp_path / "rows.jsonl", datasets.DatasetDict(train=dataset))
 
 
+@pytest.mark.slow
+def test_a_one_line_program_trains_in_workers(tmp_path: Path) -> None:
+    """`python -c`: no file has the lambda, and the workers are processes of their own."""
+    code = (
+        "import penstock; run = penstock.train('demo', [{'prompt': '1+1'}] * 4, "
+        "lambda response: float(len(response)), steps=1, groups_per_step=2, num_generations=2, "
+        "max_tokens=6, name='line'); print(len(run.metrics), run.model_path)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.stdout.splitlines()[-1] == "1 runs/line/checkpoints/step-1/model", done.stderr
+
+
 def test_score_takes_rows_and_a_function() -> None:
     rows = [{"response": "it is 4", "gt_answer": "4"}, {"response": "five", "gt_answer": "4"}]
     scored = penstock.score(rows, lambda response, gt_answer: gt_answer in response)
     assert [row["reward"] for row in scored] == [1.0, 0.0]
     assert penstock.score(rows, "boxed", options={"wrong": -1})[0]["reward"] == -1.0
+    chats = [{**row, "prompt": [{"role": "user", "content": "2+2"}]} for row in rows]
+    scored = penstock.score(chats, lambda completions: [len(c[0]["content"]) for c in completions])
+    assert [row["reward"] for row in scored] == [7.0, 4.0]
 
 
 def test_help_is_a_page_that_names_every_function() -> None:

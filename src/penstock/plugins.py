@@ -80,7 +80,8 @@ def _load_given(kind: str, name: str) -> Any:
     except KeyError:
         raise UserError(
             f"{kind}: got {name!r}, a function of the Python program that began the run; "
-            "allowed: the function again, from Python: penstock.resume(RUN, reward=FUNCTION)"
+            "allowed: the function again, from Python: penstock.resume(RUN, reward=FUNCTION), "
+            "or evaluate in place of resume"
         ) from None
 
 

@@ -66,24 +66,26 @@ def test_the_trace_has_every_event_and_overlaps_get_rows_of_their_own(run: RunFo
 
 
 def test_the_pause_before_a_resume_is_nobody_s_time(run: RunFolder) -> None:
-    clock = Clock()
-    clock.now = 100.0
-    waits = Waits(clock)
-    log = TimelineLog(run.path / "timeline", waits)
-    log._epoch += 86_400  # the run is resumed a day later
     path = run.path / "timeline" / "events.jsonl"
-    *lines, mark = path.read_text().splitlines()
-    later = {**json.loads(mark), **dict.fromkeys(("start", "end"), log._epoch + clock.now)}
-    path.write_text("".join(f"{line}\n" for line in (*lines, json.dumps(later))))
-    with waits.wait("trainer", WaitKind.TRAIN, responder="trainer"):
-        clock.now += 10
-    log.flush()
-    found = {lane.name: lane for lane in lanes(read_events(run))}
-    assert found["trainer"].total_s == pytest.approx(20)
-    assert found["trainer"].idle_share == pytest.approx(6 / 20)
+    begun = json.loads(path.read_text().splitlines()[0])["start"]
+    later = begun + 86_400  # the run is resumed a day after its beginning
+    lines = [
+        {"lane": "run", "what": "session", "start": later, "end": later},
+        {
+            "lane": "trainer",
+            "what": "restart",
+            "start": later - 1,
+            "end": later + 1,
+        },  # its start-up
+        {"lane": "trainer", "what": "train", "start": later + 1, "end": later + 9},
+    ]
+    path.write_text(path.read_text() + "".join(f"{json.dumps(line)}\n" for line in lines))
+    trainer = next(lane for lane in lanes(read_events(run)) if lane.name == "trainer")
+    assert trainer.total_s == pytest.approx(20)
+    assert trainer.busy_s == pytest.approx(12)
     calls = [event for event in chrome_trace(read_events(run))["traceEvents"] if event["ph"] == "X"]
     (pause,) = (event for event in calls if event["name"] == "paused")
-    assert pause["dur"] == pytest.approx(86_390e6, rel=1e-3)
+    assert pause["dur"] == pytest.approx((86_400 - 1 - 10) * 1e6, rel=1e-6)
 
 
 def test_the_trace_is_written_where_it_is_asked_for(run: RunFolder, tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def score_file(
     if not path.is_file():
         raise UserError(f"score: got {str(data)!r}, allowed: a JSONL file or a run folder")
     total = _check_lines(path)
-    scorer = build_reward([RewardConfig(type=reward, options=options or {})], max_tokens=max_tokens)
+    named = [RewardConfig(type=reward, options=options or {})]
+    scorer = build_reward(named, max_tokens=max_tokens, is_chat=_has_messages(path))
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(out.open("w", encoding="utf-8")) if out else sys.stdout
         advance = stack.enter_context(_progress(console, total))
@@ -131,6 +132,13 @@ def score_file(
     for line in summary.lines():
         console.print(line, highlight=False)
     return summary
+
+
+def _has_messages(path: Path) -> bool:
+    """Return whether the lines are data of messages; a run writes messages for any data."""
+    fields = json.loads(next(_lines(path))[1])
+    prompt = fields.get("messages", fields.get("prompt"))
+    return isinstance(prompt, list) and "rollout_id" not in fields
 
 
 def _check_lines(path: Path) -> int:

@@ -50,9 +50,8 @@ def print_summary(
     model = CheckpointStore(folder.checkpoints).newest_model()
     if model is not None:
         _path(console, "model", str(model))
-        for words in ("rollouts", "eval", "export"):
-            more = " --to FOLDER" if words == "export" else ""
-            _path(console, "next", f"penstock {words} {folder.path}{more}")
+        _path(console, "next", f"penstock rollouts {folder.path}")
+        _path(console, "next", f"penstock export {folder.path} --to FOLDER")
 
 
 def _time(figures: Figures, seconds: float, first_step: int) -> str:

@@ -87,15 +87,19 @@ def lanes(events: list[Event]) -> list[Lane]:
 
 
 def sessions(events: list[Event]) -> list[tuple[float, float]]:
-    """Return when each session of the run began and when its last call ended, in their order."""
-    starts = [event.start for event in events if event.what == SESSION]
-    if events and (not starts or events[0].start < starts[0]):  # written before there were marks
-        starts.insert(0, events[0].start)
+    """Return when each session of the run began and when its last call ended, in their order.
+
+    A call is written when it ends, so it belongs to the last session that was marked before its end.
+    """
+    marks = [event.start for event in events if event.what == SESSION]
+    if events and (not marks or min(event.end for event in events) < marks[0]):
+        marks.insert(0, events[0].start)  # written before there were marks
     found = []
-    for number, start in enumerate(starts):
-        until = starts[number + 1] if number + 1 < len(starts) else float("inf")
-        ends = [event.end for event in events if start <= event.start < until]
-        found.append((start, min(max(ends, default=start), until)))
+    for number, mark in enumerate(marks):
+        until = marks[number + 1] if number + 1 < len(marks) else float("inf")
+        own = [event for event in events if mark <= event.end < until]
+        start = min((event.start for event in own), default=mark)
+        found.append((min(start, mark), max((event.end for event in own), default=mark)))
     return found
 
 

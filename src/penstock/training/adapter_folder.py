@@ -6,6 +6,7 @@ each rank (`snapshot.py`). Names are those of peft: the model below `base_model.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -13,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.config import ModelConfig
-from penstock.demo import resolve_model_path
 from penstock.errors import UserError
 from penstock.training.policy import ADAPTER
 from penstock.training.snapshot import STATE, read_state
@@ -30,6 +30,7 @@ def write_adapters(checkpoint: Path, config: ModelConfig, folder: Path) -> None:
     import peft
 
     tensors = read_adapters(checkpoint)
+    base = Path(config.path).name if os.path.isabs(config.path) else config.path  # no local path
     layers = sorted({name.partition(".lora_")[0].removeprefix(_PLACE) for name in tensors})
     settings = peft.LoraConfig(
         r=config.lora.rank,
@@ -37,7 +38,7 @@ def write_adapters(checkpoint: Path, config: ModelConfig, folder: Path) -> None:
         lora_dropout=config.lora.dropout,
         target_modules=layers,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=resolve_model_path(config.path),
+        base_model_name_or_path=base,
     )
     settings.inference_mode = True
     settings.save_pretrained(str(folder))
