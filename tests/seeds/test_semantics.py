@@ -133,6 +133,20 @@ def test_with_the_sync_strategy_nothing_ever_expires(tmp_path: Path) -> None:
     on_virtual_time(main)
 
 
+def test_a_sync_run_still_expires_what_older_weights_left_behind(tmp_path: Path) -> None:
+    """Such as the groups of an async run that is resumed as sync: the staleness bound holds."""
+
+    async def main() -> None:
+        stage = ProducerStage(tmp_path, SyncProduceStrategyConfig(), batch=2)
+        stage.progress.next_consumer_step, stage.ctx.model_step = 3, 2
+        stage.buffered(Status.COMPLETED, version=0)
+        stage.buffered(Status.COMPLETED, version=2)
+        stage.strategy.expire(stage.ctx)
+        assert (stage.count(Status.COMPLETED), stage.count(Status.EXPIRED)) == (1, 1)
+
+    on_virtual_time(main)
+
+
 class ByHand(ProduceStrategy):
     """Generates through the methods of the context, one group after another."""
 
