@@ -12,6 +12,7 @@ from penstock.config.source import load_config, to_toml, with_overrides
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.demo import policy_path
+from penstock.findings import Observed, find
 from penstock.identity import absolute_paths, changed_code, changed_content, measure
 
 LINE = json.dumps({"prompt": "1+1", "answer": "2"})
@@ -114,3 +115,22 @@ def test_settings_lie_over_a_config_as_over_its_file(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(to_toml(config))
     words = ["train.lr=0.5", "eval.tasks={}", "tasks.train.produce.max_staleness=3"]
     assert with_overrides(config, words) == load_config(tmp_path / "config.toml", words).config
+
+
+def test_facts_of_the_start_lead_to_findings(here: Path) -> None:
+    """A tokenizer without a chat template, and a prompt that is too long, are facts of a run."""
+    settings = json.loads((here / "model" / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (here / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (here / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    long = json.dumps({"prompt": "11+22+33", "answer": "66"})
+    (here / "data" / "train.jsonl").write_text(f"{LINE}\n{long}\n")
+    words = ["model.path=model", "tasks.train.data=data/train.jsonl"]
+    config = load_config(None, [*words, "tasks.train.max_prompt_tokens=5"]).config
+    chat = ChatTemplate(load_tokenizer("model"))
+    dataset = load_dataset("train", config.tasks["train"], chat)
+    facts = measure(config, {"tasks.train.data": dataset})
+    found = find(Observed(run="x", config=config, facts=facts))
+    assert [finding.name for finding in found] == ["skipped", "no_template"]
+    assert "1 of 2 prompts of tasks.train are longer than 5 tokens" in found[0].evidence
+    assert json.loads(facts["machine"])["cpus"] >= 1

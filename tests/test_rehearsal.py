@@ -120,6 +120,29 @@ def test_a_reward_that_raises_is_found_with_its_file_and_line(
     assert f"KeyError: 'level' ({tmp_path}/reward.py:2)" in server.output().replace("\n", "")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import os\ndef score(response:\n    return 1\n", "SyntaxError: "),
+        ("level = 1\nlimit = levels[0]\n", "NameError: name 'levels' is not defined ("),
+    ],
+)
+def test_a_reward_file_that_cannot_be_imported_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text(text)
+    assert penstock(monkeypatch, "train", "tasks.train.rewards=[{type='reward.py:score'}]") == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    assert f"but reward.py cannot be imported: {words}" in error
+    assert error.endswith(f"({tmp_path}/reward.py:2)")
+
+
 def test_prompts_and_responses_that_do_not_fit_the_model_are_refused(server: CrashServer) -> None:
     words = ["launch.kind=inline", "sampling.max_tokens=250"]
     for command in ("check", "train"):

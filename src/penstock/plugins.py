@@ -13,6 +13,8 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -68,10 +70,34 @@ def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
         raise UserError(
             f"{kind}: got {name!r}, but {module_name} cannot be imported: {error}"
         ) from error
+    except Exception as error:  # whatever the user's module raises is the user's mistake
+        if name in table:
+            raise
+        said = error.msg if isinstance(error, SyntaxError) else error
+        raise UserError(
+            f"{kind}: got {name!r}, but {module_name} cannot be imported: {type(error).__name__}: "
+            f"{said}{place_of(error)}"
+        ) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
         raise UserError(f"{kind}: got {name!r}, but {module_name} has no {attribute!r}") from None
+
+
+_NOT_THE_USERS = (  # where the code of Penstock, of Python and of libraries is
+    str(Path(__file__).parent),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<",
+)
+
+
+def place_of(error: Exception) -> str:
+    """Return " (file:line)" of the user's code that raised; empty if there is none."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _load_given(kind: str, name: str) -> Any:

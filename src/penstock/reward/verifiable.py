@@ -10,26 +10,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import sysconfig
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from penstock.config import RewardConfig, Section
 from penstock.errors import RewardError, UserError
+from penstock.plugins import place_of
 from penstock.reward.options import check_option_names, read_options
 from penstock.reward.protocol import Reward
 from penstock.reward.user import UserFunction
 from penstock.types import Prompt, Rollout, Score
 from penstock.watch.waits import WaitKind, Waits
 
-_NOT_THE_USERS = (  # where the code of Penstock, of Python and of libraries is
-    str(Path(__file__).parents[1]),
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    "<",
-)
 GroupScorer = Callable[[Sequence[Rollout], Sequence[Prompt]], Awaitable[list[Score]]]
 
 
@@ -208,16 +201,9 @@ async def _score_column(
 
 def _named(error: Exception, part: str, rollout_id: str) -> RewardError:
     ours = isinstance(error, RewardError)
-    said = str(error) if ours else f"{type(error).__name__}: {error}{_place(error)}"
+    said = str(error) if ours else f"{type(error).__name__}: {error}{place_of(error)}"
     kind = type(error) if isinstance(error, RewardError) else RewardError
     return kind(f"rollout {rollout_id}: reward {part}: {said}")
-
-
-def _place(error: Exception) -> str:
-    """Return the file and line of the user's code that raised; empty if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _checked(score: Score, part: str, rollout_id: str) -> Score:
