@@ -7,8 +7,10 @@ import json
 import os
 import pydoc
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,7 @@ def test_a_run_inside_a_running_event_loop_is_stopped_by_an_interrupt() -> None:
     """As in a notebook: the cell's thread runs an event loop, and Ctrl-C reaches that thread."""
 
     def reward(response: str) -> float:
-        StopSignals.interrupt()
+        os.kill(os.getpid(), signal.SIGINT)
         return float(len(response))
 
     async def cell() -> penstock.Run:
@@ -90,20 +92,40 @@ def test_a_run_inside_a_running_event_loop_is_stopped_by_an_interrupt() -> None:
 
 
 def test_an_interrupt_before_the_run_is_open_is_kept() -> None:
-    monkey = StopSignals("on")
-    StopSignals.interrupt()
-    told: list[str] = []
+    stopping, told = StopSignals("on"), list[str]()
+    stopping.tell = told.append
 
     async def work() -> None:
-        monkey.tell = told.append
-        with monkey:
-            assert await monkey.run(asyncio.Event().wait(), "closing") is None
+        StopSignals.interrupt()  # as the main thread's handler does
+        with stopping:
+            assert await stopping.run(asyncio.Event().wait(), "closing") is None
 
     async def cell() -> None:
-        outside_a_loop(lambda: asyncio.run(work()))
+        outside_a_loop(lambda: asyncio.run(work()), saves=True)
 
     asyncio.run(cell())
     assert told == ["stop requested: closing"]
+    assert not StopSignals._early
+
+
+def test_other_work_in_a_notebook_is_left_behind_by_an_interrupt() -> None:
+    going = threading.Event()
+
+    def work() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        going.wait(60)
+
+    async def cell() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as a kernel has it
+        outside_a_loop(work)
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(cell())
+    finally:
+        going.set()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_function_that_can_be_imported_needs_no_program() -> None:

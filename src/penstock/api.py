@@ -180,7 +180,7 @@ def _train(
     loaded = load_config(config, _overrides(settings), bare=config is None).config
     trust.check_config(None if config is None else str(config), loaded, trust=trusted)
     preflight.check(loaded)
-    return Run(outside_a_loop(lambda: train_new(loaded, own_data=files)))
+    return Run(outside_a_loop(lambda: train_new(loaded, own_data=files), saves=True))
 
 
 def resume(
@@ -203,7 +203,8 @@ def resume(
     with _python_objects(objects):
         words = _overrides(settings or {})
         outside_a_loop(
-            lambda: resume_run(folder, words, accept_changes=accept_changes, trusted=trust)
+            lambda: resume_run(folder, words, accept_changes=accept_changes, trusted=trust),
+            saves=True,
         )
     return Run(folder)
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -277,8 +277,11 @@ def _write_report(folder: RunFolder) -> None:
         _tell(f"report not written: {error}")
 
 
-def outside_a_loop(work: Callable[[], T]) -> T:
-    """Call `work` here; or, if this thread runs an event loop (a notebook), in a thread of its own."""
+def outside_a_loop(work: Callable[[], T], *, saves: bool = False) -> T:
+    """Call `work` here; or, if this thread runs an event loop (a notebook), in a thread of its own.
+
+    `saves`: Ctrl-C stops the work with a checkpoint; other work is left behind to end by itself.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -293,13 +296,24 @@ def outside_a_loop(work: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     thread = threading.Thread(target=call, name="penstock", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        try:
-            thread.join()
-        except KeyboardInterrupt:
-            StopSignals.interrupt()
+    with _interrupts_told() if saves else nullcontext():
+        thread.start()
+        thread.join()
     return outcome.result()
+
+
+@contextmanager
+def _interrupts_told() -> Iterator[None]:
+    """Tell Ctrl-C to the run in another thread, if this is the main thread, which gets it."""
+    StopSignals.forget()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: StopSignals.interrupt())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class StopSignals:
@@ -333,6 +347,11 @@ class StopSignals:
         return self
 
     @classmethod
+    def forget(cls) -> None:
+        """Drop interrupts that no run has seen."""
+        cls._open, cls._early = None, 0
+
+    @classmethod
     def interrupt(cls) -> None:
         """Stop the run in another thread as Ctrl-C stops one in the main thread."""
         if cls._open is not None:
@@ -341,7 +360,7 @@ class StopSignals:
             cls._early += 1
 
     def __exit__(self, *error: object) -> None:
-        StopSignals._open, StopSignals._early = None, 0
+        self.forget()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
