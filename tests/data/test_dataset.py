@@ -16,6 +16,7 @@ from penstock.config import EvalTaskConfig, RewardConfig, TaskConfig
 from penstock.config.source import validate
 from penstock.data import Dataset, load_dataset, validate_source
 from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.context import check_context
 from penstock.data.dataset import Example, read_examples
 from penstock.data.source import Records
 from penstock.errors import UserError
@@ -246,6 +247,27 @@ def test_columns_name_the_prompt_the_answer_and_any_other_field(tmp_path: Path) 
         UserError, match=r"line 1: columns.prompt: got 'task.text', allowed: .*\(mess"
     ):
         read_one(tmp_path, line, columns={"prompt": "task.text"})
+
+
+def test_a_prompt_that_is_left_out_needs_no_room_in_the_context(
+    tmp_path: Path, chat: ChatTemplate
+) -> None:
+    lines = [{"prompt": "1" * length, "answer": "2"} for length in (3, 3000)]
+    config = validate(
+        {
+            "tasks": {"train": {"data": write(tmp_path, *lines)}},
+            "sampling": {"max_tokens": 250},  # the demo policy has a context of 256
+            "train": {"steps": 1},
+        }
+    )
+    dataset = load_dataset("train", config.tasks["train"], chat)
+    assert (dataset.longest, dataset.longest_kept) == (3002, 5)
+    check_context(config, {"train": dataset})
+    narrow = validate({**config.model_dump(), "sampling": {"max_tokens": 252}})
+    with pytest.raises(
+        UserError, match=r"a prompt of 5 tokens and sampling.max_tokens = 252 are 257"
+    ):
+        check_context(narrow, {"train": dataset})
 
 
 def test_a_text_of_20_mb_is_left_out_without_being_tokenised(

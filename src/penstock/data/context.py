@@ -34,7 +34,7 @@ def check_context(config: Config, datasets: Mapping[str, Dataset]) -> None:
         return
     for name, dataset in datasets.items():
         limit = config.task_sampling(name).max_tokens
-        prompt = min(dataset.longest, config.tasks[name].max_prompt_tokens)
+        prompt = dataset.longest_kept
         if prompt + limit > context:
             raise UserError(
                 f"tasks.{name}: a prompt of {prompt} tokens and sampling.max_tokens = {limit} are {prompt + limit} "

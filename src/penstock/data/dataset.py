@@ -72,6 +72,11 @@ class Dataset:
         self._examples = list(examples)
         self._token_ids = list(token_ids)
 
+    @property
+    def longest_kept(self) -> int:
+        """Tokens of the longest prompt that is drawn."""
+        return max(map(len, self._token_ids), default=0)
+
     def __len__(self) -> int:
         return len(self._examples)
 
