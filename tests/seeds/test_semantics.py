@@ -203,6 +203,36 @@ def test_a_pause_takes_back_what_a_strategy_holds_and_run_ends_cleanly(tmp_path:
     on_virtual_time(main)
 
 
+class Careless(ProduceStrategy):
+    """Never asks whether it should abort."""
+
+    async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
+        while await ctx.available_count() < ctx.target_abs:
+            await ctx.put_generated_group(await ctx.generate_group(await ctx.sample_group()))
+        return ProduceBatchStatus.NORMAL
+
+
+def test_between_pause_and_resume_no_strategy_starts_a_group(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = AsyncProduceStrategyConfig(strategy=f"{__file__}:Careless", max_staleness=1)
+        stage = ProducerStage(tmp_path, config, batch=2)
+        running = asyncio.create_task(stage.producer.run())
+        await turns()
+        draining = asyncio.create_task(stage.producer.pause(abort=False))
+        await turns()
+        assert not draining.done()
+        stage.finish_all()
+        await turns()
+        assert draining.done()
+        assert not stage.loop.held
+        stage.producer.resume()
+        await turns()
+        assert len(stage.loop.held) == 1
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
 def test_a_context_without_a_runner_says_so(tmp_path: Path) -> None:
     async def main() -> None:
         stage = ProducerStage(tmp_path, AsyncProduceStrategyConfig())

@@ -97,7 +97,7 @@ def test_a_switch_without_effect_is_named_at_the_start(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert penstock("config", *words) == 0
-    assert f"warning: {told}" in capsys.readouterr().out.replace("tasks.train: ", "")
+    assert f"warning: {told}" in capsys.readouterr().err.replace("tasks.train: ", "")
 
 
 def test_a_run_tells_of_a_switch_without_effect(runs: dict[str, CommandRun]) -> None:

@@ -89,6 +89,7 @@ class GroupRunner:
         self.fault: BaseException | None = None
         self._refused_in_a_row = 0
         self._aborting = False  # a pause is under way that waits for no response
+        self.halted = False  # the producer is paused: a strategy that generates by itself waits
 
     # -- launching ----------------------------------------------------------------------------
 
@@ -313,9 +314,10 @@ class GroupRunner:
         """Draw one group, in flight until `land` gets it. Waits for: the end of a pause."""
         while True:
             seen = self.changed.count
-            group = await self.pending.hold(lambda: self._draw_entry(ctx, statuses))
-            if group is not None:
-                return group
+            if not self.halted:
+                group = await self.pending.hold(lambda: self._draw_entry(ctx, statuses))
+                if group is not None:
+                    return group
             await self.changed.wait_after(seen)
 
     async def generate(self, ctx: ProduceContext, group: Group, *, partial: bool | None) -> Group:

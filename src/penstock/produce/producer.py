@@ -299,7 +299,7 @@ class Producer:
 
         abort: all groups are told to stop at once; otherwise they are generated to their end.
         """
-        self._paused = True
+        self._halt(True)
         self._interrupt()
         what = "the groups that were aborted" if abort else "the groups in flight"
         with self._waiting("update", what), self._waits.wait("update", WaitKind.WAIT, what):
@@ -310,8 +310,14 @@ class Producer:
     def resume(self) -> None:
         """Continue after `pause`; do nothing without one."""
         if self._paused:
-            self._paused = False
+            self._halt(False)
             self._changed.notify()
+
+    def _halt(self, halted: bool) -> None:
+        self._paused = halted
+        for task in self._tasks:
+            task.strategy.runner.halted = halted
+            task.strategy.changed.notify()
 
     # -- consuming ----------------------------------------------------------------------------
 
