@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test tests test-long test-ray test-simulation test-gpu test-vllm test-wheel check format clean help
+.PHONY: demo test tests test-long test-ray test-simulation test-fuzz test-gpu test-vllm test-wheel check format clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -58,6 +58,11 @@ SCHEDULES ?= 20000
 
 test-simulation: $(DEV_STAMP)  ## 20,000 schedules of faults on virtual time; SEED=N runs one of them again
 	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES) --processes 2)
+
+CASES ?= 50000
+
+test-fuzz: $(DEV_STAMP)  ## 50,000 hostile replies to the judge and requests to the server; CASES=N for another number
+	PENSTOCK_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest tests/sandbox/test_fuzz.py
 
 test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in an environment of its own
 	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh

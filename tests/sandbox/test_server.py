@@ -22,6 +22,7 @@ from penstock.sandbox.client import VerificationClient
 from penstock.sandbox.serve import ServerSettings, VerificationService, serve, serve_on
 from penstock.sandbox.settings import SandboxSettings
 from penstock.sandbox.turns import Turns
+from stages.hostile_clients import HostileClients
 from stages.sandbox_pools import left_over, make_pool
 
 SUM = {"inputs": ["1 2"], "outputs": ["3"]}
@@ -372,6 +373,16 @@ def test_a_client_that_leaves_is_no_fault(server: Server, caplog: pytest.LogCapt
     assert caplog.records == []
 
 
+def test_a_server_that_stops_answers_what_waits_with_503() -> None:
+    with ThreadPoolExecutor(3) as threads:
+        with running(sandbox={"workers": 1}) as server:
+            hold = "import time\ntime.sleep(60)"
+            held = [threads.submit(server.check, generation=hold, timeout=50) for _ in range(3)]
+            while server.request("GET", "/healthz")[1]["waiting"] < 2:
+                continue
+        assert [job.result()[0] for job in held] == [503] * 3
+
+
 def test_slow_submissions_of_one_client_do_not_hold_up_another() -> None:
     """Client a has filled its share; client b comes later and gets the next turn."""
     order: list[str] = []
@@ -396,6 +407,18 @@ def test_slow_submissions_of_one_client_do_not_hold_up_another() -> None:
     asyncio.run(run())
     assert order[0] == "b0"
     assert order.index("b1") < order.index("a1")
+
+
+def test_verdicts_of_good_clients_stay_right_beside_hostile_ones() -> None:
+    with running(sandbox={"workers": 2}, body_timeout_s=1, header_timeout_s=1) as server:
+        hostile = HostileClients(server.port, holders=20, submitters=3)
+        with ThreadPoolExecutor(3) as threads:
+            sources = [GOOD, "print(4)", "1/0", GOOD] * 5
+            replies = threads.map(lambda source: server.check(generation=source), sources)
+            assert [reply["result"] for _, reply, _ in replies] == [[1], [0], [-1], [1]] * 5
+        hostile.stop()
+        assert hostile.passed == []
+        assert server.check()[1]["result"] == [1]
 
 
 HOSTILE = [

@@ -25,6 +25,7 @@ from typing import Any
 
 _HEADER_BYTES = 16 << 10
 _MOST_HEADERS = 64
+_BACKLOG = 1024  # a client whose connection is dropped here comes back only after a second
 _LINGER_S, _LINGER_BYTES = 2.0, 64 << 20  # for a refused client that is still sending
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,10}) (/[\x21-\x7e]{0,2000}) HTTP/1\.([01])")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}):[ \t]*([\x20-\x7e\x80-\xff\t]*?)[ \t]*")
@@ -90,7 +91,9 @@ class Listener:
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, limits.hosts)}
 
     async def start(self, listening: socket.socket) -> None:
-        self._server = await asyncio.start_server(self._serve, sock=listening, limit=_HEADER_BYTES)
+        self._server = await asyncio.start_server(
+            self._serve, sock=listening, limit=_HEADER_BYTES, backlog=_BACKLOG
+        )
 
     async def close(self) -> None:
         """Stop listening, let the requests at hand be answered, cut every connection."""

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from penstock.errors import SandboxError
+
 P = ParamSpec("P")
 T = TypeVar("T")
 REMEMBERED_S = 60.0  # a client takes part until so long after its last submission
@@ -30,6 +32,7 @@ class Turns:
         self._admitted: Counter[str] = Counter()
         self._used_s: dict[str, float] = {}
         self._seen: dict[str, float] = {}
+        self._closed = False
 
     @property
     def admitted(self) -> int:
@@ -65,6 +68,8 @@ class Turns:
             raise
         started = time.monotonic()
         try:
+            if self._closed:
+                raise SandboxError("sandbox: the server is closing")
             return await asyncio.get_running_loop().run_in_executor(
                 self._threads, lambda: function(*args, **kwargs)
             )
@@ -103,4 +108,6 @@ class Turns:
                 turn.set_result(None)
 
     async def close(self) -> None:
+        """Wait for what runs; what waits raises SandboxError."""
+        self._closed = True
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
