@@ -25,7 +25,7 @@ from penstock.checkpoint import CheckpointStore
 from penstock.config import Config, EvalConfig, SamplingConfig, TaskDataConfig
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
-from penstock.data.context import check_context
+from penstock.data.context import check_context, context_length
 from penstock.data.overlap import count_overlap
 from penstock.data.sampler import Sampler
 from penstock.engine import ENGINES
@@ -370,7 +370,12 @@ async def check_agents(config: Config) -> dict[str, list[Finding]]:
     data = await asyncio.to_thread(RunData.load, config)
     return {
         name: await try_agent(
-            f"tasks.{name}", task, config.task_sampling(name), data.chat, data.train[name][0]
+            f"tasks.{name}",
+            task,
+            config.task_sampling(name),
+            data.chat,
+            data.train[name][0],
+            context_length(config.model.path),
         )
         for name, task in tasks.items()
     }
@@ -484,6 +489,7 @@ def _task(
         chat=data.chat,
         journal=journal,
         endpoint=endpoint,
+        positions=context_length(config.model.path),
         note=notes.append,
     )
     if isinstance(agent_loop, FunctionAgent):

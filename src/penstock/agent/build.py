@@ -18,7 +18,6 @@ from penstock.agent.function import (
     FunctionAgent,
     Interrupted,
     check_function,
-    limits_of,
 )
 from penstock.agent.process import Command, Pool, read_command, read_python, read_size
 from penstock.agent.session import Limits
@@ -73,9 +72,10 @@ def build_agent(
     chat: ChatTemplate,
     journal: Journal,
     endpoint: Endpoint | None,
+    positions: int | None,
     note: Callable[[str], None],
 ) -> AgentLoop:
-    """Return the task's agent loop."""
+    """Return the task's agent loop; `positions` is the model's context, if it is known."""
     loop = _loop_class(where, task)
     if loop is not None:
         made: AgentLoop = loop(
@@ -98,9 +98,7 @@ def build_agent(
         engine=engine,
         sampling=sampling,
         bridge=bridge,
-        settings=AgentSettings.read(
-            f"{where}.agent_options", task.agent_options, limits_of(task, chat)
-        ),
+        settings=_settings(where, task, positions),
         decode=chat.decode,
         recorder=journal,
         endpoint=endpoint,
@@ -114,7 +112,12 @@ def build_agent(
 
 
 async def try_agent(
-    where: str, task: TaskConfig, sampling: SamplingConfig, chat: ChatTemplate, prompt: Prompt
+    where: str,
+    task: TaskConfig,
+    sampling: SamplingConfig,
+    chat: ChatTemplate,
+    prompt: Prompt,
+    positions: int | None,
 ) -> list[Finding]:
     """Check the task's agent against a made-up policy (`check.py`)."""
     if _loop_class(where, task) is not None:
@@ -128,9 +131,7 @@ async def try_agent(
         return await AgentCheck(
             function,
             options,
-            settings=AgentSettings.read(
-                f"{where}.agent_options", task.agent_options, limits_of(task, chat)
-            ),
+            settings=_settings(where, task, positions),
             chat=chat,
             template_arguments=task.chat_template_kwargs,
             sampling=sampling,
@@ -143,6 +144,11 @@ async def try_agent(
         await endpoint.close()
         if hasattr(function, "close"):
             await function.close()
+
+
+def _settings(where: str, task: TaskConfig, positions: int | None) -> AgentSettings:
+    limits = Limits(max_context=task.max_prompt_tokens, max_positions=positions or 1 << 30)
+    return AgentSettings.read(f"{where}.agent_options", task.agent_options, limits)
 
 
 def _function(where: str, task: TaskConfig) -> tuple[Function, dict[str, Any]]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from penstock.agent.bridge import Bridge
@@ -22,8 +20,7 @@ from penstock.agent.endpoint import Endpoint
 from penstock.agent.session import TOOL_THREADS, Limits, Model, Recorder, Session
 from penstock.agent.single_turn import annealed_temperature
 from penstock.agent.task import Task
-from penstock.config import SamplingConfig, TaskConfig
-from penstock.data.chat import ChatTemplate
+from penstock.config import SamplingConfig
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import RewardError, UserError
 from penstock.journal.calls import ToolResult
@@ -294,12 +291,3 @@ def check_function(where: str, function: Any, options: Mapping[str, Any]) -> Non
             f"{', '.join(options) or 'none'}: {error}; allowed options of every agent: "
             f"{', '.join(OWN_OPTIONS)}"
         ) from None
-
-
-def limits_of(task: TaskConfig, chat: ChatTemplate) -> Limits:
-    """Return how long a context may be: max_prompt_tokens, and the model's positions if they are known."""
-    config = Path(str(getattr(chat.tokenizer, "name_or_path", "") or "")) / "config.json"
-    positions = None
-    if config.is_file():
-        positions = json.loads(config.read_text("utf-8")).get("max_position_embeddings")
-    return Limits(max_context=task.max_prompt_tokens, max_positions=positions or 1 << 30)
