@@ -18,6 +18,7 @@ from penstock.agent.build import build_agent
 from penstock.agent.function import FunctionAgent
 from penstock.config import Config
 from penstock.config.source import with_overrides
+from penstock.data.context import context_length
 from penstock.data.sampler import Sampler
 from penstock.engine import ENGINES
 from penstock.findings import Observed, find
@@ -142,6 +143,7 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
                 chat=data.chat,
                 journal=journal,
                 endpoint=endpoint,
+                positions=context_length(config.model.path),
                 note=seen.notes.append,
             )
             if isinstance(agent, FunctionAgent):
