@@ -66,7 +66,9 @@ def test_a_lambda_and_a_list_train_and_resume(
         penstock.resume(moved, settings={"train.steps": 2})
     later = penstock.resume(moved, reward=answers(1.0), settings={"train.steps": 2})
     assert [row["step"] for row in later.metrics] == [1, 2]
-    assert "train.steps 1 -> 2" not in repr(later)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "1 of them in this session of" in told  # and the time before it is that of the whole run
+    assert f"model: {later.model_path}" in told
     assert repr(later).startswith(f"Run('{tmp_path / 'moved'}', 2 steps, reward ")
     data = (tmp_path / "moved" / "config.toml").read_text()
     assert 'data = "RUN/data/tasks.train.jsonl"' in data
