@@ -26,6 +26,7 @@ OWNED = {
     "run.py Loop._all_steps": "the loop's TaskGroup",
     "run.py Loop._publish": "the loop's TaskGroup",
     "session.py StopSignals.run": "awaited before it returns",
+    "session.py outside_a_loop": "joined, its error raised",
     "supervise/trainer.py RankGroup._each": "gathered, the first error raised",
     "supervise/trainer.py RankGroup.ended": "gathered, the first end returned",
     "watch/watchdog.py watched": "its error is raised in the watched block",
