@@ -19,7 +19,14 @@ import pytest
 
 from penstock.errors import RewardError, SandboxError, UserError
 from penstock.sandbox.client import VerificationClient
-from penstock.sandbox.serve import ServerSettings, VerificationService, serve, serve_on
+from penstock.sandbox.listener import Request
+from penstock.sandbox.serve import (
+    CheckRequest,
+    ServerSettings,
+    VerificationService,
+    serve,
+    serve_on,
+)
 from penstock.sandbox.settings import SandboxSettings
 from penstock.sandbox.turns import Turns
 from stages.hostile_clients import HostileClients
@@ -381,6 +388,31 @@ def test_a_server_that_stops_answers_what_waits_with_503() -> None:
             while server.request("GET", "/healthz")[1]["waiting"] < 2:
                 continue
         assert [job.result()[0] for job in held] == [503] * 3
+
+
+def test_a_submission_whose_client_has_left_is_not_run() -> None:
+    make_pool("namespaces").close()
+
+    async def run() -> dict[str, Any]:
+        service = VerificationService(ServerSettings(sandbox=SandboxSettings(minimum="filtered")))
+
+        async def no_body() -> bytes:
+            return b""
+
+        gone = Request(
+            method="POST",
+            path="/check_correctness",
+            headers={},
+            client="1.2.3.4",
+            read_body=no_body,
+            has_left=lambda: True,
+        )
+        try:
+            return await service._check(gone, CheckRequest(in_outs=SUM, generation=GOOD))
+        finally:
+            await service.close()
+
+    assert asyncio.run(run()) == {"error": "the client has left", "status": 408}
 
 
 def test_slow_submissions_of_one_client_do_not_hold_up_another() -> None:

@@ -63,6 +63,7 @@ class Request:
     headers: dict[str, str]
     client: str  # the address that it comes from
     read_body: Callable[[], Awaitable[bytes]]
+    has_left: Callable[[], bool]  # whether nobody waits for the reply any more
 
 
 @dataclass(slots=True)
@@ -178,6 +179,7 @@ class Listener:
             headers=headers,
             client=one.client,
             read_body=lambda: self._read_body(one, headers),
+            has_left=one.writer.transport.is_closing,
         )
         return request, line[3] == b"1" and headers.get("connection", "").lower() != "close"
 

@@ -27,7 +27,7 @@ from penstock.sandbox.listener import Listener, ListenerLimits, Refusal, Request
 from penstock.sandbox.pool import SandboxPool
 from penstock.sandbox.settings import SandboxSettings
 from penstock.sandbox.turns import Turns
-from penstock.sandbox.verify import verify
+from penstock.sandbox.verify import Verdict, verify
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -125,7 +125,7 @@ class VerificationService:
         try:
             data = await request.read_body()
             if not batch:
-                reply = await self._check(request.client, _parse(CheckRequest, data))
+                reply = await self._check(request, _parse(CheckRequest, data))
                 if "error" in reply:
                     raise Refusal(reply["status"], reply["error"])
                 return reply
@@ -134,7 +134,7 @@ class VerificationService:
                 allowed = self.settings.max_batch
                 raise Refusal(413, f"items: got {len(items)}, allowed: up to {allowed}")
             admitted += self._admit(request.client, len(items) - 1)
-            checks = (self._check(request.client, item) for item in items)
+            checks = (self._check(request, item) for item in items)
             return {"items": await asyncio.gather(*checks)}
         finally:
             self._turns.dismiss(request.client, admitted)
@@ -155,20 +155,25 @@ class VerificationService:
         self._turns.admit(client, count)
         return count
 
-    async def _check(self, client: str, request: CheckRequest) -> dict[str, Any]:
+    async def _check(self, sender: Request, request: CheckRequest) -> dict[str, Any]:
         """Return the verdict of an admitted submission, or `error` with `status`."""
-        try:
-            self._check_limits(request)
-            verdict = await self._turns.run(
-                client,
-                verify,
+
+        def run() -> Verdict:
+            if sender.has_left():
+                raise Refusal(408, "the client has left")
+            stop = request.stop_at_failure and not request.eval_mode
+            return verify(
                 self.pool,
                 request.in_outs,
                 request.generation,
                 request.timeout,
-                request.stop_at_failure and not request.eval_mode,
+                stop,
                 self.settings.max_tests,
             )
+
+        try:
+            self._check_limits(request)
+            verdict = await self._turns.run(sender.client, run)
             return {"result": verdict.result, "metadata": verdict.metadata}
         except Refusal as refusal:
             return {"error": str(refusal), "status": refusal.status}
