@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -22,9 +23,9 @@ from penstock.sandbox import layers
 from penstock.sandbox.host import Mode
 from penstock.sandbox.inside import codec, kernel, landlock, seccomp
 from penstock.sandbox.layers import Isolation, Search, find_isolation
-from penstock.sandbox.settings import ACCEPT_WEAKER, SandboxSettings
+from penstock.sandbox.settings import ACCEPT_WEAKER, SandboxSettings, job_limits
 from penstock.sandbox.verify import verify
-from stages.sandbox_pools import left_over, make_pool
+from stages.sandbox_pools import MODES, left_over, make_pool
 
 PLAIN = Mode(bubblewrap=False, namespaces=False, user_namespace=False)
 TESTS = {"inputs": ["a"], "outputs": ["a"]}
@@ -301,6 +302,22 @@ def test_nothing_survives_a_host_that_is_killed(mode: str) -> None:
         for descriptor in watched:  # readable when the process has ended
             assert select.select([descriptor], [], [], 60)[0]
             os.close(descriptor)
+
+
+@pytest.mark.parametrize("mode", ["bubblewrap", "namespaces"])
+def test_nothing_else_of_the_package_is_inside(mode: str) -> None:
+    if shutil.which("bwrap") and layers.try_mode(MODES["namespaces"], SandboxSettings()):
+        layers.try_mode(MODES[mode], SandboxSettings())  # works wherever its parts do
+    pool = make_pool(mode)
+    source = "import sys\nprint(*sorted(m for m in sys.modules if m.startswith('penstock')))"
+    try:
+        with pool.sandbox() as one:
+            job = {"job": "program", "source": source}
+            names = one.run(job, job_limits(pool.settings, 30)).stdout.decode().split()
+    finally:
+        pool.close()
+    outer = {name for name in names if not name.startswith("penstock.sandbox.inside")}
+    assert outer == {"penstock", "penstock.sandbox"}  # stand-ins without code
 
 
 def test_this_machine_is_known() -> None:

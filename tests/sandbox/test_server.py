@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import http.client
 import json
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -413,6 +416,27 @@ def test_a_submission_whose_client_has_left_is_not_run() -> None:
             await service.close()
 
     assert asyncio.run(run()) == {"error": "the client has left", "status": 408}
+
+
+def test_the_command_serves_until_it_is_stopped() -> None:
+    make_pool("namespaces").close()
+    command = [sys.executable, "-m", "penstock.cli", "sandbox", "serve", "--port", "0"]
+    command.append("sandbox.minimum=filtered")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        url = line.split()[2]
+
+        async def check() -> list[int]:
+            client = VerificationClient([url], token="")
+            try:
+                return (await client.check(SUM, GOOD, 20)).result
+            finally:
+                await client.close()
+
+        assert asyncio.run(check()) == [1]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 def test_slow_submissions_of_one_client_do_not_hold_up_another() -> None:
