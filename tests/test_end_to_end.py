@@ -44,7 +44,6 @@ PROMISED_METRICS = [
     "accuracy/mean",
     "response_length/mean",
     "loss/policy",
-    "kl/mean",
     "entropy/mean",
     "ratio/mean",
     "clip/fraction",

@@ -66,7 +66,7 @@ def test_a_step_reports_every_metric_and_the_identity_of_the_new_weights(saved_m
         (report.step, report.policy_version) == (1, 1) == (consumer.step, consumer.policy_version)
     )
     assert report.digest == consumer.digest() != before
-    assert set(METRICS) <= set(report.metrics)
+    assert set(METRICS) - set(report.metrics) == {"kl/mean"}  # without a reference there is none
     assert all(isinstance(v, float) and np.isfinite(v) for v in report.metrics.values())
     assert report.metrics["tokens/trained"] == random_batch(1).groups[0].num_response_tokens + sum(
         group.num_response_tokens for group in random_batch(1).groups[1:]
@@ -86,7 +86,8 @@ def test_metrics_say_what_the_batch_holds(saved_model) -> None:
     assert metrics["response_length/max"] == max(lengths)
     assert metrics["staleness/mean"] == metrics["staleness/max"] == 2.0
     assert metrics["truncated/share"] == pytest.approx(4 / 24)
-    assert metrics["ratio/log_gap_staleness_2"] > metrics["ratio/log_gap_staleness_0"] == 0.0
+    assert metrics["ratio/log_gap_staleness_2"] > 0.0
+    assert "ratio/log_gap_staleness_0" not in metrics  # no token is that fresh
 
 
 def test_the_digest_does_not_depend_on_who_computes_it(saved_model) -> None:

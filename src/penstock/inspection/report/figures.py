@@ -44,7 +44,7 @@ def take_figures(record: RunRecord) -> Figures:
     largest = max((v for v in curves.get("staleness/max", ()) if v is not None), default=None)
     known = bool(record.groups)
     measures = {
-        task: "reward" if rows[0]["accuracy"] is None else "accuracy"
+        task: "reward" if any(row["accuracy"] is None for row in rows) else "accuracy"
         for task, rows in record.evaluations.items()
     }
     return Figures(
