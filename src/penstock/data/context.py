@@ -33,6 +33,8 @@ def check_context(config: Config, datasets: Mapping[str, Dataset]) -> None:
     if context is None:
         return
     for name, dataset in datasets.items():
+        if config.tasks[name].agent != "single_turn":
+            continue  # an agent is held to the context at each call
         limit = config.task_sampling(name).max_tokens
         prompt = dataset.longest_kept
         if prompt + limit > context:
