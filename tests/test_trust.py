@@ -106,7 +106,7 @@ def test_every_command_is_a_look_or_asks() -> None:
     from stages.command_line import commands, options
 
     asks = {words for words, command in commands().items() if "--trust" in options(command)}
-    assert asks == {"train", "resume", "replay", "eval"}
+    assert asks == {"train", "resume", "replay", "eval", "agent check"}
     others = {words for words in commands() if not words.startswith("sandbox")} - asks
     assert others <= set(LOOKS) | set(READS_NO_RUN)
 
@@ -138,14 +138,6 @@ def own_run(tmp_path: Path, *overrides: str) -> RunFolder:
     code.write_text("def score(rollout, prompt):\n    return 1.0\n")
     words = [f"run.dir={tmp_path}", f"tasks.train.rewards=[{{type='{code}:score'}}]", *overrides]
     return create(load_config(None, words).config)
-
-
-def test_an_agents_command_and_its_python_are_acts(tmp_path: Path) -> None:
-    options = "{command=['node', 'a.js'], python='/evil/python'}"
-    words = ["tasks.train.agent=command", f"tasks.train.agent_options={options}"]
-    acts = trust.acts_of([load_config(None, words).config], tmp_path)
-    assert "run the command ['node', 'a.js']" in acts
-    assert "run command with /evil/python" in acts
 
 
 def unsigned(folder: RunFolder) -> list[str]:

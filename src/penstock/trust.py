@@ -42,11 +42,6 @@ def acts_of(configs: Iterable[Config], folder: Path) -> list[str]:
             acts |= set(_acts(section.pop("name"), "", folder))
             acts |= set(_acts(section, "", folder))
         acts |= set(_acts(tree, "", folder))
-        for task in config.tasks.values():
-            if task.agent == "command":
-                acts.add(f"run the command {task.agent_options.get('command')}")
-            if task.agent_options.get("python"):
-                acts.add(f"run {task.agent} with {task.agent_options['python']}")
         if config.launch.kind == "ray" and config.launch.address:
             acts.add(f"join the Ray cluster {config.launch.address}")
         if config.model.trust_remote_code:

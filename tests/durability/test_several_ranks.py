@@ -78,15 +78,16 @@ def check_replay(server: CrashServer, run: RunFolder, *, steps: int) -> None:
 
 
 class BrokenStore(CheckpointStore):
-    """Replaces the file that rank 1 writes by a folder (the write fails) or a pipe (it blocks)."""
+    """Puts a folder where rank 1 writes (it fails), or a pipe where rank 0 does (it waits)."""
 
     kind = "folder"
 
     def _make_draft(self) -> Path:
         draft = super()._make_draft()
-        place = draft / "shards" / "rank-1-of-2.safetensors"
-        place.parent.mkdir()
-        place.mkdir() if self.kind == "folder" else os.mkfifo(place)
+        if self.kind == "folder":
+            (draft / "shards" / "rank-1-of-2.safetensors").mkdir(parents=True)
+        else:
+            os.mkfifo(draft / "config.toml")
         return draft
 
 
@@ -128,11 +129,11 @@ async def write_with_two_ranks(
         await trainer.train(batches[2])
         broken.kind = "pipe"
         await broken.begin(trainer)
-        report = await trainer.train(batches[3])  # rank 1 cannot write during this time
+        report = await trainer.train(batches[3])  # rank 0 cannot write during this time
         assert report.step == 4
-        os.kill(trainer._supervised.worker._ranks[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(trainer._supervised.worker._ranks[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
         await broken.settle()
-        with pytest.raises(WorkerDied, match="trainer-1: the worker ended unexpectedly"):
+        with pytest.raises(WorkerDied, match="trainer-0: the worker ended unexpectedly"):
             await trainer.identity()
     return written.digest
 
