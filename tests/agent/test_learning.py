@@ -15,6 +15,7 @@ from penstock import cli
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_a_policy_learns_to_call_the_calculator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -33,5 +34,5 @@ def test_a_policy_learns_to_call_the_calculator(
     assert done.exit_code == 0, done.output
     lines = Path("runs/sums/metrics.jsonl").read_text().splitlines()
     rewards = [json.loads(line)["reward/mean"] for line in lines]
-    assert sum(rewards[:3]) / 3 <= 0.35
-    assert sum(rewards[-3:]) / 3 >= 0.9
+    assert rewards[0] <= 0.4  # 64 rollouts of a policy that calls in a quarter of them
+    assert sum(rewards[-4:]) / 4 >= 0.9

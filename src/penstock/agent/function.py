@@ -226,7 +226,8 @@ class FunctionAgent(AgentLoop):
         """Give the rollout the rows of its calls, and the last answer as its text."""
         rollout, calls = session.rollout, session.tree.calls
         if not calls:
-            raise RewardError("it ended without a call of the model")
+            refused = f": {session.refused}" if session.refused else ""
+            raise RewardError(f"it ended without a call of the model{refused}")
         session.tree.fill(rollout, session.earned_before)
         is_cut = session.truncated or calls[-1].finish_reason == "length"
         rollout.finish_reason = "length" if is_cut else "stop"

@@ -85,7 +85,7 @@ class Session:
         self.rollout = rollout
         self.tree = CallTree(list(calls))
         self.limits = limits
-        self.truncated = False  # a call was refused because of its length or its number
+        self.refused = ""  # why a call was refused: its length or its number
         self.aborted = (
             False  # an engine was told to end a call: the rollout is interrupted, not failed
         )
@@ -102,6 +102,10 @@ class Session:
         self._latest: dict[tuple, asyncio.Task[ModelCall]] = {}  # by place: what a retry gets
         self._running: dict[asyncio.Task[ModelCall], str] = {}  # with its engine request
         self._turns = 0
+
+    @property
+    def truncated(self) -> bool:
+        return bool(self.refused)
 
     async def call(
         self,
@@ -279,15 +283,13 @@ class Session:
         """Return the tokens that an answer may have; refuse a call past the rollout's limits."""
         limits = self.limits
         if self._turns >= limits.max_turns:
-            self.truncated = True
-            raise TurnsExceeded(
-                f"got call {self._turns + 1}, allowed: max_turns = {limits.max_turns}"
-            )
+            self.refused = f"got call {self._turns + 1}, allowed: max_turns = {limits.max_turns}"
+            raise TurnsExceeded(self.refused)
         room = limits.max_positions - context
         if context > limits.max_context or room < 1:
-            self.truncated = True
             most = min(limits.max_context, limits.max_positions - 1)
-            raise ContextOverflow(f"got a context of {context} tokens, allowed: at most {most}")
+            self.refused = f"got a context of {context} tokens, allowed: at most {most}"
+            raise ContextOverflow(self.refused)
         return room
 
     async def _generate(self, request: GenerationRequest) -> Generation:
