@@ -332,7 +332,7 @@ def test_every_name_in_inline_code_exists(path: Path) -> None:
     for code in read_page(path).inline:
         try:
             check_inline(code.text)
-        except (AssertionError, UserError, ImportError, AttributeError) as error:
+        except (AssertionError, UserError, ImportError, AttributeError, OSError) as error:
             faults.append(f"{path.name}:{code.line}: `{code.text}`: {str(error).splitlines()[0]}")
     assert not faults, "\n".join(faults)
 
@@ -362,6 +362,8 @@ def check_inline(text: str) -> None:
     elif re.fullmatch(r"[\w/.]+/", text):
         places = (ROOT, ROOT / "src/penstock")
         assert text.startswith("RUN/") or any((place / text).is_dir() for place in places), text
+    elif named := re.fullmatch(r"(tests/[\w/]+\.py)::(\w+)", text):
+        assert f"def {named[2]}(" in (ROOT / named[1]).read_text(), "no such test"
     elif not FILE.fullmatch(text):
         check_identifiers(text)
 
