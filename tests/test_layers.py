@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lower floors
     ("types", "errors", "disk", "terminal"),
     ("config", "plugins", "demo", "scratch"),
-    ("watch", "trust"),
+    ("watch", "trust", "convert"),
     ("journal", "models", "algo", "sandbox", "data", "track", "checkpoint"),
     ("weights", "reward", "run_folder"),
     ("engine", "training", "produce", "identity"),

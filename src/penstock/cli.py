@@ -413,6 +413,37 @@ def check(arguments: Arguments = None) -> None:
 
 
 @app.command(rich_help_panel="Prepare")
+def convert(
+    system: Annotated[
+        str, typer.Argument(metavar="SYSTEM", help="trl, verl, openrlhf or colossalai.")
+    ],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A command line in a script, or YAML or JSON.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The TOML to write; default: FILE's name with .toml.")
+    ] = None,
+) -> None:
+    """Write the settings of another system as a config, with a comment where a meaning changed."""
+    from penstock.config.source import load_config
+    from penstock.convert.tables import WORDS
+    from penstock.convert.write import convert as convert_file
+
+    if system not in WORDS:
+        raise UserError(f"convert: got {system!r}, allowed: {', '.join(WORDS)}")
+    text = convert_file(system, file)
+    path = out or Path(f"{file.stem}.toml")
+    try:
+        with path.open("x", encoding="utf-8") as written:
+            written.write(text)
+    except OSError as error:
+        raise UserError(f"convert: cannot write {path}: {error.strerror}; give --out") from None
+    load_config(str(path), [])
+    say(str(path))
+    say(f"next: read its comments, then penstock check {path}", error=True)
+
+
+@app.command(rich_help_panel="Prepare")
 def config(
     arguments: Arguments = None,
     only: Annotated[

@@ -1,0 +1,61 @@
+"""Write the pages for users of other systems: every word, what it means here, and defaults that differ.
+
+python scripts/draw_words.py            print them
+python scripts/draw_words.py --write    write docs/coming-from/SYSTEM.md
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from penstock.config.source import toml_value
+from penstock.convert.tables import DEFAULTS, WORDS
+
+FOLDER = Path(__file__).parents[1] / "docs" / "coming-from"
+NAMES = {
+    "trl": ("TRL", "the command line of a GRPO script, or its YAML config", "grpo.yaml"),
+    "verl": ("verl", "the command line with its overrides, or a YAML config", "run.sh"),
+    "openrlhf": ("OpenRLHF", "the command line of train_ppo_ray", "run.sh"),
+    "colossalai": ("ColossalAI", "the command line of its distributed GRPO example", "run.sh"),
+}
+
+
+def page(system: str) -> str:
+    name, reads, file = NAMES[system]
+    lines = [
+        f"# Coming from {name}",
+        "",
+        f"`penstock convert {system} {file}` reads {reads} and writes a config, with a comment on every line",
+        "whose meaning changed. Nothing is executed. This page is made from the tables of that command.",
+        "",
+        f"| {name} | here | note |",
+        "|---|---|---|",
+        *(
+            f"| `{word}` | {f'`{rule.key}`' if rule.key else '-'} | {rule.note} |"
+            for word, rule in WORDS[system].items()
+        ),
+        "",
+        f"Defaults of {name} that differ from ours; a converted config says them:",
+        "",
+        "| key | value | note |",
+        "|---|---|---|",
+        *(f"| `{key}` | `{toml_value(value)}` | {note} |" for key, value, note in DEFAULTS[system]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    for system in NAMES:
+        if options.write:
+            (FOLDER / f"{system}.md").write_text(page(system), "utf-8")
+        else:
+            print(page(system))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Writes the settings of another system as our TOML, with a comment on every line that changed meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config.source import toml_key, toml_value
+from penstock.convert.tables import DEFAULTS, TASK, WORDS, Rule, read, trackers
+from penstock.convert.words import read_words
+from penstock.errors import UserError
+
+
+@dataclass(slots=True)
+class Conversion:
+    """What was read, what it became, and what is left."""
+
+    words: dict[str, Any]
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)  # key: (value, comment)
+    left: list[str] = field(default_factory=list)  # words without a counterpart, and why
+    used: set[str] = field(default_factory=set)
+
+    def take(self, word: str, default: Any = None) -> Any:
+        """Return the value of a word that is translated together with others."""
+        if word not in self.words:
+            return default
+        self.used.add(word)
+        return read(self.words[word])
+
+    def put(self, key: str, value: Any, comment: str = "") -> None:
+        self.settings[key] = (value, comment)
+
+    def value(self, key: str, default: Any) -> Any:
+        return self.settings[key][0] if key in self.settings else default
+
+
+def convert(system: str, path: Path) -> str:
+    """Return the TOML for a command line or a config file of `system`."""
+    made = Conversion(read_words(path))
+    for word, value in made.words.items():
+        _translate(made, word, value, WORDS[system].get(word))
+    try:
+        TOGETHER[system](made)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"convert: {path}: its batch sizes are no numbers: {error}") from None
+    made.left += [
+        f"{word} = {value}: not known to this conversion"
+        for word, value in made.words.items()
+        if word not in made.used
+    ]
+    for key, value, note in DEFAULTS[system]:
+        if key not in made.settings and not (
+            key == "train.episodes" and "train.steps" in made.settings
+        ):
+            made.put(key, value, note)
+    _complete(made)
+    return _text(system, path, made)
+
+
+def _translate(made: Conversion, word: str, value: Any, rule: Rule | None) -> None:
+    if rule is None:
+        return
+    made.used.add(word)
+    if not rule.key:
+        made.left.append(f"{word} = {value}: {rule.note}")
+        return
+    try:
+        translated = rule.value(value)
+    except (TypeError, ValueError):
+        made.left.append(f"{word} = {value}: cannot be read as {rule.key}")
+        return
+    if translated is None:
+        return
+    same_value = translated == read(value) or str(translated) == str(value) or value is True
+    said = word if same_value or rule.is_secret else f"{word} = {value}"
+    made.put(rule.key, translated, f"{said}; {rule.note}" if rule.note else said)
+
+
+# ---- words that only mean something together
+
+
+def _trl(made: Conversion) -> None:
+    generations = int(made.value("sampling.num_generations", 8))
+    made.settings.setdefault("sampling.num_generations", (generations, "TRL's default"))
+    device = int(made.take("per_device_train_batch_size", 8))
+    samples = device * int(made.take("gradient_accumulation_steps", 1))
+    samples *= int(made.take("num_processes", 1))
+    whole = made.take("generation_batch_size")
+    if whole is not None and int(whole) > samples:
+        made.put("train.mini_batches", int(whole) // samples, "generation_batch_size")
+        samples = int(whole)
+    made.put(
+        "train.groups_per_step",
+        max(1, samples // generations),
+        f"{samples} responses of all processes / {generations}",
+    )
+    loss = made.take("loss_type")
+    names = {"grpo": "sequence", "dapo": "token", "bnpo": "token"}
+    if loss in names:
+        made.put("algorithm.aggregation", names[loss], f"loss_type = {loss}")
+    elif loss in ("dr_grpo", "cispo"):
+        made.put("algorithm.name", loss, f"loss_type = {loss}")
+    if made.take("importance_sampling_level") == "sequence":
+        made.put("algorithm.name", "gspo", "importance_sampling_level = sequence")
+    scale = made.take("scale_rewards")
+    if scale is not None:
+        kinds = {True: "group", "group": "group", "batch": "batch", False: "none", "none": "none"}
+        made.put("algorithm.normalize", kinds.get(scale, "group"), f"scale_rewards = {scale}")
+    first, second = made.take("adam_beta1"), made.take("adam_beta2")
+    if first is not None or second is not None:
+        made.put("train.betas", [first or 0.9, second or 0.999])
+    _weigh(made, made.take("reward_weights"))
+    _warm_up(made, made.take("warmup_ratio"))
+
+
+def _verl(made: Conversion) -> None:
+    actor = "actor_rollout_ref.actor"
+    prompts = int(made.value("train.groups_per_step", 1024))
+    made.settings.setdefault("train.groups_per_step", (prompts, "verl's default"))
+    mini = made.take(f"{actor}.ppo_mini_batch_size", min(256, prompts))
+    if int(mini) < prompts:
+        made.put("train.mini_batches", prompts // int(mini), f"ppo_mini_batch_size = {mini}")
+    in_loss = made.take(f"{actor}.use_kl_loss", False)
+    in_reward = made.take("algorithm.use_kl_in_reward", False)
+    if in_reward:
+        made.put("algorithm.kl_in", "reward", "use_kl_in_reward")
+    elif not in_loss:
+        made.put("algorithm.kl_beta", 0.0, "neither use_kl_loss nor use_kl_in_reward")
+    function = made.take("custom_reward_function.path")
+    name = made.take("custom_reward_function.name", "compute_score")
+    if function:
+        made.put(f"{TASK}.rewards", [{"type": f"{function}:{name}"}], "compute_score as it is")
+    made.settings.setdefault("sampling.num_generations", (8, "verl's default of 1 is no group"))
+    logger = str(made.take("trainer.logger", ""))
+    if logger:
+        made.put("track.trackers", trackers(logger), "trainer.logger")
+    nodes, each = made.take("trainer.nnodes", 1), made.take("trainer.n_gpus_per_node")
+    if each is not None:
+        made.left.append(
+            f"trainer.nnodes = {nodes}, n_gpus_per_node = {each}: divide the GPUs between "
+            "launch.num_producers and launch.num_consumers, or set launch.colocate = true"
+        )
+
+
+def _openrlhf(made: Conversion) -> None:
+    generations = int(made.value("sampling.num_generations", 8))
+    made.settings.setdefault("sampling.num_generations", (generations, "1 is no group"))
+    prompts = int(made.value("train.groups_per_step", 1024))
+    made.settings.setdefault("train.groups_per_step", (prompts, "OpenRLHF's default"))
+    samples = made.take("train_batch_size")
+    if samples is not None and prompts * generations > int(samples):
+        made.put(
+            "train.mini_batches",
+            prompts * generations // int(samples),
+            f"rollout_batch_size x n_samples_per_prompt / train_batch_size = {samples}",
+        )
+    clip = made.take("eps_clip")
+    bounds = str(made.take("eps_clip_low_high", "")).split()
+    low, high = bounds if len(bounds) == 2 else (clip, clip)
+    if low is not None and high is not None:
+        made.put("algorithm.clip_low", float(low))
+        made.put("algorithm.clip_high", float(high))
+    betas = str(made.take("adam_betas", "")).strip("()").replace(",", " ").split()
+    if len(betas) == 2:
+        made.put("train.betas", [float(one) for one in betas])
+    nodes, each = made.take("actor_num_nodes", 1), made.take("actor_num_gpus_per_node")
+    if each is not None:
+        made.put("launch.num_consumers", int(nodes) * int(each), "actor nodes x GPUs")
+    _warm_up(made, made.take("lr_warmup_ratio"))
+
+
+def _colossalai(made: Conversion) -> None:
+    ranks = int(made.value("launch.num_consumers", 2))
+    ranks //= int(read(made.words.get("tp", 1))) * int(read(made.words.get("pp", 1)))
+    each = int(made.value("train.groups_per_step", 32))
+    made.put(
+        "train.groups_per_step",
+        each * max(1, ranks),
+        f"{each} prompts of each of {max(1, ranks)} ranks",
+    )
+    servers = made.take("cv")
+    if servers:
+        urls = str(servers).replace(",", " ").split()
+        made.put(f"{TASK}.rewards", [{"type": "code", "options": {"servers": urls}}], "-cv")
+    if str(made.value("algorithm.name", "")) == "dapo":
+        made.put("algorithm.kl_beta", 0.0, "DAPO has no KL term, there as here")
+
+
+TOGETHER: dict[str, Callable[[Conversion], None]] = {
+    "trl": _trl,
+    "verl": _verl,
+    "openrlhf": _openrlhf,
+    "colossalai": _colossalai,
+}
+
+
+def _weigh(made: Conversion, weights: Any) -> None:
+    """Give the rewards their weights."""
+    key = f"{TASK}.rewards"
+    rewards = made.value(key, [])
+    given = weights if isinstance(weights, list) else str(weights or "").split()
+    if len(given) == len(rewards):
+        for reward, weight in zip(rewards, given, strict=True):
+            reward["weight"] = float(weight)
+
+
+def _warm_up(made: Conversion, share: Any) -> None:
+    if not share:
+        return
+    steps = made.value("train.steps", 0)
+    if steps:
+        made.put("train.warmup_steps", int(float(share) * int(steps)), f"{share} of the steps")
+    else:
+        made.left.append(f"warm-up over {share} of the run: set train.warmup_steps")
+
+
+def _complete(made: Conversion) -> None:
+    """Add what a run needs and the words did not say."""
+    if made.value("algorithm.kl_beta", None) == 0:
+        made.settings.pop("algorithm.kl_in", None)
+    if "train.steps" in made.settings:
+        steps = made.settings["train.steps"][0]
+        made.settings.pop("train.steps" if int(steps) <= 0 else "train.episodes", None)
+    made.settings.setdefault("model.path", ("demo", "SAY HERE which model"))
+    made.settings.setdefault(f"{TASK}.data", ("train.jsonl", "SAY HERE where the data is"))
+    made.settings.setdefault(
+        f"{TASK}.rewards", ([{"type": "boxed"}], "SAY HERE how responses are scored")
+    )
+    heldout = "eval.tasks.heldout"
+    if f"{heldout}.data" in made.settings:
+        made.put(f"{heldout}.rewards", made.settings[f"{TASK}.rewards"][0])
+        for name in ("max_prompt_tokens", "columns.prompt", "columns.gt_answer"):
+            if f"{TASK}.{name}" in made.settings:
+                made.put(f"{heldout}.{name}", made.settings[f"{TASK}.{name}"][0])
+    if "engine.name" not in made.settings and any(
+        key.startswith("engine.options.") for key in made.settings
+    ):
+        made.put("engine.name", "vllm", "its settings are given")
+
+
+# ---- the text
+
+_ORDER = ("", "run", "model", "tasks", "sampling", "algorithm", "train", "produce", "engine")
+
+
+def _text(system: str, path: Path, made: Conversion) -> str:
+    sections: dict[str, list[str]] = {}
+    for key, (value, comment) in made.settings.items():
+        section, _, name = key.rpartition(".")
+        line = f"{toml_key(name)} = {toml_value(value)}"
+        sections.setdefault(section, []).append(
+            f"{line}  # {_one_line(comment)}" if comment else line
+        )
+    lines = [
+        f"# Made from {path.name} by `penstock convert {system}`. A comment names the word, or says what differs.",
+        f"#   penstock check {path.stem}.toml",
+    ]
+
+    def place(section: str) -> tuple[int, str]:
+        first = section.split(".")[0]
+        return (_ORDER.index(first) if first in _ORDER else len(_ORDER), section)
+
+    for section in sorted(sections, key=place):
+        lines += ["", *([f"[{section}]"] if section else []), *sections[section]]
+    if made.left:
+        lines += ["", "# Without a counterpart:", *(f"#   {_one_line(one)}" for one in made.left)]
+    return "\n".join(lines) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
