@@ -92,6 +92,7 @@ WRONG = {  # for each command a wrong argument, and words of its error message
     "compare": (["no-such-run", "other"], "no-such-run"),
     "check": (["no-such.toml"], "no-such.toml"),
     "init": (["x", "--reward", "best"], "--reward: got 'best'"),
+    "convert": (["nemo", "run.sh"], "convert: got 'nemo', allowed: trl"),
     "report": (["no-such-run"], "no-such-run"),
     "timeline": (["no-such-run"], "no-such-run"),
     "rollouts": (["no-such-run", "--limit", "0"], "--limit"),

@@ -425,21 +425,10 @@ def convert(
     ] = None,
 ) -> None:
     """Write the settings of another system as a config, with a comment where a meaning changed."""
-    from penstock.config.source import load_config
-    from penstock.convert.tables import WORDS
-    from penstock.convert.write import convert as convert_file
+    from penstock.convert.write import write_config
 
-    if system not in WORDS:
-        raise UserError(f"convert: got {system!r}, allowed: {', '.join(WORDS)}")
-    text = convert_file(system, file)
-    path = out or Path(f"{file.stem}.toml")
-    try:
-        with path.open("x", encoding="utf-8") as written:
-            written.write(text)
-    except OSError as error:
-        raise UserError(f"convert: cannot write {path}: {error.strerror}; give --out") from None
-    load_config(str(path), [])
-    say(str(path))
+    path = write_config(system, file, out)
+    say(path)
     say(f"next: read its comments, then penstock check {path}", error=True)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.config.source import toml_key, toml_value
+from penstock.config.source import load_config, toml_key, toml_value
 from penstock.convert.tables import DEFAULTS, TASK, WORDS, Rule, read, trackers
 from penstock.convert.words import read_words
 from penstock.errors import UserError
@@ -34,6 +34,21 @@ class Conversion:
 
     def value(self, key: str, default: Any) -> Any:
         return self.settings[key][0] if key in self.settings else default
+
+
+def write_config(system: str, file: Path, out: Path | None = None) -> Path:
+    """Write the TOML for a file of `system` to `out`, which must not exist; return its path."""
+    if system not in WORDS:
+        raise UserError(f"convert: got {system!r}, allowed: {', '.join(WORDS)}")
+    text = convert(system, file)
+    path = out or Path(f"{file.stem}.toml")
+    try:
+        with path.open("x", encoding="utf-8") as written:
+            written.write(text)
+    except OSError as error:
+        raise UserError(f"convert: cannot write {path}: {error.strerror}; give --out") from None
+    load_config(path)  # raises a UserError for a value that is not allowed here
+    return path
 
 
 def convert(system: str, path: Path) -> str:
