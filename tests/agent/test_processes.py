@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,31 @@ def test_a_process_that_hangs_is_killed_with_its_children(file: Path, tmp_path: 
 def test_a_pool_tells_what_its_function_raised(file: Path) -> None:
     with pytest.raises(RunError, match="no attribute 'missing'"):
         asyncio.run(Pool(f"{file}:missing", 1)._start())
+
+
+DRIVER = """
+import asyncio, sys
+from penstock.agent.process import Command
+
+async def main():
+    words = [sys.executable, "-c", "import os, subprocess, sys, time\\nc = subprocess.Popen(['sleep', '1000'])\\n"
+             "open(sys.argv[1], 'w').write(f'{os.getpid()} {c.pid}')\\ntime.sleep(1000)", sys.argv[1]]
+    class Model:
+        base_url = api_key = name = seed = ""
+    from penstock.agent.task import Task
+    await Command(words, 1)(Task(prompt_id="p", messages=[]), Model())
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_driver_takes_its_agents_and_their_children_along(tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    os.mkfifo(note)
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(note)])
+    handles = [os.pidfd_open(int(word)) for word in note.read_text().split()]
+    driver.kill()
+    driver.wait()
+    for handle in handles:
+        assert select.select([handle], [], [], 60)[0]  # it has ended
+        os.close(handle)

@@ -1,9 +1,10 @@
 """Runs inside an agent's own process, under any Python 3.9 or newer: standard library only.
 
-    python inside.py serve FILE.py:FUNCTION    one JSON line per rollout in, one out
-    python inside.py exec COMMAND ...          become the command
+    python inside.py PIPE serve FILE.py:FUNCTION    one JSON line per rollout in, one out
+    python inside.py PIPE exec COMMAND ...          become the command
 
-The process ends with the driver, also if that is killed. What the function prints goes to stderr.
+The process and those it starts end with the driver, also if that is killed: it holds the other end of
+PIPE. What the function prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -25,13 +26,20 @@ from typing import Any
 SET_PARENT_DEATH_SIGNAL = 1
 
 
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies; elsewhere the closed pipe ends it."""
-    parent = os.getppid()
+def end_with_driver(pipe: int) -> None:
+    """Fork a guardian that kills this process and those it starts when the driver closes its end of a pipe.
+
+    The kernel closes that end when the driver is killed. The guardian itself ends with this process.
+    """
+    if os.fork():
+        os.close(pipe)
+        return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)  # it died before
+    for descriptor in (0, 1, 2):
+        os.close(descriptor)
+    os.read(pipe, 1)
+    os.killpg(0, signal.SIGKILL)
 
 
 class Refused(Exception):
@@ -134,7 +142,7 @@ def serve(target: str) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    if sys.argv[1] == "exec":
-        os.execvp(sys.argv[2], sys.argv[2:])
-    serve(sys.argv[2])
+    end_with_driver(int(sys.argv[1]))
+    if sys.argv[2] == "exec":
+        os.execvp(sys.argv[3], sys.argv[3:])
+    serve(sys.argv[3])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ class Pool:
     """Calls a function in one of `size` processes; a call is `await pool(task, model, **options)`."""
 
     def __init__(self, target: str, size: int, python: str = "") -> None:
-        self._command = (python or sys.executable, str(INSIDE), "serve", target)
+        self._command = (python or sys.executable, ("serve", target))
         self._places = asyncio.Semaphore(size)
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
@@ -54,7 +55,7 @@ class Pool:
         return answer["result"]
 
     async def _start(self) -> _Process:
-        process = await _Process.start(self._command)
+        process = await _Process.start(*self._command)
         self._all.add(process)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -80,7 +81,7 @@ class Command:
     """Runs a command line per rollout: the task on stdin, the reward is the last line of its output."""
 
     def __init__(self, words: Sequence[str], size: int) -> None:
-        self._words = (sys.executable, str(INSIDE), "exec", *words)
+        self._command = (sys.executable, ("exec", *words))
         self._places = asyncio.Semaphore(size)
         self._all: set[_Process] = set()
 
@@ -93,7 +94,7 @@ class Command:
             "PENSTOCK_SEED": str(model.seed),
         }
         async with self._places:
-            process = await _Process.start(self._words, environment)
+            process = await _Process.start(*self._command, environment)
             self._all.add(process)
             try:
                 code, output = await process.finish(json.dumps(asdict(task)))
@@ -114,6 +115,12 @@ class Command:
             await process.kill()
 
 
+@functools.cache
+def _life_line() -> tuple[int, int]:
+    """Return a pipe whose other end only this process holds: its end is the end of this process."""
+    return os.pipe()
+
+
 class _Process:
     """One process in a session of its own, with its errors in a file."""
 
@@ -122,11 +129,13 @@ class _Process:
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], environment: Mapping[str, str] | None = None
+        cls, python: str, words: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> _Process:
         errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
+        pipe, _ = _life_line()
         made = await asyncio.create_subprocess_exec(
-            *command,
+            *(python, str(INSIDE), str(pipe), *words),
+            pass_fds=(pipe,),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
