@@ -95,8 +95,8 @@ def sums_rows(path: Path) -> list[dict[str, Any]]:
                 "reward/std": math.sqrt(reward * (1 - reward)),
                 "response_length/mean": line["length"],
                 "groups/zero_variance": reward**16 + (1 - reward) ** 16,
-                "update/arrived": line["arrived"],
-                "grad_norm": 0.5,
+                "update/arrived": line.get("arrived"),
+                "grad_norm": line.get("grad_norm", 0.5),
                 "time/step_s": line["seconds"] - seconds,
             }
         )

@@ -264,7 +264,7 @@ def bad_gradients(o: Observed) -> Finding | None:
             advice="Lower the learning rate",
             change=(_slower(o),),
         )
-    norms = [value for value in o.values("grad_norm")[-50:] if value > 0]
+    norms = [value for value in o.newest("grad_norm", 50) if value > 0]
     if len(norms) < 4 * WINDOW:
         return None
     usual = statistics.median(norms)
@@ -285,7 +285,7 @@ def bad_gradients(o: Observed) -> Finding | None:
 def lost_updates(o: Observed) -> Finding | None:
     """Updates are too small for the number format of the weights."""
     since = o.since("update/arrived", lambda share: share < 0.1, window=2 * WINDOW)
-    if since is None or not any(value > 0 for value in o.values("grad_norm")[-2 * WINDOW :]):
+    if since is None or not any(value > 0 for value in o.newest("grad_norm", 2 * WINDOW)):
         return None
     plain = o.config.train.masters == "plain"
     return Finding(
@@ -301,7 +301,7 @@ def lost_updates(o: Observed) -> Finding | None:
 def kl_drift(o: Observed) -> Finding | None:
     """The policy leaves its reference, and the reward does not rise any more."""
     since = o.since("kl/mean", lambda kl: kl > 0.3)
-    rewards = o.values("reward/mean")
+    rewards = o.newest("reward/mean", 20)
     if since is None or len(rewards) < 20:
         return None
     if mean(rewards[-10:]) > mean(rewards[-20:-10]) + 0.01:

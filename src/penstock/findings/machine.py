@@ -24,7 +24,7 @@ def full_disk(o: Observed) -> Finding | None:
 
 def full_memory(o: Observed) -> Finding | None:
     """Free memory of the machine shrinks steadily and would not last to the end of the run."""
-    free = o.values("memory/available_mib")[-_LOOK_BACK:]
+    free = o.newest("memory/available_mib", _LOOK_BACK)
     left = (o.total_steps or 0) - o.last_step
     if len(free) < _LOOK_BACK or left <= 0:
         return None

@@ -53,30 +53,31 @@ class Observed:
     def last_step(self) -> int:
         return int(self.rows[-1]["step"]) if self.rows else 0
 
-    def values(self, name: str) -> list[float]:
-        """Return a metric of every step; NaN where a step has none."""
-        return [_number(row.get(name)) for row in self.rows]
+    def newest(self, name: str, count: int) -> list[float]:
+        """Return a metric of the newest steps, at most `count`; NaN where a step has none."""
+        return [_number(row.get(name)) for row in self.rows[-count:]]
 
     def now(self, name: str, window: int = WINDOW) -> float:
         """Return a metric's mean over the newest steps; NaN if fewer than `window` have it."""
-        newest = self.values(name)[-window:]
+        newest = self.newest(name, window)
         return mean(newest) if len(newest) == window else math.nan
 
     def at_start(self, name: str, window: int = WINDOW) -> float:
         """Return a metric's mean over the first steps; NaN if the run is not twice as long yet."""
-        values = self.values(name)
-        return mean(values[:window]) if len(values) >= 2 * window else math.nan
+        if len(self.rows) < 2 * window:
+            return math.nan
+        return mean([_number(row.get(name)) for row in self.rows[:window]])
 
     def since(self, name: str, holds: Callable[[float], bool], window: int = WINDOW) -> int | None:
         """Return the step since which the metric's mean over `window` steps has held; None: it does not."""
-        values, first = self.values(name), None
-        for end in range(len(values), window - 1, -1):
-            if not holds(mean(values[end - window : end])):
+        value, first = (lambda index: _number(self.rows[index].get(name))), None
+        for end in range(len(self.rows), window - 1, -1):
+            if not holds(mean([value(index) for index in range(end - window, end)])):
                 break
             first = end - window
         if first is None:
             return None
-        alone = (index for index in range(first, len(values)) if holds(values[index]))
+        alone = (index for index in range(first, len(self.rows)) if holds(value(index)))
         return int(self.rows[next(alone, first)]["step"])
 
     def fact(self, name: str) -> dict[str, Any]:

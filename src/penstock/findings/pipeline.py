@@ -215,16 +215,16 @@ def _spare_devices(o: Observed) -> int:
 
 def _share(o: Observed, name: str) -> float:
     """Return which share of the newest steps passed with a wait; NaN before there are enough steps."""
-    seconds, whole = o.values(name)[-_LONG:], o.values("time/step_s")[-_LONG:]
+    seconds, whole = o.newest(name, _LONG), o.newest("time/step_s", _LONG)
     shares = [min(1.0, a / b) for a, b in zip(seconds, whole, strict=True) if b > 0]
     known = sorted(share for share in shares if not math.isnan(share))
     return known[len(known) // 2] if len(known) == _LONG else math.nan
 
 
 def _typical(o: Observed, name: str) -> float:
-    values = o.values(name)[-_LONG:]
+    values = o.newest(name, _LONG)
     return mean(values) if len(values) == _LONG else math.nan
 
 
 def _recent(o: Observed, name: str) -> float:
-    return sum(value for value in o.values(name)[-_LONG:] if not math.isnan(value))
+    return sum(value for value in o.newest(name, _LONG) if not math.isnan(value))
