@@ -15,12 +15,14 @@ STARTS = ("create_task", "ensure_future", "Thread", "ThreadPoolExecutor")
 
 OWNED = {
     # awaited in the same function, or in the one that cancels it
+    "agent/function.py FunctionAgent.generate_group": "waited for, the first error raised",
     "evaluation/background.py Evaluations.begin": "the loop's TaskGroup",
     "evaluation/score.py _in_order": "a TaskGroup",
     "job.py _load_and_launch": "awaited before it returns",
     "launch/assemble.py all_or_first_error": "gathered, also after an error",
     "launch/ray/placement.py Placement.start_actor": "awaited, its error raised",
     "pool/node_copies.py NodeCopies._answers": "gathered, errors returned",
+    "produce/context.py AgentLoop.generate_group.one": "awaited; its error fails the rollout",
     "produce/producer.py Producer.run": "gathered; the first error is raised to the loop",
     "produce/strategy.py ProduceStrategy.produce_batch": "waits for an event, cancelled at the end",
     "run.py Loop._all_steps": "the loop's TaskGroup",
@@ -32,6 +34,7 @@ OWNED = {
     "watch/watchdog.py watched": "its error is raised in the watched block",
     "weights/digest.py tensor_digests": "results are read before the pool is closed",
     # kept: a later call reads how they ended
+    "agent/session.py Session.call": "shielded; the call that waits gets its error, `close` ends it",
     "checkpoint.py CheckpointStore.begin": "`settle` raises what `_write` does not explain",
     "engine/openai/servers.py Servers.wait_ready": "`_try_restore` gives the server up and logs why",
     "engine/openai/servers.py Servers.watch": "`_wait_closed` ends in `lose`, which logs why",
@@ -46,6 +49,7 @@ OWNED = {
     # their errors cost tokens and no more
     "agent/single_turn.py SingleTurn._abort_later": "an abort that fails is not raised",
     "pool/requests.py Requests._abort_later": "an abort that fails is not raised",
+    "produce/group_runner.py GroupRunner.pause": "an abort that fails is counted and sent again",
     # threads and pools of threads: a call is awaited, or the thread answers its waiters with its error
     "compat/producers.py BaseProducer.__init__": "callers await their own coroutines in it",
     "engine/transformers/engine.py TransformersEngine.start": "`_run` fails every waiting caller",
@@ -57,7 +61,7 @@ OWNED = {
     "reward/call_threads.py CallThreads._start_worker": "`_work` carries any error to its waiter",
     "sandbox/client.py VerificationClient._attempt": "every call in it is awaited",
     "sandbox/pool.py SandboxPool.__init__": "the next caller of `_take` meets the same error",
-    "sandbox/serve.py VerificationService.__init__": "every call in it is awaited",
+    "sandbox/turns.py Turns.__init__": "every call in it is awaited",
 }
 
 
