@@ -276,7 +276,7 @@ GROUP_REWARD = """
 async def shortest(rollouts, prompt):
     assert len(rollouts) == 4 and "content" in prompt.messages[-1]
     lengths = [len(rollout.text) for rollout in rollouts]
-    return [1.0 if place == lengths.index(min(lengths)) else 0.0 for place in range(4)]
+    return [place == lengths.index(min(lengths)) for place in range(4)]
 """
 
 
