@@ -111,7 +111,7 @@ def test_every_command_is_a_look_or_asks() -> None:
     assert others <= set(LOOKS) | set(READS_NO_RUN)
 
 
-READS_NO_RUN = ("init", "check", "runs", "compare", "dashboard")
+READS_NO_RUN = ("init", "convert", "check", "runs", "compare", "dashboard")
 
 
 @pytest.mark.parametrize("command", ["train", "resume", "replay", "eval"])
