@@ -210,7 +210,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_room_lets_it_go_on(
     assert "MiB free there" in error_line(server)
     told = (run.logs / "run.log").read_text()
     assert "warning: disk: at most" in told  # the forecast
-    assert "warning: disk: only" in told  # before it was full
+    assert "The disk will soon be full" in told  # before it was full
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     assert server.run("resume", str(run.path)) == 0, server.output()
     assert_sound(run)
