@@ -16,13 +16,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.sandbox.check import SandboxReport
+    from penstock.sandbox.self_check import SandboxReport
     from penstock.sandbox.settings import SandboxSettings
 
 
 def check(settings: SandboxSettings | None = None) -> SandboxReport:
     """Report which layers are active here, and whether real attempts to break out are stopped."""
-    from penstock.sandbox.check import check  # lazily: most commands need none of it
+    from penstock.sandbox.self_check import check  # lazily: most commands need none of it
 
     return check(settings)
 

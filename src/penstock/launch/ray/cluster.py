@@ -52,8 +52,11 @@ def connect(settings: LaunchConfig) -> bool:
     """Connect to Ray; return whether this call has started the cluster, which must then be stopped."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the run reports them itself
-    if not settings.address and "ray" not in sys.modules:  # it is read when Ray is imported
+    if not settings.address and "ray" not in sys.modules:
+        # Ray's ports are open to the network: who has no token is refused. A process reads mode and
+        # token once; where Ray was imported before, what that process has stays.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
 
     if ray.is_initialized():
@@ -65,8 +68,6 @@ def connect(settings: LaunchConfig) -> bool:
         else:
             asked = sum(bundle.get("CPU", 0.0) for part in bundles(settings) for bundle in part)
             cores = max(os.cpu_count() or 1, -int(-asked // 1))  # Ray only counts CPUs
-            # Ray's ports are open to the network: who has no token is refused
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         where = settings.address or "this machine"
