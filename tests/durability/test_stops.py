@@ -68,7 +68,8 @@ def test_a_second_stop_gives_the_checkpoint_up_and_says_so(server: CrashServer) 
 
 
 def test_a_third_stop_ends_the_process_at_once_with_a_line(server: CrashServer) -> None:
-    then = [("before snapshot write", number, "SIGINT") for number in (1, 2)]
+    # together, and of two kinds, so that neither is merged with the other nor outrun by the second stop
+    then = [("before snapshot write", 1, sign) for sign in ("SIGINT", "SIGTERM")]
     run, code = server.train(
         "thrice", *LONG, point="before take", number=3, fault="SIGINT", then=then
     )
