@@ -16,9 +16,11 @@ COPY pyproject.toml README.md LICENSE constraints.txt hashes.txt ./
 COPY scripts/locked_install.py scripts/
 COPY src src
 
-# The CPU build of torch is on its makers' own index, whose files are not in hashes.txt.
+# The CPU build of torch is on its makers' own index, whose files are not in hashes.txt: give that index as
+# --build-arg TORCH_INDEX=URL. Without it the image holds the CUDA build, which works too and is larger.
 FROM base AS cpu
-RUN python -m pip install --index-url https://download.pytorch.org/whl/cpu --no-deps "$(grep '^torch==' constraints.txt)" \
+ARG TORCH_INDEX=""
+RUN python -m pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --no-deps "$(grep '^torch==' constraints.txt)" \
     && python scripts/locked_install.py lora
 USER penstock
 WORKDIR /runs
