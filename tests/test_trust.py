@@ -34,6 +34,8 @@ LOOKS = [
     "generate",
     "score",
     "scale",
+    "runs",
+    "compare",
 ]
 
 
@@ -95,6 +97,8 @@ def test_no_look_executes_code_of_the_run(
         "config": [file],
         "scale": [run, "producers=2"],
         "score": [run, "--reward", "boxed"],
+        "runs": [str(stranger.path.parent)],
+        "compare": [run, run],
         "export": [run, "--to", str(stranger.path.parent / "exported"), "--adapter"],
     }
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("loaded a pickle"))
@@ -106,22 +110,22 @@ def test_every_command_is_a_look_or_asks() -> None:
     from stages.command_line import commands, options
 
     asks = {words for words, command in commands().items() if "--trust" in options(command)}
-    assert asks == {"train", "resume", "replay", "eval", "agent check"}
+    assert asks == {"train", "check", "resume", "replay", "eval", "agent check"}
     others = {words for words in commands() if not words.startswith("sandbox")} - asks
     assert others <= set(LOOKS) | set(READS_NO_RUN)
 
 
-READS_NO_RUN = ("init", "convert", "check", "runs", "compare", "dashboard")
+READS_NO_RUN = ("init", "convert")
 
 
-@pytest.mark.parametrize("command", ["train", "resume", "replay", "eval"])
+@pytest.mark.parametrize("command", ["train", "check", "resume", "replay", "eval"])
 def test_a_command_that_would_execute_it_names_it_and_stops(
     stranger: RunFolder,
     command: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    what = stranger.path / "config.toml" if command in ("train", "eval") else stranger.path
+    what = stranger.path / "config.toml" if command in ("train", "check", "eval") else stranger.path
     assert penstock(monkeypatch, command, str(what)) == 2
     said = capsys.readouterr().err
     assert "execute evil.py" in said

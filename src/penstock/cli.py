@@ -396,7 +396,7 @@ def init(
 
 
 @app.command(rich_help_panel="Prepare")
-def check(arguments: Arguments = None) -> None:
+def check(arguments: Arguments = None, trust: Trust = False) -> None:
     """Rehearse a run on three prompts: sample, score, train once; estimate memory and time. Keeps nothing."""
     from penstock.config.source import load_config
 
@@ -404,7 +404,9 @@ def check(arguments: Arguments = None) -> None:
     loaded = load_config(path, overrides)
     loaded.require_tasks()
     from penstock import preflight
+    from penstock.trust import check_config
 
+    check_config(path, loaded.config, trust=trust)
     preflight.check(loaded.config)
     from penstock.inspection.rehearsal_text import print_rehearsal
     from penstock.rehearsal import rehearse

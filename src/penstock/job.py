@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from penstock.agent.build import build_agent, check_agent, try_agent
-from penstock.agent.check import Finding
+from penstock.agent.check import CheckResult
 from penstock.agent.endpoint import Endpoint
 from penstock.agent.function import FunctionAgent
 from penstock.algo.method import run_settings
@@ -357,7 +357,7 @@ async def open_evaluation(
         yield engine, _eval_tasks(config, data, Waits(), closing)
 
 
-async def check_agents(config: Config) -> dict[str, list[Finding]]:
+async def check_agents(config: Config) -> dict[str, list[CheckResult]]:
     """Try the agent of every task that has one on its first prompt; return the findings by task."""
     tasks = {name: task for name, task in config.tasks.items() if task.agent != "single_turn"}
     if not tasks:

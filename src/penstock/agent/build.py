@@ -9,7 +9,7 @@ from typing import Any
 from penstock import plugins
 from penstock.agent import AGENTS, AgentLoop, gym, tools
 from penstock.agent.bridge import Bridge
-from penstock.agent.check import AgentCheck, Finding
+from penstock.agent.check import AgentCheck, CheckResult
 from penstock.agent.endpoint import Endpoint
 from penstock.agent.function import (
     OWN_OPTIONS,
@@ -118,7 +118,7 @@ async def try_agent(
     chat: ChatTemplate,
     prompt: Prompt,
     positions: int | None,
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Check the task's agent against a made-up policy (`check.py`)."""
     if _loop_class(where, task) is not None:
         raise UserError(

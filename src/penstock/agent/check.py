@@ -31,7 +31,7 @@ _MALFORMED = ('<tool_call>{"name": "a", "argum', "<tool_call>[1, 2]</tool_call>"
 
 
 @dataclass(slots=True, frozen=True)
-class Finding:
+class CheckResult:
     """The outcome of one check."""
 
     name: str
@@ -120,7 +120,7 @@ class AgentCheck:
         self._sampling, self._prompt, self._system_prompt = sampling, prompt, system_prompt
         self._endpoint, self._gives_reward = endpoint, gives_reward
 
-    async def run(self) -> list[Finding]:
+    async def run(self) -> list[CheckResult]:
         """Return the findings, in the order in which they were made."""
         checks: Sequence[tuple[str, Callable[[], Awaitable[str]]]] = (
             ("ends with a finite reward", self._ends),
@@ -131,12 +131,12 @@ class AgentCheck:
             ("continues from its record after a crash", self._continues),
         )
         found = [
-            Finding(f"the chat template continues a {turn} turn", "note" if why else "ok", why)
+            CheckResult(f"the chat template continues a {turn} turn", "note" if why else "ok", why)
             for turn, why in self._bridge.proof.items()
         ]
         for name, check in checks:
             why = await check()
-            found.append(Finding(name, "FAIL" if why else "ok", why))
+            found.append(CheckResult(name, "FAIL" if why else "ok", why))
         return found
 
     async def _play(
