@@ -22,12 +22,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+from instant_engine import FACTORY, cpu_s
 
 from penstock.agent.single_turn import SingleTurn
 from penstock.config import LaunchConfig, RewardConfig, SamplingConfig
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.sampler import Sampler
-from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
 from penstock.journal import Journal
 from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.pool.pool import EnginePool
@@ -36,53 +36,15 @@ from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.reward import build_reward
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.worker import Worker
-from penstock.types import Prompt, StepReport, VersionSegment
+from penstock.types import Prompt, StepReport
 from penstock.watch.waits import Waits
 
-FACTORY = f"{Path(__file__).resolve()}:InstantEngine"
 REWARD = f"{Path(__file__).resolve()}:has_number"
-
-
-class InstantEngine:
-    """An engine in a worker that answers at once with random tokens."""
-
-    def __init__(self, tokens: int, slots: int) -> None:
-        self._tokens, self._slots, self._made = tokens, slots, 0
-        self._random = np.random.default_rng(0)
-
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        self._made += len(requests) * self._tokens
-        return [
-            Generation(
-                request_id=request.request_id,
-                token_ids=self._random.integers(3, 60, self._tokens, dtype=np.int32),
-                logprobs=np.zeros(self._tokens, np.float32),
-                segments=(VersionSegment(0, self._tokens),),
-                finish_reason="stop",
-            )
-            for request in requests
-        ]
-
-    async def stats(self) -> EngineStats:
-        return EngineStats(
-            policy_version=0,
-            digest="",
-            running=0,
-            waiting=0,
-            tokens_generated=self._made,
-            busy_s=0.0,
-            slots=self._slots,
-        )
 
 
 def has_number(response: str, gt_answer: str) -> float:
     """A user's reward function, as cheap as one is."""
     return float(gt_answer in response)
-
-
-def cpu_s(who: int) -> float:
-    used = resource.getrusage(who)
-    return used.ru_utime + used.ru_stime
 
 
 async def engine_pool(options: argparse.Namespace, folder: Path) -> EnginePool:

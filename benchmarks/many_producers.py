@@ -25,11 +25,11 @@ from typing import Any
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 import numpy as np
 import ray
+from instant_engine import FACTORY, cpu_s
 
 from penstock.agent.single_turn import SingleTurn
 from penstock.config import LaunchConfig, SamplingConfig
 from penstock.data.sampler import Sampler
-from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
 from penstock.journal import Journal
 from penstock.launch.ray.actor import ActorWorker
 from penstock.pool.pool import EnginePool
@@ -37,41 +37,10 @@ from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Produc
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.worker import Worker
-from penstock.types import Prompt, Rollout, Score, StepReport, VersionSegment
+from penstock.types import Prompt, Rollout, Score, StepReport
 from penstock.watch.waits import Waits
 
 GROUPS_PER_STEP, GENERATIONS = 128, 8
-FACTORY = f"{Path(__file__).resolve()}:InstantEngine"
-
-
-class InstantEngine:
-    """An engine in an actor that answers at once."""
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens, self._made = tokens, 0
-
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        self._made += len(requests) * self._tokens
-        return [
-            Generation(
-                request_id=request.request_id,
-                token_ids=np.ones(self._tokens, np.int32),
-                logprobs=np.zeros(self._tokens, np.float32),
-                segments=(VersionSegment(0, self._tokens),),
-                finish_reason="stop",
-            )
-            for request in requests
-        ]
-
-    async def stats(self) -> EngineStats:
-        return EngineStats(
-            policy_version=0,
-            digest="",
-            running=0,
-            waiting=0,
-            tokens_generated=self._made,
-            busy_s=0.0,
-        )
 
 
 class Even:
@@ -81,11 +50,6 @@ class Even:
         return Score(1.0)
 
     async def close(self) -> None: ...
-
-
-def cpu_s(who: int) -> float:
-    used = resource.getrusage(who)
-    return used.ru_utime + used.ru_stime
 
 
 async def engines(count: int, tokens: int, folder: Path) -> EnginePool:

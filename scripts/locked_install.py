@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).parent.parent
 CONSTRAINTS, HASHES = ROOT / "constraints.txt", ROOT / "hashes.txt"
 INDEX = "https://pypi.org/simple"
-PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+PIP = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
 BUILDER = "setuptools"  # builds this package, and the few that have no wheel
 _FILE = re.compile(r'href="[^"]*/([^"/#]+)#sha256=([0-9a-f]{64})"')
 _OTHERS = re.compile(  # wheels of systems and Pythons that Penstock does not run on

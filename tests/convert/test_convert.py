@@ -167,7 +167,10 @@ def test_a_config_file_is_read_like_a_command() -> None:
     ("words", "said"),
     [
         (["nemo", "trl.sh"], "convert: got 'nemo', allowed: trl, verl, openrlhf, colossalai"),
-        (["trl", "none.sh"], "convert: cannot read none.sh: "),
+        (
+            ["trl", "none.sh"],
+            "convert: got 'none.sh', allowed: a text file that can be read (No such file",
+        ),
         (["trl", "reward.py"], "convert: got reward.py without a setting, allowed: a command"),
         (["trl", "trl.sh", "--out", "reward.py"], "convert: cannot write reward.py: File exists"),
     ],

@@ -23,7 +23,10 @@ def read_words(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"convert: cannot read {path}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(
+            f"convert: got {str(path)!r}, allowed: a text file that can be read ({reason})"
+        ) from None
     words = _of_tree(text, path) if path.suffix in (".yaml", ".yml", ".json") else _of_command(text)
     if not words:
         raise UserError(
