@@ -98,7 +98,9 @@ def random_model(folder: Path, **shape: Any) -> Path:
         pad_token_id=tokenizer.pad_token_id,
         **shape,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -120,11 +122,19 @@ SHAPES = {
         "intermediate_size": 4864,
         "vocab_size": 151936,
     },
+    "smollm2-shape": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+    },
 }
 
 
-def penstock_step(model: str, load: Load, staleness: int, folder: Path) -> Cost:
-    """Run `penstock train` and return the cost of a step; the wall times are in its metrics."""
+def write_config(model: str, load: Load, staleness: int, folder: Path) -> Path:
+    """Write the data and the config of a run named staleness-N; return the config's path."""
     data = load.write_data(folder / "train.jsonl")
     name = f"staleness-{staleness}"
     threads = 1 if staleness else os.cpu_count()
@@ -157,8 +167,14 @@ threads = {threads}
 trackers = []
 """
     )
+    return config
+
+
+def penstock_step(model: str, load: Load, staleness: int, folder: Path) -> Cost:
+    """Run `penstock train` and return the cost of a step; the wall times are in its metrics."""
+    config = write_config(model, load, staleness, folder)
     command = [sys.executable, "-m", "penstock.cli", "train", str(config)]
-    metrics, spent = folder / name / "metrics.jsonl", [0.0]
+    metrics, spent = folder / f"staleness-{staleness}" / "metrics.jsonl", [0.0]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as running:
         while running.poll() is None:
             now, done = (
