@@ -16,6 +16,7 @@ STARTS = ("create_task", "ensure_future", "Thread", "ThreadPoolExecutor")
 OWNED = {
     # awaited in the same function, or in the one that cancels it
     "agent/function.py FunctionAgent.generate_group": "waited for, the first error raised",
+    "evaluation/agents.py play": "a TaskGroup, the first error raised",
     "evaluation/background.py Evaluations.begin": "the loop's TaskGroup",
     "evaluation/score.py _in_order": "a TaskGroup",
     "job.py _load_and_launch": "awaited before it returns",

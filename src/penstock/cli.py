@@ -310,7 +310,7 @@ def rollouts(
         str | None, typer.Option(help="SQL condition on the journal's view `rollouts`.")
     ] = None,
     step: Annotated[int | None, typer.Option(help="Only samples that this step trained.")] = None,
-    task: Annotated[str | None, typer.Option(help="Only samples of this task.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only of this task, or of eval/NAME.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most samples to print.")] = 20,
     json_out: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line.")

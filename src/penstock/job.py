@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
-from penstock.agent.build import build_agent, check_agent, try_agent
+from penstock.agent.build import agent_maker, build_agent, check_agent, try_agent
 from penstock.agent.check import CheckResult
 from penstock.agent.endpoint import Endpoint
-from penstock.agent.function import FunctionAgent
+from penstock.agent.function import FunctionAgent, Interrupted
 from penstock.algo.method import run_settings
 from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
@@ -197,9 +197,10 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         data, total_steps, workers = await _load_and_launch(config, folder, closing)
         journal.waits = workers.callbacks.waits
         notes: list[str] = []
-        endpoint = await serve_agents(config, closing)
+        asking = (*config.tasks.values(), *config.eval.tasks.values())
+        endpoint = await serve_agents(asking, closing)
         source = _producer(config, data, workers, journal, total_steps, closing, endpoint, notes)
-        eval_tasks = _eval_tasks(config, data, journal.waits, closing)
+        eval_tasks = _eval_tasks(config, data, journal.waits, closing, endpoint)
         job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
         facts = await asyncio.to_thread(measure, config, data.by_key())
         overlaps = await asyncio.to_thread(_overlaps, data, eval_tasks)
@@ -299,9 +300,9 @@ async def _serve_control(folder: RunFolder, workers: Workers, closing: AsyncExit
         closing.push_async_callback(control.close)
 
 
-async def serve_agents(config: Config, closing: AsyncExitStack) -> Endpoint | None:
-    """Start the HTTP endpoint if a task has an agent that may ask it."""
-    if all(task.agent == "single_turn" for task in config.tasks.values()):
+async def serve_agents(tasks: Iterable[TaskDataConfig], closing: AsyncExitStack) -> Endpoint | None:
+    """Start the HTTP endpoint if one of the tasks has an agent that may ask it."""
+    if all(task.agent == "single_turn" for task in tasks):
         return None
     endpoint = Endpoint()
     closing.push_async_callback(endpoint.close)
@@ -354,7 +355,8 @@ async def open_evaluation(
         engine: InferenceEngine = engine_class.from_config(config, fetch=no_weights, index=0)
         await engine.start()
         closing.push_async_callback(engine.close)
-        yield engine, _eval_tasks(config, data, Waits(), closing)
+        endpoint = await serve_agents(config.eval.tasks.values(), closing)
+        yield engine, _eval_tasks(config, data, Waits(), closing, endpoint)
 
 
 async def check_agents(config: Config) -> dict[str, list[CheckResult]]:
@@ -487,10 +489,13 @@ def _task(
         engine=cast(InferenceEngine, workers.engine),
         reward=reward,
         chat=data.chat,
-        journal=journal,
+        recorder=journal,
         endpoint=endpoint,
         positions=context_length(config.model.path),
         note=notes.append,
+        interrupted=Interrupted(
+            calls=journal.interrupted_calls(), tools=journal.interrupted_tools()
+        ),
     )
     if isinstance(agent_loop, FunctionAgent):
         closing.push_async_callback(agent_loop.close)
@@ -534,7 +539,11 @@ def _validity(config: Config, own_rule: str) -> IsValidSample:
 
 
 def _eval_tasks(
-    config: Config, data: RunData, waits: Waits, closing: AsyncExitStack
+    config: Config,
+    data: RunData,
+    waits: Waits,
+    closing: AsyncExitStack,
+    endpoint: Endpoint | None,
 ) -> list[EvalTask]:
     settings, tasks = config.eval, []
     for name, task in settings.tasks.items():
@@ -556,6 +565,15 @@ def _eval_tasks(
                 num_generations=sampling.num_generations,
                 decode=data.chat.decode,
                 seed=config.seed,
+                agent=agent_maker(
+                    f"eval.tasks.{name}",
+                    task,
+                    sampling,
+                    reward=reward,
+                    chat=data.chat,
+                    endpoint=endpoint,
+                    positions=context_length(config.model.path),
+                ),
             )
         )
     return tasks

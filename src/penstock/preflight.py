@@ -69,8 +69,9 @@ def check_for_evaluation(config: Config) -> None:
 
 def _check_eval_tasks(config: Config) -> None:
     check_tasks("eval.tasks", config.eval.tasks.items())
-    for name in config.eval.tasks:
+    for name, task in config.eval.tasks.items():
         sampling = config.eval_sampling(name)
+        check_agent(f"eval.tasks.{name}", task, sampling)
         if sampling.num_generations > 1 and sampling.temperature == 0:
             raise UserError(
                 f"eval.tasks.{name}: num_generations got {sampling.num_generations} with temperature 0 "

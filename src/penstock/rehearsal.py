@@ -126,7 +126,7 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
         scratch = closing.enter_context(ScratchFolder.new("check"))
         journal = Journal.open(scratch / "journal.db")
         closing.callback(journal.close)
-        endpoint = await serve_agents(config, closing)
+        endpoint = await serve_agents(config.tasks.values(), closing)
         agents: dict[str, tuple[AgentLoop, Sampler]] = {}
         for name, dataset in data.train.items():
             task, sampling = config.tasks[name], config.task_sampling(name)
@@ -141,7 +141,7 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
                 engine=engine,
                 reward=reward,
                 chat=data.chat,
-                journal=journal,
+                recorder=journal,
                 endpoint=endpoint,
                 positions=context_length(config.model.path),
                 note=seen.notes.append,

@@ -101,6 +101,31 @@ def test_the_rollouts_of_an_agent_are_shown_as_turns(server: CrashServer, whole:
     assert [turn["parent"] for turn in sample["turns"][::2]] == [None, 0, 1]
 
 
+def test_an_agent_is_evaluated_in_training_and_by_the_command(server: CrashServer) -> None:
+    agent = f"{server.folder / 'agent.py'}:rollout"
+    held = f'{{data="{DATA}", agent="{agent}", agent_options={{max_turns=3, timeout_s=60}}}}'
+    words = [*overrides(server), "train.steps=1", f"eval.tasks.held={held}", "eval.max_problems=3"]
+    run, code = server.train("judged", *words)
+    assert code == 0, server.output()
+    lines = [
+        json.loads(text) for text in (run.evaluations / "summary.jsonl").read_text().splitlines()
+    ]
+    assert [(line["step"], line["turns"], line["failures"]) for line in lines] == [
+        (0, 3, 0),
+        (1, 3, 0),
+    ]
+    assert server.run("rollouts", str(run.path), "--task", "eval/held", "--limit", "1") == 0
+    shown = server.output()
+    assert shown.count("user: more?") == 2
+    assert "evaluated after step 1" in shown
+    assert server.run("rollouts", str(run.path), "--task", "eval/other") == 2
+    assert "allowed: eval/held" in server.output()
+    assert server.run("eval", str(run.path)) == 0, server.output()
+    assert "turns" in server.output()
+    assert server.run("eval", str(run.path), f"eval.tasks.held.agent={agent}s") == 2
+    assert "eval.tasks.held.agent" in server.output()
+
+
 def test_a_template_that_cannot_be_bridged_trains_a_row_per_turn(server: CrashServer) -> None:
     run, code = server.train("rows", *overrides(server, "endless"), "train.steps=1")
     assert code == 0, server.output()

@@ -23,6 +23,7 @@ def make_agent(
     engine: Any = None,
     *,
     endpoint: Any = None,
+    recorder: Any = None,
     own: dict[str, Any] | None = None,
     **options: Any,
 ) -> FunctionAgent:
@@ -35,7 +36,7 @@ def make_agent(
         bridge=Bridge(chat),
         settings=AgentSettings.read("agent_options", options, Limits(max_context=200)),
         decode=chat.decode,
-        recorder=Kept(),
+        recorder=recorder or Kept(),
         endpoint=endpoint,
         options=own,
         system_prompt="be good",

@@ -20,13 +20,12 @@ from penstock.agent.function import (
     check_function,
 )
 from penstock.agent.process import Command, Pool, read_command, read_python, read_size
-from penstock.agent.session import Limits
-from penstock.config import SamplingConfig, TaskConfig
+from penstock.agent.session import Limits, Recorder
+from penstock.config import SamplingConfig, TaskDataConfig
 from penstock.data.chat import ChatTemplate
 from penstock.data.dataset import gives_own_reward
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError
-from penstock.journal import Journal
 from penstock.plugins import check_name
 from penstock.reward import build_reward
 from penstock.reward.protocol import Reward
@@ -36,7 +35,7 @@ _MADE: dict[str, tuple[str, ...]] = {"tools": tools.OPTIONS, "gym": gym.OPTIONS}
 _OUTSIDE = ("python", "processes")  # options of a function that runs in processes of its own
 
 
-def check_agent(where: str, task: TaskConfig, sampling: SamplingConfig) -> None:
+def check_agent(where: str, task: TaskDataConfig, sampling: SamplingConfig) -> None:
     """Raise a UserError for the first thing that the task's agent cannot use."""
     check_name(f"{where}.agent", task.agent, AGENTS)
     if _loop_class(where, task) is not None:
@@ -54,7 +53,7 @@ def check_agent(where: str, task: TaskConfig, sampling: SamplingConfig) -> None:
         )
 
 
-def _loop_class(where: str, task: TaskConfig) -> Any:
+def _loop_class(where: str, task: TaskDataConfig) -> Any:
     """Return the class of an agent loop, if the task names one."""
     if task.agent_options.get("python") or task.agent == "command":
         return None  # nothing of it is imported here
@@ -64,16 +63,17 @@ def _loop_class(where: str, task: TaskConfig) -> Any:
 
 def build_agent(
     where: str,
-    task: TaskConfig,
+    task: TaskDataConfig,
     sampling: SamplingConfig,
     *,
     engine: InferenceEngine,
     reward: Reward,
     chat: ChatTemplate,
-    journal: Journal,
+    recorder: Recorder,
     endpoint: Endpoint | None,
     positions: int | None,
     note: Callable[[str], None],
+    interrupted: Interrupted | None = None,
 ) -> AgentLoop:
     """Return the task's agent loop; `positions` is the model's context, if it is known."""
     loop = _loop_class(where, task)
@@ -100,20 +100,49 @@ def build_agent(
         bridge=bridge,
         settings=_settings(where, task, positions),
         decode=chat.decode,
-        recorder=journal,
+        recorder=recorder,
         endpoint=endpoint,
         reward=None if gives_own_reward(task) else reward,
         options=options,
         system_prompt=task.system_prompt,
-        interrupted=Interrupted(
-            calls=journal.interrupted_calls(), tools=journal.interrupted_tools()
-        ),
+        interrupted=interrupted,
     )
+
+
+def agent_maker(
+    where: str,
+    task: TaskDataConfig,
+    sampling: SamplingConfig,
+    *,
+    reward: Reward,
+    chat: ChatTemplate,
+    endpoint: Endpoint | None,
+    positions: int | None,
+) -> Callable[[InferenceEngine, Recorder], AgentLoop] | None:
+    """Return what makes an evaluation's agent for an engine; None: its prompts are asked directly."""
+    if task.agent == "single_turn":
+        return None
+
+    def make(engine: InferenceEngine, recorder: Recorder) -> AgentLoop:
+        return build_agent(
+            where,
+            task,
+            sampling,
+            engine=engine,
+            reward=reward,
+            chat=chat,
+            recorder=recorder,
+            endpoint=endpoint,
+            positions=positions,
+            note=lambda text: None,  # it says how turns are trained
+        )
+
+    return make
 
 
 async def try_agent(
     where: str,
-    task: TaskConfig,
+    task: TaskDataConfig,
     sampling: SamplingConfig,
     chat: ChatTemplate,
     prompt: Prompt,
@@ -146,12 +175,12 @@ async def try_agent(
             await function.close()
 
 
-def _settings(where: str, task: TaskConfig, positions: int | None) -> AgentSettings:
+def _settings(where: str, task: TaskDataConfig, positions: int | None) -> AgentSettings:
     limits = Limits(max_context=task.max_prompt_tokens, max_positions=positions or 1 << 30)
     return AgentSettings.read(f"{where}.agent_options", task.agent_options, limits)
 
 
-def _function(where: str, task: TaskConfig) -> tuple[Function, dict[str, Any]]:
+def _function(where: str, task: TaskDataConfig) -> tuple[Function, dict[str, Any]]:
     """Return the agent's function, and the options that it is called with."""
     options, key = task.agent_options, f"{where}.agent_options"
     if task.agent == "command":

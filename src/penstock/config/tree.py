@@ -83,15 +83,15 @@ class TaskDataConfig(Section):
     """Longer prompts: skip leaves them out and counts them, refuse stops before the run starts."""
     sampling: dict[str, Any] = {}
     """Fields of [sampling] that differ for this task."""
+    agent: str = "single_turn"
+    """How a rollout is made: single_turn, or your own `file.py:function` of (task, model); see docs/agents.md."""
+    agent_options: dict[str, Any] = {}
+    """Options of the agent: max_turns, timeout_s, ..., and those that your function takes."""
 
 
 class TaskConfig(TaskDataConfig):
     weight: float = Field(1.0, ge=0)
     """Share of this task in every batch, relative to the other tasks; remainders are carried over."""
-    agent: str = "single_turn"
-    """How a rollout is made: single_turn, or your own `file.py:function` of (task, model); see docs/agents.md."""
-    agent_options: dict[str, Any] = {}
-    """Options of the agent: max_turns, timeout_s, ..., and those that your function takes."""
     produce: dict[str, Any] = {}
     """Fields of [produce] that differ for this task."""
 
@@ -233,7 +233,7 @@ class SyncConfig(Section):
 
 # keys of a training task that an evaluation task takes over
 _INHERITED = ("system_prompt", "chat_template_kwargs")
-_ONLY_TRAINING = {"weight": 1.0, "agent": "single_turn", "agent_options": {}, "produce": {}}
+_ONLY_TRAINING = {"weight": 1.0, "produce": {}}
 
 
 class EvalTaskConfig(TaskDataConfig):
@@ -253,8 +253,7 @@ class EvalTaskConfig(TaskDataConfig):
         for key, default in _ONLY_TRAINING.items():
             if given.get(key, default) != default:
                 raise ValueError(
-                    f"{key} got {given[key]!r}, allowed: nothing; only training reads {key}, "
-                    "an evaluation asks the engine directly"
+                    f"{key} got {given[key]!r}, allowed: nothing; only training reads {key}"
                 )
         return {key: value for key, value in given.items() if key not in _ONLY_TRAINING}
 

@@ -230,9 +230,7 @@ def task_needs_answer(task: TaskDataConfig) -> bool:
 
 def gives_own_reward(task: TaskDataConfig) -> bool:
     """Return whether the task has an agent and names no rewards: then the agent gives the reward."""
-    return getattr(task, "agent", "single_turn") != "single_turn" and task.rewards == [
-        RewardConfig()
-    ]
+    return task.agent != "single_turn" and task.rewards == [RewardConfig()]
 
 
 def validate_source(

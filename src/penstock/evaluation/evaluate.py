@@ -27,6 +27,7 @@ from penstock.engine.protocol import (
     SamplingParams,
 )
 from penstock.errors import RunError
+from penstock.evaluation.agents import KeptCalls, MakeAgent, call_line, play
 from penstock.reward.protocol import Reward
 from penstock.types import Prompt, Rollout, Score, Status
 
@@ -45,6 +46,7 @@ class EvalTask:
     num_generations: int
     decode: Callable[[np.ndarray], str]
     seed: int
+    agent: MakeAgent | None = None  # None: one prompt, one response
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -64,12 +66,15 @@ class EvalResult:
     format: float = 0.0
     response_length: float = 0.0
     failures: int = 0
+    turns: float | None = None  # of an agent: mean number of model calls of a rollout
 
     def metrics(self) -> dict[str, float]:
         prefix = f"eval/{self.task}"
         named = {f"{prefix}/pass@{k}": value for k, value in self.pass_at.items() if k > 1}
         if self.accuracy is not None:
             named = {f"{prefix}/accuracy": self.accuracy, **named}
+        if self.turns is not None:
+            named[f"{prefix}/turns"] = self.turns
         return {**named, f"{prefix}/reward": self.reward}
 
 
@@ -98,8 +103,30 @@ async def evaluate(
         for problem in task.problems
         for index in range(task.num_generations)
     ]
-    generations = await engine.generate_many(requests)
     owners = [problem for problem in task.problems for _ in range(task.num_generations)]
+    calls: KeptCalls | None = None
+    if task.agent is None:
+        rollouts, scores = await _ask(engine, task, requests)
+    else:
+        rollouts = [
+            _unplayed(request, problem, version)
+            for request, problem in zip(requests, owners, strict=True)
+        ]
+        size = task.num_generations
+        groups = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+        calls = await play(task.agent, engine, groups)
+        scores = [rollout.score or _no_score(rollout) for rollout in rollouts]
+    _check_pinned(task, rollouts, version)
+    path = folder / f"{task.name}-step-{step}.jsonl"
+    _write_samples(path, owners, rollouts, scores, calls)
+    return _summarise(task, rollouts, scores, step=step, version=version, calls=calls)
+
+
+async def _ask(
+    engine: InferenceEngine, task: EvalTask, requests: list[GenerationRequest]
+) -> tuple[list[Rollout], list[Score]]:
+    """Sample one response per request, and score it."""
+    generations = await engine.generate_many(requests)
     rollouts = [
         _rollout(task, request, generation)
         for request, generation in zip(requests, generations, strict=True)
@@ -111,10 +138,19 @@ async def evaluate(
             for number, problem in enumerate(task.problems)
         )
     )
-    scores = [score for column in columns for score in column]
-    _check_pinned(task, rollouts, version)
-    _write_samples(folder / f"{task.name}-step-{step}.jsonl", owners, rollouts, scores)
-    return _summarise(task, rollouts, scores, step=step, version=version)
+    return rollouts, [score for column in columns for score in column]
+
+
+def _unplayed(request: GenerationRequest, problem: Prompt, version: int) -> Rollout:
+    """Return the rollout that an agent is to make."""
+    return Rollout(
+        rollout_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        seed=request.seed,
+        temperature=request.sampling.temperature,
+        issued_version=version,
+        prompt=problem,
+    )
 
 
 def _check_pinned(task: EvalTask, rollouts: Sequence[Rollout], version: int) -> None:
@@ -186,7 +222,13 @@ def _no_score(rollout: Rollout) -> Score:
 
 
 def _summarise(
-    task: EvalTask, rollouts: list[Rollout], scores: list[Score], *, step: int, version: int
+    task: EvalTask,
+    rollouts: list[Rollout],
+    scores: list[Score],
+    *,
+    step: int,
+    version: int,
+    calls: KeptCalls | None,
 ) -> EvalResult:
     k = task.num_generations
     failed = [rollout.status is Status.FAILED for rollout in rollouts]
@@ -208,8 +250,9 @@ def _summarise(
         pass_at=pass_at,
         reward=float(np.mean([score.value for score in scores])),
         format=float(np.mean([score.format_ok is not False for score in scores])),
-        response_length=float(np.mean([len(rollout.response_ids) for rollout in rollouts])),
+        response_length=float(np.mean([rollout.num_sampled for rollout in rollouts])),
         failures=sum(failed),
+        turns=None if calls is None else sum(map(len, calls.of.values())) / len(rollouts),
     )
 
 
@@ -250,7 +293,11 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
 
 def _write_samples(
-    path: Path, problems: list[Prompt], rollouts: list[Rollout], scores: list[Score]
+    path: Path,
+    problems: list[Prompt],
+    rollouts: list[Rollout],
+    scores: list[Score],
+    calls: KeptCalls | None,
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
@@ -265,12 +312,15 @@ def _write_samples(
                 "note": score.note,
                 "format_valid": score.format_ok,
                 "ans_valid": score.answer_ok,
-                "response_length": len(rollout.response_ids),
+                "response_length": rollout.num_sampled,
                 "reward": score.value,
                 "finish_reason": rollout.finish_reason,
+                "temperature": rollout.temperature,
                 "policy_version": rollout.segments[0].version if rollout.segments else None,
                 "error": rollout.error,
             }
+            if calls is not None:
+                line["calls"] = [call_line(call) for call in calls.of.get(rollout.rollout_id, [])]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -29,6 +30,7 @@ from penstock.types import ModelCall, Rollout
 Render = Callable[[np.ndarray], str]
 
 DEFAULT_LIMIT = 10
+EVALUATED = "eval/"  # before the name of an evaluation task
 COLUMNS = (
     "rollout_id, group_id, number, task, prompt_id, status, finish_reason, num_tokens, oldest_version, "
     "newest_version, temperature, reward, step, drop_reason, text, error"
@@ -57,8 +59,8 @@ class RolloutView:
     temperature: float
     finish_reason: str
     status: str
-    state: str  # state of its group: in_flight | buffered | taken | trained | dropped
-    step: int | None  # the step that trained it
+    state: str  # of its group: in_flight | buffered | taken | trained | dropped; or evaluated
+    step: int | None  # the step that trained it, or before its evaluation
     staleness: int | None  # staleness at that step, by the group's oldest token
     drop_reason: str | None
     error: str
@@ -69,6 +71,8 @@ class RolloutView:
         """Return the outcome of the rollout as a phrase."""
         if self.state == "trained":
             return f"trained in step {self.step}, staleness {self.staleness}"
+        if self.state == "evaluated":
+            return f"evaluated after step {self.step}"
         if self.state == "taken":
             return f"taken for step {self.step}, which is not finished"
         if self.state == "dropped":
@@ -232,6 +236,79 @@ def _view(
     )
 
 
+def find_evaluated(
+    folder: RunFolder, task: str, *, where: str | None, step: int | None, limit: int
+) -> list[RolloutView]:
+    """Return the samples of an evaluation, `eval/NAME`, after that step or the newest one."""
+    if where is not None:
+        raise UserError(
+            f"where: got {where!r} with {task}, allowed: --step; it is not in the journal"
+        )
+    name = task.removeprefix(EVALUATED)
+    found = {
+        int(match[1]): path
+        for path in folder.evaluations.glob("*.jsonl")
+        if (match := re.fullmatch(rf"{re.escape(name)}-step-(\d+)\.jsonl", path.name))
+    }
+    if not found:
+        names = {path.name.rpartition("-step-")[0] for path in folder.evaluations.glob("*-step-*")}
+        allowed = ", ".join(f"{EVALUATED}{one}" for one in sorted(names)) or "no evaluation ran"
+        raise UserError(f"task: got {task!r}, allowed: {allowed}")
+    step = max(found) if step is None else step
+    if step not in found:
+        raise UserError(f"step: got {step}, allowed: {', '.join(map(str, sorted(found)))}")
+    lines = found[step].read_text(encoding="utf-8").splitlines()
+    return [
+        _evaluated(json.loads(line), f"{task} {number}", task, step)
+        for number, line in enumerate(lines[:limit])
+    ]
+
+
+def _evaluated(line: dict[str, Any], rollout_id: str, task: str, step: int) -> RolloutView:
+    version, length = line["policy_version"], line["response_length"]
+    none = np.zeros(0)
+    calls = [
+        ModelCall(
+            number=call["number"],
+            parent=call["parent"],
+            context_ids=none,
+            token_ids=none,
+            logprobs=none,
+            segments=(),
+            finish_reason=call["finish_reason"],
+            messages=tuple(call["messages"]),
+            answer=call["answer"],
+        )
+        for call in line.get("calls", ())
+    ]
+    return RolloutView(
+        rollout_id=rollout_id,
+        group_id="",
+        task=task,
+        prompt_id=line["prompt_id"],
+        prompt=line["prompt"],
+        rendered_prompt=None,
+        response=line["prediction"],
+        gt_answer=line["gold"],
+        reward=line["reward"],
+        parts={},
+        format_ok=line["format_valid"],
+        answer_ok=line["ans_valid"],
+        note=line["note"],
+        versions=[] if version is None else [(version, length)],
+        num_tokens=length,
+        temperature=line.get("temperature", 0.0),
+        finish_reason=line["finish_reason"],
+        status="failed" if line["error"] else "completed",
+        state="evaluated",
+        step=step,
+        staleness=None,
+        drop_reason=None,
+        error=line["error"],
+        turns=turns_of(calls),
+    )
+
+
 def show_rollouts(
     folder: RunFolder,
     *,
@@ -244,11 +321,14 @@ def show_rollouts(
 ) -> int:
     """Print the rollouts that match, for a person or as one JSON object per line; return their number."""
     console = console or terminal.console()
-    with closing(Journal.open(folder.journal, readonly=True)) as journal:
-        _check_task(journal, task)
-        samples = find_rollouts(
-            journal, where=where, step=step, task=task, limit=limit, render=_renderer(folder)
-        )
+    if task is not None and task.startswith(EVALUATED):
+        samples = find_evaluated(folder, task, where=where, step=step, limit=limit)
+    else:
+        with closing(Journal.open(folder.journal, readonly=True)) as journal:
+            _check_task(journal, task)
+            samples = find_rollouts(
+                journal, where=where, step=step, task=task, limit=limit, render=_renderer(folder)
+            )
     if as_json:
         for sample in samples:
             console.file.write(json.dumps(sample.plain()) + "\n")

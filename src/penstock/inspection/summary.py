@@ -70,7 +70,9 @@ def print_evaluations(console: Console, results: list[EvalResult]) -> None:
     table.add_column("task", no_wrap=True)
     several = sorted({k for result in results for k in result.pass_at if k > 1})
     passes = [f"pass@{k}" for k in several]
-    for column in ("accuracy", "95 % CI", *passes, "reward", "tokens", "samples", "failed"):
+    turns = ["turns"] if any(result.turns is not None for result in results) else []
+    measured = (*passes, "reward", "tokens", *turns, "samples", "failed")
+    for column in ("accuracy", "95 % CI", *measured):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
@@ -80,6 +82,7 @@ def print_evaluations(console: Console, results: list[EvalResult]) -> None:
             *(f"{result.pass_at[k]:.3f}" if k in result.pass_at else "-" for k in several),
             f"{result.reward:.3f}",
             f"{result.response_length:.1f}",
+            *(("-" if result.turns is None else f"{result.turns:.1f}") for _ in turns),
             str(result.samples),
             Text(str(result.failures), style="red" if result.failures else ""),
         )

@@ -59,16 +59,20 @@ class LentEngine:
         generate: Callable[
             [Engine, list[GenerationRequest]], Awaitable[tuple[list[Generation], bool]]
         ],
+        abort: Callable[[Engine, list[str]], Awaitable[None]],
         stats: Callable[[Engine], Awaitable[EngineStats]],
     ) -> None:
         """generate: returns answers and whether the engine died. stats: raises WorkerDied then."""
-        self._engine, self._generate, self._stats = engine, generate, stats
+        self._engine, self._generate, self._abort, self._stats = engine, generate, abort, stats
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
         made, died = await self._generate(self._engine, requests)
         if died:
             raise EngineError(f"{self._engine.name}: it died with {len(requests)} requests")
         return made
+
+    async def abort(self, request_id: str) -> None:
+        await self._abort(self._engine, [request_id])
 
     async def stats(self) -> EngineStats:
         """Wait for a worker that is being restarted, then ask it."""

@@ -284,7 +284,7 @@ class EnginePool:
             yield None
             return
         try:
-            yield LentEngine(engine, self._generate_on, self._stats_of)
+            yield LentEngine(engine, self._generate_on, self._abort_on, self._stats_of)
         except RunError:
             await self._take_back(engine)
             raise
