@@ -42,6 +42,7 @@ from penstock.launch.offline_trainer import offline_trainer
 from penstock.launch.workers import Workers
 from penstock.plugins import load
 from penstock.produce import (
+    AgentLoop,
     IsValidSample,
     ProduceProgress,
     Producer,
@@ -199,7 +200,9 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         notes: list[str] = []
         asking = (*config.tasks.values(), *config.eval.tasks.values())
         endpoint = await serve_agents(asking, closing)
-        source = _producer(config, data, workers, journal, total_steps, closing, endpoint, notes)
+        source = await _producer(
+            config, data, workers, journal, total_steps, closing, endpoint, notes
+        )
         eval_tasks = _eval_tasks(config, data, journal.waits, closing, endpoint)
         job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
         facts = await asyncio.to_thread(measure, config, data.by_key())
@@ -433,7 +436,7 @@ def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:
     return max(1, math.ceil(prompts / config.train.groups_per_step))
 
 
-def _producer(
+async def _producer(
     config: Config,
     data: RunData,
     workers: Workers,
@@ -447,7 +450,7 @@ def _producer(
     buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
     return Producer(
         tasks=[
-            _task(config, name, data, workers, journal, buffer, closing, endpoint, notes)
+            await _task(config, name, data, workers, journal, buffer, closing, endpoint, notes)
             for name in config.tasks
         ],
         replay_buffer=buffer,
@@ -460,7 +463,7 @@ def _producer(
     )
 
 
-def _task(
+async def _task(
     config: Config,
     name: str,
     data: RunData,
@@ -471,17 +474,53 @@ def _task(
     endpoint: Endpoint | None,
     notes: list[str],
 ) -> ProduceTask:
-    task, produce = config.tasks[name], config.task_produce(name)
+    produce = config.task_produce(name)
+    settings = strategy_config(produce, _validity(config, produce.is_valid_sample))
     sampling = _with_anneal_steps(config, name, len(data.train[name]))
+    agent_loop = await _agent_loop(
+        config, name, sampling, data, workers, journal, closing, endpoint, notes
+    )
+    return ProduceTask(
+        name=name,
+        weight=config.tasks[name].weight,
+        strategy=settings.build(sync_weights_interval=config.sync.every_steps),
+        agent_loop=agent_loop,
+        sampler=Sampler(
+            data.train[name],
+            task_name=name,
+            prompt_repeat_k=sampling.num_generations,
+            seed=config.seed,
+            replay_buffer=buffer,
+        ),
+        num_skipped_long=data.train[name].num_skipped_long,
+    )
+
+
+async def _agent_loop(
+    config: Config,
+    name: str,
+    sampling: SamplingConfig,
+    data: RunData,
+    workers: Workers,
+    journal: Journal,
+    closing: AsyncExitStack,
+    endpoint: Endpoint | None,
+    notes: list[str],
+) -> AgentLoop:
+    """Return the agent loop of a task, with its rewards: here, or in actors of its own."""
+    task, is_chat = config.tasks[name], data.train[name].is_chat
+    if task.agent_actors and workers.start_agent is not None:
+        remote = await workers.start_agent(name, sampling, is_chat)
+        closing.push_async_callback(remote.close)
+        return remote
     reward = build_reward(
         task.rewards,
         max_tokens=sampling.max_tokens,
         waits=workers.callbacks.waits,
         lane=f"rewards of {name}",
-        is_chat=data.train[name].is_chat,
+        is_chat=is_chat,
     )
     closing.push_async_callback(reward.close)
-    settings = strategy_config(produce, _validity(config, produce.is_valid_sample))
     agent_loop = build_agent(
         f"tasks.{name}",
         task,
@@ -499,20 +538,7 @@ def _task(
     )
     if isinstance(agent_loop, FunctionAgent):
         closing.push_async_callback(agent_loop.close)
-    return ProduceTask(
-        name=name,
-        weight=task.weight,
-        strategy=settings.build(sync_weights_interval=config.sync.every_steps),
-        agent_loop=agent_loop,
-        sampler=Sampler(
-            data.train[name],
-            task_name=name,
-            prompt_repeat_k=sampling.num_generations,
-            seed=config.seed,
-            replay_buffer=buffer,
-        ),
-        num_skipped_long=data.train[name].num_skipped_long,
-    )
+    return agent_loop
 
 
 def _with_anneal_steps(config: Config, task: str, prompts: int) -> SamplingConfig:

@@ -57,6 +57,11 @@ def check(config: Config) -> None:
             load("produce.should_continue", produce.should_continue, {})
     for name, task in config.tasks.items():
         check_agent(f"tasks.{name}", task, config.task_sampling(name))
+        if task.agent_actors and config.launch.kind != "ray":
+            raise UserError(
+                f"tasks.{name}.agent_actors: got {task.agent_actors} with launch.kind = "
+                f"{config.launch.kind!r}, allowed: 0, or launch.kind = 'ray'"
+            )
     check_tasks("tasks", config.tasks.items())
     _check_eval_tasks(config)
 

@@ -161,3 +161,14 @@ def test_an_agent_loop_for_one_sample_trains_a_run(tmp_path: Path) -> None:
     assert run.code == 0, run.told
     with run.journal() as journal:
         assert all(rollout.extra["mine"] for rollout in journal.batch(1).rollouts)
+
+
+def test_actors_of_an_agent_need_ray_and_the_class_of_a_loop(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("async def play(task, model): ...\n")
+    told = train(tmp_path, "local", "tasks.train.agent_actors=1", "launch.kind=local")
+    assert told.code == 2
+    assert "tasks.train.agent_actors: got 1 with launch.kind = 'local', allowed: 0, or" in told.told
+    told = train(tmp_path, "play", "tasks.train.agent_actors=1", f"tasks.train.agent={own}:play")
+    assert told.code == 2
+    assert "an agent that is the class of an agent loop" in " ".join(told.told.split())

@@ -21,7 +21,7 @@ from penstock.agent.function import (
 )
 from penstock.agent.process import Command, Pool, read_command, read_python, read_size
 from penstock.agent.session import Limits, Recorder
-from penstock.config import SamplingConfig, TaskDataConfig
+from penstock.config import SamplingConfig, TaskConfig, TaskDataConfig
 from penstock.data.chat import ChatTemplate
 from penstock.data.dataset import gives_own_reward
 from penstock.engine.protocol import InferenceEngine
@@ -40,6 +40,11 @@ def check_agent(where: str, task: TaskDataConfig, sampling: SamplingConfig) -> N
     check_name(f"{where}.agent", task.agent, AGENTS)
     if _loop_class(where, task) is not None:
         return
+    if isinstance(task, TaskConfig) and task.agent_actors:
+        raise UserError(
+            f"{where}.agent_actors: got {task.agent_actors} with the agent {task.agent!r}, which runs in "
+            "processes of its own, allowed: 0, or an agent that is the class of an agent loop"
+        )
     if sampling.min_tokens:
         raise UserError(
             f"{where}: sampling.min_tokens got {sampling.min_tokens} with an agent, allowed: 0"
@@ -76,16 +81,8 @@ def build_agent(
     interrupted: Interrupted | None = None,
 ) -> AgentLoop:
     """Return the task's agent loop; `positions` is the model's context, if it is known."""
-    loop = _loop_class(where, task)
-    if loop is not None:
-        made: AgentLoop = loop(
-            engine=engine,
-            reward=reward,
-            sampling=sampling,
-            decode=chat.decode,
-            **task.agent_options,
-        )
-        return made
+    if _loop_class(where, task) is not None:
+        return build_loop(where, task, sampling, engine=engine, reward=reward, decode=chat.decode)
     bridge = Bridge(chat, task.chat_template_kwargs)
     for turn, reason in bridge.proof.items():
         if reason:
@@ -138,6 +135,14 @@ def agent_maker(
         )
 
     return make
+
+
+def build_loop(
+    where: str, task: TaskDataConfig, sampling: SamplingConfig, **parts: Any
+) -> AgentLoop:
+    """Return the agent loop of a task that names a class; `parts`: its engine, reward and decode."""
+    made: AgentLoop = _loop_class(where, task)(sampling=sampling, **parts, **task.agent_options)
+    return made
 
 
 async def try_agent(

@@ -92,6 +92,8 @@ class TaskDataConfig(Section):
 class TaskConfig(TaskDataConfig):
     weight: float = Field(1.0, ge=0)
     """Share of this task in every batch, relative to the other tasks; remainders are carried over."""
+    agent_actors: int = Field(0, ge=0)
+    """Ray actors that run the task's agent loop and its rewards; needs launch.kind = "ray". 0: they run in the driver."""
     produce: dict[str, Any] = {}
     """Fields of [produce] that differ for this task."""
 

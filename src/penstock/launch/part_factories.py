@@ -1,6 +1,6 @@
 """The parts that run inside workers, and the functions that build these parts in the worker.
 
-A part is a trainer rank, an engine or a distributor, joined to its weight sync. Worker processes and Ray
+A part is a trainer rank, an engine, a distributor or an agent loop. Worker processes and Ray
 actors build it by the name of its factory here; `inline.py` uses the classes directly.
 """
 
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from penstock.config import Config
+from penstock.config import Config, SamplingConfig
 from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError, WrongStep
@@ -25,6 +25,7 @@ from penstock.weights import SHARED
 from penstock.weights.protocol import Announcing, WeightSync
 
 if TYPE_CHECKING:
+    from penstock.launch.ray.agents import AgentPart
     from penstock.weights.distributor import Distributor
 
 
@@ -194,6 +195,13 @@ def distributor_part(folder: str, node: str, address: str, backend: str = "gloo"
     from penstock.weights.distributor import Distributor
 
     return Distributor(folder, node=node, address=address, backend=backend)
+
+
+def agent_part(config: Config, task: str, sampling: SamplingConfig, is_chat: bool) -> AgentPart:
+    """Build the agent loop of a task."""
+    from penstock.launch.ray.agents import AgentPart
+
+    return AgentPart(config, task, sampling, is_chat)
 
 
 def _set_rank_variables(config: Config, rank: int, meeting: Meeting) -> None:

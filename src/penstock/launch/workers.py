@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from penstock.config import SamplingConfig
 from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import TrainerClient, TrainerPart
 from penstock.watch.clock import loop_time
 from penstock.watch.waits import WaitKind
+
+if TYPE_CHECKING:
+    from penstock.launch.ray.agents import ActorAgentLoop
+
+
+StartAgent = Callable[
+    [str, SamplingConfig, bool], Awaitable["ActorAgentLoop"]
+]  # task, sampling, is_chat
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +35,9 @@ class Workers:
     supervised: dict[str, Supervised] = field(default_factory=dict)  # by worker name
     scale: Callable[[int], Awaitable[str]] | None = (
         None  # changes the number of engines; returns what was done
+    )
+    start_agent: StartAgent | None = (
+        None  # starts the actors of a task's agent loop; only Ray has it
     )
     set_aside: SetAside | None = None  # lends out an engine, which keeps its weights meanwhile
 

@@ -17,15 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Config, LaunchConfig
+from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.errors import UserError, WorkerDied
 from penstock.launch.assemble import all_or_first_error, assemble, colocated_publishes, start_all
 from penstock.launch.ray.actor import ActorWorker
+from penstock.launch.ray.agents import ActorAgentLoop
 from penstock.launch.ray.placement import Placement, PlacementSlot, bundles
 from penstock.launch.rpc_server import append_to_log
 from penstock.launch.workers import Workers
 from penstock.pool.node_copies import NodeCopies
-from penstock.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.supervise.supervised import Call, Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RankGroup
 from penstock.supervise.worker import Worker
 from penstock.watch.waits import Waits
@@ -109,7 +110,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
     except BaseException:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         raise
-    return assemble(
+    workers = assemble(
         "ray",
         trainer,
         engines,
@@ -121,6 +122,40 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
         copies=actors.copies,
         settings=actors.config.engine,
     )
+    workers.start_agent = partial(_start_agent, actors, workers)
+    return workers
+
+
+async def _start_agent(
+    actors: _Actors, workers: Workers, task: str, sampling: SamplingConfig, is_chat: bool
+) -> ActorAgentLoop:
+    """Start the actors of a task's agent loop; each is restarted like an engine when it dies."""
+    assert workers.engine is not None, "a cluster has engines"
+    callbacks, config = actors.callbacks, actors.config
+    loop = ActorAgentLoop(workers.engine, callbacks.waits, lambda text: callbacks.note(text))
+
+    async def spawn(name: str) -> Worker:
+        worker = await actors.create(name, 1, actors.placement.anywhere())
+        await actors.build(worker, "agent_part", config, task, sampling, is_chat)
+        loop.serve(worker)
+        return worker
+
+    try:
+        for number in range(config.tasks[task].agent_actors):
+            name = f"agent-{task}-{number}"
+            actor = Supervised(name, partial(spawn, name), config.launch, callbacks)
+            actor.prepare = _nothing_to_prepare
+            workers.supervised[name] = actor
+            loop.add(actor)
+        await all_or_first_error(*(actor.start() for actor in loop.actors))
+    except BaseException:
+        await loop.close()
+        raise
+    return loop
+
+
+async def _nothing_to_prepare(call: Call) -> None:
+    """Bring a new actor to the state of the old one: an agent loop has none."""
 
 
 @dataclass(slots=True)

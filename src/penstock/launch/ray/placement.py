@@ -253,6 +253,10 @@ class Placement:
         self.producers.append(slot)
         return slot
 
+    def anywhere(self) -> Options:
+        """Return the options of an actor of one CPU on any node; it takes no slot."""
+        return {"num_cpus": 0 if self._ours else 1, "scheduling_strategy": "SPREAD"}
+
     def _extra_bundle(self) -> Resources:
         """Return the bundle of a producer that joins later; no CPUs in a cluster of this run."""
         cpus = 0.0 if self._ours else self._settings.cpus_per_producer
