@@ -18,7 +18,7 @@ FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lo
     ("watch", "trust", "convert"),
     ("journal", "models", "algo", "sandbox", "data", "track", "checkpoint"),
     ("weights", "reward", "run_folder"),
-    ("engine", "training", "produce", "identity"),
+    ("engine", "training", "produce", "identity", "run_data"),
     ("agent", "evaluation", "supervise", "findings"),
     ("pool",),
     ("launch",),

@@ -23,9 +23,7 @@ from penstock.algo.method import run_settings
 from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
 from penstock.config import Config, EvalConfig, SamplingConfig, TaskDataConfig
-from penstock.data import Dataset, load_dataset
-from penstock.data.chat import ChatTemplate, load_tokenizer
-from penstock.data.context import check_context, context_length
+from penstock.data.context import context_length
 from penstock.data.overlap import count_overlap
 from penstock.data.sampler import Sampler
 from penstock.engine import ENGINES
@@ -51,7 +49,8 @@ from penstock.produce import (
     ReplayBuffer,
     strategy_config,
 )
-from penstock.reward import build_reward, fields_read
+from penstock.reward import build_reward
+from penstock.run_data import RunData, count_steps
 from penstock.run_folder import RunFolder
 from penstock.supervise.trainer import TrainerPart
 from penstock.track.fanout import Fanout
@@ -389,51 +388,6 @@ async def check_agents(config: Config) -> dict[str, list[CheckResult]]:
 def no_weights(handle: WeightHandle) -> Iterable:
     """Stand for the weight sync of an engine that only samples."""
     raise AssertionError(f"an engine that only samples gets no weights, got {handle}")
-
-
-@dataclass(slots=True, frozen=True)
-class RunData:
-    """The tokenizer and the datasets, by task."""
-
-    chat: ChatTemplate
-    train: dict[str, Dataset]
-    evaluation: dict[str, Dataset]
-
-    @classmethod
-    def load(cls, config: Config, with_training: bool = True) -> RunData:
-        tokenizer = load_tokenizer(
-            config.model.tokenizer or config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        chat = ChatTemplate(tokenizer)
-        tasks = config.tasks if with_training else {}
-
-        def load_one(name: str, task: TaskDataConfig) -> Dataset:
-            return load_dataset(name, task, chat, config.seed, readers=fields_read(task.rewards))
-
-        trained = {name: load_one(name, task) for name, task in tasks.items()}
-        check_context(config, trained)
-        return cls(
-            chat,
-            trained,
-            {name: load_one(name, task) for name, task in config.eval.tasks.items()},
-        )
-
-    def by_key(self) -> dict[str, Dataset]:
-        """Return the datasets by the key that names each, such as `tasks.math.data`."""
-        trained = {f"tasks.{name}.data": dataset for name, dataset in self.train.items()}
-        judged = {f"eval.tasks.{name}.data": data for name, data in self.evaluation.items()}
-        return trained | judged
-
-
-def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:
-    """Return the number of updates: train.steps, or what train.episodes passes over the prompts need."""
-    if config.train.steps is not None:
-        return config.train.steps
-    if config.train.episodes is None:
-        raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")
-    prompts = sum(len(dataset) for dataset in datasets.values()) * config.train.episodes
-    return max(1, math.ceil(prompts / config.train.groups_per_step))
 
 
 async def _producer(

@@ -24,10 +24,11 @@ from penstock.engine import ENGINES
 from penstock.findings import Observed, find
 from penstock.findings.observed import WINDOW
 from penstock.identity import MACHINE, measure
-from penstock.job import RunData, count_steps, no_weights, open_trainer, serve_agents
+from penstock.job import no_weights, open_trainer, serve_agents
 from penstock.journal import Journal
 from penstock.plugins import load
 from penstock.reward import build_reward
+from penstock.run_data import RunData, count_steps
 from penstock.scratch import ScratchFolder
 from penstock.types import Batch, Finding, Group, Status
 from penstock.watch.disk_use import checkpoint_bytes, size_text

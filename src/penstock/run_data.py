@@ -1,0 +1,58 @@
+"""What a run reads: its tokenizer, the datasets of its tasks, and how many steps they make."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.config import Config, TaskDataConfig
+from penstock.data import Dataset, load_dataset
+from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.context import check_context
+from penstock.errors import UserError
+from penstock.reward import fields_read
+
+
+@dataclass(slots=True, frozen=True)
+class RunData:
+    """The tokenizer and the datasets, by task."""
+
+    chat: ChatTemplate
+    train: dict[str, Dataset]
+    evaluation: dict[str, Dataset]
+
+    @classmethod
+    def load(cls, config: Config, with_training: bool = True) -> RunData:
+        tokenizer = load_tokenizer(
+            config.model.tokenizer or config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        chat = ChatTemplate(tokenizer)
+        tasks = config.tasks if with_training else {}
+
+        def load_one(name: str, task: TaskDataConfig) -> Dataset:
+            return load_dataset(name, task, chat, config.seed, readers=fields_read(task.rewards))
+
+        trained = {name: load_one(name, task) for name, task in tasks.items()}
+        check_context(config, trained)
+        return cls(
+            chat,
+            trained,
+            {name: load_one(name, task) for name, task in config.eval.tasks.items()},
+        )
+
+    def by_key(self) -> dict[str, Dataset]:
+        """Return the datasets by the key that names each, such as `tasks.math.data`."""
+        trained = {f"tasks.{name}.data": dataset for name, dataset in self.train.items()}
+        judged = {f"eval.tasks.{name}.data": data for name, data in self.evaluation.items()}
+        return trained | judged
+
+
+def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:
+    """Return the number of updates: train.steps, or what train.episodes passes over the prompts need."""
+    if config.train.steps is not None:
+        return config.train.steps
+    if config.train.episodes is None:
+        raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")
+    prompts = sum(len(dataset) for dataset in datasets.values()) * config.train.episodes
+    return max(1, math.ceil(prompts / config.train.groups_per_step))
