@@ -20,6 +20,7 @@ from penstock.data import validate_source
 from penstock.engine import ENGINES
 from penstock.errors import UserError
 from penstock.launch import LAUNCHERS
+from penstock.models.parallel_plan import check_parallel
 from penstock.plugins import check_name, load
 from penstock.produce.strategy import load_strategy
 from penstock.track import TRACKERS
@@ -47,6 +48,7 @@ def check(config: Config) -> None:
     ):
         if path:
             check_model(path, key)
+    check_parallel(config)
     _check_total(config)
     for name in config.tasks:
         produce = config.task_produce(name)

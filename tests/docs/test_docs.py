@@ -71,6 +71,7 @@ TINY = [
     "sampling.max_tokens=6",
     "train.groups_per_step=2",
     "train.mini_batches=1",
+    "train.parallel.tensor=1",
     "eval.max_problems=2",
     "checkpoint.every_steps=1",
     "track.trackers=[]",

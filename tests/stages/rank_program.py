@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 from pathlib import Path
 
 import torch
 
+from penstock.config import ParallelConfig
 from penstock.training.consumer import Consumer
 from penstock.training.policy import add_adapters
 from penstock.training.ptx import Text, TextStream
-from penstock.training.ranks import Ranks, rank_share, whole_tensor
+from penstock.training.ranks import Ranks, rank_share
 from penstock.weights.offload import HostOffload
 from stages.training_data import config_of, random_batch, tiny_model, tricky_batch
 
@@ -25,6 +27,18 @@ ALGORITHMS = {
 
 
 STARTS = ("full", "lora", "float16")
+
+
+def layout_of(ranks: Ranks) -> str:
+    """Return a name: the number of ranks, then the axes that are not the default."""
+    axes = ranks.parallel.model_dump(exclude_defaults=True)
+    return "-".join([str(ranks.world), *(f"{name}{size}" for name, size in axes.items())])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def texts() -> TextStream:
@@ -47,6 +61,7 @@ def make(job: str, ranks: Ranks) -> Consumer:
     reference = tiny_model(seed=4) if job == "reinforce_pp" else None
     model = tiny_model(tie_word_embeddings=job != "dapo")
     if job == "lora":
+        torch.manual_seed(0)
         add_adapters(model, config_of(model={"lora": {"rank": 2}}).model.lora)
     return Consumer(
         config,
@@ -71,7 +86,7 @@ def run(job: str, folder: Path, ranks: Ranks) -> None:
     """
     consumer = make(job, ranks)
     metrics = [train(consumer, 1), train(consumer, 2)]
-    name = f"{job}-{ranks.world}"
+    name = f"{job}-{layout_of(ranks)}"
     if job == "reinforce_pp":
         consumer.host_offload = HostOffload(consumer._training_tensors, devices=("cpu",))
         consumer.offload()
@@ -91,14 +106,14 @@ def run(job: str, folder: Path, ranks: Ranks) -> None:
         (folder / f"{name}.json").write_text(json.dumps(metrics))
 
 
-def reload(job: str, folder: Path, ranks: Ranks, saved_world: int) -> None:
-    """Train the third step from a checkpoint that another number of ranks wrote."""
+def reload(job: str, folder: Path, ranks: Ranks, saved: str) -> None:
+    """Train the third step from a checkpoint that ranks of another layout wrote."""
     consumer = make(job, ranks)
-    consumer.load(folder / f"{job}-{saved_world}")
+    consumer.load(folder / f"{job}-{saved}")
     train(consumer, 3)
     weights = dict(consumer.weights())
     if ranks.is_first:
-        torch.save(weights, folder / f"{job}-{saved_world}-to-{ranks.world}.pt")
+        torch.save(weights, folder / f"{job}-{saved}-to-{layout_of(ranks)}.pt")
 
 
 def start_rounded(job: str, folder: Path, ranks: Ranks) -> None:
@@ -118,26 +133,38 @@ def start_rounded(job: str, folder: Path, ranks: Ranks) -> None:
         model = model.bfloat16()
         add_adapters(model, config_of(**sections).model.lora)
     consumer = Consumer(config_of(**sections), model, total_steps=10, ranks=ranks)
-    masters = {n: whole_tensor(p.detach()).clone() for n, p in consumer.masters.parameters.items()}
+    whole, named = consumer.policy.sharding.whole, consumer.masters.parameters
+    masters = {name: whole(name, one.detach()).clone() for name, one in named.items()}
     published = {name: tensor.clone() for name, tensor in consumer.weights()}
     content = {"masters": masters, "published": published}
     content["arrived"] = train(consumer, 2)["update/arrived"]
     content["after"] = dict(consumer.weights())
     if ranks.is_first:
-        torch.save(content, folder / f"start-{job}-{ranks.world}.pt")
+        torch.save(content, folder / f"start-{job}-{layout_of(ranks)}.pt")
 
 
 class OneRank:
-    """What a worker process serves: one of two ranks that meet at that port."""
+    """What a worker process serves: one of several ranks that meet at that port."""
 
-    def __init__(self, rank: int, port: int) -> None:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    def __init__(self, rank: int, port: int, world: int = 2) -> None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        self._ranks = Ranks.from_environment(torch.device("cpu"))
 
     def run_all(self, folder: Path) -> None:
+        ranks = Ranks.from_environment(torch.device("cpu"))
         for name in ALGORITHMS:
-            run(name, folder, self._ranks)
-        reload("plain", folder, self._ranks, saved_world=1)
+            run(name, folder, ranks)
+        reload("plain", folder, ranks, saved="1")
         for name in STARTS:
-            start_rounded(name, folder, self._ranks)
+            start_rounded(name, folder, ranks)
+
+    def run_layouts(self, folder: Path, tasks: list[tuple[str, str, dict[str, int]]]) -> None:
+        """Run each (kind of work, its argument, axes); work on a checkpoint names its layout."""
+        for kind, argument, axes in tasks:
+            ranks = Ranks.from_environment(torch.device("cpu"), ParallelConfig(**axes))
+            if kind == "run":
+                run(argument, folder, ranks)
+            elif kind == "start":
+                start_rounded(argument, folder, ranks)
+            else:
+                reload(argument, folder, ranks, saved=kind)

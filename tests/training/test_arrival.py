@@ -7,6 +7,7 @@ from penstock.training.arrival import Arrival
 from penstock.training.optimizer import Masters
 from penstock.training.policy import Policy
 from penstock.training.ranks import Ranks
+from penstock.training.sharding import Sharding
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 LORA = {"lora": {"rank": 8}}
@@ -24,8 +25,8 @@ def bfloat16_model(tmp_path):
 def test_the_share_on_hand_worked_numbers() -> None:
     """Above 1 the bfloat16 grid has steps of 1/128."""
     model = tiny_model(dtype=torch.float32)
-    masters = Masters(model, torch.bfloat16, ranks=Ranks())
-    arrival = Arrival(Policy(model), masters, Ranks())
+    masters = Masters(model, torch.bfloat16, sharding=Sharding(Ranks()))
+    arrival = Arrival(Policy(model), masters)
     norm = masters.parameters["model.norm.weight"]  # of ones
     before = arrival.sample()
     assert arrival.share(before) == 1.0  # nothing changed

@@ -15,6 +15,7 @@ from penstock.training.optimizer import (
     make_optimizer,
 )
 from penstock.training.ranks import Ranks
+from penstock.training.sharding import Sharding
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 
@@ -45,11 +46,12 @@ def test_cosine_is_half_way_in_the_middle() -> None:
 def test_gradients_are_scaled_to_the_norm_and_never_up() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])
-    assert clip_gradients([parameter], 1.0) == pytest.approx(5.0)
+    alone = Sharding(Ranks())
+    assert clip_gradients({"w": parameter}, 1.0, alone) == pytest.approx(5.0)
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
-    assert clip_gradients([parameter], 10.0) == pytest.approx(1.0)
+    assert clip_gradients({"w": parameter}, 10.0, alone) == pytest.approx(1.0)
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
-    assert clip_gradients([torch.nn.Parameter(torch.zeros(1))], 1.0) == 0.0
+    assert clip_gradients({"w": torch.nn.Parameter(torch.zeros(1))}, 1.0, alone) == 0.0
 
 
 def test_vectors_are_not_decayed() -> None:
@@ -136,8 +138,8 @@ def test_weights_beyond_float16_are_refused() -> None:
     model = tiny_model(dtype=torch.float32)
     model.model.norm.weight.data[3] = 70000.0
     with pytest.raises(UserError, match=r"model\.dtype: got 'float16', but model\.norm\.weight"):
-        Masters(model, torch.float16, ranks=Ranks())
-    Masters(model, torch.bfloat16, ranks=Ranks())
+        Masters(model, torch.float16, sharding=Sharding(Ranks()))
+    Masters(model, torch.bfloat16, sharding=Sharding(Ranks()))
 
 
 def test_an_overflow_skips_the_update_counts_it_and_is_saved(saved_model, tmp_path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ class OneOfTwo(Ranks):
         super().__init__(rank, 2)
         self._partner, self.given = partner, np.zeros(0)
 
-    def sum(self, values: np.ndarray) -> np.ndarray:
+    def sum_everywhere(self, values: np.ndarray) -> np.ndarray:
         self.given = values
         return values if self._partner is None else values + self._partner.given
 
@@ -39,15 +38,9 @@ def test_ranks_hash_a_share_each_and_agree_with_one() -> None:
     assert hashed == [{0, 2, 4, 6}, {1, 3, 5}]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def run_two_ranks(folder: Path) -> None:
     """Run the jobs in two worker processes."""
-    port, part = free_port(), f"{rank_program.__file__}:OneRank"
+    port, part = rank_program.free_port(), f"{rank_program.__file__}:OneRank"
     limits = {"threads": 1, "timeout_s": 200}
     names = [f"rank-{rank}" for rank in range(2)]
     ranks = await asyncio.gather(
@@ -71,7 +64,7 @@ def results(tmp_path_factory, warm_workers) -> Path:
     for job in JOBS:
         rank_program.run(job, folder, Ranks())
     asyncio.run(run_two_ranks(folder))
-    rank_program.reload("plain", folder, Ranks(), saved_world=2)
+    rank_program.reload("plain", folder, Ranks(), saved="2")
     for job in rank_program.STARTS:
         rank_program.start_rounded(job, folder, Ranks())
     return folder

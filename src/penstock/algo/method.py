@@ -149,7 +149,8 @@ def check_algorithm(config: Config) -> None:
             f"algorithm.kl_beta: got {settings.kl_beta} with kl_in none, "
             "allowed: 0, or kl_in loss | reward"
         )
-    train, ranks = config.train, config.launch.num_consumers
+    train = config.train
+    ranks = config.launch.num_consumers // train.parallel.copies
     if train.reference and not settings.needs_reference:
         raise UserError(
             f"train.reference: got {train.reference!r}, allowed: empty unless "
@@ -157,7 +158,7 @@ def check_algorithm(config: Config) -> None:
         )
     if train.groups_per_step % (train.mini_batches * ranks):
         raise UserError(
-            f"train.mini_batches x launch.num_consumers: got {train.mini_batches} x {ranks}, "
+            f"train.mini_batches x data-parallel ranks: got {train.mini_batches} x {ranks}, "
             f"allowed: a divisor of train.groups_per_step = {train.groups_per_step}"
         )
     if train.schedule != "constant" and not (train.steps or train.episodes):

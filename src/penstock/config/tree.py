@@ -176,6 +176,22 @@ class PtxConfig(Section):
     """Longest text in tokens; a longer one is cut at its end."""
 
 
+class ParallelConfig(Section):
+    tensor: int = Field(1, ge=1)
+    """Ranks that share every matrix of a layer (tensor parallel); needs a model with a tensor-parallel plan."""
+    zero: Literal[1, 2, 3] = 3
+    """What data-parallel ranks share by FSDP2; 1: masters and moments; 2: gradients too; 3: the weights too."""
+
+    @property
+    def copies(self) -> int:
+        """Ranks that work on the same groups."""
+        return self.tensor
+
+    def data_index(self, rank: int) -> int:
+        """Return which share of a batch's groups a rank works on; the tensor axis is the innermost."""
+        return rank // self.copies
+
+
 class TrainConfig(Section):
     steps: int | None = Field(None, ge=1)
     """Updates in the whole run; give this or episodes."""
@@ -215,6 +231,8 @@ class TrainConfig(Section):
     """Compile the model's blocks with torch.compile: a slower first step, faster steps after it on a GPU."""
     threads: int = Field(1, ge=1)
     """CPU threads of a trainer rank."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the trainer ranks divide the work; the rest of launch.num_consumers is data parallel."""
     reference: str = ""
     """Folder or hub name of the reference model of the KL term; empty: the starting policy."""
     ptx: PtxConfig = PtxConfig()
@@ -473,6 +491,28 @@ def _check_sync(config: Config, task: str, produce: ProduceConfig) -> None:
             )
 
 
+def _check_parallel(config: Config) -> None:
+    parallel, ranks = config.train.parallel, config.launch.num_consumers
+    copies, groups = parallel.copies, config.train.groups_per_step
+    if ranks % copies:
+        raise ValueError(
+            f"train.parallel: got {copies} ranks for one copy of the model with "
+            f"launch.num_consumers = {ranks}, allowed: a divisor of it"
+        )
+    if groups % (ranks // copies):
+        raise ValueError(
+            f"launch.num_consumers: got {ranks}, allowed: a divisor of train.groups_per_step = {groups}"
+            + (f", times {copies} (train.parallel)" if copies > 1 else "")
+        )
+    if copies > 1 and config.model.lora.dropout:
+        raise ValueError(
+            f"model.lora.dropout: got {config.model.lora.dropout}, allowed: 0 with train.parallel, "
+            "whose ranks would draw other masks than one rank"
+        )
+    if copies > 1 and config.train.compile:
+        raise ValueError("train.compile: got true, allowed: false with train.parallel")
+
+
 def _check_train(config: Config) -> None:
     train = config.train
     if train.steps is not None and train.episodes is not None:
@@ -482,11 +522,7 @@ def _check_train(config: Config) -> None:
             f"train.mini_batches: got {train.mini_batches}, allowed: a divisor of "
             f"train.groups_per_step = {train.groups_per_step}"
         )
-    if train.groups_per_step % config.launch.num_consumers:
-        raise ValueError(
-            f"launch.num_consumers: got {config.launch.num_consumers}, allowed: a divisor of "
-            f"train.groups_per_step = {train.groups_per_step}"
-        )
+    _check_parallel(config)
     if train.ptx.coefficient > 0 and not train.ptx.data:
         raise ValueError(
             "train.ptx.data: got nothing, allowed: a JSONL file when ptx.coefficient > 0"

@@ -163,7 +163,8 @@ def producer_idle(o: Observed) -> Finding | None:
     waits, step = _share(o, "time/producer_wait_s"), _typical(o, "time/step_s")
     launch, spare = o.config.launch, _spare_devices(o)
     ranks = launch.num_consumers + spare
-    while ranks > launch.num_consumers and o.config.train.groups_per_step % ranks:
+    copies, groups = o.config.train.parallel.copies, o.config.train.groups_per_step
+    while ranks > launch.num_consumers and (ranks % copies or groups % (ranks // copies)):
         ranks -= 1
     if (
         not waits > 0.6

@@ -1,7 +1,7 @@
 """The trainer as the loop sees it: one or several rank workers that are restarted when they die.
 
 `RankGroup` presents several rank workers as one worker: each rank gets its share of a batch's
-groups, and the end of one rank ends all of them. `RestartingTrainer` repeats a call after a
+groups (ranks of one copy of the model get the same share), and the end of one rank ends all of them. `RestartingTrainer` repeats a call after a
 restart; `Supervised.prepare` (newest checkpoint, then redo from the journal) has brought the new
 worker to the state of the old one.
 """
@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from penstock.config import ParallelConfig
 from penstock.errors import EngineError, WorkerDied, WrongStep
 from penstock.supervise.supervised import Call, Supervised
 from penstock.supervise.worker import Worker
@@ -59,9 +60,11 @@ class RankGroup:
 
     can_be_killed = True
 
-    def __init__(self, ranks: Sequence[Worker]) -> None:
+    def __init__(self, ranks: Sequence[Worker], parallel: ParallelConfig | None = None) -> None:
         self.name = "trainer"
         self._ranks = list(ranks)
+        layout = parallel or ParallelConfig()
+        self._share_of = [layout.data_index(number) for number in range(len(ranks))]
 
     @property
     def place(self) -> str:
@@ -74,17 +77,18 @@ class RankGroup:
             results = await self._each(
                 *(rank.call("train", share) for rank, share in self._shares(*args))
             )
-            return _one_report(results)
+            shares = range(max(self._share_of) + 1)
+            return _one_report([results[self._share_of.index(share)] for share in shares])
         wait = _all_ended if method in _EACH_BY_ITSELF else self._each
         results = await wait(*(rank.call(method, *args) for rank in self._ranks))
         return tuple(results) if method == "progress" else results[0]
 
     def _shares(self, batch: Batch) -> list[tuple[Worker, Batch]]:
-        """Give every world-th group to a rank, as `rank_share` in the trainer expects."""
-        world = len(self._ranks)
+        """Give every n-th group to a share of the ranks, as `rank_share` in the trainer expects."""
+        count = max(self._share_of) + 1
         return [
-            (rank, replace(batch, groups=batch.groups[number::world]))
-            for number, rank in enumerate(self._ranks)
+            (rank, replace(batch, groups=batch.groups[share::count]))
+            for rank, share in zip(self._ranks, self._share_of, strict=True)
         ]
 
     async def _each(self, *calls: Awaitable[Any]) -> list[Any]:
@@ -139,7 +143,7 @@ class RankGroup:
 
 
 def _one_report(reports: Sequence[StepReport]) -> StepReport:
-    """Return the first rank's report with the groups of all ranks, in the order of the batch."""
+    """Return the first rank's report with the groups of all shares, in the order of the batch."""
     turns = itertools.zip_longest(*(report.trained for report in reports))
     return replace(reports[0], trained=tuple(one for turn in turns for one in turn if one))
 

@@ -7,6 +7,7 @@ tensor do not depend on the number of ranks. Costs no second copy of the masters
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from penstock.training.dither import HALF_FORMATS, Place
 from penstock.training.optimizer import Masters
-from penstock.training.policy import ADAPTER, Policy
-from penstock.training.ranks import Ranks, own_rows, whole_tensor
+from penstock.training.policy import ADAPTER, Policy, adapter_names
+from penstock.training.sharding import Part
 
 Sample = list[tuple[Tensor, Tensor]]  # of each tensor: the exact numbers, the published ones
 _SIDE = 256
@@ -24,8 +25,9 @@ _SIDE = 256
 class Arrival:
     """Measures what becomes of an update: `sample` before it, `share` after it."""
 
-    def __init__(self, policy: Policy, masters: Masters, ranks: Ranks) -> None:
-        self._policy, self._masters, self._ranks = policy, masters, ranks
+    def __init__(self, policy: Policy, masters: Masters) -> None:
+        self._policy, self._masters = policy, masters
+        self._sharding = policy.sharding
 
     def sample(self) -> Sample:
         """Copy the sample's numbers of every tensor that is published rounded."""
@@ -44,7 +46,7 @@ class Arrival:
             change = exact.double() - old_exact.double()
             arrived = published.double() - old_published.double()
             sums += torch.stack([(arrived * change).sum(), change.square().sum()])
-        arrived_dot, changed_dot = self._ranks.sum(sums.cpu().numpy())
+        arrived_dot, changed_dot = self._sharding.ranks.sum_everywhere(sums.cpu().numpy())
         return float(arrived_dot / changed_dot) if changed_dot else 1.0
 
     def _full(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -55,12 +57,13 @@ class Arrival:
                 ".lora_" in name
                 or not master.ndim
                 or (rounded is None and dtype not in HALF_FORMATS)
+                or not self._sharding.is_counted(name)
             ):
                 continue
-            first, rows = own_rows(master.detach(), self._ranks)
-            exact = _evenly_spaced(first, rows, len(master)).clone()
+            part = self._sharding.part(name, master.detach())
+            exact = _evenly_spaced(part, part.values).clone()
             if rounded is not None:
-                yield exact, _evenly_spaced(first, rounded.detach(), len(master)).clone()
+                yield exact, _evenly_spaced(part, rounded.detach()).clone()
             else:
                 yield exact, exact.to(dtype)
 
@@ -70,33 +73,50 @@ class Arrival:
             dtype = self._masters.formats[name]
             if dtype not in HALF_FORMATS or not isinstance(layer.base_layer, nn.Linear):
                 continue
-            first, rows = own_rows(layer.base_layer.weight.detach(), self._ranks)
-            row_step, column_step = (_step(size) for size in layer.base_layer.weight.shape)
-            place = Place(first + -first % row_step, row_step, column_step)
-            some = _evenly_spaced(first, rows, len(layer.base_layer.weight))
-            base = self._policy.merge_base(some, name, dtype, place)
-            stem = name.removesuffix("base_layer.weight")
-            low, high = (f"{stem}lora_{side}.{ADAPTER}.weight" for side in "AB")
-            sides = [(self._masters.parameters[low], self._masters.parameters[high])]
-            sides.append((layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight))
-            exact, published = (
-                base + layer.scaling[ADAPTER] * self._product(*side) for side in sides
+            part = self._sharding.part(name, layer.base_layer.weight.detach())
+            rows, columns = _spacing(part)
+            place = Place(
+                part.first_row + rows.start,
+                rows.step,
+                columns.step,
+                part.first_column + columns.start,
             )
-            yield exact, published.to(dtype)
+            base = self._policy.merge_base(part.values[rows, columns], name, dtype, place)
+            masters = [self._masters.parameters[side] for side in adapter_names(name)]
+            own = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+            exact, published = (
+                base + layer.scaling[ADAPTER] * self._product(name, part, *sides)
+                for sides in (masters, own)
+            )
+            if self._sharding.is_counted(name):
+                yield exact, published.to(dtype)
 
-    def _product(self, low: Tensor, high: Tensor) -> Tensor:
-        """Return the sample's elements of high x low."""
-        first, rows = own_rows(high.detach(), self._ranks)
-        step = _step(len(high))
-        low_KC = whole_tensor(low.detach())[:, :: _step(low.shape[1])]
-        return rows[-first % step :: step].double() @ low_KC.double()
+    def _product(self, name: str, part: Part, low: Tensor, high: Tensor) -> Tensor:
+        """Return the sample's elements of high x low, as far as this rank holds the layer's weight."""
+        rows, columns = _spacing(part)
+        low_name, high_name = adapter_names(name)
+        high_RK = self._sharding.whole(high_name, high.detach())[part.first_row :][rows]
+        low_KC = self._sharding.whole(low_name, low.detach())[:, part.first_column :][:, columns]
+        return high_RK.double() @ low_KC.double()
 
 
-def _evenly_spaced(first_row: int, rows: Tensor, num_rows: int) -> Tensor:
-    """Return every n-th row and column of a tensor of `num_rows` rows, of which a rank holds some."""
-    table_RC = rows.reshape(len(rows), -1) if rows.numel() else rows.reshape(0, 1)
-    step = _step(num_rows)
-    return table_RC[-first_row % step :: step, :: _step(table_RC.shape[1])]
+def _evenly_spaced(part: Part, values: Tensor) -> Tensor:
+    """Return every n-th row and column of the whole tensor that is in this rank's part."""
+    rows, columns = _spacing(part)
+    if not values.numel():
+        return values.reshape(0, 1)
+    return values.reshape(len(values), -1)[rows, columns]
+
+
+def _spacing(part: Part) -> tuple[slice, slice]:
+    """Return which of the part's rows and columns are in the sample."""
+    count = len(part.values)
+    width = math.prod(part.shape[1:])
+    here = part.values.numel() // count if count else 0
+    return (
+        slice(-part.first_row % (step := _step(part.shape[0])), count, step),
+        slice(-part.first_column % (step := _step(width)), here, step),
+    )
 
 
 def _step(size: int) -> int:

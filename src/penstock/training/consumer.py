@@ -34,7 +34,7 @@ from penstock.training.arrival import Arrival
 from penstock.training.flat_batch import FlatBatch, mini_batches
 from penstock.training.metrics import TokenStats, mean_of_finite, step_metrics
 from penstock.training.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
-from penstock.training.model_check import check_model
+from penstock.training.model_check import check_model, lay_out
 from penstock.training.objective import (
     TokenInputs,
     loss_weights,
@@ -114,12 +114,14 @@ class Consumer:
         if config.train.compile:
             self.policy.compile_layers()
         if self.ranks.world > 1:
-            self.policy.shard(self.ranks, self.engine_dtype)
-        self.masters = Masters(model, self.engine_dtype, ranks=self.ranks)
+            for policy, path in self._policies():
+                lay_out(policy, self.ranks, path)
+            self.policy.split(self.engine_dtype)
+        self.masters = Masters(model, self.engine_dtype, sharding=self.policy.sharding)
         if config.train.masters == "dithered":
             self.masters.dither(config.seed)
             self.policy.merge_seed = config.seed
-        self.arrival = Arrival(self.policy, self.masters, self.ranks)
+        self.arrival = Arrival(self.policy, self.masters)
         self.optimizer = make_optimizer(self.masters.parameters, config.train)
         self.loss_scale = LossScale(self.engine_dtype)
         self.host_offload = HostOffload(self._training_tensors)
@@ -132,7 +134,7 @@ class Consumer:
         torch.manual_seed(config.seed)
         device = trainer_device(config.model)
         dtype = compute_dtype(config.model, device)
-        ranks = Ranks.from_environment(device)
+        ranks = Ranks.from_environment(device, config.train.parallel)
         # Weights that are trained keep the file's digits; a frozen base has no masters.
         own_dtype = dtype if config.model.lora.rank else torch.float32
         model = load_policy(config.model.path, config.model, own_dtype)
@@ -168,6 +170,7 @@ class Consumer:
             trained = self.train_batch(batch)
         except StopRequested:
             self._stop.clear()
+            self.policy.finish_update()
             self.optimizer.zero_grad(set_to_none=True)
             torch.set_rng_state(random_state)
             raise
@@ -256,9 +259,11 @@ class Consumer:
         current = self._prepare(batch, num_updates=len(updates))
         for number, group_numbers in enumerate(updates):
             chosen_R = np.flatnonzero(np.isin(current.flat.group_R, group_numbers))
+            self.policy.begin_update()
             loss = self._accumulate(current, chosen_R)
             if self.texts is not None:
                 current.ptx_losses.append(self._accumulate_texts(self.texts, number, current))
+            self.policy.finish_update()
             norm, finite = self._apply_update(current.learning_rate, loss)
             current.grad_norms.append(norm)
             current.skipped_updates += not finite
@@ -276,8 +281,8 @@ class Consumer:
                 total,
                 train.mini_batches,
                 seed=stable_hash(self.config.seed, "updates", batch.step, epoch),
-                rank=ranks.rank,
-                world=ranks.world,
+                rank=ranks.data_rank,
+                world=ranks.data_world,
             )
         ]
 
@@ -315,6 +320,7 @@ class Consumer:
                 self._check_stop()
                 index_N = torch.from_numpy(pack.token_N).to(result_N.device)
                 result_N[index_N], _ = policy(pack, *inputs.sampled_as(index_N))
+        policy.release()
         return result_N
 
     def _advantages(self, batch: Batch, flat: FlatBatch, inputs: TokenInputs) -> np.ndarray:
@@ -409,7 +415,9 @@ class Consumer:
         """
         self.work_done += 1
         self.loss_scale.unscale(self.masters.parameters.values())
-        norm = clip_gradients(self.masters.parameters.values(), self.config.train.max_grad_norm)
+        norm = clip_gradients(
+            self.masters.parameters, self.config.train.max_grad_norm, self.policy.sharding
+        )
         finite = bool(np.isfinite(norm) and np.isfinite(loss))
         if finite and norm > 0:
             for group in self.optimizer.param_groups:
@@ -520,7 +528,7 @@ class Consumer:
         trained = sum(master.numel() for master in self.masters.parameters.values())
         return micro_batch_tokens_on(
             self.policy.device,
-            trained // self.ranks.world,
+            trained // self.ranks.data_world,
             shape.bytes_per_token(checkpointing=settings.gradient_checkpointing),
         )
 

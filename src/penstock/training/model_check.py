@@ -4,6 +4,7 @@ A few short sequences are scored by the unchanged model, each alone, and by the 
 that mixes packed sequences (convolutions, state-space layers) trains one sequence per forward pass; a
 model whose log-probs the policy cannot give is refused. Attention windows longer than these sequences
 are not covered here; tests/training/test_architectures.py covers windows for every architecture.
+`lay_out` divides a checked model over the ranks of one copy, and checks that this changed nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UserError
+from penstock.training.collectives import all_max
 from penstock.training.pack import make_pack
 from penstock.training.policy import Policy
+from penstock.training.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,38 @@ def check_model(policy: Policy, path: str) -> None:
             "logits are a linear function of its last hidden states"
         )
     log.warning("%s: %s, so the trainer runs one sequence per forward pass", name, reason)
+
+
+def lay_out(policy: Policy, ranks: Ranks, path: str) -> None:
+    """Divide the model over the ranks of one copy; refuse it if log-probs or gradients would change."""
+    if ranks.parallel.copies == 1:
+        policy.cut(ranks, path)
+        return
+    sequences = _sequences(policy.model.get_input_embeddings().weight.shape[0])
+    policy.train(False)
+    with torch.no_grad():
+        before_N = _policy_logprobs(policy, sequences)
+    policy.cut(ranks, path)
+    name = f"train.parallel: got {type(policy.model).__name__} ({path!r})"
+    trained = {n: one for n, one in policy.model.named_parameters() if one.requires_grad}
+    after_N = _policy_logprobs(policy, sequences, backward=bool(trained))
+    gap, exact = _difference(policy, after_N, before_N)
+    if ranks.max_of(not exact):
+        raise UserError(
+            f"{name}, whose divided log-probs differ by {gap:.2g}, allowed: 1 rank a copy"
+        )
+    policy.sharding.finish_gradients(trained)
+    for parameter_name, parameter in trained.items():
+        grad, parameter.grad = parameter.grad, None
+        if grad is None or parameter_name in policy.sharding.cuts:
+            continue
+        norm = grad.double().norm()
+        least, most = -all_max(-norm, ranks.tensor), all_max(norm, ranks.tensor)
+        if most - least > (HALF_TOLERANCE if grad.itemsize == 2 else TOLERANCE) * most:
+            raise UserError(
+                f"{name}, whose plan misses that ranks have parts of the gradient of {parameter_name}, "
+                "allowed: 1 rank a copy"
+            )
 
 
 def _packing_fault(policy: Policy, sequences: list[np.ndarray], plain_N: Tensor) -> str | None:
@@ -103,8 +138,10 @@ def _plain_logprobs(policy: Policy, sequences: list[np.ndarray]) -> Tensor:
     return torch.cat(rows).cpu()
 
 
-def _policy_logprobs(policy: Policy, sequences: list[np.ndarray]) -> Tensor:
-    """Return the policy's log-probs of the sequences, laid end to end."""
+def _policy_logprobs(
+    policy: Policy, sequences: list[np.ndarray], *, backward: bool = False
+) -> Tensor:
+    """Return the policy's log-probs of the sequences, laid end to end; or their gradients as well."""
     predictors = [np.arange(len(ids) - 1) for ids in sequences]
     first_token = np.cumsum([0, *(len(index) for index in predictors)])
     numbers = list(range(len(sequences)))
@@ -112,7 +149,11 @@ def _policy_logprobs(policy: Policy, sequences: list[np.ndarray]) -> Tensor:
     for part in [numbers] if policy.packs else [[number] for number in numbers]:
         pack = make_pack(part, sequences, predictors, first_token, policy.device)
         ones_N = torch.ones(len(pack.target_N), device=policy.device)
-        result_N[torch.from_numpy(pack.token_N)] = policy(pack, ones_N)[0].double().cpu()
+        with torch.set_grad_enabled(backward):
+            logprobs_N = policy(pack, ones_N)[0]
+        if backward:
+            logprobs_N.sum().backward()
+        result_N[torch.from_numpy(pack.token_N)] = logprobs_N.detach().double().cpu()
     return result_N
 
 

@@ -20,7 +20,7 @@ from penstock.config import TrainConfig
 from penstock.errors import UserError
 from penstock.models.loading import format_of
 from penstock.training.dither import HALF_FORMATS, Place, dither_, dither_key
-from penstock.training.ranks import Ranks, own_rows, whole_tensor
+from penstock.training.sharding import Sharding, local
 
 
 class Masters:
@@ -29,8 +29,9 @@ class Masters:
     The model, loaded at its file's precision, computes in `dtype` afterwards.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype, *, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, model: Any, dtype: torch.dtype, *, sharding: Sharding) -> None:
+        self.sharding = sharding
+        alone = sharding.ranks.world == 1
         self.rounded: dict[str, nn.Parameter] = {}  # the model's own, rounded from their masters
         self.parameters: dict[str, nn.Parameter] = {}
         self.formats: dict[str, torch.dtype] = {}  # number format in which each parameter computes
@@ -38,13 +39,13 @@ class Masters:
             self.formats[name] = format_of(model, name, dtype)
             exact = parameter.detach()
             if self.formats[name] == torch.float16:
-                _check_range(name, exact, ranks)
-            if ranks.world == 1:
+                _check_range(name, local(exact))
+            if alone:
                 parameter.data = exact.to(self.formats[name])
             if not parameter.requires_grad:
                 continue
             self.parameters[name] = parameter
-            if self.formats[name] in HALF_FORMATS and ranks.world == 1:
+            if self.formats[name] in HALF_FORMATS and alone:
                 master = nn.Parameter(exact.to(torch.float32, copy=True))
                 self.rounded[name], self.parameters[name] = parameter, master
                 parameter.register_post_accumulate_grad_hook(_AddGradientTo(master))
@@ -59,8 +60,9 @@ class Masters:
         with torch.no_grad():
             for name, master in self.parameters.items():
                 if self.formats[name] in HALF_FORMATS:
-                    first, rows = own_rows(master.detach(), self._ranks)
-                    dither_(rows, self.formats[name], dither_key(seed, name), Place(first))
+                    part = self.sharding.part(name, master.detach())
+                    place = Place(part.first_row, first_column=part.first_column)
+                    dither_(part.values, self.formats[name], dither_key(seed, name), place)
 
     def write_back(self) -> None:
         """Round the masters into the model's parameters."""
@@ -69,9 +71,8 @@ class Masters:
                 torch._foreach_copy_(list(self.rounded.values()), self.separate)
 
 
-def _check_range(name: str, exact: Tensor, ranks: Ranks) -> None:
+def _check_range(name: str, rows: Tensor) -> None:
     """Refuse float16 for a weight that would become infinite."""
-    _, rows = own_rows(exact, ranks)
     if rows.numel() and not (largest := float(rows.abs().max())) < torch.finfo(torch.float16).max:
         raise UserError(
             f"model.dtype: got 'float16', but {name} has a weight of {largest:g}, "
@@ -169,13 +170,15 @@ def make_optimizer(
     )
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+def clip_gradients(
+    parameters: dict[str, nn.Parameter], max_norm: float, sharding: Sharding
+) -> float:
     """Scale the gradients of all ranks down to `max_norm`; return the norm they had before."""
-    listed = [parameter for parameter in parameters if parameter.grad is not None]
-    if not listed:
+    sharding.finish_gradients(parameters)
+    norm = sharding.gradient_norm(parameters)
+    if norm is None:
         return 0.0
-    norm = nn.utils.get_total_norm([p.grad for p in listed if p.grad is not None])
-    total: Tensor = whole_tensor(norm)
-    if torch.isfinite(total):
-        nn.utils.clip_grads_with_norm_(listed, max_norm, total)
-    return float(total)
+    if torch.isfinite(norm):
+        listed = [one for one in parameters.values() if one.grad is not None]
+        nn.utils.clip_grads_with_norm_(listed, max_norm, norm)
+    return float(norm)

@@ -21,11 +21,15 @@ from penstock.config import LoraConfig, ModelConfig
 from penstock.demo import resolve_model_path
 from penstock.errors import UserError
 from penstock.models.loading import choose_device, end_ids, format_of, load_causal_lm
+from penstock.models.parallel_plan import tensor_plan
 from penstock.training import packed_attention
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
 from penstock.training.logprobs import LogitRule, token_logprobs
-from penstock.training.pack import Pack
-from penstock.training.ranks import Ranks, whole_tensor
+from penstock.training.pack import Pack, empty_pack
+from penstock.training.ranks import Ranks
+from penstock.training.sharding import Cut, Sharding, split_modules, split_over_data
+from penstock.training.tensor_parallel import cut_model
+from penstock.training.vocabulary import sliced_logprobs
 
 ADAPTER = "default"
 
@@ -42,6 +46,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.merge_seed: int | None = None  # of the dither under merged adapters; None: no dither
+        self.sharding = Sharding(Ranks())
+        self.head_cut: Cut | None = None  # this rank's slice of the vocabulary; None: all of it
+        self._delays_gradients = False  # until the end of an update
         self.rule = LogitRule.from_config(model.config.get_text_config())
         self.end_ids = end_ids(model)
         self._own_attention = model.config._attn_implementation
@@ -81,8 +88,12 @@ class Policy(nn.Module):
         hidden_ND = output.last_hidden_state[0].index_select(0, pack.predictor_N)
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
+        score = token_logprobs
+        if self.head_cut is not None:
+            axis = self.sharding.ranks.tensor
+            score = functools.partial(sliced_logprobs, cut=self.head_cut, axis=axis)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            return token_logprobs(
+            return score(
                 hidden_ND,
                 head.weight,
                 bias,
@@ -128,26 +139,40 @@ class Policy(nn.Module):
         for layer in self.layers:
             layer.compile(dynamic=True)
 
-    def shard(self, ranks: Ranks, dtype: torch.dtype) -> None:
-        """Split the parameters over the ranks (FSDP2) and compute in `dtype`.
+    def cut(self, ranks: Ranks, path: str) -> None:
+        """Keep this tensor rank's slice of the parameters; see `tensor_parallel.py`."""
+        self.sharding = Sharding(ranks)
+        if ranks.tensor.size > 1:
+            plan = tensor_plan(self.model.config, ranks.tensor.size, path)
+            self.head_cut = cut_model(self.model, self.body, plan, self.sharding)
 
-        Loss weights are already divided by sums over all ranks, so gradients are added, not averaged.
-        """
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    def split(self, dtype: torch.dtype) -> None:
+        """Split what is left of the parameters over the data ranks, and compute in `dtype`."""
+        split_over_data(self, self.layers, self.sharding.ranks, dtype)
 
-        mesh = init_device_mesh(self.device.type, (ranks.world,))
-        master = next(p.dtype for p in self.parameters() if p.requires_grad)
-        precision = MixedPrecisionPolicy(
-            param_dtype=None if dtype == master else dtype, reduce_dtype=master
-        )
-        for layer in self.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(self, mesh=mesh, mp_policy=precision)
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo has only sums for float32
+    def release(self) -> None:
+        """Free the weights that were gathered for passes without a backward pass."""
+        for module in split_modules(self):
+            module.reshard()
+
+    def begin_update(self) -> None:
+        """With train.parallel.zero = 1, keep weights and gradients whole until `finish_update`."""
+        ranks = self.sharding.ranks
+        if ranks.data_world > 1 and ranks.parallel.zero == 1:
+            self._delay_gradients(True)
+
+    def finish_update(self) -> None:
+        """Reduce the gradients that `begin_update` kept: a pass without tokens adds nothing to them."""
+        if self._delays_gradients:
+            self._delay_gradients(False)
+            nothing = empty_pack(self.device)
+            self(nothing, torch.ones(0, device=self.device))[0].sum().backward()
+
+    def _delay_gradients(self, delays: bool) -> None:
+        self._delays_gradients = delays
+        for module in split_modules(self):
+            module.set_requires_gradient_sync(not delays)
+            module.set_reshard_after_backward(not delays)
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -166,18 +191,29 @@ class Policy(nn.Module):
 
         With a sharded model every rank must iterate, because each tensor is gathered.
         """
-        adapted = self.adapted_layers()
+        adapted, whole = self.adapted_layers(), self.sharding.whole
         for name, parameter in self.model.named_parameters(remove_duplicate=True):
             if ".lora_" in name:
                 continue
             own_format = format_of(self.model, name, dtype)
             if name in adapted:
-                delta = whole_tensor(adapted[name].get_delta_weight(ADAPTER).detach())
-                merged = self.merge_base(whole_tensor(parameter.detach()), name, own_format)
-                published = merged.add_(delta).to(own_format)
+                merged = self.merge_base(whole(name, parameter.detach()), name, own_format)
+                published = merged.add_(self._addition(name, adapted[name])).to(own_format)
             else:
-                published = whole_tensor(parameter.detach().to(own_format))
+                published = whole(name, parameter.detach().to(own_format))
             yield name.replace(".base_layer.", "."), published
+
+    def _addition(self, name: str, layer: Any) -> Tensor:
+        """Return what the adapters of a layer add to its weight."""
+        if self.sharding.ranks.world == 1:
+            delta: Tensor = layer.get_delta_weight(ADAPTER).detach()
+            return delta
+        low, high = (
+            self.sharding.whole(name, getattr(layer, side)[ADAPTER].weight.detach())
+            for side, name in zip(("lora_A", "lora_B"), adapter_names(name), strict=True)
+        )
+        product = (high @ low) * layer.scaling[ADAPTER]
+        return product.t() if layer.fan_in_fan_out else product
 
     def adapted_layers(self) -> dict[str, Any]:
         """Return the layers that have adapters, by the name of their base weight."""
@@ -199,6 +235,12 @@ class Policy(nn.Module):
         if self.merge_seed is not None and dtype in HALF_FORMATS:
             dither_(exact, dtype, dither_key(self.merge_seed, name), place)
         return exact
+
+
+def adapter_names(base_name: str) -> tuple[str, str]:
+    """Return the names of the two adapters of the layer with this base weight: input and output side."""
+    stem = base_name.removesuffix("base_layer.weight")
+    return f"{stem}lora_A.{ADAPTER}.weight", f"{stem}lora_B.{ADAPTER}.weight"
 
 
 def _checkpointed(layer: nn.Module, call: Callable[..., Any], *inputs: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Trainer ranks: reductions over them, and each rank's share of the work.
+"""Trainer ranks: their axes, reductions over them, and each rank's share of the work.
 
-The rest of the trainer reaches other ranks only through `Ranks`; with a single rank its methods
-return their argument. gloo on CPUs, NCCL on GPUs. The launcher starts the processes and sets the
-variables that torch.distributed reads (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). `policy.py`
-shards the model.
+Ranks form a mesh of the axes of `train.parallel`: ranks of one data index hold one copy of the model and
+work on the same groups, the data axis divides the groups. The rest of the trainer reaches other ranks
+only through `Ranks`; with a single rank its methods return their argument. gloo on CPUs, NCCL on GPUs.
+The launcher starts the processes and sets the variables that torch.distributed reads (RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT). `sharding.py` lays a model over the ranks.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from penstock.config import ParallelConfig
 from penstock.weights.broadcast import connect_store, is_loopback, open_store
 from penstock.weights.digest import DIGEST_BYTES, combine_digests
 from penstock.weights.model_weights import digest_of, digests_of
@@ -24,15 +27,37 @@ from penstock.weights.model_weights import digest_of, digests_of
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """This rank's place along one axis of the mesh."""
+
+    index: int = 0
+    size: int = 1
+    group: Any = None  # the process group of the ranks along this axis; None: no other rank
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+
 class Ranks:
     """This process among the trainer ranks."""
 
-    def __init__(self, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, rank: int = 0, world: int = 1, parallel: ParallelConfig | None = None
+    ) -> None:
         self.rank = rank
         self.world = world
+        self.parallel = parallel or ParallelConfig()
+        self.data_rank = self.parallel.data_index(rank)
+        self.data_world = world // self.parallel.copies
+        self.mesh: Any = None  # torch's DeviceMesh
+        self.tensor = Axis()
 
     @classmethod
-    def from_environment(cls, device: torch.device) -> Ranks:
+    def from_environment(
+        cls, device: torch.device, parallel: ParallelConfig | None = None
+    ) -> Ranks:
         """Join the process group that the environment describes, or return a single rank."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
@@ -41,14 +66,40 @@ class Ranks:
             torch.cuda.set_device(device)
         if not dist.is_initialized():
             _join(int(os.environ["RANK"]), world, "nccl" if device.type == "cuda" else "gloo")
-        return cls(dist.get_rank(), dist.get_world_size())
+        ranks = cls(dist.get_rank(), dist.get_world_size(), parallel)
+        ranks._make_mesh(device.type)
+        return ranks
+
+    def _make_mesh(self, device_type: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = {"data": self.data_world, "tensor": self.parallel.tensor}
+        self.mesh = init_device_mesh(
+            device_type, tuple(shape.values()), mesh_dim_names=tuple(shape)
+        )
+        self.tensor = self._axis("tensor")
+
+    def _axis(self, name: str) -> Axis:
+        part = self.mesh[name]
+        return Axis(part.get_local_rank(), part.size(), part.get_group())
+
+    @property
+    def shard_mesh(self) -> Any:
+        """The ranks over which FSDP2 splits each parameter that this rank holds."""
+        return self.mesh["data"]
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of the ranks' arrays."""
+        """Return the sum over the shares of the batch; ranks of one share have the same array."""
+        if self.data_world == 1:
+            return values
+        return self._reduce(values, "SUM", None if self.mesh is None else self.mesh["data"])
+
+    def sum_everywhere(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum of all ranks' arrays."""
         return self._reduce(values, "SUM")
 
     def max(self, values: np.ndarray) -> np.ndarray:
@@ -63,12 +114,13 @@ class Ranks:
         """Return the largest of the ranks' numbers."""
         return float(self.max(np.array([float(number)]))[0])
 
-    def _reduce(self, values: np.ndarray, operation: str) -> np.ndarray:
+    def _reduce(self, values: np.ndarray, operation: str, mesh: Any = None) -> np.ndarray:
         if self.world == 1:
             return values
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation))
+        group = None if mesh is None else mesh.get_group()
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation), group=group)
         return tensor.cpu().numpy()
 
 
@@ -88,25 +140,8 @@ def _join(rank: int, world: int, backend: str) -> None:
 
 
 def rank_share(items: Sequence[T], ranks: Ranks) -> list[T]:
-    """Return every world-th item, so that mini-batches over all ranks are those of a single rank."""
-    return list(items[ranks.rank :: ranks.world])
-
-
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the full tensor behind a shard; return a plain tensor as it is."""
-    gather = getattr(tensor, "full_tensor", None)
-    whole: torch.Tensor = tensor if gather is None else gather()
-    return whole
-
-
-def own_rows(tensor: torch.Tensor, ranks: Ranks) -> tuple[int, torch.Tensor]:
-    """Return the number of this rank's first row, and its rows; all of an unsharded tensor."""
-    if not hasattr(tensor, "device_mesh"):
-        return 0, tensor
-    whole: Any = tensor
-    assert [placement.is_shard(0) for placement in whole.placements] == [True], "split by rows"
-    rows_each = -(-len(tensor) // ranks.world)
-    return min(ranks.rank * rows_each, len(tensor)), whole.to_local()
+    """Return every n-th item, so that mini-batches over all ranks are those of a single rank."""
+    return list(items[ranks.data_rank :: ranks.data_world])
 
 
 def digest_over(ranks: Ranks, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -125,5 +160,5 @@ def digest_over(ranks: Ranks, weights: Iterable[tuple[str, torch.Tensor]]) -> st
     table = np.zeros((len(names), DIGEST_BYTES))
     for number in range(ranks.rank, len(names), ranks.world):
         table[number] = list(digests[names[number]])
-    whole = ranks.sum(table).astype(np.uint8)
+    whole = ranks.sum_everywhere(table).astype(np.uint8)
     return combine_digests({name: row.tobytes() for name, row in zip(names, whole, strict=True)})

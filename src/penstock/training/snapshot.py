@@ -2,11 +2,11 @@
 
     model/                           the policy (adapters merged) for transformers, and its tokenizer
     consumer.safetensors             counters, random state; one rank: also masters and optimizer moments
-    shards/rank-R-of-W.safetensors   several ranks: masters and moments, the rows that each rank holds
+    shards/rank-R-of-W.safetensors   several ranks: masters and moments, the part that each rank holds
     config.toml                      the config that was in force
 
-No file is a pickle, so that loading one executes nothing. Each rank writes and reads without the others, and any number of ranks can load what any number
-wrote. `checkpoint.py` makes the folder atomic and writes its manifest.
+No file is a pickle, so that loading one executes nothing. Each rank writes and reads without the others,
+and ranks of any number and layout can load what others wrote. `checkpoint.py` makes the folder atomic and writes its manifest.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from penstock.models.loading import quiet_transformers
 from penstock.training.optimizer import LossScale, Masters
 from penstock.training.policy import Policy
 from penstock.training.ptx import TextStream
-from penstock.training.ranks import Ranks, own_rows
+from penstock.training.ranks import Ranks
+from penstock.training.sharding import Part, Sharding
 from penstock.weights.offload import HostOffload
 
-FORMAT, PICKLED = 3, 2
+FORMAT = 4
+READABLE = (2, 3, 4)  # 2: a pickle; 3: without the first column of a piece
 STATE = "consumer.safetensors"
 Tensors = dict[str, Tensor]
-Piece = tuple[int, Tensor]  # number of the first row in the whole tensor, and the rows
+Piece = tuple[tuple[int, int], Tensor]  # first row and column in the whole tensor, and the values
 Pieces = dict[str, Piece]
 
 
@@ -101,14 +103,15 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
 def load_snapshot(consumer: TrainerState, folder: Path) -> None:
     """Restore what a snapshot wrote into a consumer made from the same config."""
     content = read_state(folder / STATE)
-    if content["format"] not in (FORMAT, PICKLED):
+    if content["format"] not in READABLE:
         raise RunError(f"checkpoint {folder}: got format {content['format']}, allowed: {FORMAT}")
     world, ranks = content["world"], consumer.ranks
     shards = [content]
     if world > 1:  # rows stay on disk until they are copied
         shards = [read_state(_shard_path(folder, rank, world)) for rank in range(world)]
     _make_moments(consumer)
-    _fill(_tensors(consumer), [shard["pieces"] for shard in shards], ranks, folder)
+    saved = [shard["pieces"] for shard in shards]
+    _fill(_tensors(consumer), saved, consumer.policy.sharding, folder)
     consumer.masters.write_back()
     consumer.step = content["step"]
     consumer.policy_version = content["policy_version"]
@@ -132,9 +135,9 @@ def _shard_path(folder: Path, rank: int, world: int) -> Path:
 def _write(path: Path, content: dict[str, Any], pieces: Pieces, random_state: Tensors) -> None:
     """Write tensors under `piece/` and `random/`; everything else as JSON in the file's metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {f"piece/{name}": rows.contiguous() for name, (_, rows) in pieces.items()}
+    tensors = {f"piece/{name}": values.contiguous() for name, (_, values) in pieces.items()}
     tensors |= {f"random/{name}": state for name, state in random_state.items()}
-    header = {**content, "first_rows": {name: first for name, (first, _) in pieces.items()}}
+    header = {**content, "first": {name: first for name, (first, _) in pieces.items()}}
     save_file(tensors, path, metadata={"state": json.dumps(header)})
 
 
@@ -142,13 +145,17 @@ def read_state(path: Path) -> dict[str, Any]:
     """Return what was written; tensors stay on disk until they are used."""
     if not path.exists():  # an older checkpoint, which `penstock.trust` asks about
         old = path.with_suffix(".pt")
-        return dict(torch.load(old, map_location="cpu", weights_only=True, mmap=True))
+        content = dict(torch.load(old, map_location="cpu", weights_only=True, mmap=True))
+        pieces = content.get("pieces", {}).items()
+        return content | {"pieces": {name: ((row, 0), values) for name, (row, values) in pieces}}
     with safe_open(path, framework="pt", device="cpu") as file:
-        content: dict[str, Any] = json.loads(file.metadata()["state"])
-        firsts = content.pop("first_rows")
+        content = json.loads(file.metadata()["state"])
+        firsts = content.pop("first", None)
+        if firsts is None:
+            firsts = {name: (row, 0) for name, row in content.pop("first_rows").items()}
         names = [name for name in file.keys() if name.startswith("random/")]  # noqa: SIM118
         content["pieces"] = {
-            name: (first, file.get_tensor(f"piece/{name}")) for name, first in firsts.items()
+            name: (tuple(first), file.get_tensor(f"piece/{name}")) for name, first in firsts.items()
         }
         content["random"] = {name.removeprefix("random/"): file.get_tensor(name) for name in names}
     return content
@@ -201,24 +208,30 @@ def _make_moments(consumer: TrainerState) -> None:
 
 
 def _own_pieces(consumer: TrainerState) -> Pieces:
-    """Copy the rows that this rank holds; the first rank also copies what all ranks hold alike."""
-    ranks, current = consumer.ranks, consumer.host_offload.current
-    return {
-        name: (first, _host_copy(current(rows)))
-        for name, tensor in _tensors(consumer).items()
-        for first, rows in [own_rows(tensor, ranks)]
-        if ranks.is_first or rows is not tensor
-    }
+    """Copy the parts that no other rank copies."""
+    sharding, current = consumer.policy.sharding, consumer.host_offload.current
+    pieces: Pieces = {}
+    for name, tensor in _tensors(consumer).items():
+        if sharding.holds_alone(_owner(name), tensor):
+            part = sharding.part(_owner(name), tensor)
+            first = (part.first_row, part.first_column)
+            pieces[name] = (first, _host_copy(current(part.values)))
+    return pieces
 
 
-def _fill(own: Tensors, saved: Iterable[Pieces], ranks: Ranks, folder: Path) -> None:
-    """Copy the rows that this rank holds out of the pieces that any number of ranks saved.
+def _owner(name: str) -> str:
+    """Return the parameter that a saved tensor belongs to."""
+    return name.partition("/")[2]
+
+
+def _fill(own: Tensors, saved: Iterable[Pieces], sharding: Sharding, folder: Path) -> None:
+    """Copy the part that this rank holds out of the pieces that ranks of any layout saved.
 
     Moments that were not saved become zero: there had been no update.
     """
     pieces: dict[str, list[Piece]] = {}
-    for part in saved:
-        for name, piece in part.items():
+    for one in saved:
+        for name, piece in one.items():
             pieces.setdefault(name, []).append(piece)
     missing = [name for name in own if name.startswith("master/") and name not in pieces]
     differing = sorted([*missing, *(pieces.keys() - own.keys())])
@@ -226,22 +239,34 @@ def _fill(own: Tensors, saved: Iterable[Pieces], ranks: Ranks, folder: Path) -> 
         raise RunError(f"checkpoint {folder}: its weights are not the model's: {differing[:3]}")
     with torch.no_grad():
         for name, tensor in own.items():
-            first, rows = own_rows(tensor, ranks)
+            part = sharding.part(_owner(name), tensor)
             if name not in pieces:
-                rows.zero_()
-            elif _copy_rows(rows, first, pieces[name]) != rows.numel():
+                part.values.zero_()
+            elif _copy_values(part, pieces[name]) != part.values.numel():
                 raise RunError(f"checkpoint {folder}: {name} is not whole")
 
 
-def _copy_rows(target: Tensor, first: int, pieces: Iterable[Piece]) -> int:
-    """Copy the target's rows out of the pieces; return how many numbers were copied."""
+def _copy_values(target: Part, pieces: Iterable[Piece]) -> int:
+    """Copy the target's rows and columns out of the pieces; return how many numbers were copied."""
     copied = 0
-    for start, rows in pieces:
-        if not target.ndim:
-            target.copy_(rows)
+    for (row, column), saved in pieces:
+        if not target.values.ndim:
+            target.values.copy_(saved)
             return 1
-        begin, end = max(first, start), min(first + len(target), start + len(rows))
-        if begin < end:
-            target[begin - first : end - first].copy_(rows[begin - start : end - start])
-            copied += rows[begin - start : end - start].numel()
+        if not target.values.numel() or not saved.numel():
+            continue
+        into = target.values.view(len(target.values), -1)
+        values = saved.view(len(saved), -1)
+        rows = _common(target.first_row, len(into), row, len(values))
+        columns = _common(target.first_column, into.shape[1], column, values.shape[1])
+        block = values[rows[1], columns[1]]
+        into[rows[0], columns[0]] = block.to(into)
+        copied += block.numel()
     return copied
+
+
+def _common(first: int, size: int, other: int, other_size: int) -> tuple[slice, slice]:
+    """Return the overlap of two ranges, counted from the begin of the one and of the other."""
+    begin, end = max(first, other), min(first + size, other + other_size)
+    end = max(begin, end)
+    return slice(begin - first, end - first), slice(begin - other, end - other)

@@ -105,7 +105,7 @@ def spawn_trainer(
             ),
             discard=ProcessWorker.close,
         )
-        return RankGroup(ranks)
+        return RankGroup(ranks, config.train.parallel)
 
     return spawn
 

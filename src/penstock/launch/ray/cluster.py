@@ -250,6 +250,6 @@ def _spawn_trainer(actors: _Actors, total_steps: int) -> Callable[[], Awaitable[
         for slot in slots:
             slot.has_served = True
         folders[node] = await ranks[0].call("weights_folder")
-        return RankGroup(ranks)
+        return RankGroup(ranks, config.train.parallel)
 
     return spawn

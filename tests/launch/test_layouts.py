@@ -1,0 +1,96 @@
+"""`penstock train` with layouts of trainer ranks, as a user sees it: weights, audit, resume, refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.job import Job
+from penstock.run_folder import RunFolder
+from stages.disturbed_run import assert_balanced, config_of, run, weights
+from stages.tiny_run import TINY, CrashServer, assert_sound
+from stages.training_data import tiny_model
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
+TWO = ("launch.kind=local", "launch.num_consumers=2")
+
+
+def assert_close(folder: RunFolder, quiet: RunFolder) -> None:
+    """Compare with one rank: sums in another order, in float32, and Adam divides by the gradient."""
+    difference = np.abs(weights(folder) - weights(quiet))
+    assert difference.max() < 3e-3  # three steps with train.lr 1e-3
+    assert (difference > 1e-5).mean() < 5e-4
+    assert (difference > 1e-6).mean() < 2e-3
+
+
+def test_two_tensor_ranks_give_the_weights_of_one_though_one_of_them_dies(
+    quiet: RunFolder, tmp_path: Path
+) -> None:
+    """The step that the dead rank had begun is done again by both, with the digests of the journal."""
+
+    async def disturb(job: Job, step: int) -> None:
+        if step == 3:
+            worker = job.workers.supervised["trainer"].worker
+            os.kill(worker._ranks[1].pid, signal.SIGKILL)  # type: ignore[union-attr]
+
+    words = ["produce.strategy=sync", "launch.num_consumers=2", "train.parallel.tensor=2"]
+    folder, notes = run(config_of(tmp_path, "killed", *words), disturb)
+    assert_balanced(folder)
+    assert any("trainer-1: the worker ended unexpectedly" in note for note in notes)
+    assert_close(folder, quiet)
+
+
+def test_a_run_of_tensor_ranks_is_resumed_in_another_layout(server: CrashServer) -> None:
+    words = (*TWO, "train.parallel.tensor=2")
+    folder, code = server.train("tensor", *words, point="after take", number=4)
+    assert code == -9, server.output()
+    words = ("train.parallel.tensor=1", "train.parallel.zero=1", "train.steps=5")
+    assert server.run("resume", str(folder.path), *words) == 0, server.output()
+    assert_sound(folder, steps=5)
+    assert [era.config.train.parallel.tensor for era in folder.eras()] == [2, 1]
+    assert server.run("audit", str(folder.path)) == 0, server.output()
+    assert server.run("replay", str(folder.path)) == 0, server.output()
+    assert sum(line.endswith("equal") for line in server.output().splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            ("launch.num_consumers=2", "train.parallel.tensor=4"),
+            "train.parallel: got 4 ranks for one copy of the model with launch.num_consumers = 2",
+        ),
+        (
+            ("launch.num_consumers=4", "train.parallel.tensor=4"),
+            "train.parallel.tensor: got 4, allowed: a divisor of the model's num_key_value_heads = 2",
+        ),
+        (
+            ("launch.num_consumers=2", "train.parallel.tensor=2", "model.path=gpt2"),
+            "train.parallel.tensor: got 2, but transformers has no tensor-parallel plan for 'gpt2'",
+        ),
+        (
+            (
+                "launch.num_consumers=2",
+                "train.parallel.tensor=2",
+                "model.lora={rank=2,dropout=0.1}",
+            ),
+            "model.lora.dropout: got 0.1, allowed: 0 with train.parallel",
+        ),
+    ],
+    ids=["product", "heads", "no plan", "dropout"],
+)
+def test_a_layout_that_cannot_work_is_refused_in_one_line(
+    server: CrashServer, words: tuple[str, ...], reason: str
+) -> None:
+    folder = server.folder / "gpt2"
+    if not folder.exists():
+        tiny_model("GPT2", n_embd=16, n_head=2, n_layer=1).save_pretrained(folder)
+    command = ("train", *TINY, "launch.kind=local", *words)
+    assert server.run(*command, directory=server.folder) == 2
+    lines = server.output().strip().splitlines()
+    assert reason in lines[-1] or reason in " ".join(lines)
