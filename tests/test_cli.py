@@ -89,6 +89,7 @@ WRONG = {  # for each command a wrong argument, and words of its error message
     "doctor": (["no-such-run"], "no-such-run"),
     "export": (["no-such-run", "--to", "model"], "no-such-run"),
     "runs": (["no-such-folder"], "no-such-folder"),
+    "dashboard": (["no-such-folder"], "no-such-folder"),
     "compare": (["no-such-run", "other"], "no-such-run"),
     "check": (["no-such.toml"], "no-such.toml"),
     "init": (["x", "--reward", "best"], "--reward: got 'best'"),

@@ -19,6 +19,7 @@ OWNED = {
     "evaluation/agents.py play": "a TaskGroup, the first error raised",
     "evaluation/background.py Evaluations.begin": "the loop's TaskGroup",
     "evaluation/score.py _in_order": "a TaskGroup",
+    "inspection/dashboard/server.py serve_on": "a TaskGroup",
     "job.py _load_and_launch": "awaited before it returns",
     "launch/assemble.py all_or_first_error": "gathered, also after an error",
     "launch/ray/agents.py AgentPart.generate_group": "awaited, its error raised",

@@ -17,6 +17,7 @@ from penstock import cli, trust
 from penstock.config.source import load_config, to_toml
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder, create
+from stages.dashboard_server import serving
 from stages.hostile_run import add_checkpoint
 from stages.made_run import make_run
 from stages.tiny_run import TINY
@@ -36,6 +37,7 @@ LOOKS = [
     "scale",
     "runs",
     "compare",
+    "dashboard",
 ]
 
 
@@ -102,8 +104,20 @@ def test_no_look_executes_code_of_the_run(
         "export": [run, "--to", str(stranger.path.parent / "exported"), "--adapter"],
     }
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("loaded a pickle"))
-    penstock(monkeypatch, command, *more.get(command, [run]))
+    if command == "dashboard":
+        look_at_every_view(stranger.path.parent)
+    else:
+        penstock(monkeypatch, command, *more.get(command, [run]))
     assert not was_executed(stranger)
+
+
+def look_at_every_view(folder: Path) -> None:
+    with serving(folder) as client:
+        run = client.lines()["theirs"]["id"]
+        for view in ("overview", "samples", "pairs", "journal", "timeline"):
+            client.read(f"/api/run/{run}/{view}")
+        assert client.read(f"/api/compare?runs={run},{run}")["comparisons"]
+        assert client.ask(f"/report/{run}")[0] == 200
 
 
 def test_every_command_is_a_look_or_asks() -> None:

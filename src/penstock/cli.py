@@ -21,6 +21,7 @@ from penstock import __version__
 from penstock.config import Section
 from penstock.config.source import explain
 from penstock.errors import PenstockError, StopRequested, UserError
+from penstock.inspection.dashboard.command import dashboard
 from penstock.terminal import console, say
 
 app = typer.Typer(
@@ -45,8 +46,7 @@ Arguments = Annotated[
 
 def _run_names(incomplete: str) -> list[str]:
     """Complete the name of a run in runs/; the shell itself completes paths."""
-    folders = Path("runs").glob(f"{incomplete}*/journal.db")
-    return sorted(folder.parent.name for folder in folders)
+    return sorted(path.parent.name for path in Path("runs").glob(f"{incomplete}*/journal.db"))
 
 
 Run = Annotated[
@@ -479,6 +479,7 @@ def score(
 
 sandbox_app = typer.Typer(no_args_is_help=True, help="Run untrusted code in a sandbox.")
 app.add_typer(sandbox_app, name="sandbox", rich_help_panel="Rewards")
+app.command(rich_help_panel="Look")(dashboard)
 
 
 @sandbox_app.command("check")
@@ -531,8 +532,7 @@ def agent_check(arguments: Arguments = None, trust: Trust = False) -> None:
         for one in findings:
             why = f": {one.detail}" if one.detail else ""
             say(f"{one.verdict:<4} {task}: {one.name}{why}")
-    failed = any(one.verdict == "FAIL" for findings in found.values() for one in findings)
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(any(one.verdict == "FAIL" for own in found.values() for one in own))
 
 
 S = TypeVar("S", bound=Section)

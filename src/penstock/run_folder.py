@@ -19,6 +19,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from penstock import trust
@@ -33,6 +34,7 @@ from penstock.journal import Journal, is_empty
 _UNTIL = "until-step-"  # names of copies
 _IN_FORCE, _EARLIER = "config", "config until step "  # names of facts in the journal
 _INSIDE = "RUN/"  # begins a path of data that is in the run folder, which may be moved
+_LOOKS_PASSED = 10_000  # tries; a look takes some microseconds
 CONFIG, JOURNAL, METRICS, ORIGIN = "config.toml", "journal.db", "metrics.jsonl", "origin.json"
 
 
@@ -75,7 +77,7 @@ class RunFolder:
         """Return what the journal holds about the run's identity; empty before its first record."""
         if not self.journal.is_file() or is_empty(self.journal):
             return {}
-        with contextlib.closing(Journal.open(self.journal, readonly=True)) as journal:
+        with contextlib.closing(Journal.look(self.journal)) as journal:
             return journal.read_identity()
 
     def config(self) -> Config:
@@ -166,18 +168,34 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"run: {self.path}/lock cannot be opened: {error.strerror}") from None
         with os.fdopen(descriptor, "a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _take_lock(file.fileno()):
                 file.seek(0)
                 owner = file.read().strip()
                 raise UserError(
                     f"run: {self.path} is being trained by process {owner}; allowed: one at a time"
-                ) from None
+                )
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-            yield
+            try:
+                yield
+            finally:
+                file.truncate(0)  # a lock that names a process and that nobody holds: a kill
+
+    def owner(self) -> Owner:
+        """Return whether a process trains the run now, or left it without an end."""
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return Owner.NONE
+        with os.fdopen(descriptor, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return Owner.ALIVE
+            except OSError:
+                return Owner.NONE
+            return Owner.KILLED if file.read(1) else Owner.NONE
 
     def check_inside(self, path: Path) -> None:
         """Raise a UserError if a link leads a path of this folder out of it."""
@@ -190,6 +208,31 @@ class RunFolder:
         """Return where a fork's rollouts came from; None if the run generated its own."""
         path = self.path / ORIGIN
         return Origin(**json.loads(path.read_text())) if path.is_file() else None
+
+
+class Owner(StrEnum):
+    """The process that trains a run."""
+
+    NONE = "none"
+    ALIVE = "alive"
+    KILLED = "killed"
+
+
+def _take_lock(descriptor: int) -> bool:
+    """Take the lock alone; return False if a run holds it. A look holds it for a moment, shared."""
+    for _ in range(_LOOKS_PASSED):
+        for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):  # shared: only looks hold it, so try again
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                continue
+        else:
+            return False
+        if kind == fcntl.LOCK_EX:
+            return True
+        os.sched_yield()
+    return False
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -361,7 +404,7 @@ def has_progress(path: Path) -> bool:
 def _has_groups(path: Path) -> bool:
     if not path.exists() or is_empty(path):
         return False
-    journal = Journal.open(path, readonly=True)
+    journal = Journal.look(path)
     try:
         return bool(journal.query("SELECT 1 FROM groups LIMIT 1"))
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.config import Config
-from penstock.config.changes import FREE, UPDATE, _flat, allowed_changes, effect_of
+from penstock.config.changes import FREE, UPDATE, allowed_changes, effect_of, flat
 from penstock.config.source import load_config
 from penstock.errors import UserError
 
@@ -18,7 +18,7 @@ def changed(*overrides: str) -> list[tuple[str, bool]]:
 
 def test_every_key_has_a_rule() -> None:
     config = Config.model_validate({"eval": {"tasks": {"held": {}}}})
-    for key in _flat(config.model_dump()):
+    for key in flat(config.model_dump()):
         assert effect_of(key)
 
 

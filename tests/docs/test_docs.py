@@ -49,6 +49,7 @@ every_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 NOT_RUN = {  # command -> why; the options are checked all the same
     "penstock convert trl grpo.yaml": "needs a file of TRL; docs/coming-from.md runs it with one",
     "penstock sandbox serve": "serves until it is stopped",
+    "penstock dashboard": "serves until it is stopped",
     "penstock scale": "needs a run that is under way",
     "vllm serve": "vLLM is not installed with the tests",
     "python": "benchmarks measure for minutes; their --help is run instead",

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -347,8 +348,13 @@ def test_a_look_from_another_process_after_a_sync_loses_nothing(tmp_path: Path) 
     journal.drawn(sampler.sample_now("t"))
     journal.sync()
     assert look() == 2
+    with closing(Journal.look(path)) as own:  # of the same process, while it writes
+        assert len(own.query("SELECT 1 FROM groups")) == 2
+    journal.drawn(sampler.sample_now("t"))
+    journal.sync()
+    assert look() == 3
     journal.close()
-    assert look() == 2
+    assert look() == 3
 
 
 def test_the_identity_of_a_run_is_kept_checked_and_replaced_by_name(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import shlex
 import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any, Self
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -21,9 +25,9 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
     "--disable-dev-shm-usage",
-    "--virtual-time-budget=3000",
-    "--dump-dom",
+    "--hide-scrollbars",
 ]
+DUMP = ["--virtual-time-budget=3000", "--dump-dom"]
 
 
 class Page(HTMLParser):
@@ -64,7 +68,99 @@ class Page(HTMLParser):
 
 
 def open_page(path: Path, profile: Path) -> Page:
-    command = [str(BROWSER), *FLAGS, f"--user-data-dir={profile}", path.absolute().as_uri()]
+    command = [str(BROWSER), *FLAGS, *DUMP, f"--user-data-dir={profile}", path.absolute().as_uri()]
     environment = {**os.environ, "HOME": str(profile)}
     done = subprocess.run(command, capture_output=True, timeout=120, env=environment, check=True)
     return Page(done.stdout.decode())
+
+
+class LivePage:
+    """A page that stays open in a browser: told what to do through the browser's own pipe."""
+
+    def __init__(self, profile: Path, width: int = 1280, height: int = 900) -> None:
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        words = [str(BROWSER), *FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe"]
+        script = f"exec {shlex.join([*words, 'about:blank'])} 3<&{theirs_in} 4>&{theirs_out}"
+        self._process = subprocess.Popen(
+            ["bash", "-c", script],
+            pass_fds=(theirs_in, theirs_out),
+            env={**os.environ, "HOME": str(profile)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._out, self._in = os.fdopen(ours_out, "wb"), os.fdopen(ours_in, "rb")
+        self._number, self._rest, self._session = 0, b"", ""
+        [target] = [
+            one["targetId"]
+            for one in self._call("Target.getTargets")["targetInfos"]
+            if one["type"] == "page"
+        ]
+        attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        self.resize(width, height)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._out.close()
+        self._in.close()
+
+    def open(self, address: str) -> None:
+        self._call("Page.navigate", url=address)
+
+    def resize(self, width: int, height: int) -> None:
+        shape = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._call("Emulation.setDeviceMetricsOverride", **shape)
+
+    def value(self, script: str) -> Any:
+        """Return what an expression is in the page; a promise is waited for."""
+        found = self._call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def until(self, condition: str) -> None:
+        """Wait until an expression holds, looking again whenever the page changes."""
+        self.value(
+            f"""new Promise((done) => {{
+              const holds = () => {{ try {{ return {condition}; }} catch {{ return false; }} }};
+              if (holds()) return done();
+              const watch = new MutationObserver(() => holds() && (watch.disconnect(), done()));
+              const all = {{ subtree: true, childList: true, attributes: true, characterData: true }};
+              watch.observe(document, all);
+            }})"""
+        )
+
+    def press(self, key: str) -> None:
+        text = {"text": key} if len(key) == 1 else {}
+        for kind in ("keyDown", "keyUp"):
+            self._call("Input.dispatchKeyEvent", type=kind, key=key, **text)
+
+    def picture(self, path: Path) -> None:
+        data = self._call("Page.captureScreenshot", format="png")["data"]
+        path.write_bytes(base64.b64decode(data))
+
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        self._out.write(json.dumps(message).encode() + b"\0")
+        self._out.flush()
+        while True:
+            while b"\0" not in self._rest:
+                piece = os.read(self._in.fileno(), 1 << 16)
+                assert piece, "the browser has ended"
+                self._rest += piece
+            line, _, self._rest = self._rest.partition(b"\0")
+            answer = json.loads(line)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer["error"]
+                return answer["result"]

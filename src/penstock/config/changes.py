@@ -75,7 +75,7 @@ def allowed_changes(before: Config, after: Config, *, pinned: Container[str] = (
 
     `pinned`: paths that may change, because the content behind them is compared instead.
     """
-    old, new = _flat(before.model_dump()), _flat(after.model_dump())
+    old, new = flat(before.model_dump()), flat(after.model_dump())
     changes = []
     for key in sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
         effect = FREE if key in pinned else effect_of(key)
@@ -92,7 +92,7 @@ def allowed_changes(before: Config, after: Config, *, pinned: Container[str] = (
 
 def differing(before: Config, after: Config) -> list[str]:
     """Return each setting that differs as `key=value`, with the later value."""
-    old, new = _flat(before.model_dump()), _flat(after.model_dump())
+    old, new = flat(before.model_dump()), flat(after.model_dump())
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return [f"{key}={new.get(key)}" for key in keys]
 
@@ -110,11 +110,12 @@ def _is_whole_task(key: str, old: dict[str, object], new: dict[str, object]) -> 
     return (data in old) != (data in new)
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, object]:
+    """Return the settings of a tree by their dotted keys."""
+    found: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
+            found.update(flat(value, f"{prefix}{key}."))
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            found[f"{prefix}{key}"] = value
+    return found

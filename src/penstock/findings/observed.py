@@ -150,7 +150,7 @@ def _read_journal(
     if not folder.journal.is_file():
         return {}, None, ""
     try:
-        with closing(Journal.open(folder.journal, readonly=True)) as journal:
+        with closing(Journal.look(folder.journal)) as journal:
             facts, failure = journal.read_identity(), _last_failure(journal)
             batch = journal.batch(rows[-1]["step"]) if rows else None
     except (PenstockError, TypeError, ValueError):  # damage can put any type anywhere

@@ -66,13 +66,15 @@ class Comparison:
 
 def compare(a: RunFolder, b: RunFolder) -> list[Comparison]:
     """Return a comparison for each evaluation task that both runs have; else one of training prompts."""
-    newest_a, newest_b = _newest(a), _newest(b)
+    newest_a, newest_b = (
+        {task: files[-1] for task, files in evaluations(folder).items()} for folder in (a, b)
+    )
     found = []
     for task in sorted(newest_a.keys() & newest_b.keys()):
         (step_a, path_a), (step_b, path_b) = newest_a[task], newest_b[task]
-        rows_a, rows_b = _rows(path_a), _rows(path_b)
+        rows_a, rows_b = read_samples(path_a), read_samples(path_b)
         judged = all(row.get("ans_valid") is not None for row in (*rows_a, *rows_b))
-        own_a, own_b = _answered(rows_a, judged), _answered(rows_b, judged)
+        own_a, own_b = answered(rows_a, judged), answered(rows_b, judged)
         measure = "accuracy" if judged else "reward"
         found += _pair(task, measure, (step_a, step_b), own_a, own_b)
     found = found or _pair("training prompts", "reward", (0, 0), _trained(a), _trained(b))
@@ -84,17 +86,17 @@ def compare(a: RunFolder, b: RunFolder) -> list[Comparison]:
     return found
 
 
-def _newest(folder: RunFolder) -> dict[str, tuple[int, Path]]:
-    """Return the samples of the newest evaluation of each task, with its step."""
-    found: dict[str, tuple[int, Path]] = {}
+def evaluations(folder: RunFolder) -> dict[str, list[tuple[int, Path]]]:
+    """Return the samples of each task's evaluations with their step, the oldest first."""
+    found: dict[str, list[tuple[int, Path]]] = {}
     for path in folder.evaluations.glob("*.jsonl"):
         if match := _SAMPLES.fullmatch(path.name):
-            entry = int(match["step"]), path
-            found[match["task"]] = max(found.get(match["task"], entry), entry)
-    return found
+            found.setdefault(match["task"], []).append((int(match["step"]), path))
+    return {task: sorted(files) for task, files in found.items()}
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Return the scored lines of an evaluation; damaged ones are left out."""
     rows = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -106,7 +108,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _answered(rows: Sequence[dict[str, Any]], judged: bool) -> dict[str, Answered]:
+def answered(rows: Sequence[dict[str, Any]], judged: bool) -> dict[str, Answered]:
+    """Return what a run made of each prompt, by its id: its first response and the mean score."""
     by_prompt: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_prompt.setdefault(str(row.get("prompt_id")), []).append(row)
@@ -127,7 +130,7 @@ def _trained(folder: RunFolder) -> dict[str, Answered]:
     """Return the newest trained group of every prompt."""
     if not folder.journal.is_file():
         return {}
-    with closing(Journal.open(folder.journal, readonly=True)) as journal:
+    with closing(Journal.look(folder.journal)) as journal:
         rows = journal.query(
             "SELECT g.prompt_id, g.reward, r.text FROM groups g JOIN rollouts r USING(group_id)"
             " WHERE g.state = 'trained' AND r.number = 0 AND g.reward IS NOT NULL ORDER BY g.step"

@@ -324,7 +324,7 @@ def show_rollouts(
     if task is not None and task.startswith(EVALUATED):
         samples = find_evaluated(folder, task, where=where, step=step, limit=limit)
     else:
-        with closing(Journal.open(folder.journal, readonly=True)) as journal:
+        with closing(Journal.look(folder.journal)) as journal:
             _check_task(journal, task)
             samples = find_rollouts(
                 journal, where=where, step=step, task=task, limit=limit, render=_renderer(folder)

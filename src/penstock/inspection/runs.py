@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.evaluation.evaluate import SUMMARY
 from penstock.findings.observed import Row, read_rows
 from penstock.identity import TOTAL_STEPS
-from penstock.run_folder import CONFIG, JOURNAL, RunFolder
+from penstock.run_folder import CONFIG, JOURNAL, Owner, RunFolder
 from penstock.track.sparkline import sparkline
 
 
@@ -27,7 +26,7 @@ class RunLine:
     """One run."""
 
     name: str
-    state: str  # training | finished | stopped | damaged
+    state: str  # training | finished | stopped | killed | damaged
     steps: int = 0
     total_steps: int | None = None
     reward: float | None = None  # of the newest step
@@ -44,10 +43,11 @@ def list_runs(folder: Path) -> list[RunLine]:
     found = [
         path for path in folder.iterdir() if (path / CONFIG).is_file() or (path / JOURNAL).is_file()
     ]
-    return sorted((_line(RunFolder(path)) for path in found), key=lambda run: -run.changed_at)
+    return sorted((read_line(RunFolder(path)) for path in found), key=lambda run: -run.changed_at)
 
 
-def _line(folder: RunFolder) -> RunLine:
+def read_line(folder: RunFolder) -> RunLine:
+    """Return the line of one run; what cannot be read is left out."""
     changed = max(file.stat().st_mtime for file in (folder.metrics, folder.path) if file.exists())
     line = RunLine(name=folder.name, state="stopped", changed_at=changed)
     rows = read_rows(folder)
@@ -63,8 +63,11 @@ def _line(folder: RunFolder) -> RunLine:
         line.state = "damaged"
     if line.total_steps and line.steps >= line.total_steps:
         line.state = "finished"
-    if _is_locked(folder.path / "lock"):
+    owner = folder.owner()
+    if owner is Owner.ALIVE:
         line.state = "training"
+    elif owner is Owner.KILLED and line.state == "stopped":
+        line.state = "killed"
     return line
 
 
@@ -88,20 +91,6 @@ def _held_out(folder: RunFolder) -> str:
     measure = "accuracy" if own and own[0].get("accuracy") is not None else "reward"
     scores = _numbers(own, measure)
     return f"{own[0]['task']} {measure} {scores[0]:.3f} -> {scores[-1]:.3f}" if scores else ""
-
-
-def _is_locked(path: Path) -> bool:
-    """Return whether a process holds the run's lock."""
-    if not path.is_file():
-        return False
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = False) -> None:
@@ -134,7 +123,13 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
     console.print(table, highlight=False)
 
 
-_STYLES = {"training": "green", "finished": "", "stopped": "dim", "damaged": "red"}
+_STYLES = {
+    "training": "green",
+    "finished": "",
+    "stopped": "dim",
+    "killed": "yellow",
+    "damaged": "red",
+}
 
 
 def _ago(seconds: float) -> str:

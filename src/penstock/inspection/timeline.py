@@ -79,10 +79,10 @@ def lanes(events: list[Event]) -> list[Lane]:
     for event in events:
         if event.what != SESSION:
             by_lane[event.lane].append(event)
-    found = [
-        Lane(name, _covered(own, waiting=False), _covered(own, waiting=True), total)
-        for name, own in by_lane.items()
-    ]
+    found = []
+    for name, own in by_lane.items():
+        busy, waited = (sum(end - start for start, end in part) for part in split_waits(own))
+        found.append(Lane(name, busy, waited, total))
     return sorted(found, key=lambda lane: (_rank(lane.name), lane.name))
 
 
@@ -103,9 +103,11 @@ def sessions(events: list[Event]) -> list[tuple[float, float]]:
     return found
 
 
-def _covered(events: list[Event], *, waiting: bool) -> float:
-    chosen = (event for event in events if (event.what in _WAITING) == waiting)
-    return sum(end - start for start, end in _merge(chosen))
+def split_waits(events: list[Event]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return the intervals in which a lane works, and those in which it waits."""
+    return _merge(e for e in events if e.what not in _WAITING), _merge(
+        e for e in events if e.what in _WAITING
+    )
 
 
 def _rank(name: str) -> int:

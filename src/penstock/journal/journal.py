@@ -71,7 +71,9 @@ class Unfinished:
 class Journal:
     """Consumes records of the run, makes them durable, and answers queries about them."""
 
-    def __init__(self, path: Path, *, readonly: bool = False, threaded: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, readonly: bool = False, brief: bool = False, threaded: bool = True
+    ) -> None:
         self.path = path
         self.waits = Waits()  # where waits for the disk are opened; a job puts its own here
         self._writer: Writer | None = None
@@ -80,13 +82,18 @@ class Journal:
         # Closing any descriptor of a file drops all locks that the process has on it, those of
         # SQLite too; so what `sync` opens stays open until the connections are closed.
         self._descriptors: dict[Path, int] = {}
-        self._reader = open_database(path, readonly=True)
+        self._reader = open_database(path, readonly=True, brief=brief)
         self._known_prompts: set[tuple[str, str]] = set()
 
     @classmethod
     def open(cls, path: str | Path, *, readonly: bool = False, threaded: bool = True) -> Journal:
         """Open the journal in that file, creating it if needed; `readonly` reads a live run's journal."""
         return cls(Path(path), readonly=readonly, threaded=threaded)
+
+    @classmethod
+    def look(cls, path: str | Path) -> Journal:
+        """Open the journal for a moment, also that of a live run; writes no file beside it."""
+        return cls(Path(path), readonly=True, brief=True)
 
     # -- the life of a group ---------------------------------------------------------------------
 

@@ -143,14 +143,17 @@ CREATE TEMP VIEW identity AS SELECT NULL AS name, NULL AS value WHERE 0;
 }
 
 
-def open_database(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
-    """Return a connection in autocommit mode; create the tables of a new file, check an old one."""
+def open_database(path: Path, *, readonly: bool = False, brief: bool = False) -> sqlite3.Connection:
+    """Return a connection in autocommit mode; create the tables of a new file, check an old one.
+
+    `brief`: a read-only connection that is closed again at once, and writes nothing beside the file.
+    """
     if readonly and not path.is_file():
         raise UserError(f"journal: got no file {path}, allowed: the journal.db of a run folder")
     try:
         if not path.exists():
             _make_file(path)
-        database = _connect(path, readonly)
+        database = _look(path) if brief else _connect(path, readonly)
         version = database.execute("PRAGMA user_version").fetchone()[0]
         if not (1 if readonly else 0) <= version <= SCHEMA_VERSION:
             raise RunError(
@@ -185,7 +188,7 @@ def _make_file(path: Path) -> None:
 def is_empty(path: Path) -> bool:
     """Return whether the file has no tables: the writer died before, or they were lost."""
     try:
-        database = _connect(path, readonly=True)
+        database = _look(path)
         try:
             return bool(database.execute("PRAGMA user_version").fetchone()[0] == 0)
         finally:
@@ -218,6 +221,25 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
         return _link(path, "mode=ro")
     if not log.exists() or not log.stat().st_size:
         return _link(path, "immutable=1")
+    return _link_to_copy(path, log)
+
+
+def _look(path: Path) -> sqlite3.Connection:
+    """Return a connection that makes no file: a log's index is read as it is, or built in memory.
+
+    A file without a log has no writer. One may start during a look: it changes the file itself only
+    when its log is long, so a brief look is over by then.
+    """
+    log, index = (path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))
+    if log.exists() and index.exists():
+        return _link(path, "mode=ro&readonly_shm=1")
+    if not log.exists() or not log.stat().st_size:
+        return _link(path, "immutable=1")
+    return _link_to_copy(path, log)
+
+
+def _link_to_copy(path: Path, log: Path) -> sqlite3.Connection:
+    """Return a connection to a copy of the file and its log, which lack the log's index."""
     with ScratchFolder.new("journal") as scratch:
         for file in (path, log):
             shutil.copyfile(file, scratch / file.name)

@@ -19,7 +19,7 @@ import logging
 import re
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,17 @@ class Request:
     has_left: Callable[[], bool]  # whether nobody waits for the reply any more
 
 
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """A reply that is not JSON: a body, or a stream that lasts until the client leaves."""
+
+    content_type: str
+    body: bytes = b""
+    stream: AsyncGenerator[bytes, None] | None = None
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class _Connection:
     reader: asyncio.StreamReader
@@ -77,11 +88,11 @@ class _Connection:
     task: asyncio.Task[Any] | None = field(default=None)
 
 
-Handler = Callable[[Request], Awaitable[dict[str, Any]]]
+Handler = Callable[[Request], Awaitable[dict[str, Any] | Reply]]
 
 
 class Listener:
-    """Serves one handler, which returns JSON or raises Refusal."""
+    """Serves one handler, which returns JSON or a Reply, or raises Refusal."""
 
     def __init__(self, handler: Handler, limits: ListenerLimits) -> None:
         self._handler, self._limits = handler, limits
@@ -124,6 +135,8 @@ class Listener:
                 continue
         except (OSError, EOFError, TimeoutError):
             pass  # the client is gone, or did not say in time what it wants
+        except asyncio.CancelledError:
+            pass  # `close` cuts it; asyncio would print the end of a cancelled connection
         finally:
             del self._connections[id(one)]
             self._per_client[one.client] -= 1
@@ -139,23 +152,27 @@ class Listener:
 
     async def _answer_one(self, one: _Connection) -> bool:
         """Answer one request; return whether the connection stays open for another."""
-        keep = False
+        keep, status = False, 200
+        body: dict[str, Any] | Reply
         try:
             request, keep = await self._read_head(one)
             one.busy = True
-            status, body = 200, await self._handler(request)
+            body = await self._handler(request)
         except Refusal as refusal:
             status, body = refusal.status, {"error": str(refusal)}
         except (OSError, EOFError, TimeoutError):
             raise
         except Exception:  # a fault of ours: the client gets a 500, the log the traceback
-            _log.exception("the verification server failed a request")
+            _log.exception("the server failed a request")
             status, body = 500, {"error": "the server failed"}
         finally:
             self._held_bytes -= one.held_bytes
             one.held_bytes = 0
         keep = keep and not one.unread
-        await self._reply(one, status, body, keep)
+        if isinstance(body, Reply) and body.stream is not None:
+            await self._stream(one, body, body.stream)
+            return False
+        await self._reply(one, _packed(status, body, keep), keep)
         return keep
 
     async def _read_head(self, one: _Connection) -> tuple[Request, bool]:
@@ -218,8 +235,19 @@ class Listener:
         except TimeoutError:
             raise Refusal(408, f"body: allowed: within {limits.body_s:g} s") from None
 
-    async def _reply(self, one: _Connection, status: int, body: dict[str, Any], keep: bool) -> None:
-        one.writer.write(_packed(status, body, keep))
+    async def _stream(
+        self, one: _Connection, reply: Reply, pieces: AsyncGenerator[bytes, None]
+    ) -> None:
+        one.busy = False  # it has no end of its own: closing the server cuts it
+        one.writer.write(_head(reply.status, reply.content_type, reply.headers, False))
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                one.writer.write(piece)
+                async with asyncio.timeout(self._limits.body_s):
+                    await one.writer.drain()
+
+    async def _reply(self, one: _Connection, packed: bytes, keep: bool) -> None:
+        one.writer.write(packed)
         async with asyncio.timeout(self._limits.body_s):
             await one.writer.drain()
         one.busy = False
@@ -236,16 +264,25 @@ class Listener:
                     left -= len(chunk)
 
 
-def _packed(status: int, body: dict[str, Any], keep: bool) -> bytes:
+def _packed(status: int, body: dict[str, Any] | Reply, keep: bool) -> bytes:
+    if isinstance(body, Reply):
+        size = {"Content-Length": str(len(body.body))}
+        return _head(body.status, body.content_type, body.headers | size, keep) + body.body
     data = json.dumps(body).encode()
+    more = {"Content-Length": str(len(data))}
+    if status in (429, 503):
+        more["Retry-After"] = "1"
+    return _head(status, "application/json", more, keep) + data
+
+
+def _head(status: int, content_type: str, more: dict[str, str], keep: bool) -> bytes:
     lines = [
         f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(data)}",
+        f"Content-Type: {content_type}",
         f"Connection: {'keep-alive' if keep else 'close'}",
-        *(["Retry-After: 1"] if status in (429, 503) else []),
+        *(f"{name}: {value}" for name, value in more.items()),
     ]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
 def _headers(lines: list[bytes]) -> dict[str, str]:

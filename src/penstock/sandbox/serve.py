@@ -244,7 +244,7 @@ def serve(
     """Run the server until it is stopped. Without a token it listens on this machine only."""
     settings = settings or ServerSettings()
     token = from_environment("--token-variable", token_variable, default=TOKEN_VARIABLE)
-    if not token and not _is_loopback(host):
+    if not token and not is_loopback(host):
         raise UserError(
             f"sandbox serve: host got {host!r} without a token, allowed: 127.0.0.1, or a token "
             f"in the environment variable {token_variable}"
@@ -269,7 +269,8 @@ async def _until_signal(listening: socket.socket, service: VerificationService) 
     await serve_on(listening, service, stopped)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:

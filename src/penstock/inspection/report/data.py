@@ -31,6 +31,7 @@ CURVES = (
     "response_length/mean",
     "staleness/mean",
     "staleness/max",
+    "loss/policy",
     "kl/mean",
     "entropy/mean",
     "clip/fraction",
@@ -80,15 +81,15 @@ class RunRecord:
     findings: list[Finding] = field(default_factory=list)
 
 
-def read_run(folder: RunFolder) -> RunRecord:
-    """Read everything that the folder has; return the record."""
+def read_run(folder: RunFolder, *, samples: bool = True) -> RunRecord:
+    """Read everything that the folder has, or all but the samples; return the record."""
     record = RunRecord(name=folder.path.resolve().name, path=str(folder.path))
     config = _read_config(folder, record)
     _read_metrics(folder, record)
     if _at(config, "eval", "tasks") != {} or (folder.evaluations / "summary.jsonl").exists():
         _read_evaluations(folder, record)
-    _read_journal(folder, record)
-    if not record.samples:
+    _read_journal(folder, record, samples)
+    if samples and not record.samples:
         _read_rollout_log(folder, record)
     if config and record.steps:
         record.findings = find(read_observed(folder))
@@ -170,16 +171,17 @@ def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:
         record.evaluations.setdefault(task, []).append(row)
 
 
-def _read_journal(folder: RunFolder, record: RunRecord) -> None:
+def _read_journal(folder: RunFolder, record: RunRecord, samples: bool) -> None:
     if not folder.journal.is_file():
         record.missing.append(
             f"{folder.journal.name} is not there: no histograms, no drops, fewer samples"
         )
         return
     try:
-        with closing(Journal.open(folder.journal, readonly=True)) as journal:
+        with closing(Journal.look(folder.journal)) as journal:
             _read_histograms(journal, record)
-            _read_samples(journal, record)
+            if samples:
+                _read_samples(journal, record)
     except (PenstockError, TypeError, ValueError) as error:  # damage can put any type anywhere
         record.missing.append(f"{folder.journal.name} could not be read to its end: {error}")
 
@@ -225,9 +227,9 @@ def _read_samples(journal: Journal, record: RunRecord) -> None:
             continue
         for sample in samples:
             row = sample.plain() | {"fate": sample.fate}
-            row["prompt"] = _clip("\n".join(message_text(m) for m in sample.prompt))
+            row["prompt"] = clip("\n".join(message_text(m) for m in sample.prompt))
             turns = row.pop("turns")
-            row["response"] = _clip(transcript(turns) if turns else sample.response)
+            row["response"] = clip(transcript(turns) if turns else sample.response)
             record.samples.append(row)
     if damaged:
         record.missing.append(f"{len(damaged)} groups were left out of the samples: {damaged[0]}")
@@ -258,8 +260,8 @@ def _logged_sample(row: dict[str, Any]) -> dict[str, Any]:
         "rollout_id": str(row.get("rollout_id", "")),
         "group_id": str(row.get("group_id", "")),
         "task": str(row.get("task", "")),
-        "prompt": _clip("\n".join(prompt)),
-        "response": _clip(str(row.get("response", ""))),
+        "prompt": clip("\n".join(prompt)),
+        "response": clip(str(row.get("response", ""))),
         "gt_answer": None if answer is None else str(answer),
         "reward": _number(row.get("reward")),
         "parts": {k: _number(v) for k, v in parts.items()} if isinstance(parts, dict) else {},
@@ -310,7 +312,8 @@ def _number(value: Any) -> float | None:
     return float(f"{value:.7g}")
 
 
-def _clip(text: str) -> str:
+def clip(text: str) -> str:
+    """Return a text as long as a page may hold."""
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}\n[cut: {len(text)} characters]"
 
 

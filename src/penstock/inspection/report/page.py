@@ -19,7 +19,14 @@ from importlib.resources import files
 from penstock.inspection.report.data import RunRecord
 from penstock.inspection.report.figures import take_figures
 
-SCRIPTS = ("dom.js", "curves.js", "bars.js", "samples.js", "page.js")
+SHARED_SCRIPTS = (
+    "dom.js",
+    "curves.js",
+    "bars.js",
+    "samples.js",
+    "sections.js",
+)  # with the dashboard
+SCRIPTS = (*SHARED_SCRIPTS, "page.js")
 
 
 def render(records: list[RunRecord]) -> str:

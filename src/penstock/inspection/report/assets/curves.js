@@ -1,7 +1,7 @@
 // Curves over steps: lines, confidence bands, markers, and the values under the pointer.
 
 const MARGIN = { top: 10, right: 14, bottom: 26, left: 46 };
-const MOST_DOTS = 400; // more points than this are drawn as a line without dots
+const MOST_DOTS = 150; // more points than this are drawn as a line without dots
 const VISIBLE_DOTS = 25; // up to so many, each point is shown
 
 // series: [{ run, name, dashed, markers, points: [{ x, y, low, high }] }]

@@ -1,0 +1,204 @@
+// The page: which view is open, what the server tells, and the keys.
+
+const MOST_COMPARED = 8;
+const byId = (id) => document.getElementById(id);
+const state = { lines: new Map(), complete: false, filter: "", cursor: null, open: null, tab: "overview", chosen: [] };
+let current = null; // the open view: { node, update }
+
+async function read(path) {
+  try {
+    const reply = await fetch(path, { credentials: "same-origin" });
+    const found = await reply.json();
+    if (reply.ok) return found;
+    showProblem(found.error);
+  } catch {
+    setLive("lost");
+  }
+  return null;
+}
+
+function showProblem(text) {
+  byId("page").querySelector(".problem")?.remove();
+  byId("page").prepend(html("aside", { class: "notice problem", role: "alert" }, text));
+}
+
+function setLive(kind) {
+  const texts = { live: "live", lost: "connection lost, trying again", connecting: "connecting" };
+  byId("live").textContent = texts[kind];
+  byId("live").className = `live ${kind}`;
+}
+
+// -- which view is open -------------------------------------------------------------------------
+
+function route() {
+  const [, kind, first, tab] = location.hash.split("/");
+  hideTip();
+  figures.length = 0;
+  current = null;
+  if (kind === "compare" && first) return showComparison(first.split(",").filter((id) => state.lines.has(id)));
+  const line = kind === "run" ? state.lines.get(first) : null;
+  state.open = line ? line.id : null;
+  state.tab = TABS.some(([name]) => name === tab) ? tab : "overview";
+  document.body.dataset.pane = line ? "run" : "list";
+  drawList();
+  document.title = line ? `${line.name} · Penstock` : "Penstock dashboard";
+  if (!line) return showNothing();
+  if (line.note) return byId("page").replaceChildren(html("p", { class: "absent" }, line.note));
+  state.cursor = line.id;
+  current = VIEWS[state.tab](line.id);
+  byId("page").replaceChildren(runHead(line), current.node);
+  byId("page").scrollTop = 0;
+  current.draw?.();
+}
+
+function showNothing() {
+  const first = listed()[0];
+  if (first && !phone()) return location.replace(`#/run/${first.id}`);
+  const empty = state.complete && !state.lines.size;
+  const text = empty ? "No run in this folder yet. Start one with: penstock train" : "Choose a run.";
+  byId("page").replaceChildren(html("p", { class: "absent" }, text));
+}
+
+function showComparison(ids) {
+  if (ids.length < 2) return location.replace("#/");
+  state.chosen = ids;
+  state.open = null;
+  document.body.dataset.pane = "run";
+  document.title = "Comparison · Penstock";
+  drawList();
+  current = compareView(ids);
+  byId("page").replaceChildren(current.node);
+}
+
+const openComparison = () => {
+  location.hash = `#/compare/${state.chosen.join(",")}`;
+};
+const phone = () => matchMedia("(max-width: 760px)").matches;
+
+// -- what the server tells ----------------------------------------------------------------------
+
+let drawing = 0;
+
+function drawSoon() {
+  cancelAnimationFrame(drawing);
+  drawing = requestAnimationFrame(drawList);
+}
+
+function take(change) {
+  if (change.complete) state.complete = true;
+  else if (change.gone) state.lines.delete(change.gone);
+  else if (change.error) showProblem(change.error);
+  else {
+    const before = state.lines.get(change.id);
+    state.lines.set(change.id, change);
+    if (change.id === state.open && before) renewHead(change);
+    const compared = location.hash.startsWith("#/compare/") && state.chosen.includes(change.id);
+    if ((change.id === state.open || compared) && current) current.update();
+  }
+}
+
+function renewHead(line) {
+  const head = document.querySelector(".run-head");
+  if (head) head.replaceWith(runHead(line));
+}
+
+function listen() {
+  const source = new EventSource("/events");
+  source.addEventListener("open", () => setLive("live"));
+  source.addEventListener("error", () => setLive("lost"));
+  source.addEventListener("runs", (event) => {
+    state.lines = new Map(JSON.parse(event.data).map((line) => [line.id, line]));
+    if (state.lines.size) route();
+    else drawSoon();
+  });
+  source.addEventListener("changes", (event) => {
+    const waited = !current;
+    JSON.parse(event.data).forEach(take);
+    drawSoon();
+    if (waited && !document.querySelector("#page .group")) route();
+    document.documentElement.dataset.ready = state.complete ? "yes" : "no";
+  });
+}
+
+// -- keys ---------------------------------------------------------------------------------------
+
+const KEYS = {
+  j: () => moveCursor(1),
+  k: () => moveCursor(-1),
+  ArrowDown: () => document.activeElement === byId("filter") && moveCursor(1),
+  Enter: () => state.cursor && (location.hash = `#/run/${state.cursor}`),
+  x: () => choose(state.cursor ?? state.open),
+  c: () => state.chosen.length > 1 && openComparison(),
+  n: () => walk(1),
+  p: () => walk(-1),
+  t: switchTheme,
+  "/": () => byId("filter").focus(),
+  "?": () => byId("help").showModal(),
+  Escape: goBack,
+};
+TABS.forEach(([name], i) => {
+  KEYS[i + 1] = () => state.open && (location.hash = `#/run/${state.open}/${name}`);
+});
+
+function onKey(event) {
+  const typing = event.target.matches?.("input[type=search], input[type=number], select, textarea");
+  if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
+  if (typing && !["Escape", "Enter", "ArrowDown"].includes(event.key)) return;
+  if (event.key === "Enter" && event.target.closest?.("a, button, form.filters")) return;
+  const act = KEYS[event.key];
+  if (!act) return;
+  if (event.key === "/" || event.key === "?") event.preventDefault();
+  act();
+}
+
+function goBack() {
+  if (document.activeElement?.matches("input, select")) document.activeElement.blur();
+  else if (state.filter) setFilter("");
+  else if (location.hash.startsWith("#/compare/")) history.back();
+  else if (state.tab !== "overview" && state.open) location.hash = `#/run/${state.open}`;
+  else if (phone()) location.hash = "#/";
+}
+
+function setFilter(text) {
+  state.filter = text;
+  byId("filter").value = text;
+  state.cursor = listed()[0]?.id ?? null;
+  drawList();
+}
+
+function switchTheme() {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  localStorage.setItem("theme", root.dataset.theme);
+  current?.draw?.();
+}
+
+function start() {
+  const theme = localStorage.getItem("theme");
+  if (theme) document.documentElement.dataset.theme = theme;
+  document.body.append(tip);
+  byId("filter").addEventListener("input", (event) => setFilter(event.target.value));
+  byId("theme").addEventListener("click", switchTheme);
+  byId("keys").addEventListener("click", () => byId("help").showModal());
+  byId("help").addEventListener("click", () => byId("help").close());
+  byId("back").addEventListener("click", () => (location.hash = "#/"));
+  byId("compare").addEventListener("click", openComparison);
+  document.addEventListener("keydown", onKey);
+  window.addEventListener("hashchange", route);
+  let waiting = 0;
+  window.addEventListener("resize", () => {
+    cancelAnimationFrame(waiting);
+    waiting = requestAnimationFrame(() => {
+      redraw();
+      current?.draw?.();
+    });
+  });
+  setLive("connecting");
+  listen();
+}
+
+window.addEventListener("error", (event) => {
+  document.documentElement.dataset.error = event.message; // the tests read it
+});
+start();

@@ -1,0 +1,242 @@
+// One run: its head, and six views of it.
+
+const TABS = [
+  ["overview", "Overview"],
+  ["samples", "Samples"],
+  ["pairs", "First and last"],
+  ["journal", "Journal"],
+  ["timeline", "Timeline"],
+  ["settings", "Settings"],
+];
+
+// The sections of the report read these.
+let runs = [];
+let several = false;
+const shownRuns = () => runs.filter((run) => run.shown);
+const LONG_RUN = 150; // runs of more steps show smoothed curves, with the raw curve faint behind
+const view = { smoothing: 0, chosen: false };
+
+function takeRuns(records) {
+  const hidden = new Set(runs.filter((run) => !run.shown).map((run) => run.id));
+  runs = records.map((record, index) => ({ ...record, index: index % MOST_COMPARED, shown: !hidden.has(record.id) }));
+  several = runs.length > 1;
+  if (!view.chosen) view.smoothing = Math.max(...runs.map((run) => run.steps.length)) > LONG_RUN ? 0.9 : 0;
+}
+
+document.addEventListener("input", (event) => {
+  if (event.target.type === "range") view.chosen = true;
+});
+
+function runHead(line) {
+  const report = html("a", { class: "button", href: `/report/${line.id}`, target: "_blank", rel: "noopener" }, "Report");
+  const tabs = TABS.map(([name, text], i) =>
+    html("a", { href: `#/run/${line.id}/${name}`, class: state.tab === name ? "on" : "", title: `${text} (${i + 1})`, "aria-current": state.tab === name ? "page" : false }, text),
+  );
+  return html(
+    "header",
+    { class: "run-head" },
+    html("div", { class: "run-title" }, html("h1", {}, line.name), chip(line.state), html("span", { class: "spring" }), report),
+    html("nav", { class: "tabs", "aria-label": "Views" }, ...tabs),
+  );
+}
+
+const reading = () => html("p", { class: "absent" }, "Reading …");
+
+// -- overview -----------------------------------------------------------------------------------
+
+// Sections are built again only when another chart appears; a new step redraws the charts in place.
+function overviewView(run, get = () => read(`/api/run/${run}/overview`).then((found) => found && [found])) {
+  const top = html("div", {}, reading());
+  const charts = html("div", {});
+  let drawn = "";
+  let waiting = 0;
+
+  async function load() {
+    clearTimeout(waiting);
+    const records = await get();
+    if (!records || !top.isConnected) return;
+    takeRuns(records);
+    const settings = Object.entries(runs[0].settings);
+    top.replaceChildren(
+      ...[
+        several ? null : html("dl", { class: "settings" }, ...settings.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value)))),
+        ...notices(),
+        findingsSection(),
+        runs.some((one) => one.steps.length) || several ? keyFigures() : html("p", { class: "absent" }, "No step is done yet."),
+      ].filter(Boolean),
+    );
+    const names = CHARTS.filter((chart) => pointsOf(chart).some((point) => point.y !== 0)).map((chart) => chart.name);
+    const shape = JSON.stringify([names, runs.map((one) => one.id)]);
+    if (shape !== drawn) {
+      figures.length = 0;
+      charts.replaceChildren(...(names.length ? [learningSection()] : []));
+      drawn = shape;
+    }
+    redraw();
+    const again = Math.max(...records.map((record) => record.again_in_s || 0));
+    if (again) waiting = setTimeout(load, 1000 * again);
+  }
+  load();
+  return { node: html("div", {}, top, charts), update: load };
+}
+
+// -- journal ------------------------------------------------------------------------------------
+
+const FLOW = [["drawn", "drawn"], ["in_flight", "in flight"], ["buffered", "buffered"], ["taken", "in this step"], ["trained", "trained"], ["dropped", "dropped"]];
+
+function flow(counts) {
+  return Object.entries(counts).map(([task, row]) =>
+    html(
+      "div",
+      { class: "flow" },
+      html("h3", {}, task),
+      html("ol", {}, ...FLOW.map(([name, text]) => html("li", { class: name, "data-count": row[name] || 0 }, html("b", {}, (row[name] || 0).toLocaleString("en-US")), html("span", {}, text)))),
+    ),
+  );
+}
+
+const moment = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");
+
+function eventTable(events) {
+  const rows = events.map((event) => {
+    const facts = [event.reason, event.step ? `step ${event.step}` : null, event.reward === null ? null : `reward ${number(event.reward)}`].filter(Boolean);
+    return html("tr", {}, html("td", { class: "soft" }, moment(event.at)), html("td", {}, event.kind), html("td", { class: "id" }, event.group_id), html("td", { class: "wide" }, facts.join(" · ")));
+  });
+  return html("div", { class: "scroll" }, html("table", { class: "events" }, html("tbody", {}, ...rows)));
+}
+
+function weightTable(weights) {
+  const rows = weights.map((row) =>
+    html("tr", {}, html("th", { scope: "row" }, row.kind === "published" ? "published by the trainer" : `confirmed by ${row.engine}`), html("td", {}, `version ${row.version}`), html("td", { class: "soft" }, moment(row.at))),
+  );
+  return html("table", { class: "drops" }, html("tbody", {}, ...rows));
+}
+
+function journalView(run) {
+  const top = html("div", {}, reading());
+  const middle = html("div", {});
+  const bottom = html("div", {});
+  let waiting = 0;
+  async function load() {
+    clearTimeout(waiting);
+    const [found, record] = await Promise.all([read(`/api/run/${run}/journal`), read(`/api/run/${run}/overview`)]);
+    if (!found || !record || !top.isConnected) return;
+    takeRuns([record]);
+    top.replaceChildren(section("Groups", null, ...flow(found.counts)));
+    figures.length = 0;
+    middle.replaceChildren(...[dataSection()].filter(Boolean));
+    const engines = found.weights.length ? section("Weights", null, html("div", { class: "card" }, weightTable(found.weights))) : null;
+    bottom.replaceChildren(...[engines, section("Newest events", null, eventTable(found.events))].filter(Boolean));
+    redraw();
+    const again = Math.max(found.again_in_s, record.again_in_s);
+    if (again) waiting = setTimeout(load, 1000 * again);
+  }
+  load();
+  return { node: html("div", {}, top, middle, bottom), update: load };
+}
+
+// -- timeline -----------------------------------------------------------------------------------
+
+const LANE = 26;
+
+// Each lane is a strip: how much of every moment the part was busy, and how much it waited. Drag to zoom.
+function timelineView(run) {
+  const body = html("div", { class: "lanes" }, reading());
+  const whole = html("button", { type: "button", hidden: "" }, "Whole run");
+  const note = html("p", { class: "quiet-text" });
+  let range = { from: 0, to: 0 };
+  let found = null;
+  async function load() {
+    found = await read(`/api/run/${run}/timeline?${new URLSearchParams(range)}`);
+    if (found && body.isConnected) draw();
+  }
+  whole.addEventListener("click", () => zoom(0, 0));
+  const zoom = (from, to) => {
+    range = { from, to };
+    load();
+  };
+  const draw = () => drawLanes(body, found, zoom, whole, note, range);
+  load();
+  const head = html("div", { class: "section-head" }, key([["produce block", "busy"], ["wait block", "waiting"]]), html("div", { class: "controls" }, whole));
+  return { node: html("section", {}, head, body, note), update: () => range.to || load(), draw: () => found && draw() };
+}
+
+function drawLanes(body, found, zoom, whole, note, range) {
+  body.replaceChildren();
+  if (!found.lanes.length) return absent(body);
+  whole.hidden = !range.to;
+  note.textContent = `${clock(found.start)} to ${clock(found.end)} of ${duration(found.total)}${found.sessions > 1 ? `, in ${found.sessions} sessions` : ""}. Drag over a part to see it larger.`;
+  for (const lane of found.lanes) {
+    const canvas = html("canvas", { class: "lane-strip", "data-lane": lane.name, height: LANE });
+    body.append(html("div", { class: "lane-row" }, html("div", { class: "lane-name" }, html("b", {}, lane.name), html("span", { class: "soft" }, lane.verdict)), canvas));
+    paintLane(canvas, lane, found);
+    dragToZoom(canvas, found, zoom);
+  }
+  body.append(clockAxis(body, found));
+}
+
+function paintLane(canvas, lane, found) {
+  const ratio = window.devicePixelRatio || 1;
+  const width = canvas.clientWidth;
+  canvas.width = width * ratio;
+  canvas.height = LANE * ratio;
+  const style = getComputedStyle(document.documentElement);
+  const draw = canvas.getContext("2d");
+  draw.scale(ratio, ratio);
+  const slot = width / lane.busy.length;
+  lane.busy.forEach((busy, i) => {
+    const tall = (LANE * busy) / 100;
+    const wait = (LANE * lane.waiting[i]) / 100;
+    draw.fillStyle = style.getPropertyValue("--produce");
+    draw.fillRect(i * slot, LANE - tall, slot + 0.3, tall);
+    draw.fillStyle = style.getPropertyValue("--wait");
+    draw.fillRect(i * slot, LANE - Math.min(LANE, tall + wait), slot + 0.3, Math.min(LANE - tall, wait));
+  });
+  hover(canvas, (event) => {
+    const at = Math.floor(((event.clientX - canvas.getBoundingClientRect().left) / width) * lane.busy.length);
+    if (at < 0 || at >= lane.busy.length) return null;
+    const when = found.start + ((at + 0.5) / lane.busy.length) * (found.end - found.start);
+    return [`${lane.name}, ${clock(when)}`, [["produce block", "busy", `${lane.busy[at]} %`], ["wait block", "waiting", `${lane.waiting[at]} %`]]];
+  });
+}
+
+function dragToZoom(canvas, found, zoom) {
+  let from = null;
+  const share = (event) => {
+    const box = canvas.getBoundingClientRect();
+    return Math.max(0, Math.min(1, (event.clientX - box.left) / box.width));
+  };
+  const when = (at) => found.start + at * (found.end - found.start);
+  canvas.addEventListener("pointerdown", (event) => {
+    from = share(event);
+    canvas.setPointerCapture(event.pointerId);
+  });
+  canvas.addEventListener("pointerup", (event) => {
+    const to = share(event);
+    if (from !== null && Math.abs(to - from) > 0.01) zoom(when(Math.min(from, to)), when(Math.max(from, to)));
+    from = null;
+  });
+}
+
+function clockAxis(body, found) {
+  const strip = body.querySelector("canvas");
+  const width = strip.clientWidth;
+  const span = found.end - found.start;
+  const x = scale(found.start, found.end, 0, width);
+  const marks = clockMarks(span, width / 90).map((mark) => found.start + mark);
+  const texts = marks.map((mark, i) => svg("text", { class: "tick", x: x(mark), y: 14, "text-anchor": i === 0 ? "start" : x(mark) > width - 30 ? "end" : "middle" }, clock(mark)));
+  return html("div", { class: "lane-row" }, html("div", { class: "lane-name" }), svg("svg", { width, height: 20 }, ...texts));
+}
+
+// -- settings -----------------------------------------------------------------------------------
+
+function settingsView(run) {
+  const node = html("div", {}, reading());
+  read(`/api/run/${run}/overview`).then((record) => {
+    if (!record) return;
+    node.replaceChildren(html("p", { class: "quiet-text" }, record.path), html("pre", { class: "config card" }, record.config || "The settings cannot be read."));
+  });
+  return { node, update: () => {} };
+}
+
+const VIEWS = { overview: overviewView, samples: samplesView, pairs: pairsView, journal: journalView, timeline: timelineView, settings: settingsView };

@@ -1,0 +1,235 @@
+// Sections that the report and the dashboard share: findings, key figures, curves, pipeline, data, settings.
+// They show the page's `runs`; `several` says whether it has more than one, and `view` how it draws.
+
+const CHARTS = [
+  { name: "accuracy", title: "Accuracy", text: "Share of right answers; held-out with its 95 % interval.", low: 0, high: 1, wide: true },
+  { name: "reward/mean", title: "Reward", text: "Mean over the rollouts of a step.", wide: true },
+  { name: "response_length/mean", title: "Response length", text: "Mean tokens of a response." },
+  { name: "staleness", title: "Staleness", text: "Updates since sampling, by the oldest token.", zero: true },
+  { name: "loss/policy", title: "Loss", text: "Of the policy; look at jumps, not at its size." },
+  { name: "entropy/mean", title: "Entropy", text: "Of the policy, per token, in nats.", zero: true },
+  { name: "kl/mean", title: "KL", text: "From the reference policy, per token.", zero: true },
+  { name: "clip/fraction", title: "Clip fraction", text: "Tokens whose ratio was clipped.", zero: true },
+  { name: "grad_norm", title: "Gradient norm", text: "Before clipping.", zero: true },
+  { name: "groups/zero_variance", title: "Groups without variance", text: "Share whose rewards are all the same.", zero: true },
+  { name: "tokens/s", title: "Generation speed", text: "Tokens per second of a step.", zero: true },
+  { name: "waited", title: "Waiting", text: "Share of a step's time that a side waited.", low: 0, high: 1 },
+  { name: "mismatch/kl", title: "Mismatch", text: "KL of the engine against the trainer.", zero: true },
+];
+
+function speed(run) {
+  const tokens = run.curves["tokens/generated"];
+  const seconds = run.curves["time/step_s"];
+  return tokens && seconds && tokens.map((count, i) => (count !== null && seconds[i] ? count / seconds[i] : null));
+}
+
+// The smallest and the largest value, where a point of a long run stands for several steps.
+function between(run, name, i) {
+  const spread = run.spread && run.spread[name];
+  return spread ? { low: spread[0][i], high: spread[1][i] } : {};
+}
+
+// The share of a step's time that one side waited.
+function waited(run, name) {
+  const seconds = run.curves["time/step_s"];
+  const waits = run.curves[name];
+  return seconds && waits && waits.map((wait, i) => (wait !== null && seconds[i] ? Math.min(1, wait / seconds[i]) : null));
+}
+
+function seriesOf(chart, run) {
+  const label = (text) => (several ? `${run.name}${text ? `, ${text}` : ""}` : text || chart.title);
+  const derived = {
+    "tokens/s": () => speed(run),
+    "waited/trainer": () => waited(run, "time/consumer_wait_s"),
+    "waited/producer": () => waited(run, "time/producer_wait_s"),
+  };
+  const values = (name) => (derived[name] ? derived[name]() : run.curves[name]) || [];
+  const curve = (name, text, dashed) => ({
+    run: run.index,
+    name,
+    label: label(text),
+    dashed,
+    points: values(name).map((y, i) => ({ x: run.steps[i], y, ...between(run, name, i) })).filter((point) => point.y !== null),
+  });
+  if (chart.name === "accuracy" || chart.name === "reward/mean") {
+    const measure = chart.name === "accuracy" ? "accuracy" : "reward";
+    const held = heldOut(run, measure).map(([task, rows]) => ({
+      run: run.index,
+      name: `eval/${task}`,
+      label: label(task),
+      markers: true,
+      points: rows.map((row) => ({ x: row.step, y: row[measure], ...(measure === "accuracy" ? { low: row.low, high: row.high } : {}) })),
+    }));
+    return [...held, curve(`${measure}/mean`, held.length ? "training" : "", held.length > 0)];
+  }
+  if (chart.name === "staleness") return [curve("staleness/mean", "mean", false), curve("staleness/max", "largest", true)];
+  if (chart.name === "waited") return [curve("waited/trainer", "trainer", false), curve("waited/producer", "producer", true)];
+  return [curve(chart.name, "", false)];
+}
+
+// The evaluation tasks that are measured by their accuracy, or, if nothing judges their answers, by their reward.
+const heldOut = (run, measure) => Object.entries(run.evaluations).filter(([task]) => run.figures.measures[task] === measure);
+
+function chartKey(chart) {
+  if (chart.name === "waited") return key([["ink", "trainer"], ["ink dash", "producer"]]);
+  if (chart.name === "staleness") return key([["ink", "mean"], ["ink dash", "largest"]]);
+  const measure = { accuracy: "accuracy", "reward/mean": "reward" }[chart.name];
+  const evaluated = runs.some((run) => heldOut(run, measure).length);
+  return evaluated ? key([["ink", "held out"], ["ink dash", "training batches"]]) : null;
+}
+
+// A chart is drawn if it has something to show: a value that is not zero.
+const pointsOf = (chart) => runs.flatMap((run) => seriesOf(chart, run).flatMap((one) => one.points));
+const ALWAYS_DRAWN = ["accuracy", "reward/mean"];
+
+function learningSection() {
+  const logged = CHARTS.filter((chart) => pointsOf(chart).length);
+  const drawn = logged.filter((chart) => ALWAYS_DRAWN.includes(chart.name) || pointsOf(chart).some((point) => point.y !== 0));
+  const cards = drawn.map((chart) =>
+    card(
+      chart.title,
+      chart.text,
+      (body, width) => {
+        const legend = chartKey(chart);
+        if (legend) body.append(legend);
+        const series = shownRuns().flatMap((run) => seriesOf(chart, run));
+        const height = chart.wide ? 250 : 170;
+        drawCurves(body, width, series, { ...chart, height: legend ? height - 22 : height, smoothing: view.smoothing });
+      },
+      { class: chart.wide ? "wide" : "" },
+    ),
+  );
+  const names = (charts) => charts.map((chart) => chart.title.toLowerCase()).join(", ");
+  const lines = [
+    ["Not logged", CHARTS.filter((chart) => !logged.includes(chart))],
+    ["Always 0", logged.filter((chart) => !drawn.includes(chart))],
+  ].filter(([, charts]) => charts.length);
+  const note = lines.length ? html("p", { class: "quiet-text" }, lines.map(([why, charts]) => `${why}: ${names(charts)}.`).join(" ")) : null;
+  const slider = html("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: view.smoothing, "aria-label": "smoothing" });
+  slider.addEventListener("input", () => {
+    view.smoothing = Number(slider.value);
+    redraw();
+  });
+  const control = html("label", { class: "control" }, "Smoothing", slider);
+  return section("Learning", html("div", { class: "controls" }, runLegend(), control), html("div", { class: "grid-learning" }, ...cards), note);
+}
+
+function pipelineSection() {
+  const timed = runs.filter((run) => timeSlots(run).length);
+  if (!timed.length) return null;
+  const timelines = timed.map((run) =>
+    card(several ? run.name : "Timeline", "Each step along the clock. The two lanes overlap when neither side waits.", (body, width) => {
+      body.append(key([["train block", "training"], ["produce block", "producing"], ["wait block", "waiting"]]));
+      drawTimeline(body, width, run);
+    }),
+  );
+  return section("Pipeline", null, html("div", { class: "stack" }, ...timelines));
+}
+
+function dataSection() {
+  const known = (holds) => runs.some(holds);
+  const cards = [
+    known((run) => Object.keys(run.staleness).length) &&
+      card("Staleness", "Trained groups by the age of their oldest token.", (body, width) => drawStaleness(body, width, shownRuns())),
+    known((run) => run.lengths.length) &&
+      card("Response lengths", "Trained against all that finished: a gap is a bias.", (body, width) => drawLengths(body, width, shownRuns())),
+    known((run) => Object.keys(run.groups).length) &&
+      card("Groups", "Every group that was drawn, by its fate.", (body, width) => drawFates(body, width, shownRuns())),
+    known((run) => Object.keys(run.accounts).length) &&
+      card("Tasks", "What each task produced over the run, aborted responses too.", (body, width) => drawAccounts(body, width, shownRuns())),
+  ].filter(Boolean);
+  if (!cards.length) return null;
+  return section("Data", html("div", { class: "controls" }, runLegend()), html("div", { class: several ? "grid-data uneven" : "grid-data" }, ...cards));
+}
+
+// What is wrong with the runs, above everything else; nothing if nothing was found.
+function findingsSection() {
+  const found = runs.flatMap((run) => run.findings.map((finding) => ({ run, ...finding })));
+  if (!found.length) return null;
+  return html("div", { class: "findings" }, ...found.map(findingCard));
+}
+
+function findingCard(finding) {
+  const since = finding.since ? `since step ${finding.since}` : "from the start";
+  const change = finding.change.length ? html("pre", { class: "change" }, finding.change.join("\n")) : null;
+  return html(
+    "article",
+    { class: "finding", "data-finding": finding.name, "data-since": finding.since },
+    html("header", {}, html("h3", {}, finding.what), html("span", { class: "since" }, several ? `${finding.run.name}, ${since}` : since)),
+    html("p", {}, finding.evidence),
+    html("p", { class: "advice" }, finding.change.length ? `${finding.advice}:` : `${finding.advice}.`),
+    change,
+  );
+}
+
+const runLegend = () => (several ? key(runs.map((run) => [`run-${run.index}`, run.name])) : null);
+
+function section(title, control, ...children) {
+  return html("section", {}, html("div", { class: "section-head" }, html("h2", {}, title), control), ...children);
+}
+
+function notices() {
+  const lines = runs.flatMap((run) => run.missing.map((text) => (several ? `${run.name}: ${text}` : text)));
+  if (!lines.length) return [];
+  return [html("aside", { class: "notice" }, html("strong", {}, "Not everything is here"), html("ul", {}, ...lines.map((line) => html("li", {}, line))))];
+}
+
+function change(value, text = number) {
+  if (!value) return ["–"];
+  return [html("span", { class: "from" }, `${text(value.first)} → `), text(value.last)];
+}
+
+function figureRows(run) {
+  const f = run.figures;
+  const steps = f.planned_steps && f.planned_steps !== f.steps ? `${f.steps} of ${f.planned_steps}` : String(f.steps);
+  return [
+    ...Object.entries(f.held_out).map(([task, value]) => [
+      `${f.measures[task] === "accuracy" ? "Accuracy" : "Reward"} on ${task}`,
+      change(value, (share) => share.toFixed(3)),
+    ]),
+    ["Reward", change(f.reward)],
+    ["Steps", [steps, html("span", { class: "unit" }, ` in ${duration(f.seconds)}`)]],
+    ["Generated", [number(f.tokens_per_s), html("span", { class: "unit" }, " tokens/s")]],
+    ["Largest staleness", [number(f.largest_staleness)]],
+    ["Trainer waited", [percent(f.trainer_waited)]],
+    ["Producer waited", [percent(f.producer_waited)]],
+    ["Groups dropped", [number(f.dropped), html("span", { class: "unit" }, ` of ${number(f.drawn)}`)]],
+  ];
+}
+
+function keyFigures() {
+  if (several) return comparison();
+  const known = figureRows(runs[0]).filter(([, value]) => value[0] !== "–");
+  const tiles = known.map(([name, value], i) =>
+    html("div", { class: i < 2 ? "tile hero" : "tile" }, html("div", { class: "tile-name" }, name), html("div", { class: "tile-value" }, ...value)),
+  );
+  return html("div", { class: "tiles" }, ...tiles);
+}
+
+// Table of several runs: a row per run, with its figures and the settings that differ; a click hides a run.
+function comparison() {
+  const settings = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
+  const differing = settings.filter((name) => new Set(runs.map((run) => run.settings[name])).size > 1);
+  const columns = [...new Set(runs.flatMap((run) => figureRows(run).map(([name]) => name)))];
+  const head = ["Run", ...columns, ...differing].map((name) => html("th", { scope: "col" }, name));
+  const body = runs.map((run) => {
+    const values = Object.fromEntries(figureRows(run));
+    const box = html("input", { type: "checkbox", checked: "" });
+    box.addEventListener("input", () => {
+      run.shown = box.checked;
+      redraw();
+    });
+    const name = html("label", { class: "run-name" }, box, html("span", { class: `swatch run-${run.index}` }), run.name);
+    const cells = columns.map((column) => html("td", {}, ...(values[column] || ["–"])));
+    return html("tr", {}, html("th", { scope: "row" }, name), ...cells, ...differing.map((setting) => html("td", {}, run.settings[setting] || "–")));
+  });
+  return html("div", { class: "scroll" }, html("table", { class: "runs" }, html("thead", {}, html("tr", {}, ...head)), html("tbody", {}, ...body)));
+}
+
+function configFolds() {
+  const folds = runs.filter((run) => run.config).map((run) =>
+    html("details", {}, html("summary", {}, several ? `Config of ${run.name}` : "Config"), html("p", { class: "quiet-text" }, run.path), html("pre", {}, run.config)),
+  );
+  return html("div", { class: "folds" }, ...folds);
+}
+

@@ -1,0 +1,463 @@
+"""The dashboard's server: what it tells of runs, whom it refuses, and that a look changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import UserError
+from penstock.inspection.dashboard import views
+from penstock.inspection.dashboard.pairs import TRAINING, read_pairs
+from penstock.inspection.dashboard.server import TOKEN_VARIABLE, serve
+from penstock.inspection.dashboard.shown_run import ShownRun, odd_file
+from penstock.inspection.report.data import RunRecord, read_run
+from penstock.journal import Journal
+from penstock.run_folder import RunFolder, _take_lock
+from stages.dashboard_server import Client, serving
+from stages.made_run import GROUP_SIZE, make_run, metrics_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "a", steps=4, groups_per_step=3)
+    make_run(root / "b", steps=3, groups_per_step=2, seed=5)
+    return root
+
+
+@pytest.fixture
+def client(folder: Path) -> Iterator[Client]:
+    with serving(folder) as client:
+        yield client
+
+
+def path_of(client: Client, name: str, view: str) -> str:
+    return f"/api/run/{client.lines()[name]['id']}/{view}"
+
+
+# -- the list ----------------------------------------------------------------------------------
+
+
+def test_the_list_tells_how_each_run_is_and_then_every_change(folder: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(folder, runs)
+    for name in ("killed", "stopped"):
+        shutil.copytree(runs / "a", runs / name)
+        (runs / name / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5}\n')
+    (runs / "killed" / "lock").write_text("4711")
+    (runs / "stopped" / "lock").write_text("")
+    (runs / "no-run").mkdir()
+    with RunFolder(runs / "b").lock(), serving(runs) as client:
+        told = client.changes()
+        lines = {}
+        for change in told:
+            if "complete" in change:
+                break
+            lines[change["name"]] = change
+        states = {name: line["state"] for name, line in lines.items()}
+        expected = {"a": "finished", "b": "training", "killed": "killed", "stopped": "stopped"}
+        assert states == expected
+        assert lines["a"]["held_out"].startswith("heldout accuracy 0.3")
+        assert lines["a"]["rewards"] == [
+            pytest.approx(row["reward/mean"], abs=1e-4) for row in metrics_of(RunFolder(runs / "a"))
+        ]
+        with (runs / "stopped" / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "reward/mean": 0.75}\n')
+        change = next(told)
+        assert (change["name"], change["steps"], change["reward"]) == ("stopped", 3, 0.75)
+        shutil.rmtree(runs / "killed")
+        assert next(told) == {"gone": lines["killed"]["id"]}
+
+
+def test_a_folder_that_is_a_run_is_shown_alone(folder: Path) -> None:
+    with serving(folder / "b") as client:
+        assert client.lines().keys() == {"b"}
+
+
+def test_a_value_is_read_again_only_after_a_change_and_a_rest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ShownRun("id", RunFolder(folder / "a"))
+    now, worked, versions = [100.0], [0.0], ["1"]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.thread_time", lambda: worked[0])
+    monkeypatch.setattr(ShownRun, "version", lambda self: versions[0])
+    read: list[float] = []
+
+    def reading(_: RunFolder) -> int:
+        worked[0] += 0.5
+        read.append(now[0])
+        return len(read)
+
+    assert run.value("x", reading) == (1, 0.0)
+    assert run.value("x", reading) == (1, 0.0)
+    versions[0] = "2"
+    now[0] += 4.0
+    assert run.value("x", reading) == (1, 6.0)  # it took 0.5 s: it rests for 10 s
+    now[0] += 6.0
+    assert run.value("x", reading) == (2, 0.0)
+
+
+# -- views -------------------------------------------------------------------------------------
+
+
+def test_the_overview_is_the_record_of_the_report(client: Client, folder: Path) -> None:
+    found = client.read(path_of(client, "a", "overview"))
+    record = read_run(RunFolder(folder / "a"))
+    assert found["curves"] == record.curves
+    assert found["steps"] == record.steps == [1, 2, 3, 4]
+    assert {int(k): v for k, v in found["staleness"].items()} == record.staleness
+    assert found["figures"]["dropped"] == 3
+    assert found["samples"] == []
+
+
+def test_a_long_run_is_thinned_and_keeps_its_means_and_extremes() -> None:
+    values: list[float | None] = [float(i % 7) for i in range(10_001)]
+    values[5000], values[17] = 99.0, None
+    steps = list(range(1, 10_002))
+    record = RunRecord(name="", path="", steps=steps, curves={"reward/mean": values})
+    thinned, curves, spread = views.thin(record)
+    low, high = spread["reward/mean"]
+    assert len(thinned) == len(curves["reward/mean"]) == len(low) == views.MOST_POINTS
+    assert thinned[-1] == 10_001
+    assert max(value for value in high if value is not None) == 99.0
+    assert min(value for value in low if value is not None) == 0.0
+    mean = sum(value for value in curves["reward/mean"] if value is not None) / views.MOST_POINTS
+    assert mean == pytest.approx(3.0, abs=0.05)
+    short = RunRecord(name="", path="", steps=steps[:9], curves={"reward/mean": values[:9]})
+    assert views.thin(short) == (steps[:9], {"reward/mean": values[:9]}, {})
+
+
+def test_samples_are_grouped_by_prompt_ranked_and_can_be_chosen(client: Client) -> None:
+    path = path_of(client, "a", "samples")
+    found = client.read(f"{path}?step=2")
+    assert len(found["groups"]) == 3
+    assert (found["more"], found["last_step"], found["tasks"]) == (False, 4, ["train"])
+    for group in found["groups"]:
+        rewards = [answer["reward"] for answer in group["answers"]]
+        assert rewards == sorted(rewards, reverse=True)
+        assert len(rewards) == GROUP_SIZE
+        assert {answer["step"] for answer in group["answers"]} == {2}
+    first = client.read(path)
+    rest = client.read(f"{path}?offset={len(first['groups'])}")
+    ids = [group["group_id"] for group in (*first["groups"], *rest["groups"])]
+    assert first["more"]
+    assert len(set(ids)) == 12
+    answer = found["groups"][0]["answers"][0]["response"]
+    words = answer[answer.index("<answer>") :].upper()
+    chosen = client.read(f"{path}?words={words.replace('<', '%3C').replace('>', '%3E')}")
+    texts = [[a["response"] for a in group["answers"]] for group in chosen["groups"]]
+    assert texts
+    assert all(any(words.lower() in text for text in group) for group in texts)
+    dropped = client.read(f"{path}?state=dropped")["groups"]
+    assert [group["answers"][0]["state"] for group in dropped] == ["dropped"] * 3
+    assert client.read(f"{path}?state='%20OR%201=1--&order=;DROP")["groups"] == first["groups"]
+
+
+def test_the_first_and_the_last_answer_to_a_prompt_are_paired(folder: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(folder, runs)
+    for step, right in ((0, [0, 1, 0]), (2, [1, 1, 1]), (4, [1, 0, 0])):
+        lines = [
+            {
+                "prompt_id": f"p{number}",
+                "prompt": [{"role": "user", "content": f"question {number}"}],
+                "prediction": f"answer at {step}",
+                "ans_valid": bool(one),
+                "reward": float(one),
+            }
+            for number, one in enumerate(right)
+        ]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (runs / "a" / "eval" / f"heldout-step-{step}.jsonl").write_text(text)
+    with serving(runs) as client:
+        path = path_of(client, "a", "pairs")
+        found = client.read(path)
+        assert (found["source"], found["all"]) == ("heldout", 3)
+        assert (found["better"], found["worse"]) == (1, 1)
+        [pair] = found["pairs"]
+        assert (pair["first"]["prompt"], pair["steps"]) == ("question 0", [0, 4])
+        assert pair["last"]["response"] == "answer at 4"
+        [pair] = client.read(f"{path}?order=worse")["pairs"]
+        assert pair["first"]["prompt"] == "question 1"
+        assert len(client.read(f"{path}?order=all")["pairs"]) == 3
+        assert client.read(f"{path}?source=training%20prompts")["all"] == 0
+
+
+def test_prompts_that_were_trained_twice_are_paired(folder: Path, tmp_path: Path) -> None:
+    run = RunFolder(shutil.copytree(folder / "a", tmp_path / "a"))
+    with sqlite3.connect(run.journal) as database:  # the second epoch of one prompt
+        database.execute(
+            "UPDATE group_rows SET prompt_id = 'addition:0' WHERE step = 4 AND position = 0"
+        )
+    [pair] = read_pairs(run, TRAINING)
+    assert pair.steps == (1, 4)
+    assert pair.first.prompt == pair.last.prompt
+
+
+def test_the_journal_view_balances_and_names_the_newest_events(client: Client) -> None:
+    found = client.read(path_of(client, "a", "journal"))
+    counts = found["counts"]["train"]
+    states = ("in_flight", "buffered", "trained", "dropped")
+    assert counts["drawn"] == sum(counts[state] for state in states) == 17
+    assert found["drops"]["train"] == {"filtered": 1, "expired": 1, "failed": 1}
+    assert found["events"][0]["at"] >= found["events"][-1]["at"]
+
+
+def test_the_timeline_shows_busy_and_waiting_shares_and_zooms(folder: Path, tmp_path: Path) -> None:
+    run = RunFolder(shutil.copytree(folder / "a", tmp_path / "a"))
+    assert views.timeline(views.read_worked(run), 0, 0) == {"lanes": []}
+    (run.path / "timeline").mkdir()
+    events = [
+        {"lane": "run", "what": "session", "start": 100.0, "end": 100.0},
+        {"lane": "trainer", "what": "train", "start": 100.0, "end": 120.0},
+        {"lane": "trainer", "what": "train", "start": 110.0, "end": 130.0},
+        {"lane": "engine-0", "what": "generate", "start": 100.0, "end": 140.0},
+        {"lane": "engine-0", "what": "wait", "start": 140.0, "end": 160.0},
+    ]
+    lines = [*map(json.dumps, events), '{"lane": "tra']
+    (run.path / "timeline" / "events.jsonl").write_text("\n".join(lines))
+    worked = views.read_worked(run)
+    whole = views.timeline(worked, 0, 0)
+    assert (whole["start"], whole["end"], whole["total"]) == (0.0, 60.0, 60.0)
+    trainer, engine = whole["lanes"]
+    slots = len(trainer["busy"])
+    assert (trainer["name"], trainer["busy"]) == (
+        "trainer",
+        [100] * (slots // 2) + [0] * (slots // 2),
+    )
+    assert engine["waiting"].count(100) == slots // 3
+    part = views.timeline(worked, 25.0, 35.0)
+    assert part["lanes"][0]["busy"] == [100] * (slots // 2) + [0] * (slots // 2)
+    assert part["lanes"][1]["busy"] == [100] * slots
+
+
+def test_runs_are_compared_with_the_settings_that_differ(client: Client) -> None:
+    ids = [line["id"] for _, line in sorted(client.lines().items())]
+    found = client.read(f"/api/compare?runs={','.join(ids)}")
+    settings = {row["key"]: row["values"] for row in found["settings"]}
+    assert settings == {
+        "seed": ["0", "5"],
+        "train.groups_per_step": ["3", "2"],
+        "train.steps": ["4", "3"],
+    }
+    [one] = found["comparisons"]
+    assert (one["run"], one["task"]) == (1, "training prompts")
+
+
+def test_a_report_is_made_without_a_file(client: Client, folder: Path) -> None:
+    run = client.lines()["a"]["id"]
+    status, body, headers = client.ask(f"/report/{run}")
+    assert status == 200
+    assert b"Penstock report" in body
+    assert headers["Content-Type"].startswith("text/html")
+    assert not (folder / "a" / "report.html").exists()
+
+
+def test_damage_is_a_sentence_and_the_other_runs_are_shown(folder: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(folder, runs)
+    (runs / "a" / "journal.db").write_bytes(b"SQLite format 3\0" + b"x" * 9000)
+    with serving(runs) as client:
+        lines = client.lines()
+        assert {name: line["state"] for name, line in lines.items()} == {
+            "a": "damaged",
+            "b": "finished",
+        }
+        status, body, _ = client.ask(f"/api/run/{lines['a']['id']}/samples")
+        assert status == 409
+        assert b"damaged" in body
+        assert client.read(f"/api/run/{lines['b']['id']}/samples")["groups"]
+
+
+# -- who may look ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example:8090"}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ],
+)
+def test_pages_of_others_are_refused(client: Client, headers: dict[str, str], status: int) -> None:
+    for path in ("/events", "/api/compare?runs=a", "/static/app.js"):
+        assert client.ask(path, **headers)[0] == status
+
+
+def test_only_reading_is_possible_and_unknown_paths_are_refused(client: Client) -> None:
+    assert client.ask("/", "POST", Content_Length="0")[0] == 405
+    assert client.ask("/", "DELETE")[0] == 405
+    paths = ("/static/../server.py", "/static/x", "/api/run/..%2Fa/overview", "/report/nope", "/a")
+    assert [client.ask(path)[0] for path in paths] == [404] * len(paths)
+
+
+def test_the_page_allows_no_script_but_its_own(client: Client) -> None:
+    status, body, headers = client.ask("/")
+    assert status == 200
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'; script-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert b"http" not in body.replace(b"http-equiv", b"")  # works without a network
+    for name in (b"app.js", b"page.css", b"icon.svg"):
+        assert client.ask(f"/static/{name.decode()}")[0] == 200
+        assert name in body
+
+
+def test_with_a_token_only_its_holder_looks(folder: Path) -> None:
+    with serving(folder, "s3cret") as client:
+        for path in ("/", "/events", "/static/app.js", "/?token=wrong"):
+            assert client.ask(path)[0] == 401
+        status, _, headers = client.ask("/?token=s3cret")
+        assert (status, headers["Location"]) == (303, "/")
+        cookie = headers["Set-Cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert client.ask("/", Cookie=f"other=1; {cookie.partition(';')[0]}")[0] == 200
+        assert client.ask("/", Cookie="penstock=wrong")[0] == 401
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_a_token_is_made_where_others_could_connect(
+    folder: Path, host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens: list[str] = []
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.setattr(
+        "penstock.inspection.dashboard.server.Dashboard",
+        lambda _, token: tokens.append(token) or (_ for _ in ()).throw(KeyboardInterrupt),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        serve(folder, host=host, port=0)
+    said = capsys.readouterr().out
+    assert (len(tokens[0]) > 20) == (host == "0.0.0.0")
+    assert (f"/?token={tokens[0]}" in said) == (host == "0.0.0.0")
+
+
+def test_a_port_that_is_taken_is_a_mistake(folder: Path) -> None:
+    with serving(folder) as client, pytest.raises(UserError, match="allowed: a free port"):
+        serve(folder, port=client.port)
+
+
+# -- a look changes nothing --------------------------------------------------------------------
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("kind", ["ended", "killed", "live"])
+def test_a_look_writes_nothing(folder: Path, tmp_path: Path, kind: str) -> None:
+    """SQLite would make an index beside the journal, and write to one that is there."""
+    runs = tmp_path / "runs"
+    run = RunFolder(shutil.copytree(folder / "a", runs / "a"))
+    for end in ("-wal", "-shm"):
+        run.journal.with_name(f"journal.db{end}").unlink(missing_ok=True)
+    writing = None
+    if kind != "ended":
+        writing = Journal.open(run.journal)
+        writing.record_published(9, "d")
+        writing.sync()
+    if kind == "killed":
+        run = RunFolder(shutil.copytree(runs / "a", tmp_path / "copy" / "a"))
+        runs = tmp_path / "copy"
+    before = everything(runs)
+    with serving(runs) as client:
+        base = f"/api/run/{client.lines()['a']['id']}"
+        for view in ("overview", "samples", "pairs", "journal", "timeline"):
+            client.read(f"{base}/{view}")
+        weights = client.read(f"{base}/journal")["weights"]
+        client.ask(f"/report/{base.rpartition('/')[2]}")
+    found = everything(runs)
+    if kind == "live":  # the marks of readers, in memory that the writer shares
+        before.pop("a/journal.db-shm"), found.pop("a/journal.db-shm")
+    assert found == before
+    assert [row["version"] for row in weights] == ([] if kind == "ended" else [9])
+    if writing is not None:
+        writing.record_published(10, "d")
+        writing.close()
+
+
+def test_links_and_pipes_are_not_followed(folder: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("good", "metrics", "eval", "pipe", "sample"):
+        shutil.copytree(folder / "a", runs / name)
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text('{"step": 1, "reward/mean": 4711.0}\n')
+    (runs / "link").symlink_to(folder / "b")
+    (runs / "metrics" / "metrics.jsonl").unlink()
+    (runs / "metrics" / "metrics.jsonl").symlink_to(secret)
+    shutil.rmtree(runs / "eval" / "eval")
+    (runs / "eval" / "eval").symlink_to(tmp_path)
+    (runs / "pipe" / "config.toml").unlink()
+    os.mkfifo(runs / "pipe" / "config.toml")
+    (runs / "sample" / "eval" / "x-step-1.jsonl").symlink_to(secret)
+    with serving(runs) as client:
+        lines = client.lines()
+        assert lines.keys() == {"good", "metrics", "eval", "pipe", "sample"}
+        for name, line in lines.items():
+            refused = name != "good"
+            assert (line["state"] == "refused") == refused
+            assert bool(line["note"]) == refused
+            assert client.ask(f"/api/run/{line['id']}/overview")[0] == (404 if refused else 200)
+        assert "4711" not in json.dumps(lines)
+    assert odd_file(runs / "metrics").startswith("metrics.jsonl is a link")
+
+
+def test_a_run_begins_although_somebody_looks_at_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look takes the lock, shared, for a moment; a run that begins just then was refused."""
+    path = tmp_path / "lock"
+    path.touch()
+    real, tries = fcntl.flock, []
+    with path.open("rb") as look, path.open("rb") as beginning:
+        real(look, fcntl.LOCK_SH)
+
+        def flock(descriptor: int, kind: int) -> None:
+            tries.append(kind)
+            if len(tries) == 6:
+                real(look, fcntl.LOCK_UN)  # the look is over
+            real(descriptor, kind)
+
+        monkeypatch.setattr("fcntl.flock", flock)
+        assert _take_lock(beginning.fileno())
+        assert not _take_lock(look.fileno())  # another run holds it
+
+
+def test_a_run_that_ends_by_an_error_was_not_killed(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    with contextlib.suppress(UserError), run.lock():
+        assert run.owner() == "alive"
+        raise UserError("stop")
+    assert run.owner() == "none"
+    (tmp_path / "lock").write_text("1")
+    assert run.owner() == "killed"
+
+
+def test_the_command_serves_until_it_is_stopped(folder: Path) -> None:
+    """Started as a user starts it; SIGTERM ends it without a traceback."""
+    words = [sys.executable, "-m", "penstock.cli", "dashboard", str(folder), "--port", "0"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    port = int(said.partition("http://127.0.0.1:")[2].partition("/")[0])
+    client = Client(port, None)  # type: ignore[arg-type]
+    assert client.lines().keys() == {"a", "b"}
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate()
+    assert (process.returncode, error) == (0, "")
