@@ -7,18 +7,23 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock import plugins
 from penstock.agent.build import check_agent
 from penstock.agent.endpoint import Endpoint
 from penstock.agent.process import Command, Pool
 from penstock.config import SamplingConfig, TaskConfig
 from penstock.errors import RunError, UserError
+from penstock.journal.calls import ToolResult
 from penstock.types import Status
 from stages.agent_parts import make_agent, make_group
+from stages.chat_policy import Kept
+from stages.virtual_time import VirtualClock
 
 FILE = """
 import os, subprocess, sys, time
@@ -50,6 +55,43 @@ def hangs(task, model):
     with open(task.extra["note"], "w") as file:
         file.write(f"{os.getpid()} {child.pid}")
     time.sleep(1000)
+
+CALL = {"id": "c1", "function": {"name": "buy", "arguments": '{"what": "tea"}'}}
+
+def buy(what, idempotency_key):
+    return {"bought": what, "key": idempotency_key}
+
+def broken(what):
+    raise LookupError("no " + what)
+
+def endless(what):
+    while True:
+        time.sleep(0.01)
+
+def use(model, tool, unknown):
+    try:
+        text = model.tool(CALL, globals()[tool], unknown=ask if unknown == "ask" else unknown)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return text
+
+def ask(key):
+    return "asked for " + key if ANSWERS.pop(0) else None
+
+ANSWERS = [True, False]
+
+def buys(task, model, tool="buy", unknown="fail"):
+    model.chat(task.messages)
+    text = use(model, tool, unknown)
+    return {"value": 1.0, "note": text}
+
+async def buys_later(task, model, tool="buy", unknown="fail"):
+    await model.chat(task.messages)
+    try:
+        text = await model.tool(CALL, globals()[tool], unknown=ask if unknown == "ask" else unknown)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return {"value": 1.0, "note": text}
 """
 SCRIPT = """
 import json, os, sys, urllib.request
@@ -71,12 +113,20 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def run(function: Any, size: int = 2, extra: dict[str, Any] | None = None, **parts: Any) -> list:
+def run(
+    function: Any,
+    size: int = 2,
+    extra: dict[str, Any] | None = None,
+    before: Sequence[ToolResult] = (),
+    **parts: Any,
+) -> list:
     async def main() -> list:
         endpoint = Endpoint()
         await endpoint.start()
         agent = make_agent(function, endpoint=endpoint, **parts)
         group = make_group(size)
+        for rollout in group.rollouts:
+            agent._interrupted.tools[rollout.rollout_id, rollout.seed] = list(before)
         group.prompt.extra.update(extra or {})
         try:
             return await agent.generate_group(group.rollouts)
@@ -114,6 +164,107 @@ def test_a_command_line_gives_its_reward_as_its_last_line(tmp_path: Path) -> Non
     assert "last line: got 'none', allowed: a number" in rollout.error
     (rollout,) = run(Command([sys.executable, "-c", "raise SystemExit('bad')"], 2), 1)
     assert "the command ended with code 1: bad" in rollout.error
+
+
+@pytest.mark.parametrize("name", ["buys", "buys_later"])
+def test_a_tool_of_a_process_is_journalled_before_and_after(file: Path, name: str) -> None:
+    for tool, said, ended in (
+        ("buy", '{"bought": "tea", "key": "c1"}', "done"),
+        ("broken", "LookupError: no tea", "failed"),
+        ("endless", "TimeoutError: no result after 0.2 s (tool_timeout_s)", "failed"),
+    ):
+        kept = Kept()
+        times = {"timeout_s": 60, "tool_timeout_s": 0.2}
+        (rollout,) = run(Pool(f"{file}:{name}", 1), 1, recorder=kept, own={"tool": tool}, **times)
+        assert (rollout.error, rollout.score.note) == ("", said)
+        assert kept.tools == [("begun", "buy"), (ended, said)]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "unknown", "said", "recorded"),
+    [
+        ("done", "fail", "before", []),
+        ("failed", "retry", "KeyError: 'before'", []),
+        (None, "fail", "ToolUnknown: tool buy: call c1 was begun before a crash, its end", []),
+        (None, "retry", '{"bought": "tea"', ["begun", "done"]),
+        (None, "ask", "asked for c1", ["done"]),
+    ],
+)
+@pytest.mark.parametrize("where", ["loop", "process"])
+def test_a_tool_is_called_at_most_once_over_a_crash(
+    file: Path, where: str, outcome: str | None, unknown: str, said: str, recorded: list[str]
+) -> None:
+    result = "KeyError: 'before'" if outcome == "failed" else "before"
+    before = ToolResult(call_id="c1", name="buy", outcome=outcome, result=result)
+    kept = Kept()
+    target = f"{file}:buys_later"
+    function = Pool(target, 1) if where == "process" else plugins.load("agent", target, {})
+    own = {"unknown": unknown}
+    (rollout,) = run(function, 1, before=[before], recorder=kept, own=own, timeout_s=60)
+    assert rollout.error == ""
+    assert rollout.score.note.startswith(said)
+    assert [what for what, _ in kept.tools] == recorded
+
+
+def test_a_tool_that_nobody_knows_of_is_called_again_if_the_user_says_it_was_not(
+    file: Path,
+) -> None:
+    before = ToolResult(call_id="c1", name="buy", outcome=None, result=None)
+    kept = Kept()
+    own = {"unknown": "ask"}
+    rollouts = run(Pool(f"{file}:buys", 1), 2, before=[before], recorder=kept, own=own)
+    said = sorted(rollout.score.note for rollout in rollouts)
+    assert said == ["asked for c1", '{"bought": "tea", "key": "c1"}']
+    assert sorted(what for what, _ in kept.tools) == ["begun", "done", "done"]
+
+
+def test_a_pause_does_not_call_a_tool_twice(tmp_path: Path) -> None:
+    called: list[str] = []
+
+    def buy() -> str:
+        called.append("tea")
+        return "tea"
+
+    async def rollout(task: Any, model: Any) -> float:
+        first = not called
+        got = await model.tool({"id": "c1", "function": {"name": "buy", "arguments": {}}}, buy)
+        if first:
+            await agent.pause()
+            await asyncio.Event().wait()
+        await model.chat(task.messages)
+        return float(got == "tea")
+
+    agent, group = make_agent(rollout, timeout_s=60), make_group(1)
+
+    async def main() -> None:
+        await agent.generate_group(group.rollouts, enable_partial_rollout=True)
+        assert group.rollouts[0].status is Status.ABORTED
+        await agent.generate_group(group.rollouts, enable_partial_rollout=True)
+        await agent.close()
+
+    asyncio.run(main())
+    assert (group.rollouts[0].error, group.rollouts[0].reward) == ("", 1.0)
+    assert called == ["tea"]
+
+
+def test_waiting_for_a_process_is_no_part_of_a_rollouts_time() -> None:
+    class Place:
+        async def __aenter__(self) -> None:
+            await asyncio.sleep(1000)
+
+        async def __aexit__(self, *_: Any) -> None: ...
+
+    class Function:
+        place = Place
+
+        async def __call__(self, task: Any, model: Any) -> float:
+            await model.chat(task.messages)
+            return 1.0
+
+    clock, group = VirtualClock(), make_group(1)
+    clock.run(make_agent(Function(), timeout_s=60).generate_group(group.rollouts))
+    clock.close()
+    assert group.rollouts[0].error == ""
 
 
 @pytest.mark.parametrize(

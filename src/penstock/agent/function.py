@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -200,6 +200,7 @@ class FunctionAgent(AgentLoop):
         """Give an interrupted rollout the tokens of its calls, and keep them for its next try."""
         rollout = session.rollout
         self._interrupted.calls[rollout.rollout_id, rollout.seed] = session.tree.calls
+        self._interrupted.tools[rollout.rollout_id, rollout.seed] = list(session.tools.values())
         session.tree.fill(rollout)
         rollout.move_to(Status.ABORTED)
 
@@ -266,18 +267,19 @@ class FunctionAgent(AgentLoop):
         settings, prompt = self._settings, session.rollout.prompt
         assert prompt is not None, "a group gives its prompt to its rollouts"
         task = Task.of(prompt, self._system_prompt)
-        deadline = asyncio.timeout(settings.timeout_s)
-        try:
-            async with deadline:
-                return await self._function(task, model, **self._options)
-        except Exception as error:
-            if deadline.expired():
-                raise RewardError(
-                    f"no result after {settings.timeout_s:g} s (timeout_s)"
-                ) from error
-            if not session.truncated or session.fault is not None:
-                raise
-            return settings.truncated_reward
+        async with getattr(self._function, "place", nullcontext)():
+            deadline = asyncio.timeout(settings.timeout_s)
+            try:
+                async with deadline:
+                    return await self._function(task, model, **self._options)
+            except Exception as error:
+                if deadline.expired():
+                    raise RewardError(
+                        f"no result after {settings.timeout_s:g} s (timeout_s)"
+                    ) from error
+                if not session.truncated or session.fault is not None:
+                    raise
+                return settings.truncated_reward
 
 
 def check_function(where: str, function: Any, options: Mapping[str, Any]) -> None:

@@ -4,13 +4,17 @@
     python inside.py PIPE exec COMMAND ...          become the command
 
 The process and those it starts end with the driver, also if that is killed: it holds the other end of
-PIPE. What the function prints goes to stderr.
+PIPE. What the function prints goes to stderr. Before and after a tool call the process asks the driver,
+a line out and a line in. `use_tool` is the one order of a tool call, in the driver too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import builtins
+import contextlib
 import ctypes
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -18,6 +22,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import types
 import urllib.error
 import urllib.request
@@ -50,12 +55,141 @@ class Refused(Exception):
         self.code = code
 
 
-class Model:
-    """The model that a sync function gets; `chat` of an async function's is awaited."""
+# -- tools ---------------------------------------------------------------------------------------
 
-    def __init__(self, given: dict[str, Any]) -> None:
+
+class ToolUnknown(Exception):
+    """A tool was begun before a crash, and nobody knows whether it ended."""
+
+
+async def use_tool(ask: Any, run: Any, call: Any, function: Any, unknown: Any) -> str:
+    """Call a tool at most once, whatever happens to the driver; return its result as text.
+
+    `ask` tells the driver what is about to happen or has happened, and returns its answer; `run` calls
+    the function in a bounded time. `unknown` says what to do about a call that was only begun: "fail",
+    "retry", "rebuild", or a function of the call's id that returns the result, or None if the call was
+    never made.
+    """
+    call_id, name = str(call["id"]), str(call["function"]["name"])
+    policy = unknown if isinstance(unknown, str) else "ask"
+    begin = {"tool": "begin", "id": call_id, "name": name, "unknown": policy}
+    told = await ask(begin)
+    if "asks" in told:
+        found = await run(unknown, call_id)
+        if found is not None:
+            text = result_text(found)
+            await ask({"tool": "end", "id": call_id, "outcome": "done", "result": text})
+            return text
+        told = await ask({**begin, "unknown": "retry"})
+    if "done" in told:
+        return str(told["done"])
+    if "failed" in told:
+        raise recorded_error(told["failed"])
+    end = {"tool": "end", "id": call_id}
+    try:
+        result = result_text(await run(function, **tool_arguments(function, call)))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        await ask({**end, "outcome": "failed", "result": reason})
+        raise
+    await ask({**end, "outcome": "done", "result": result})
+    return result
+
+
+def tool_arguments(function: Any, call: Any) -> dict[str, Any]:
+    """Return the arguments of a tool call, and its key if the function takes one."""
+    arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # refused below
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise TypeError(f"got the arguments {arguments!r}, allowed: a table")
+    given = dict(arguments)
+    if "idempotency_key" in inspect.signature(function).parameters:
+        given["idempotency_key"] = str(call["id"])
+    return given
+
+
+def result_text(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+def recorded_error(reason: str) -> Exception:
+    """Return an error that reads as the recorded one, "ValueError: no such page", and is one."""
+    name, _, message = reason.partition(": ")
+    known: Any = getattr(builtins, name, None)
+    if not (isinstance(known, type) and issubclass(known, Exception)):
+        known = RuntimeError
+    own = {"__init__": lambda self: None, "__str__": lambda self: message}
+    try:
+        error: Exception = type(name, (known,), own)()
+    except TypeError:  # a group of errors
+        error = type(name, (RuntimeError,), own)()
+    return error
+
+
+class Driver:
+    """Asks the driver over the process's own pipes, one question at a time."""
+
+    def __init__(self, answers: Any) -> None:
+        self._answers, self._asking = answers, threading.Lock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._answers.write(json.dumps(message) + "\n")
+        self._answers.flush()
+
+    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        with self._asking:  # the driver answers at once: it only writes to its journal
+            self.send(message)
+            told = json.loads(sys.stdin.readline() or '{"error": "the driver has ended"}')
+        if "unknown" in told:
+            raise ToolUnknown(told["unknown"])
+        if "error" in told:
+            raise RuntimeError(told["error"])
+        return dict(told)
+
+
+async def run_here(limit: float, function: Any, *place: Any, **named: Any) -> Any:
+    """Call a tool in this process; one that is not async is interrupted by a signal when it is late."""
+    late = f"no result after {limit:g} s (tool_timeout_s)"
+    if inspect.iscoroutinefunction(function):
+        try:
+            return await asyncio.wait_for(function(*place, **named), limit)
+        except TimeoutError:
+            raise TimeoutError(late) from None
+    if threading.current_thread() is not threading.main_thread():
+        return function(*place, **named)
+
+    def interrupt(*_: Any) -> None:
+        raise TimeoutError(late)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        return function(*place, **named)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+class Model:
+    """The model that a sync function gets; `chat` and `tool` of an async function's are awaited."""
+
+    def __init__(self, given: dict[str, Any], driver: Driver) -> None:
         self.base_url, self.api_key = given["base_url"], given["api_key"]
         self.name, self.seed, self.earned = given["name"], given["seed"], 0.0
+        self._driver, self._limit = driver, given["tool_timeout_s"]
+
+    def tool(self, call: Any, function: Any, unknown: Any = "fail") -> Any:
+        """Return the result of a tool call as text; the journal has it before and after the call."""
+        return asyncio.run(self._use(call, function, unknown))
+
+    async def _use(self, call: Any, function: Any, unknown: Any) -> str:
+        run = functools.partial(run_here, self._limit)
+        return await use_tool(self._driver.ask, run, call, function, unknown)
 
     def reward(self, value: float) -> None:
         self.earned += float(value)
@@ -90,6 +224,12 @@ class AsyncModel(Model):
     async def chat(self, messages: Any, tools: Any = None, max_tokens: int | None = None) -> Any:
         return await asyncio.to_thread(super().chat, messages, tools, max_tokens)
 
+    async def tool(self, call: Any, function: Any, unknown: Any = "fail") -> Any:
+        return await self._use(call, function, unknown)
+
+
+# -- the process ---------------------------------------------------------------------------------
+
 
 def load(target: str) -> Any:
     """Return the function that `file.py:name` or `module:name` names."""
@@ -108,37 +248,35 @@ def load(target: str) -> Any:
     return getattr(module, name)
 
 
-def call(function: Any, given: dict[str, Any]) -> str:
-    """Call the function for one rollout; return the line that the driver gets."""
+def call(function: Any, given: dict[str, Any], driver: Driver) -> dict[str, Any]:
+    """Call the function for one rollout; return what the driver gets."""
     task = types.SimpleNamespace(**given["task"])
     try:
         if inspect.iscoroutinefunction(function):
-            model: Model = AsyncModel(given)
+            model: Model = AsyncModel(given, driver)
             result = asyncio.run(function(task, model, **given["options"]))
         else:
-            model = Model(given)
+            model = Model(given, driver)
             result = function(task, model, **given["options"])
-        return json.dumps({"result": result, "earned": model.earned})
+        json.dumps(result)
+        return {"result": result, "earned": model.earned}
     except Exception as error:
-        return json.dumps({"error": f"{type(error).__name__}: {error}"})
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def serve(target: str) -> None:
     """Answer one line after another until the driver closes the pipe."""
-    answers = os.fdopen(os.dup(1), "w")
+    driver = Driver(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)  # what the agent prints
     try:
         function = load(target)
     except Exception as error:
-        answers.write(json.dumps({"refused": f"{type(error).__name__}: {error}"}) + "\n")
-        answers.flush()
+        driver.send({"refused": f"{type(error).__name__}: {error}"})
         return
     kind = "async" if inspect.iscoroutinefunction(function) else "sync"
-    answers.write(json.dumps({"ready": kind}) + "\n")
-    answers.flush()
-    for line in sys.stdin:
-        answers.write(call(function, json.loads(line)) + "\n")
-        answers.flush()
+    driver.send({"ready": kind})
+    for line in iter(sys.stdin.readline, ""):
+        driver.send(call(function, json.loads(line), driver))
 
 
 if __name__ == "__main__":

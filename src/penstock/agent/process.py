@@ -1,6 +1,7 @@
 """Agents outside the driver: a function in a pool of processes, under another Python, or a command line.
 
-A process makes one rollout at a time and asks the endpoint over HTTP. It is killed, with the processes
+A process makes one rollout at a time, asks the endpoint over HTTP, and tells the session of its tool
+calls over its pipes. It is killed, with the processes
 it started, when its rollout ends late, is cancelled, or when the run ends; the next rollout gets a new one.
 """
 
@@ -19,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from penstock.agent.session import Model
+from penstock.agent.session import Model, session_of
 from penstock.agent.task import Task
 from penstock.errors import RewardError, RunError, UserError
 
@@ -39,20 +40,23 @@ class Pool:
         self._all: set[_Process] = set()
 
     async def __call__(self, task: Task, model: Model, **options: Any) -> Any:
-        async with self._places:
-            process = self._idle.pop() if self._idle else await self._start()
-            try:
-                answer = await process.ask({**_given(task, model), "options": options})
-            except (
-                BaseException
-            ):  # cancelled or dead: the process may be in the middle of a rollout
-                await self._end(process)
-                raise
-            self._idle.append(process)
+        process = self._idle.pop() if self._idle else await self._start()
+        try:
+            answer = await process.ask({**_given(task, model), "options": options})
+            while "tool" in answer:
+                answer = await process.ask(await session_of(model).answer_tool(answer))
+        except BaseException:  # cancelled or dead: the process may be in the middle of a rollout
+            await self._end(process)
+            raise
+        self._idle.append(process)
         if "error" in answer:
             raise RunError(answer["error"])
         model.reward(answer["earned"])
         return answer["result"]
+
+    def place(self) -> asyncio.Semaphore:
+        """Return what a caller holds during a call; waiting for it is not part of a rollout's time."""
+        return self._places
 
     async def _start(self) -> _Process:
         process = await _Process.start(*self._command)
@@ -93,22 +97,26 @@ class Command:
             "OPENAI_MODEL": model.name,
             "PENSTOCK_SEED": str(model.seed),
         }
-        async with self._places:
-            process = await _Process.start(*self._command, environment)
-            self._all.add(process)
-            try:
-                code, output = await process.finish(json.dumps(asdict(task)))
-            finally:
-                self._all.discard(process)
-                await process.kill()
+        process = await _Process.start(*self._command, environment)
+        self._all.add(process)
+        try:
+            code, output = await process.finish(json.dumps(asdict(task)))
+            last_words = process.last_words()
+        finally:
+            self._all.discard(process)
+            await process.kill()
         lines = output.strip().splitlines()
         if code:
-            raise RunError(f"the command ended with code {code}: {process.last_words()}")
+            raise RunError(f"the command ended with code {code}: {last_words}")
         try:
             return float(lines[-1])
         except (IndexError, ValueError):
             last = lines[-1] if lines else "no output"
             raise RewardError(f"the command's last line: got {last!r}, allowed: a number") from None
+
+    def place(self) -> asyncio.Semaphore:
+        """Return what a caller holds during a call; waiting for it is not part of a rollout's time."""
+        return self._places
 
     async def close(self) -> None:
         for process in list(self._all):
@@ -178,6 +186,7 @@ class _Process:
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
         self._process._transport.close()  # type: ignore[attr-defined]
+        self._errors.close()
 
 
 def _given(task: Task, model: Model) -> dict[str, Any]:
@@ -187,6 +196,7 @@ def _given(task: Task, model: Model) -> dict[str, Any]:
         "api_key": model.api_key,
         "name": model.name,
         "seed": model.seed,
+        "tool_timeout_s": session_of(model).limits.tool_timeout_s,
     }
 
 

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.agent.bridge import Bridge
-from penstock.agent.tree import CallTree, Message, Place, arguments_of
+from penstock.agent.inside import use_tool
+from penstock.agent.tree import CallTree, Message, Place
 from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
 from penstock.errors import EngineError, EnginesLost, RunError, UserError
@@ -37,6 +38,10 @@ class Recorder(Protocol):
     async def begin_tool(self, rollout: Rollout, call_id: str, name: str) -> None: ...
 
     async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None: ...
+
+
+POLICIES = ("fail", "retry", "rebuild")  # for a tool call that was only begun
+Unknown = str | Callable[[str], Any]
 
 
 class ToolUnknown(RunError):
@@ -95,7 +100,8 @@ class Session:
         self.notes: dict[str, Any] = {}  # what a dialect of the endpoint remembers
         self._engine, self._bridge, self._sampling = engine, bridge, sampling
         self._recorder, self._threads = recorder, threads
-        self._tools = {tool.call_id: tool for tool in tools}  # of the interrupted try
+        self.tools = {tool.call_id: tool for tool in tools}  # what the journal knows of them
+        self._before = dict(self.tools)  # of the interrupted try
         self._keeps_thinking = thinking == "keep"
         self._unclaimed = [call.number for call in calls]  # calls that nobody has asked for again
         self._asked: Counter[tuple] = Counter()  # requests by place, to tell repeated ones apart
@@ -218,62 +224,84 @@ class Session:
         return call
 
     async def tool(
-        self, call: Mapping[str, Any], function: Callable[..., Any], *, unknown: str = "fail"
+        self, call: Mapping[str, Any], function: Callable[..., Any], *, unknown: Unknown = "fail"
     ) -> str:
         """Call a tool at most once, whatever happens to this process; return its result as text.
 
-        After a crash, a call that was done gets its result from the journal. One that was only begun
-        raises ToolUnknown, or is made again with `unknown="retry"`. With `unknown="rebuild"` every call
-        is made again, for an environment inside this process, and must give the recorded result.
+        After a crash, a call that ended has its result, or its error, from the journal. One that was only
+        begun raises ToolUnknown, or is made again with `unknown="retry"`, or has the result that
+        `unknown(call_id)` returns (None: it is made again). With `unknown="rebuild"` every call is made
+        again, for an environment inside this process, and must give the recorded result.
         """
-        if unknown not in ("fail", "retry", "rebuild"):
-            raise UserError(f"unknown: got {unknown!r}, allowed: 'fail', 'retry' or 'rebuild'")
-        call_id, name = str(call["id"]), str(call["function"]["name"])
-        before = self._tools.pop(call_id, None)
-        if before is not None and unknown != "rebuild":
-            if before.outcome == "done":
-                return before.result or ""
-            if before.outcome is None and unknown == "fail":
-                raise ToolUnknown(
-                    f"tool {name}: call {call_id} was begun before a crash, its end is unknown"
-                )
-        await self._recorder.begin_tool(self.rollout, call_id, name)
-        try:
-            result = await self._apply(function, call, call_id)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            await self._recorder.end_tool(self.rollout, call_id, "failed", reason)
-            raise
-        if before is not None and before.outcome == "done" and result != before.result:
-            raise RunError(
-                f"tool {name}: the environment is not deterministic: call {call_id} gave "
-                f"{_short(before.result or '')} before a crash and now {_short(result)}"
+        if not callable(unknown) and unknown not in POLICIES:
+            raise UserError(
+                f"unknown: got {unknown!r}, allowed: {', '.join(POLICIES)} or a function of the id"
             )
-        await self._recorder.end_tool(self.rollout, call_id, "done", result)
-        return result
+        return await use_tool(self._told, self._apply, call, function, unknown)
 
-    async def _apply(
-        self, function: Callable[..., Any], call: Mapping[str, Any], call_id: str
-    ) -> str:
-        """Call the function with the call's arguments, and its key if it takes one; bound its time."""
-        arguments = arguments_of(call)
-        if not isinstance(arguments, Mapping):
-            raise TypeError(f"got the arguments {arguments!r}, allowed: a table")
-        given = dict(arguments)
-        if "idempotency_key" in inspect.signature(function).parameters:
-            given["idempotency_key"] = call_id
+    async def _told(self, message: Mapping[str, Any]) -> dict[str, str]:
+        answer = await self.answer_tool(message)
+        if "unknown" in answer:
+            raise ToolUnknown(answer["unknown"])
+        if "error" in answer:
+            raise RunError(answer["error"])
+        return answer
+
+    async def answer_tool(self, message: Mapping[str, Any]) -> dict[str, str]:
+        """Answer what `use_tool` tells before and after a tool call; the journal has it then."""
+        call_id = str(message["id"])
+        if message["tool"] == "begin":
+            return await self._begin_tool(call_id, str(message["name"]), str(message["unknown"]))
+        return await self._end_tool(call_id, str(message["outcome"]), str(message["result"]))
+
+    async def _begin_tool(self, call_id: str, name: str, unknown: str) -> dict[str, str]:
+        before = self._before.get(call_id)
+        if before is not None and unknown != "rebuild":
+            if before.outcome is not None:
+                del self._before[call_id]
+                return {before.outcome: before.result or ""}
+            if unknown == "fail":
+                return {
+                    "unknown": f"tool {name}: call {call_id} was begun before a crash, "
+                    "its end is unknown"
+                }
+            if unknown == "ask":
+                return {"asks": ""}
+            del self._before[call_id]
+        self.tools[call_id] = ToolResult(call_id=call_id, name=name, outcome=None, result=None)
+        await self._recorder.begin_tool(self.rollout, call_id, name)
+        return {}
+
+    async def _end_tool(self, call_id: str, outcome: str, result: str) -> dict[str, str]:
+        before, begun = self._before.pop(call_id, None), self.tools[call_id]
+        if before is not None and before.outcome == outcome == "done" and result != before.result:
+            return {
+                "error": f"tool {begun.name}: the environment is not deterministic: call {call_id} "
+                f"gave {_short(before.result or '')} before a crash and now {_short(result)}"
+            }
+        self.tools[call_id] = replace(begun, outcome=outcome, result=result)
+        await self._recorder.end_tool(self.rollout, call_id, outcome, result)
+        return {}
+
+    async def _apply(self, function: Callable[..., Any], *place: Any, **named: Any) -> Any:
+        """Call a function of the user's, for a bounded time; one that is not async in a thread."""
         limit = self.limits.tool_timeout_s
+        late = TimeoutError(f"no result after {limit:g} s (tool_timeout_s)")
+        if inspect.iscoroutinefunction(function):
+            deadline = asyncio.timeout(limit)
+            try:
+                async with deadline:
+                    return await function(*place, **named)
+            except TimeoutError:
+                if deadline.expired():
+                    raise late from None
+                raise
+        if self._threads is None:
+            self._threads = CallThreads("tool", TOOL_THREADS, limit)
         try:
-            if inspect.iscoroutinefunction(function):
-                async with asyncio.timeout(limit):
-                    result = await function(**given)
-            else:
-                if self._threads is None:
-                    self._threads = CallThreads("tool", TOOL_THREADS, limit)
-                result = await self._threads.run(partial(function, **given))
+            return await self._threads.run(partial(function, *place, **named))
         except CallTimeout:
-            raise TimeoutError(f"no result after {limit:g} s (tool_timeout_s)") from None
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+            raise late from None
 
     def _note_earned(self, number: int, earned: float) -> None:
         if earned:
@@ -342,7 +370,7 @@ class Model:
         return json.loads(json.dumps(call.answer))
 
     async def tool(
-        self, call: Mapping[str, Any], function: Callable[..., Any], *, unknown: str = "fail"
+        self, call: Mapping[str, Any], function: Callable[..., Any], *, unknown: Unknown = "fail"
     ) -> str:
         """Return the result of a tool call as text; the journal has it before and after the call."""
         return await self._session.tool(call, function, unknown=unknown)
@@ -350,6 +378,11 @@ class Model:
     def reward(self, value: float) -> None:
         """Reward the turns so far: calls after this one are not credited with it."""
         self._session.earned += float(value)
+
+
+def session_of(model: Model) -> Session:
+    """Return the session behind a model, for agents that run outside the driver."""
+    return model._session
 
 
 def _short(text: str) -> str:
