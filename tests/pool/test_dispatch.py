@@ -84,6 +84,17 @@ def test_a_slow_engine_does_not_begin_what_the_others_will_soon_be_through_with(
     assert len(list(dispatcher.bindings(0.0))) == 5  # with a queue this long the slow engine helps
 
 
+def test_engines_that_differ_by_their_last_answers_share_the_work() -> None:
+    """The one that decoded more rows, or had a request in its queue, was measured as a little slower."""
+    dispatcher = Dispatcher(2, SLOTS)
+    measured(dispatcher, 0, seconds=1.0, length=100)
+    measured(dispatcher, 1, seconds=1.3, length=100)
+    dispatcher.let_serve(0, True)
+    taken = [dispatcher.offer(work(), 0.0) for _ in range(4)]
+    assert {0, 1} <= set(taken[:2])
+    assert taken.count(1) == 2
+
+
 def test_an_engine_that_was_slow_is_tried_again_now_and_then() -> None:
     dispatcher = Dispatcher(2, 1024)
     measured(dispatcher, 0, seconds=1.0, length=100)

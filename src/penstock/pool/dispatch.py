@@ -19,6 +19,7 @@ _AHEAD = 1.25  # requests to bind per request that can run, so that a free slot 
 _LEAST_FILL = 0.125
 _UNKNOWN_FILL = 0.5
 _REFUSALS = 256  # after so many skips in a row a slow engine gets work, to measure it again
+_ALIKE = 1.5  # paces within this factor differ by the rows that engines happen to decode together
 _SLOW = 4.0  # tell the user of an engine this many times slower than the fastest
 _ANSWERS_TO_JUDGE = 4  # answers to measure before an engine is called slow
 
@@ -180,12 +181,13 @@ class Dispatcher:
         ]
 
     def _worth_using(self, work: Work, able: list[int]) -> list[int]:
-        """Skip an engine if the others would finish the queue before it finishes one response."""
+        """Skip a slow engine if the others would finish the queue before it finishes one response."""
         paces = [member.pace for member in self.members if member.serves and member.pace]
         if not paces:
             return able
         waiting = self.waiting if work.waits else self.waiting + work.size
         others = 1 / max(paces) + waiting / (self.slots * sum(paces))
+        others = max(others, _ALIKE / max(paces))
         return [i for i in able if 1 / (self.members[i].pace or math.inf) <= others]
 
     @property
