@@ -28,11 +28,11 @@ from penstock.produce import (
     ReplayBuffer,
     Sampler,
 )
+from penstock.twin.virtual_time import VirtualClock
 from penstock.types import StepReport
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
 from stages.rollouts import make_prompts
-from stages.virtual_time import VirtualClock
 
 STEPS, GROUPS = 40, 16
 LENGTHS = np.random.default_rng(0).lognormal(4.5, 1.0, 4000).astype(int) + 1

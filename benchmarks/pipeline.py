@@ -34,8 +34,8 @@ from penstock.produce import (
     Sampler,
     SyncProduceStrategyConfig,
 )
+from penstock.twin.virtual_time import VirtualClock
 from penstock.types import Prompt, Rollout, Score, Status, StepReport, VersionSegment
-from stages.virtual_time import VirtualClock
 
 GROUPS, GENERATIONS = 32, 8
 TOKEN_S, MEAN_TOKENS, MOST_TOKENS = 0.02, 200, 2000

@@ -19,9 +19,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from penstock.engine.protocol import GenerationRequest
+from penstock.twin.virtual_time import VirtualClock
 from stages.paced_engine import PacedEngine, request_of
 from stages.supervised import EngineCrew
-from stages.virtual_time import VirtualClock
 
 TOKEN_S, SLOTS, GROUP, BATCHES = 0.01, 64, 8, 8
 SLOWER, SIGMAS = (1, 2, 4, 10, 100), (0.0, 0.5, 1.0)

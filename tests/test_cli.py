@@ -96,6 +96,7 @@ WRONG = {  # for each command a wrong argument, and words of its error message
     "convert": (["nemo", "run.sh"], "convert: got 'nemo', allowed: trl"),
     "report": (["no-such-run"], "no-such-run"),
     "timeline": (["no-such-run"], "no-such-run"),
+    "simulate": (["--nodes", "many"], "--nodes: got 'many'"),
     "rollouts": (["no-such-run", "--limit", "0"], "--limit"),
     "generate": (["--prompt", "1+1", "engine.name=tgi"], "engine.name: got 'tgi'"),
     "config": (["trian.lr=1"], "unknown key 'trian"),

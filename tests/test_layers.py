@@ -25,7 +25,7 @@ FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lo
     ("preflight", "job"),
     ("run", "recover", "rehearsal"),
     ("inspection",),
-    ("session",),
+    ("session", "twin"),
     ("api", "compat", "cli"),
 )
 LAYERS = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}

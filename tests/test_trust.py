@@ -20,6 +20,7 @@ from penstock.run_folder import RunFolder, create
 from stages.dashboard_server import serving
 from stages.hostile_run import add_checkpoint
 from stages.made_run import make_run
+from stages.made_timeline import make_timeline
 from stages.tiny_run import TINY
 
 PWNED = "from pathlib import Path\nPath(__file__).with_name('pwned').touch()\n"
@@ -38,6 +39,7 @@ LOOKS = [
     "runs",
     "compare",
     "dashboard",
+    "simulate",
 ]
 
 
@@ -75,6 +77,7 @@ def strangers_run(path: Path) -> RunFolder:
     journal.record_identity({"config": config.model_dump_json()})
     journal.close()
     add_checkpoint(folder)
+    make_timeline(folder)
     (folder.checkpoints / "step-2" / "consumer.pt").write_bytes(b"a pickle")
     return folder
 
@@ -101,6 +104,7 @@ def test_no_look_executes_code_of_the_run(
         "score": [run, "--reward", "boxed"],
         "runs": [str(stranger.path.parent)],
         "compare": [run, run],
+        "simulate": ["--profile", run, "--steps", "2"],
         "export": [run, "--to", str(stranger.path.parent / "exported"), "--adapter"],
     }
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("loaded a pickle"))

@@ -19,10 +19,11 @@ from rich.text import Text
 
 from penstock import __version__
 from penstock.config import Section
-from penstock.config.source import explain
+from penstock.config.source import explain, load_config
 from penstock.errors import PenstockError, StopRequested, UserError
 from penstock.inspection.dashboard.command import dashboard
 from penstock.terminal import console, say
+from penstock.twin.command import simulate
 
 app = typer.Typer(
     name="penstock",
@@ -90,8 +91,6 @@ def options(
 @app.command(rich_help_panel="Run")
 def train(arguments: Arguments = None, trust: Trust = False) -> None:
     """Train a policy. Without a config: the demo, on this machine's CPU."""
-    from penstock.config.source import load_config
-
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
     loaded.require_tasks()
@@ -334,7 +333,6 @@ def generate(
 ) -> None:
     """Sample from a config's model and print every token with its log-probability."""
     from penstock import preflight
-    from penstock.config.source import load_config
     from penstock.evaluation.generate import describe, generate_samples
     from penstock.trust import check_config
 
@@ -398,8 +396,6 @@ def init(
 @app.command(rich_help_panel="Prepare")
 def check(arguments: Arguments = None, trust: Trust = False) -> None:
     """Rehearse a run on three prompts: sample, score, train once; estimate memory and time. Keeps nothing."""
-    from penstock.config.source import load_config
-
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
     loaded.require_tasks()
@@ -444,7 +440,6 @@ def config(
     """Print every setting as TOML that can be used again: meaning, allowed values, where it came from."""
     from penstock.config.doubts import doubts
     from penstock.config.listing import config_lines
-    from penstock.config.source import load_config
 
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
@@ -520,7 +515,6 @@ def agent_check(arguments: Arguments = None, trust: Trust = False) -> None:
     """Play the config's agents against a made-up policy, and say what would go wrong; exit 1 if anything."""
     import asyncio
 
-    from penstock.config.source import load_config
     from penstock.job import check_agents
     from penstock.trust import check_config
 
@@ -547,6 +541,7 @@ def _section(kind: type[S], options: list[str] | None) -> S:
         raise UserError(explain(error, kind)) from None
 
 
+app.command(rich_help_panel="Look")(simulate)
 _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 # typer brings its own copy of click or uses the installed one: take the class from what it exports
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

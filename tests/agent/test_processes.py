@@ -20,10 +20,10 @@ from penstock.agent.process import Command, Pool
 from penstock.config import SamplingConfig, TaskConfig
 from penstock.errors import RunError, UserError
 from penstock.journal.calls import ToolResult
+from penstock.twin.virtual_time import VirtualClock
 from penstock.types import Status
 from stages.agent_parts import make_agent, make_group
 from stages.chat_policy import Kept
-from stages.virtual_time import VirtualClock
 
 FILE = """
 import os, subprocess, sys, time

@@ -9,11 +9,11 @@ import pytest
 from penstock.agent.single_turn import SingleTurn, annealed_temperature
 from penstock.config import AnnealConfig, SamplingConfig
 from penstock.data.sampler import Sampler
+from penstock.twin.virtual_time import VirtualClock
 from penstock.types import Group, Rollout, Score, Status, expand_segments
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
 from stages.rollouts import make_prompts
-from stages.virtual_time import VirtualClock
 
 
 def make_group(k: int = 3) -> Group:

@@ -21,11 +21,11 @@ from penstock.journal.schema import open_database
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.run_folder import RunFolder
+from penstock.twin.virtual_time import VirtualClock
 from penstock.types import Batch, StepReport
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
 from stages.rollouts import finish_rollout, make_prompts
-from stages.virtual_time import VirtualClock
 
 
 def make_run(path: Path, steps: int = 5) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import RunError
-from stages.virtual_time import VirtualClock
+from penstock.twin.virtual_time import VirtualClock
 
 ray = pytest.importorskip("ray")
 from penstock.launch.ray.object_store_retry import BACKOFF_S, retry_while_full  # noqa: E402

@@ -19,10 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.pool.engine import ENDED
+from penstock.twin.virtual_time import VirtualClock
 from penstock.types import WeightHandle, expand_segments
 from stages.paced_engine import PacedEngine, length_of, logprobs_of, request_of, tokens_of
 from stages.supervised import EngineCrew
-from stages.virtual_time import VirtualClock
 
 SLOTS = 4
 

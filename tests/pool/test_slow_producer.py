@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from penstock.engine.protocol import Generation, GenerationRequest
+from penstock.twin.virtual_time import VirtualClock
 from penstock.types import WeightHandle
 from stages.paced_engine import PacedEngine, request_of, tokens_of
 from stages.supervised import EngineCrew
-from stages.virtual_time import VirtualClock
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

@@ -27,10 +27,10 @@ from penstock.produce import (
     SyncProduceStrategyConfig,
 )
 from penstock.produce.replay_buffer import ReplayBuffer
+from penstock.twin.virtual_time import VirtualClock
 from penstock.types import Batch, Status, StepReport, expand_segments, staleness
 from stages.fake_agent_loop import FakeAgentLoop
 from stages.rollouts import make_prompts
-from stages.virtual_time import VirtualClock
 
 SEEN: Counter[str] = Counter()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.virtual_time import VirtualClock
+from penstock.twin.virtual_time import VirtualClock
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "length_bias.py"
 

@@ -20,12 +20,12 @@ from penstock.produce import (
     ProduceTask,
     ReplayBuffer,
 )
+from penstock.twin.virtual_time import VirtualClock
 from penstock.types import Batch, Group, Status, StepReport
 from stages.fake_agent_loop import FakeAgentLoop
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
 from stages.rollouts import finish_rollout, make_prompts
-from stages.virtual_time import VirtualClock
 
 
 def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> float:

@@ -11,11 +11,11 @@ from penstock.config import LaunchConfig, SamplingConfig, WatchdogConfig
 from penstock.errors import RunError
 from penstock.reward.verifiable import Part, VerifiableReward
 from penstock.supervise.supervised import CALLS, Supervised, SupervisionCallbacks, call_worker
+from penstock.twin.virtual_time import VirtualClock
 from penstock.types import Rollout
 from penstock.watch.waits import Waits
 from penstock.watch.watchdog import Watchdog
 from stages.rollouts import make_prompt
-from stages.virtual_time import VirtualClock
 
 STALL_S = 60.0
 

@@ -110,6 +110,11 @@ def split_waits(events: list[Event]) -> tuple[list[tuple[float, float]], list[tu
     )
 
 
+def covered(events: Iterable[Event]) -> float:
+    """Return the seconds in which at least one event is open."""
+    return sum(end - start for start, end in _merge(events))
+
+
 def _rank(name: str) -> int:
     order = ("trainer", "engine", "rewards", "eval", "checkpoint", "journal", "loop", "produce")
     return next((n for n, start in enumerate(order) if name.startswith(start)), len(order))

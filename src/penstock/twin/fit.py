@@ -1,0 +1,285 @@
+"""Read a profile out of a run: its journal (lengths, rewards, refusals) and its timeline (every finished call).
+
+The engine's model is found by replaying the recorded requests through `Rows`, at the times at which they came: the
+parameters whose calls end when the recorded ones did. Reads files only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from penstock.config import Config
+from penstock.errors import UserError
+from penstock.inspection.timeline import Event, read_events
+from penstock.journal import Journal
+from penstock.run_folder import RunFolder, find
+from penstock.twin.models import LOSS_PER_DOUBLING, DecodeModel, Rows, TrainModel
+from penstock.twin.profile import Profile, SeenGroup
+from penstock.watch.waits import WaitKind
+
+MOST_SAMPLES = 2000
+_ROUNDS = 8  # of a fit
+_REPLAYED = 600  # calls of an engine that are replayed for each set of parameters
+_TELLS = 0.5  # share of the variance of update times that tokens must explain to tell a fixed part
+
+
+@dataclass(slots=True, frozen=True)
+class Recording:
+    """What a run wrote: the groups in the order of their cursors, and its calls in order of time."""
+
+    config: Config
+    groups: dict[str, SeenGroup]  # group id ->
+    events: list[Event]
+    step_tokens: dict[int, int]  # response tokens of a committed step
+
+    def calls(self, what: WaitKind, lane: str = "") -> list[Event]:
+        return [
+            event for event in self.events if event.what == what and event.lane.startswith(lane)
+        ]
+
+
+def read_profile(path: str) -> Profile:
+    """Return the profile of a run folder, or of a file that `--save-profile` wrote."""
+    if Path(path).is_file() and Path(path).suffix == ".json":
+        return Profile.from_json(Path(path).read_text(encoding="utf-8"), path)
+    folder = find(path)
+    return fit(read_recording(folder), folder.name)
+
+
+def read_recording(folder: RunFolder) -> Recording:
+    groups: dict[str, SeenGroup] = {}
+    with contextlib.closing(Journal.open(folder.journal, readonly=True)) as journal:
+        rows = journal.query(
+            "SELECT g.group_id, g.task, g.drop_reason = 'filtered', r.num_tokens, r.reward FROM groups g"
+            " JOIN rollouts r USING(group_id) WHERE g.status IN ('completed', 'filtered', 'archived')"
+            " AND r.num_tokens > 0 ORDER BY g.task, g.cursor, r.number"
+        )
+        tokens = dict(
+            journal.query(
+                "SELECT step, sum(num_tokens) FROM groups WHERE state = 'trained' GROUP BY step"
+            )
+        )
+    parts: dict[str, list[tuple]] = defaultdict(list)
+    for group_id, *rest in rows:
+        parts[group_id].append(tuple(rest))
+    for group_id, members in parts.items():
+        groups[group_id] = SeenGroup(
+            tuple(int(length) for *_, length, _ in members),
+            tuple(float(reward or 0.0) for *_, reward in members),
+            bool(members[0][1]),
+            str(members[0][0]),
+        )
+    return Recording(folder.config(), groups, read_events(folder), tokens)
+
+
+def fit(recording: Recording, name: str) -> Profile:
+    """Return the profile of what was recorded."""
+    config = recording.config
+    updates = recording.calls(WaitKind.TRAIN, "trainer")
+    if not recording.groups or not updates:
+        raise UserError(
+            f"--profile: {name} got {len(recording.groups)} finished groups and {len(updates)} updates, "
+            "allowed: a run that trained"
+        )
+    rewards = [
+        e for e in recording.calls(WaitKind.REWARD) if not e.lane.startswith("rewards of eval")
+    ]
+    before, after = _around(recording, updates)
+    profile = Profile(
+        source=name,
+        groups=_thinned(list(recording.groups.values())),
+        decode=_fit_decode(recording),
+        train=_fit_train(recording, updates),
+        reward_s=_seconds(rewards),
+        publish_s=_publications(recording, updates),
+        sync_s=_seconds(recording.calls(WaitKind.SYNC, "engine")),
+        land_s=_seconds(recording.calls(WaitKind.SEND)),
+        before_s=before,
+        after_s=after,
+        checkpoint_s=_seconds(recording.calls(WaitKind.CHECKPOINT, "trainer")),
+    )
+    if config.tasks and any(task.agent != "single_turn" for task in config.tasks.values()):
+        profile.notes.append("a task has an agent: its calls are modelled as one response each")
+    return profile
+
+
+def _thinned(groups: list[SeenGroup]) -> list[SeenGroup]:
+    """Return at most MOST_SAMPLES groups, evenly over the run."""
+    step = max(1, math.ceil(len(groups) / MOST_SAMPLES))
+    return groups[::step]
+
+
+def _seconds(events: Iterable[Event]) -> list[float]:
+    seconds = [round(max(0.0, event.end - event.start), 6) for event in events]
+    return seconds[:: max(1, math.ceil(len(seconds) / MOST_SAMPLES))] or [0.0]
+
+
+def _around(recording: Recording, updates: list[Event]) -> tuple[list[float], list[float]]:
+    """Return the loop's seconds from each batch to its update, and from an update to the next wait."""
+    waits = [
+        e for e in recording.calls(WaitKind.WAIT, "loop") if e.detail.startswith("groups of step")
+    ]
+    before, after = [], []
+    for update in updates:
+        ended = [wait.end for wait in waits if wait.end <= update.start]
+        if ended:
+            before.append(update.start - max(ended))
+        begun = [wait.start for wait in waits if wait.start >= update.end]
+        if begun:
+            after.append(min(begun) - update.end)
+    copies = [e.end - e.start for e in recording.calls(WaitKind.CHECKPOINT, "trainer")]
+    typical = median(after) if after else 0.0  # without checkpoints and waits for slow engines
+    after = [min(one, 2 * typical) for one in after] if copies else after
+    return before or [0.0], after or [0.0]
+
+
+def _publications(recording: Recording, updates: list[Event]) -> list[float]:
+    """Return the seconds in which the trainer published weights, for each update."""
+    found = []
+    events = recording.calls(WaitKind.PUBLISH, "trainer")
+    for number, update in enumerate(updates):
+        until = updates[number + 1].start if number + 1 < len(updates) else math.inf
+        own = [e for e in events if update.end <= e.start < until]
+        if own:
+            found.append(max(e.end for e in own) - min(e.start for e in own))
+    return found or [0.0]
+
+
+def _fit_train(recording: Recording, updates: list[Event]) -> TrainModel:
+    """Fit seconds = fixed + tokens * each; all to the tokens if they do not explain the differences."""
+    committed = [recording.step_tokens[step] for step in sorted(recording.step_tokens)]
+    count = min(len(committed), len(updates))
+    warm = 1 if count > 3 else 0  # the first update allocates and compiles
+    tokens = np.array(committed[warm:count], float)
+    seconds = np.array([event.end - event.start for event in updates[warm:count]])
+    if not len(tokens) or not tokens.sum():
+        raise UserError("--profile: got no committed step, allowed: a run that trained")
+    fixed, each = 0.0, float(seconds.sum() / tokens.sum())
+    if len(tokens) > 2 and tokens.std() > 0 and seconds.std() > 0:
+        slope, start = np.polyfit(tokens, seconds, 1)
+        tells = np.corrcoef(tokens, seconds)[0, 1] ** 2 > _TELLS
+        if tells and slope > 0 and start > 0:
+            fixed, each = float(start), float(slope)
+    ranks = recording.config.launch.num_consumers
+    doublings = max(0, ranks - 1).bit_length()
+    spread = seconds / (fixed + each * tokens)
+    return TrainModel(
+        fixed_s=fixed,
+        token_s=each * ranks * (1 - LOSS_PER_DOUBLING) ** doublings,
+        spread=tuple(round(float(one), 4) for one in spread[-MOST_SAMPLES:]),
+    )
+
+
+# -- the engine -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, frozen=True)
+class _Call:
+    start: float
+    end: float
+    lengths: tuple[int, ...]
+
+
+def _fit_decode(recording: Recording) -> DecodeModel:
+    """Find the engine's parameters by replaying its calls.
+
+    In a replay each call lasts through so many decode steps, rows of these steps and prefills: the parameters
+    are those which give the recorded seconds. Other parameters change the replay, so this is repeated.
+    """
+    lanes = [calls[:_REPLAYED] for calls in _calls_of_engines(recording).values()]
+    slots = recording.config.engine.max_slots or 64
+    calls = [call for own in lanes for call in own]
+    if not calls:
+        raise UserError("--profile: got no generate call of a group, allowed: a run that trained")
+    seconds = np.array([call.end - call.start for call in calls])
+    pace = float(np.median(seconds / [max(call.lengths) for call in calls]))
+    tried = [
+        DecodeModel(step_s=pace * share, row_s=0.0, prefill_s=pace * 0.01, slots=slots)
+        for share in (0.5, 1.0)
+    ]
+    best, least = tried[0], math.inf
+    for model in tried:
+        for _ in range(_ROUNDS):
+            parts = np.concatenate([_replay(own, model) for own in lanes])
+            used = np.array([model.step_s, model.row_s, model.prefill_s])
+            error = float(np.abs(parts @ used - seconds).sum())
+            if error < least:
+                best, least = model, error
+            step_s, row_s, prefill_s = _not_negative(parts, seconds)
+            model = DecodeModel(step_s=step_s, row_s=row_s, prefill_s=prefill_s, slots=slots)
+    return best
+
+
+def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+    """Return the least squares solution without negative parameters: of the best subset of them."""
+    best, least = np.zeros(3), math.inf
+    for chosen in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1]):
+        found, *_ = np.linalg.lstsq(parts[:, chosen], seconds, rcond=None)
+        error = float(np.square(parts[:, chosen] @ found - seconds).sum())
+        if (found >= 0).all() and error < least * (1 - 1e-9):
+            best, least = np.zeros(3), error
+            best[chosen] = found
+    best = np.maximum(best, [1e-9, 0.0, 1e-9])  # a replay needs time to pass
+    return float(best[0]), float(best[1]), float(best[2])
+
+
+def _calls_of_engines(recording: Recording) -> dict[str, list[_Call]]:
+    """Return the generate calls of each engine with the lengths of their responses.
+
+    A group's first reward is asked for when its call has ended: that tells whose call it was.
+    """
+    scored: dict[str, float] = {}
+    for event in recording.calls(WaitKind.REWARD):
+        group = event.detail.rpartition(".")[0]
+        scored[group] = min(event.start, scored.get(group, math.inf))
+    by_time = sorted((at, group) for group, at in scored.items() if group in recording.groups)
+    calls = sorted(recording.calls(WaitKind.GENERATE, "engine"), key=lambda event: event.end)
+    found: dict[str, list[_Call]] = defaultdict(list)
+    place = 0
+    for event in calls:
+        while place < len(by_time) and by_time[place][0] < event.end:
+            place += 1
+        if place < len(by_time):
+            lengths = recording.groups[by_time[place][1]].lengths
+            place += 1
+            found[event.lane].append(_Call(event.start, event.end, lengths))
+    return {lane: sorted(own, key=lambda call: call.start) for lane, own in found.items()}
+
+
+def _replay(calls: Sequence[_Call], model: DecodeModel) -> np.ndarray:
+    """Return for each call of an engine how many decode steps, rows and prefills it lasted in a replay."""
+    rows, begin = Rows(model), calls[0].start
+    first = np.zeros((len(calls), 3))
+    parts = np.zeros((len(calls), 3))
+    owner: dict[int, int] = {}
+    left = [len(call.lengths) for call in calls]
+
+    def done() -> tuple[float, float, float]:
+        return rows.steps, rows.tokens, rows.stalls_s / model.prefill_s
+
+    for place in range(len(calls) + 1):
+        until = calls[place].start - begin if place < len(calls) else math.inf
+        while (end := rows.next_end()) is not None and end <= until:
+            rows.advance(end)
+            for row in rows.take_ended():
+                left[owner[row]] -= 1
+                if not left[owner[row]]:
+                    parts[owner[row]] = np.subtract(done(), first[owner[row]])
+            rows.admit()
+        if place < len(calls):
+            rows.advance(until)
+            first[place] = done()
+            rows.stall(model.prefill_s)
+            for length in calls[place].lengths:
+                owner[len(owner)] = place
+                rows.add(len(owner) - 1, length)
+            rows.admit()
+    return parts

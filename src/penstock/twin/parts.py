@@ -1,0 +1,429 @@
+"""The modelled parts of a simulated run: engine, trainer, rewards, journal, checkpoints and the driver's own time.
+
+Each keeps the protocol of the real part and takes the time that the profile gives it, on the running loop's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.config import CheckpointConfig
+from penstock.engine.protocol import (
+    EngineStats,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    PauseMode,
+)
+from penstock.supervise.trainer import TrainerPart
+from penstock.twin.models import Rows, TrainModel
+from penstock.twin.profile import Profile, SeenGroup
+from penstock.types import (
+    Batch,
+    Group,
+    Prompt,
+    Rollout,
+    Score,
+    StepReport,
+    VersionSegment,
+    WeightHandle,
+    extend_segments,
+)
+from penstock.watch.clock import loop_time
+
+_IDS = np.zeros(1 << 20, dtype=np.int32)  # the tokens of every response
+_LOGPROBS = np.zeros(1 << 20, dtype=np.float32)
+_GRAIN_STEPS = 4  # decode steps after which a pack of engines looks for rows that have ended
+
+
+class Samples:
+    """Recorded times, drawn again in their order; one of several users takes its turn."""
+
+    def __init__(self, values: Sequence[float], start: int = 0, every: int = 1) -> None:
+        self._values = list(values) or [0.0]
+        self._next = itertools.count(start, every)
+
+    def draw(self) -> float:
+        return self._values[next(self._next) % len(self._values)]
+
+    async def wait(self) -> None:
+        if seconds := self.draw():
+            await asyncio.sleep(seconds)
+
+
+class Recorded:
+    """The lengths and rewards of the responses of one task, from the groups of a profile."""
+
+    def __init__(self, groups: Sequence[SeenGroup], *, size: int, longest: int) -> None:
+        """size: responses of a group. longest: most tokens of a response."""
+        self._groups, self.size, self._longest = groups, size, longest
+
+    def group(self, cursor: int) -> SeenGroup:
+        """Return the recorded group of a cursor; a larger group takes members of further groups."""
+        seen = self._groups[cursor % len(self._groups)]
+        if len(seen.lengths) >= self.size and max(seen.lengths) <= self._longest:
+            return seen
+        lengths, rewards = list(seen.lengths), list(seen.rewards)
+        further = cursor
+        while len(lengths) < self.size:
+            further += (
+                7919  # a prime, so that the further groups differ from those of the next cursors
+            )
+            one = self._groups[further % len(self._groups)]
+            lengths += one.lengths
+            rewards += one.rewards
+        cut = tuple(min(length, self._longest) for length in lengths)
+        return SeenGroup(cut, tuple(rewards), seen.refused, seen.task)
+
+    def mean_rows(self) -> float:
+        """Return the rows of a group that still run, on average until its longest response ends."""
+        groups = [self.group(cursor).lengths[: self.size] for cursor in range(len(self._groups))]
+        return sum(sum(one) / max(one) for one in groups) / len(groups)
+
+
+def place_of(name: str) -> tuple[str, int, int]:
+    """Return the task, the cursor and the number of a rollout or of a request for it."""
+    group, _, number = name.partition("/")[0].rpartition(".")
+    task, _, cursor = group.rpartition(":")
+    return task, int(cursor), int(number)
+
+
+class DriverTime:
+    """The one core of the driver's event loop: what it does for each group happens one after the other."""
+
+    def __init__(self, per_group_s: float, per_response_s: float) -> None:
+        self._per_group_s, self._per_response_s = per_group_s, per_response_s
+        self._free_at = self.busy_s = 0.0
+
+    async def spend(self, responses: int) -> None:
+        seconds, now = self._per_group_s + responses * self._per_response_s, loop_time()
+        self.busy_s += seconds
+        self._free_at = max(now, self._free_at) + seconds
+        await asyncio.sleep(self._free_at - now)
+
+
+class VirtualReward:
+    """Scores a group together, so that a million groups cost no task for each response."""
+
+    needs_group = True
+
+    def __init__(self, recorded: Recorded, seconds: Samples, driver: DriverTime) -> None:
+        self._recorded, self._seconds, self._driver = recorded, seconds, driver
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        return (await self.score_group([rollout], [prompt]))[0]
+
+    async def score_group(self, rollouts: list[Rollout], prompts: list[Prompt]) -> list[Score]:
+        await self._driver.spend(self._recorded.size)
+        longest = max(self._seconds.draw() for _ in range(self._recorded.size))
+        if longest:
+            await asyncio.sleep(longest)
+        _, cursor, first = place_of(rollouts[0].rollout_id)
+        rewards = self._recorded.group(cursor).rewards
+        return [Score(rewards[first + place]) for place in range(len(rollouts))]
+
+    async def close(self) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One `generate_many`, answered whole."""
+
+    answer: asyncio.Future[None]
+    left: int  # requests
+    made: dict[str, Generation]
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """One request, as one row or, where a group is one request, as a row for each of its responses."""
+
+    request: GenerationRequest
+    call: _Call
+    rows: dict[int, int]  # rows that are not done -> their tokens
+    tokens: int = 0  # of its longest row that is done
+
+
+class VirtualEngine:
+    """See `InferenceEngine`: one engine, or `engines` equal ones behind one name."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        lengths: Callable[[str], Sequence[int]],
+        *,
+        engines: int = 1,
+        number: int = 0,
+        of: int = 1,
+    ) -> None:
+        """lengths: of the rows of a request. number: of the engine, among `of` engines of the run."""
+        self.rows = Rows(profile.decode, engines)
+        self._lengths, self._prefill_s = lengths, profile.decode.prefill_s
+        self._sync = Samples(profile.sync_s, number, of)
+        self._switches: list[tuple[float, int]] = [(0.0, 0)]  # (decode steps done, version)
+        self._digest = ""
+        self._asked: dict[int, _Asked] = {}  # by row
+        self._names: dict[str, _Asked] = {}
+        self._numbers = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended_at = 0.0
+        self._grain_s = _GRAIN_STEPS * profile.decode.seconds(profile.decode.slots)
+        self._grain_s *= engines > 1
+        self._idle = asyncio.Event()
+
+    async def start(self) -> None: ...
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        call = _Call(asyncio.get_running_loop().create_future(), len(requests), {})
+        self.rows.advance(loop_time())
+        self.rows.stall(self._prefill_s)
+        for request in requests:
+            self._names[request.request_id] = asked = _Asked(request, call, {})
+            for tokens in self._left(request):
+                number = next(self._numbers)
+                self._asked[number], asked.rows[number] = asked, tokens
+                self.rows.add(number, tokens)
+        self._go_on()
+        try:
+            await call.answer
+        except asyncio.CancelledError:
+            for request in requests:
+                await self.abort(request.request_id)
+            raise
+        return [call.made[request.request_id] for request in requests]
+
+    def _left(self, request: GenerationRequest) -> list[int]:
+        """Return the tokens that each row of a request still has to make."""
+        lengths, begun = self._lengths(request.request_id), len(request.response_ids)
+        return [length - begun for length in lengths if length > begun] or [1]
+
+    def _go_on(self) -> None:
+        """Let waiting rows begin, and set the timer of the next end."""
+        self.rows.admit()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (end := self.rows.next_end()) is not None:
+            due = max(end, self._ended_at + self._grain_s)
+            self._timer = asyncio.get_running_loop().call_at(due, self._end_rows)
+        elif not self.rows.running:
+            self._idle.set()
+
+    def _end_rows(self) -> None:
+        self._timer, self._ended_at = None, loop_time()
+        self.rows.advance(self._ended_at)
+        for number in self.rows.take_ended():
+            asked = self._asked[number]
+            self._end_row(number, asked.rows[number])
+            if not asked.rows:
+                self._answer(asked, "stop")
+        self._go_on()
+
+    def _end_row(self, number: int, made: int) -> None:
+        asked = self._asked.pop(number)
+        del asked.rows[number]
+        asked.tokens = max(asked.tokens, made)
+
+    def _answer(self, asked: _Asked, reason: FinishReason) -> None:
+        name, call = asked.request.request_id, asked.call
+        del self._names[name]
+        call.made[name] = Generation(
+            request_id=name,
+            token_ids=_IDS[: asked.tokens],
+            logprobs=_LOGPROBS[: asked.tokens],
+            segments=self._segments(asked.tokens),
+            finish_reason=reason,
+        )
+        call.left -= 1
+        if not call.left and not call.answer.done():
+            call.answer.set_result(None)
+
+    def _segments(self, made: int) -> tuple[VersionSegment, ...]:
+        """Return the versions under which the last `made` decode steps were done."""
+        until, left = self.rows.steps, made
+        newest_first = []
+        for switched, version in reversed(self._switches):
+            own = min(left, max(0, round(until - switched)))
+            newest_first.append((version, own))
+            left, until = left - own, switched
+            if not left:
+                break
+        segments: tuple[VersionSegment, ...] = ()
+        for place, (version, own) in enumerate(reversed(newest_first)):
+            rest = left if place == 0 else 0  # older than every switch that is remembered
+            segments = extend_segments(segments, version, own + rest)
+        return segments
+
+    async def abort(self, request_id: str) -> None:
+        asked = self._names.get(request_id)
+        if asked is not None:
+            self.rows.advance(loop_time())
+            for number in list(asked.rows):
+                self._end_row(number, self.rows.remove(number))
+            self._answer(asked, "abort")
+            self._go_on()
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        self.rows.is_held = True
+        if mode == "abort":
+            for name in list(self._names):
+                await self.abort(name)
+        while mode == "wait" and self.rows.running:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def resume(self) -> None:
+        self.rows.is_held = False
+        self.rows.advance(loop_time())
+        self._go_on()
+
+    async def update_weights(self, version: int, source: WeightHandle) -> str:
+        await self._sync.wait()
+        self.rows.advance(loop_time())
+        self._switches.append((self.rows.steps, version))
+        del self._switches[:-64]
+        self._digest = source.digest
+        return source.digest
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        self.rows.advance(loop_time())
+        return EngineStats(
+            policy_version=self._switches[-1][1],
+            digest=self._digest,
+            running=self.rows.running,
+            waiting=self.rows.waiting,
+            tokens_generated=int(self.rows.tokens),
+            busy_s=self.rows.busy_s,
+            slots=self.rows.slots,
+        )
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class VirtualTrainer:
+    """See `TrainerPart`: an update takes the time of its tokens."""
+
+    def __init__(self, profile: Profile, ranks: int, tokens_of: Callable[[Group], int]) -> None:
+        self._model: TrainModel = profile.train
+        self._ranks, self._step, self._tokens_of = ranks, 0, tokens_of
+        self._publish, self._snapshot = Samples(profile.publish_s), Samples(profile.checkpoint_s)
+        self._has_published = False
+        self.busy_s = 0.0
+
+    async def train(self, batch: Batch) -> StepReport:
+        tokens = sum(map(self._tokens_of, batch.groups))
+        seconds = self._model.seconds(tokens, self._ranks, batch.step)
+        await self._work(seconds)
+        self._step = batch.step
+        return StepReport(step=self._step, policy_version=self._step, digest=f"v{self._step}")
+
+    async def _work(self, seconds: float) -> None:
+        self.busy_s += seconds
+        await asyncio.sleep(seconds)
+
+    def _handle(self) -> WeightHandle:
+        return WeightHandle(version=self._step, digest=f"v{self._step}", kind="virtual")
+
+    async def announce(self) -> WeightHandle | None:
+        return self._handle() if self._has_published else None
+
+    async def publish(self) -> WeightHandle:
+        self._has_published = True
+        handle = self._handle()
+        await self._work(self._publish.draw())
+        return handle
+
+    async def snapshot(self, folder: str) -> tuple[int, str]:
+        await self._work(self._snapshot.draw())
+        return self._step, f"v{self._step}"
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class VirtualWorker:
+    """See `Worker`: a part on this loop."""
+
+    can_be_killed = False
+    place = "virtual"
+
+    def __init__(self, name: str, part: Any) -> None:
+        self.name, self._part = name, part
+        self._closed = asyncio.Event()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self._part, method)(*args)
+
+    async def ended(self) -> str:
+        await self._closed.wait()
+        return f"{self.name}: it was closed"
+
+    async def stack(self) -> str:
+        return ""
+
+    async def activity(self) -> float | None:
+        return None
+
+    async def kill(self) -> None:
+        self._closed.set()
+
+    async def close(self) -> None:
+        self._closed.set()
+        await self._part.close()
+
+
+class VirtualJournal:
+    """The part of a `Journal` that a run writes, as time alone."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._land, self._before = Samples(profile.land_s), Samples(profile.before_s)
+        self._after = Samples(profile.after_s)
+
+    async def landed(self, group: Any) -> None:
+        await self._land.wait()
+
+    filtered = failed = landed
+
+    def drawn(self, *_: Any, **__: Any) -> None: ...
+
+    retried = expired = dropped = record_published = record_confirmed = drawn
+
+    async def begin_step(self, step: int, groups: Sequence[Any]) -> None:
+        await self._before.wait()
+
+    async def commit_step(self, report: StepReport) -> None:
+        await self._after.wait()
+
+
+class VirtualCheckpoints:
+    """The part of a `CheckpointStore` that holds the loop up: the copy of the training state."""
+
+    def __init__(self, settings: CheckpointConfig) -> None:
+        self._settings, self._newest = settings, loop_time()
+
+    def due(self, step: int) -> bool:
+        every, minutes = self._settings.every_steps, self._settings.every_minutes
+        is_late = minutes > 0 and loop_time() - self._newest >= minutes * 60
+        return is_late or (every > 0 and step % every == 0)
+
+    async def begin(self, trainer: TrainerPart) -> None:
+        self._newest = loop_time()
+        await trainer.snapshot("")

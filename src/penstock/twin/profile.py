@@ -1,0 +1,111 @@
+"""What the twin knows of the parts that it does not run: lengths, rewards, speeds, waits.
+
+A profile comes from a run (`fit.py`), from a file that `--save-profile` wrote, or is assumed. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.config import Config
+from penstock.errors import UserError
+from penstock.twin.models import DecodeModel, TrainModel
+
+# Measured: benchmarks/driver.py and benchmarks/many_producers.py, on one core of an aarch64 CPU.
+DRIVER_S_PER_GROUP = 0.3e-3
+DRIVER_S_PER_RESPONSE = 0.15e-3
+
+
+@dataclass(slots=True, frozen=True)
+class SeenGroup:
+    """One recorded group: the tokens and the reward of each response, and whether it was refused."""
+
+    lengths: tuple[int, ...]
+    rewards: tuple[float, ...]
+    refused: bool = False
+    task: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Profile:
+    """The distributions of a run. Lists are samples, drawn again in their order."""
+
+    source: str
+    groups: list[SeenGroup]
+    decode: DecodeModel
+    train: TrainModel
+    reward_s: list[float] = field(default_factory=lambda: [0.0])  # of one response
+    publish_s: list[float] = field(default_factory=lambda: [0.0])  # weights leaving the trainer
+    sync_s: list[float] = field(default_factory=lambda: [0.0])  # an engine loading weights
+    land_s: list[float] = field(default_factory=lambda: [0.0])  # a group being journalled
+    before_s: list[float] = field(default_factory=lambda: [0.0])  # from a batch to its update
+    after_s: list[float] = field(default_factory=lambda: [0.0])  # from an update to the next wait
+    checkpoint_s: list[float] = field(default_factory=lambda: [0.0])
+    driver_s_per_group: float = DRIVER_S_PER_GROUP
+    driver_s_per_response: float = DRIVER_S_PER_RESPONSE
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str, name: str) -> Profile:
+        try:
+            given: dict[str, Any] = json.loads(text)
+            groups = [
+                SeenGroup(
+                    tuple(map(int, one["lengths"])),
+                    tuple(map(float, one["rewards"])),
+                    bool(one["refused"]),
+                    str(one["task"]),
+                )
+                for one in given.pop("groups")
+            ]
+            decode = DecodeModel(**given.pop("decode"))
+            train = given.pop("train")
+            train = TrainModel(**{**train, "spread": tuple(train["spread"])})
+            made = cls(groups=groups, decode=decode, train=train, **given)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"--profile: {name} got {type(error).__name__}: {error}, allowed: a run folder or a file "
+                "that --save-profile wrote"
+            ) from None
+        made.check(name)
+        return made
+
+    def check(self, name: str) -> None:
+        """Raise a UserError unless there is something to draw from."""
+        if not self.groups or not all(one.lengths for one in self.groups):
+            raise UserError(f"--profile: {name} got no finished group, allowed: a run that trained")
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.to_json(), encoding="utf-8")
+
+
+def assumed(config: Config) -> Profile:
+    """Return a profile of no run: every figure of it is an assumption, and named as one."""
+    sampling, random = config.sampling, np.random.default_rng(0)
+    mean = max(1.0, sampling.max_tokens / 4)
+    size = (512, sampling.num_generations)
+    drawn = np.clip(random.lognormal(np.log(mean) - 0.125, 0.5, size), 1, sampling.max_tokens)
+    groups = [
+        SeenGroup(tuple(map(int, row)), tuple(map(float, random.integers(0, 2, len(row)))))
+        for row in drawn
+    ]
+    return Profile(
+        source="assumptions",
+        groups=groups,
+        decode=DecodeModel(
+            step_s=0.02, row_s=5e-5, prefill_s=0.01, slots=config.engine.max_slots or 64
+        ),
+        train=TrainModel(fixed_s=0.1, token_s=5e-5),
+        notes=[
+            "no --profile: lengths are log-normal around a quarter of sampling.max_tokens, a decode step takes "
+            "20 ms + 50 us a row, an update 0.1 s + 50 us a token; every figure below rests on that"
+        ],
+    )

@@ -1,0 +1,379 @@
+"""Run a config on virtual time: the real loop, producer, strategies, buffer, pool and dispatch.
+
+Two coarser grains make large runs cheap: more engines than `MOST_ENGINES` are equal packs of engines, each one engine
+with as many slots, and from `MANY_GROUPS` on a group is one request with a row for each response. The same
+strategies, buffer and dispatcher decide.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from penstock.agent.single_turn import SingleTurn
+from penstock.algo.method import run_settings
+from penstock.algo.settings import keep_group
+from penstock.config import Config
+from penstock.data.sampler import Sampler
+from penstock.errors import UserError
+from penstock.evaluation.background import Evaluations
+from penstock.job import Job
+from penstock.launch.assemble import assemble, colocated_publishes
+from penstock.produce import (
+    IsValidSample,
+    ProduceProgress,
+    Producer,
+    ProduceTask,
+    ReplayBuffer,
+    strategy_config,
+)
+from penstock.run import Loop
+from penstock.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.supervise.worker import Worker
+from penstock.twin.parts import (
+    DriverTime,
+    Recorded,
+    Samples,
+    VirtualCheckpoints,
+    VirtualEngine,
+    VirtualJournal,
+    VirtualReward,
+    VirtualTrainer,
+    VirtualWorker,
+    place_of,
+)
+from penstock.twin.profile import Profile
+from penstock.twin.virtual_time import VirtualClock
+from penstock.types import Batch, Group, Prompt, Rollout, StepReport
+from penstock.watch.clock import loop_time
+from penstock.watch.waits import Waits
+
+MOST_ENGINES = 64
+MANY_GROUPS = 20_000
+DRIVER_IS_FULL = 0.9  # of its core
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What a run of the twin did. Shares and rates are of `seconds`, from the first draw to the last update."""
+
+    engines: int
+    ranks: int
+    steps: int
+    seconds: float
+    tokens: int  # response tokens that were trained
+    trainer_idle: float
+    engine_idle: float  # of an engine, on average
+    slots_used: float  # share of all slots that decode
+    driver_busy: float
+    groups: int  # that were trained
+    staleness: dict[int, int] = field(default_factory=dict)  # updates behind -> groups
+    drops: dict[str, int] = field(default_factory=dict)  # untrained work, by reason
+    wall_s: float = 0.0  # what the simulation took
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self.seconds / self.steps
+
+    @property
+    def mean_staleness(self) -> float:
+        total = sum(self.staleness.values())
+        return sum(behind * count for behind, count in self.staleness.items()) / max(1, total)
+
+    def gpu_hours(self, steps: int) -> float:
+        """Return what `steps` updates take of all GPUs, at one GPU for an engine or rank."""
+        return (self.engines + self.ranks) * self.seconds_per_step * steps / 3600
+
+
+@dataclass(slots=True, kw_only=True)
+class _TwinJob(Job):
+    """A job whose steps are counted instead of logged."""
+
+    tokens_of: Callable[[Group], int]
+    trained: int = 0
+    groups: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    ended_at: float = 0.0
+
+    def log_step(self, batch: Batch, report: StepReport) -> None:
+        self.groups += len(batch.groups)
+        self.ended_at = loop_time()
+        for group in batch.groups:
+            self.trained += self.tokens_of(group)
+            self.staleness[group.staleness(batch.step)] += 1
+
+
+class _Prompts:
+    """As many prompts as the profile has groups, of one token each: their lengths are in the profile."""
+
+    def __init__(self, count: int) -> None:
+        self._prompts = [
+            Prompt(prompt_id=str(n), messages=(), token_ids=np.array([n], np.int32))
+            for n in range(count)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompts[index]
+
+
+def simulate(
+    config: Config, profile: Profile, *, steps: int | None = None, whole_groups: bool | None = None
+) -> Result:
+    """Run `steps` updates (None: those of the config) on virtual time; return what would have happened.
+
+    whole_groups: a group is one request; None: if there are many groups.
+    """
+    steps = steps or config.train.steps
+    if not steps:
+        raise UserError("train.steps: got nothing, allowed: train.steps or --steps in a simulation")
+    check_executes_nothing(config)
+    clock, began = VirtualClock(), time.perf_counter()
+    try:
+        if whole_groups is None:
+            whole_groups = steps * config.train.groups_per_step > MANY_GROUPS
+        result = clock.run(_run(config, profile, steps, whole_groups))
+    finally:
+        clock.close()
+    result.wall_s = time.perf_counter() - began
+    return result
+
+
+def check_executes_nothing(config: Config) -> None:
+    """Refuse a strategy that is a user's code: a look executes nothing, and no other can stand for it."""
+    for name in config.tasks:
+        strategy = config.task_produce(name).strategy
+        if strategy not in ("async", "sync"):
+            raise UserError(
+                f"produce.strategy: got {strategy!r} in a simulation, allowed: async or sync; "
+                "a simulation executes no code of a user"
+            )
+
+
+def packs(engines: int) -> tuple[int, int]:
+    """Return into how many packs engines are put, and the engines of a pack."""
+    size = math.ceil(engines / MOST_ENGINES)
+    return math.ceil(engines / size), size
+
+
+async def _run(config: Config, profile: Profile, steps: int, whole_groups: bool) -> Result:
+    async with AsyncExitStack() as closing:
+        job, engines, trainer, driver = await _build(config, profile, steps, whole_groups, closing)
+        started = loop_time()
+        await Loop(cast(Job, job)).run()
+        seconds = max(job.ended_at - started, 1e-9)
+        for engine in engines:
+            engine.rows.advance(loop_time())
+        count, slots = len(engines), sum(engine.rows.slots for engine in engines)
+        busy = sum(engine.rows.busy_s for engine in engines) / count
+        producer = cast(Producer, job.source)
+        result = Result(
+            engines=config.launch.num_producers,
+            ranks=config.launch.num_consumers,
+            steps=steps,
+            seconds=seconds,
+            tokens=job.trained,
+            trainer_idle=max(0.0, 1 - trainer.busy_s / seconds),
+            engine_idle=max(0.0, 1 - busy / seconds),
+            slots_used=sum(engine.rows.row_s for engine in engines) / seconds / slots,
+            driver_busy=driver.busy_s / seconds,
+            groups=job.groups,
+            staleness=dict(sorted(job.staleness.items())),
+            drops=_drops(producer),
+        )
+    result.notes = _notes(config, result)
+    return result
+
+
+def _drops(producer: Producer) -> dict[str, int]:
+    """Return the groups that were generated in vain: refused, expired, aborted, left over at the end."""
+    counts: Counter[str] = Counter()
+    for task in producer.snapshot().tasks:
+        counts.update({f"refused ({reason})": n for reason, n in task.dropped.items()})
+        counts.update({name: task.counters.get(name, 0) for name in ("expired", "aborted")})
+        counts["left over"] += task.buffered
+    return {name: count for name, count in counts.items() if count}
+
+
+def _notes(config: Config, result: Result) -> list[str]:
+    notes = []
+    if result.driver_busy > DRIVER_IS_FULL:
+        rate = result.groups / result.seconds
+        notes.append(
+            f"one driver does not suffice: its event loop is {result.driver_busy:.0%} busy at "
+            f"{rate:,.0f} groups a second; split the run by task, or make groups larger"
+        )
+    count, size = packs(config.launch.num_producers)
+    if size > 1:
+        notes.append(
+            f"{config.launch.num_producers} engines are modelled as {count} packs of {size}"
+        )
+    if config.eval.tasks:
+        notes.append("evaluations are not modelled")
+    return notes
+
+
+async def _build(
+    config: Config, profile: Profile, steps: int, whole_groups: bool, closing: AsyncExitStack
+) -> tuple[_TwinJob, list[VirtualEngine], VirtualTrainer, DriverTime]:
+    callbacks = SupervisionCallbacks(waits=Waits(), note=lambda line: None)
+    recorded = {name: _recorded(config, profile, name) for name in config.tasks}
+    driver = DriverTime(profile.driver_s_per_group, profile.driver_s_per_response)
+    count, size = packs(config.launch.num_producers)
+
+    def lengths(request_id: str) -> Sequence[int]:
+        task, cursor, number = place_of(request_id)
+        own = recorded[task]
+        seen = own.group(cursor).lengths
+        return seen[: own.size] if whole_groups else seen[number : number + 1]
+
+    engines = [
+        VirtualEngine(profile, lengths, engines=size, number=n, of=count) for n in range(count)
+    ]
+    rows = min(one.mean_rows() for one in recorded.values()) if whole_groups else 1.0
+
+    def tokens_of(group: Group) -> int:
+        if not whole_groups:
+            return group.num_response_tokens
+        own = recorded[group.task]
+        return sum(own.group(group.cursor).lengths[: own.size])
+
+    trainer = VirtualTrainer(profile, config.launch.num_consumers, tokens_of)
+
+    def supervised(name: str, part: Any) -> Supervised:
+        async def spawn() -> Worker:
+            return VirtualWorker(name, part)
+
+        return Supervised(name, spawn, config.launch, callbacks)
+
+    workers = [supervised(f"engine-{n}", engine) for n, engine in enumerate(engines)]
+    train_worker = supervised("trainer", trainer)
+    for one in (*workers, train_worker):
+        await one.start()
+
+    async def nothing() -> None: ...
+
+    made = assemble(
+        "virtual",
+        train_worker,
+        workers,
+        nothing,
+        callbacks,
+        "virtual",
+        publishes=colocated_publishes(config, steps),
+        settings=config.engine.model_copy(
+            update={"max_slots": max(1, round(engines[0].rows.slots / rows))}
+        ),
+    )
+    closing.push_async_callback(made.close)
+    journal = cast(Any, VirtualJournal(profile))
+    job = _TwinJob(
+        config=config,
+        folder=cast(Any, None),
+        total_steps=steps,
+        workers=made,
+        source=_producer(
+            config, profile, recorded, made.engine, journal, driver, steps, whole_groups
+        ),
+        journal=journal,
+        checkpoints=cast(Any, VirtualCheckpoints(config.checkpoint)),
+        evaluations=Evaluations(
+            tasks=(), folder=Path(), engine=None, waits=callbacks.waits, log=lambda step, m: None
+        ),
+        rollout_log=cast(Any, None),
+        findings=cast(Any, None),
+        timeline=cast(Any, None),
+        tracker=cast(Any, None),
+        tokens_of=tokens_of,
+    )
+    return job, engines, trainer, driver
+
+
+def _recorded(config: Config, profile: Profile, task: str) -> Recorded:
+    own = [group for group in profile.groups if group.task == task]
+    sampling = config.task_sampling(task)
+    return Recorded(
+        own or profile.groups, size=sampling.num_generations, longest=sampling.max_tokens
+    )
+
+
+def _producer(
+    config: Config,
+    profile: Profile,
+    all_recorded: dict[str, Recorded],
+    engine: Any,
+    journal: Any,
+    driver: DriverTime,
+    steps: int,
+    whole_groups: bool,
+) -> Producer:
+    buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
+    tasks = []
+    for name, task in config.tasks.items():
+        sampling, recorded = config.task_sampling(name), all_recorded[name]
+        produce = config.task_produce(name).model_copy(update={"should_continue": ""})
+        tasks.append(
+            ProduceTask(
+                name=name,
+                weight=task.weight,
+                strategy=strategy_config(produce, _validity(config, name, recorded)).build(
+                    sync_weights_interval=config.sync.every_steps
+                ),
+                agent_loop=SingleTurn(
+                    engine=engine,
+                    reward=VirtualReward(recorded, Samples(profile.reward_s), driver),
+                    sampling=sampling,
+                    decode=lambda ids: "",
+                ),
+                sampler=Sampler(
+                    _Prompts(len(profile.groups)),
+                    task_name=name,
+                    prompt_repeat_k=1 if whole_groups else sampling.num_generations,
+                    seed=config.seed,
+                    replay_buffer=buffer,
+                ),
+            )
+        )
+    return Producer(
+        tasks=tasks,
+        replay_buffer=buffer,
+        journal=journal,
+        waits=Waits(),
+        progress=ProduceProgress.build(list(config.tasks)),
+        groups_per_step=config.train.groups_per_step,
+        sync_weights_interval=config.sync.every_steps,
+        last_step=steps,
+    )
+
+
+def _validity(config: Config, task: str, recorded: Recorded) -> IsValidSample:
+    """Return the rule of a run, with what was recorded in the place of a user's code."""
+    settings = None if ":" in config.algorithm.name else run_settings(config)
+    by_record = settings is None or bool(config.task_produce(task).is_valid_sample)
+
+    def is_valid(rollouts: Sequence[Rollout]) -> bool:
+        seen = recorded.group(place_of(rollouts[0].rollout_id)[1])
+        if by_record and seen.refused:
+            return False
+        if settings is None or not settings.filter_groups:
+            return True
+        if len(rollouts) == recorded.size:
+            return keep_group(rollouts, settings)
+        return len(set(seen.rewards[: recorded.size])) > 1  # a whole group as one rollout
+
+    return is_valid

@@ -1,0 +1,132 @@
+"""A profile is what a run recorded: the fit finds the speeds that made a timeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock import cli
+from penstock.errors import UserError
+from penstock.twin.fit import fit, read_profile, read_recording
+from penstock.twin.plan import check
+from penstock.twin.profile import Profile
+from stages.made_run import make_run
+from stages.made_timeline import (
+    ENGINE,
+    REWARD_S,
+    SYNC_S,
+    TRAIN_FIXED_S,
+    TRAIN_TOKEN_S,
+    make_timeline,
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_run(tmp_path_factory.mktemp("twin") / "made", steps=8, groups_per_step=12)
+    make_timeline(folder)
+    return folder.path
+
+
+def test_the_fit_finds_what_made_the_timeline(run: Path) -> None:
+    profile = read_profile(str(run))
+    for rows in (8, 24, 48):
+        assert profile.decode.seconds(rows) == pytest.approx(ENGINE.seconds(rows), rel=0.15)
+    assert profile.train.fixed_s == pytest.approx(TRAIN_FIXED_S, rel=0.2)
+    assert profile.train.token_s == pytest.approx(TRAIN_TOKEN_S, rel=0.1)
+    assert profile.reward_s[0] == pytest.approx(REWARD_S)
+    assert profile.sync_s[0] == pytest.approx(SYNC_S)
+    recorded = read_recording_of(run)
+    assert sum(sum(group.lengths) for group in profile.groups) >= sum(recorded.step_tokens.values())
+    assert any(group.refused for group in profile.groups)
+
+
+def read_recording_of(run: Path):  # type: ignore[no-untyped-def]
+    from penstock.run_folder import find
+
+    return read_recording(find(run))
+
+
+def test_a_profile_survives_its_file(run: Path, tmp_path: Path) -> None:
+    profile = read_profile(str(run))
+    profile.save(tmp_path / "profile.json")
+    assert read_profile(str(tmp_path / "profile.json")) == profile
+    (tmp_path / "wrong.json").write_text('{"groups": 3}')
+    with pytest.raises(UserError, match="--save-profile"):
+        read_profile(str(tmp_path / "wrong.json"))
+
+
+def test_a_run_is_predicted_from_its_own_profile(run: Path) -> None:
+    """The made run takes turns, as a run without staleness does."""
+    recording = read_recording_of(run)
+    from penstock.config.source import with_overrides
+
+    recording = type(recording)(
+        with_overrides(recording.config, ["produce.max_staleness=0"]),
+        recording.groups,
+        recording.events,
+        recording.step_tokens,
+    )
+    profile = fit(recording, "made")
+    from penstock.twin.plan import measured
+    from penstock.twin.simulate import simulate
+
+    seconds, trainer_idle, engine_idle = measured(recording)
+    config = with_overrides(
+        recording.config, ["sampling.num_generations=4", "engine.max_slots=256"]
+    )
+    predicted = simulate(config, profile, steps=8)
+    assert predicted.seconds == pytest.approx(seconds, rel=0.1)
+    assert predicted.trainer_idle == pytest.approx(trainer_idle, abs=0.1)
+    assert predicted.engine_idle == pytest.approx(engine_idle, abs=0.1)
+
+
+def test_a_run_that_never_trained_is_refused(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "made", steps=2)
+    with pytest.raises(UserError, match="allowed: a run that wrote one"):
+        read_profile(str(folder.path))
+    (folder.path / "timeline").mkdir()
+    (folder.path / "timeline" / "events.jsonl").write_text("")
+    with pytest.raises(UserError, match="0 updates, allowed: a run that trained"):
+        read_profile(str(folder.path))
+    with pytest.raises(UserError, match="allowed"):
+        check(str(folder.path), Profile.from_json(json.dumps(_SMALL), "small"))
+
+
+_SMALL = {
+    "source": "small",
+    "groups": [{"lengths": [3], "rewards": [0.0], "refused": False, "task": ""}],
+    "decode": {"step_s": 0.1, "row_s": 0.0, "prefill_s": 0.0, "slots": 4},
+    "train": {"fixed_s": 1.0, "token_s": 0.0, "spread": [1.0]},
+}
+
+
+def penstock(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["penstock", "simulate", *words])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return int(left.value.code or 0)
+
+
+def test_the_command_answers_as_table_json_and_picture(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--profile", str(run), "--steps", "4", "--nodes", "1x4", "train.groups_per_step=4"]
+    words += ["--vary", "produce.max_staleness=0,2"]
+    assert penstock(monkeypatch, *words, "--picture", "plan.svg", "--save-profile", "p.json") == 0
+    shown = capsys.readouterr().out
+    for phrase in ("tokens/s", "idle: trainer", "staleness: 0 behind", "GPU hours", "<- best"):
+        assert phrase in shown
+    assert "produce.max_staleness=2" in shown
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    assert penstock(monkeypatch, "--profile", "p.json", "--steps", "4", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["as_it_is"]["steps"] == 4
+    assert set(figures["as_it_is"]["staleness"]) <= {"0", "1"}
+    assert penstock(monkeypatch, "--check", str(run)) == 0
+    assert "points" in capsys.readouterr().out
+    assert penstock(monkeypatch, "--profile", "p.json", "--nodes", "none") == 2
+    assert penstock(monkeypatch, "--profile", "p.json", "--vary", "max_staleness") == 2

@@ -1,0 +1,127 @@
+"""The twin of small runs, against figures worked by hand and against itself at another grain."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config import Config
+from penstock.config.source import load_config
+from penstock.errors import UserError
+from penstock.twin import simulate as twin
+from penstock.twin.models import DecodeModel, TrainModel
+from penstock.twin.plan import make_plan, parse_nodes, rank_choices
+from penstock.twin.profile import Profile, SeenGroup, assumed
+from penstock.twin.simulate import simulate
+
+
+def config_of(*words: str) -> Config:
+    base = ["train.steps=6", "train.groups_per_step=4", "sampling.num_generations=2"]
+    base += ["engine.max_slots=64", "eval.tasks={}", "sampling.max_tokens=1000"]
+    return load_config(None, [*base, *words]).config
+
+
+def profile_of(**changes: object) -> Profile:
+    """Responses of 10 tokens at 0.1 s each, and updates of 2 s; nothing else takes time."""
+    made = Profile(
+        source="test",
+        groups=[SeenGroup((10, 10), (0.0, 1.0))],
+        decode=DecodeModel(step_s=0.1, row_s=0.0),
+        train=TrainModel(fixed_s=2.0, token_s=0.0),
+        driver_s_per_group=0.0,
+        driver_s_per_response=0.0,
+    )
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_sync_takes_turns() -> None:
+    result = simulate(config_of("produce.strategy=sync"), profile_of())
+    assert result.seconds == pytest.approx(6 * (1.0 + 2.0), rel=1e-6)
+    assert result.trainer_idle == pytest.approx(1 / 3, rel=1e-6)
+    assert result.engine_idle == pytest.approx(2 / 3, rel=1e-6)
+    assert result.staleness == {0: 24}
+    assert result.tokens_per_s == pytest.approx(6 * 4 * 2 * 10 / 18.0)
+
+
+def test_async_hides_generation_behind_training() -> None:
+    result = simulate(config_of("produce.max_staleness=1"), profile_of())
+    assert result.seconds == pytest.approx(1.0 + 6 * 2.0, rel=1e-3)
+    assert result.trainer_idle == pytest.approx(1 / 13, rel=1e-2)
+    assert set(result.staleness) == {0, 1}
+
+
+def test_rewards_publications_and_the_journal_take_their_time() -> None:
+    slow = profile_of(reward_s=[0.5], sync_s=[0.25], before_s=[0.125], after_s=[0.0625])
+    result = simulate(config_of("produce.strategy=sync"), slow)
+    # the last update is followed by no generation, so it waits for no weights
+    first = 1.0 + 0.5 + 0.125 + 2.0 + 0.0625
+    assert result.seconds == pytest.approx(6 * first + 5 * 0.25, rel=1e-3)
+
+
+def test_the_driver_is_one_core_and_the_twin_says_when_it_is_full() -> None:
+    busy = profile_of(driver_s_per_group=1.0, train=TrainModel(fixed_s=0.1, token_s=0.0))
+    result = simulate(config_of("produce.max_staleness=2"), busy)
+    assert result.seconds >= 24.0  # 24 groups, a second each
+    assert any("one driver does not suffice" in note for note in result.notes)
+    assert not simulate(config_of(), profile_of()).notes
+
+
+def test_refused_groups_are_generated_in_vain() -> None:
+    groups = [SeenGroup((10, 10), (1.0, 1.0)), SeenGroup((10, 10), (0.0, 1.0))]
+    result = simulate(config_of("algorithm.filter_groups=true"), profile_of(groups=groups))
+    assert result.groups == 24
+    assert result.drops["refused (filtered)"] >= 20
+
+
+def test_what_a_user_wrote_is_not_executed() -> None:
+    with pytest.raises(UserError, match=r"produce\.strategy"):
+        simulate(config_of("produce.strategy=evil:Thing"), profile_of())
+    refused = profile_of(groups=[SeenGroup((10, 10), (0.0, 1.0), True), *profile_of().groups])
+    words = ("produce.is_valid_sample=evil:rule", "produce.should_continue=evil:more")
+    result = simulate(config_of(*words, "algorithm.name=evil:Algorithm"), refused)
+    assert result.drops["refused (filtered)"] >= 20  # as was recorded
+
+
+SKEWED = ("train.steps=12", "train.groups_per_step=16", "sampling.num_generations=4")
+
+
+@pytest.mark.parametrize("strategy", ["produce.strategy=sync", "produce.max_staleness=2"])
+@pytest.mark.parametrize("engines", [1, 4])
+def test_whole_groups_say_what_single_responses_say(strategy: str, engines: int) -> None:
+    config = config_of(*SKEWED, strategy, f"launch.num_producers={engines}")
+    profile = assumed(config)
+    fine, coarse = (simulate(config, profile, whole_groups=one) for one in (False, True))
+    assert coarse.seconds == pytest.approx(fine.seconds, rel=0.1)
+    assert coarse.engine_idle == pytest.approx(fine.engine_idle, abs=0.1)
+    assert coarse.tokens == fine.tokens
+
+
+def test_packs_say_what_single_engines_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(*SKEWED, "launch.num_producers=8", "engine.max_slots=16")
+    profile = assumed(config)
+    single = simulate(config, profile)
+    monkeypatch.setattr(twin, "MOST_ENGINES", 2)
+    packed = simulate(config, profile)
+    assert packed.seconds == pytest.approx(single.seconds, rel=0.1)
+    assert any("2 packs of 4" in note for note in packed.notes)
+
+
+def test_a_plan_finds_the_split_that_trains_most() -> None:
+    profile = profile_of(train=TrainModel(fixed_s=0.0, token_s=0.05))
+    plan = make_plan(config_of("engine.max_slots=2"), profile, steps=6, gpus=5)
+    assert [(one.engines, one.ranks) for one in plan.splits] == [(4, 1), (3, 2), (1, 4)]
+    assert plan.best_split is not None
+    assert plan.best_split.tokens_per_s == max(one.tokens_per_s for one in plan.splits)
+    assert "produce.max_staleness=2" in plan.variations
+    assert "sampling.num_generations=4" in plan.variations
+
+
+def test_nodes_and_ranks() -> None:
+    assert (parse_nodes("2x8"), parse_nodes("3")) == (16, 3)
+    for wrong in ("x", "2x", "0x8", "-1"):
+        with pytest.raises(UserError, match="--nodes"):
+            parse_nodes(wrong)
+    assert rank_choices(config_of(), 8) == [1, 2, 4]
+    with pytest.raises(UserError, match="at least 2"):
+        rank_choices(config_of(), 1)
