@@ -141,7 +141,7 @@ def set_texts(run: RunFolder, text: str) -> None:
             rollout.text = text
             database.execute(
                 "UPDATE rollout_rows SET text = ?, data = ? WHERE rollout_id = ?",
-                (text, encode_rollout(rollout, with_text=False, key=key), rollout_id),
+                (text, encode_rollout(rollout, text=text, key=key), rollout_id),
             )
     database.close()
 

@@ -154,9 +154,13 @@ def test_a_move_does_not_hide_the_damage_of_a_row(tmp_path: Path) -> None:
     group = sampler.group_at(0)
     for rollout in group.rollouts:
         finish_rollout(rollout)
-    with closing(Journal.open(tmp_path / "journal.db", threaded=False)) as journal:
+
+    async def land(journal: Journal) -> None:
         journal.drawn(group)
-        asyncio.run(journal.landed(group))
+        await journal.landed(group)
+
+    with closing(Journal.open(tmp_path / "journal.db", threaded=False)) as journal:
+        asyncio.run(land(journal))
         with sqlite3.connect(tmp_path / "journal.db") as database:
             database.execute("UPDATE group_rows SET reward = 0.25")
         asyncio.run(journal.begin_step(1, [group]))

@@ -224,6 +224,26 @@ def test_a_run_can_be_read_back(tmp_path: Path, threaded: bool) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("number", [7, 8, 71, 137])
+def test_many_groups_that_land_together_are_written_whole(tmp_path: Path, number: int) -> None:
+    """Rows are inserted up to 64 in a statement."""
+
+    async def main() -> None:
+        journal = Journal.open(tmp_path / "journal.db")
+        groups = [finished(cursor) for cursor in range(number)]
+        for group in groups:
+            journal.drawn(group)
+        await asyncio.gather(*map(journal.landed, groups))
+        await journal.begin_step(1, groups)
+        for written, read in zip(groups, journal.batch(1).groups, strict=True):
+            assert_same(read, written)
+        assert journal.query("SELECT COUNT(*) FROM events WHERE kind = 'landed'") == [(number,)]
+        assert journal.damaged() == []
+        journal.close()
+
+    asyncio.run(main())
+
+
 def test_what_was_awaited_survives_without_a_close(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.journal.records import Record
 from penstock.journal.schema import open_database
-from penstock.journal.writer import Writer, _Waiter
+from penstock.journal.writer import Writer
 
 
 class Disk:
@@ -74,13 +74,12 @@ class SimWriter(Writer):
         super().submit(record)
         self._write_later()
 
-    async def durable(self) -> None:
+    def durable(self) -> asyncio.Future[None]:
         self._check()
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        self._queue.put(_Waiter(loop, done))
+        done = asyncio.get_running_loop().create_future()
+        self._queue.put(done)
         self._write_later()
-        await done
+        return done
 
     def _write_later(self) -> None:
         if self._timer is None:

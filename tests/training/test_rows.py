@@ -110,7 +110,7 @@ def test_the_journal_keeps_the_rows_bit_for_bit() -> None:
     ]
     assert again.loss_mask.tolist() == rollout.loss_mask.tolist()
     assert again.segments == rollout.segments
-    pruned = prune_payload(encode_rollout(rollout, with_text=False, key="key"), "", "key", "")
+    pruned = prune_payload(encode_rollout(rollout, text="", key="key"), "", "key", "")
     assert pruned is not None
     kept = decode_rollout(pruned, rollout.rollout_id, prompt, text="", key="key")
     assert (kept.rows, len(kept.response_ids), kept.segments) == ((), 5, rollout.segments)

@@ -7,6 +7,7 @@ The kinds come from the code: the first test fails if a kind has no hang here.
 from __future__ import annotations
 
 import ast
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,6 @@ from stages.watching import (
     SilentWorker,
     WatchdogStage,
     agent,
-    never,
     one_rollout,
 )
 
@@ -101,8 +101,8 @@ class DeafJournal(Journal):
 
     def _submit(self, record: Any) -> None: ...
 
-    async def flush(self) -> None:
-        await never()
+    def flush(self) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
 
 
 @hangs(WaitKind.SEND, "journal has not answered send (sums:0) for 60 s")
@@ -114,7 +114,10 @@ async def a_group_that_cannot_land(stage: WatchdogStage) -> None:
 @hangs(WaitKind.WAIT, "nothing has moved for 60 s: produce sums waits for wait (")
 async def a_producer_without_new_weights(stage: WatchdogStage) -> None:
     class Memory(DeafJournal):
-        async def flush(self) -> None: ...
+        def flush(self) -> asyncio.Future[None]:
+            done = super().flush()
+            done.set_result(None)
+            return done
 
     agent_loop = agent(stage, FakeEngine(), CountingReward())
     await a_producer(stage, Memory(stage), agent_loop).run()

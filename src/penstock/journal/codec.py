@@ -35,39 +35,48 @@ _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _STATUSES = {status.value: status for status in Status}
 
 
-def encode_rollout(rollout: Rollout, *, with_text: bool = True, key: str = "") -> bytes:
-    """Encode a rollout without its prompt; the text may be stored elsewhere.
+def encode_rollout(rollout: Rollout, *, text: str | None = None, key: str = "") -> bytes:
+    """Encode a rollout without its prompt; pass `text` if it is stored elsewhere.
 
-    The checksum covers the text, wherever it is stored, and the key of the payload.
+    The checksum covers the text, wherever it is stored, and the key of the payload. A run encodes
+    every rollout: what most of them lack costs one test here.
     """
-    tail = _tail(rollout, with_text)
-    segments, trained = rollout.segments, rollout.loss_mask.tobytes()
-    all_trained = 0 not in trained
-    ids, logprobs = rollout.response_ids, rollout.logprobs
-    header = _HEADER.pack(
-        CODEC_VERSION,
-        (_ALL_TRAINED if all_trained else 0)
-        | (_KEYED if key else 0)
-        | (_ROWS if rollout.rows else 0),
-        len(segments),
-        len(ids),
-        len(tail),
-        rollout.seed,
-        rollout.temperature,
-        rollout.issued_version,
-    )
+    tail = _tail(rollout, text is None)
+    ids, logprobs, mask = rollout.response_ids, rollout.logprobs, rollout.loss_mask.tobytes()
+    segments, flags = rollout.segments, _KEYED if key else 0
+    packed = rows = b""
+    if 0 in mask:
+        packed = np.packbits(rollout.loss_mask).tobytes()
+    else:
+        flags |= _ALL_TRAINED
+    if rollout.rows:
+        flags |= _ROWS
+        rows = _encode_rows(rollout.rows)
+    if len(segments) == 1:
+        runs = _SEGMENT.pack(segments[0].version, segments[0].length)
+    else:
+        runs = b"".join([_SEGMENT.pack(segment.version, segment.length) for segment in segments])
     body = b"".join(
         (
-            header,
-            _little(ids, _IDS),
-            _little(logprobs, _LOGPROBS),
-            b"" if all_trained else np.packbits(rollout.loss_mask).tobytes(),
-            _encode_rows(rollout.rows),
-            *[_SEGMENT.pack(segment.version, segment.length) for segment in segments],
+            _HEADER.pack(
+                CODEC_VERSION,
+                flags,
+                len(segments),
+                len(ids),
+                len(tail),
+                rollout.seed,
+                rollout.temperature,
+                rollout.issued_version,
+            ),
+            (ids if ids.dtype is _IDS else ids.astype(_IDS)).tobytes(),
+            (logprobs if logprobs.dtype is _LOGPROBS else logprobs.astype(_LOGPROBS)).tobytes(),
+            packed,
+            rows,
+            runs,
             tail,
         )
     )
-    return body + check_sum(body, None if with_text else stored_text(rollout.text), key)
+    return body + check_sum(body, text, key)
 
 
 def _encode_rows(rows: Sequence[Row]) -> bytes:
@@ -171,7 +180,7 @@ def prune_payload(data: bytes, text: str, key: str, kept_text: str) -> bytes | N
 
 def _tail(rollout: Rollout, with_text: bool) -> bytes:
     """Return the JSON behind the arrays; put together by hand, as a run writes one for each rollout."""
-    tail = f'{{"status":"{rollout.status._value_}"'
+    score, tail = rollout.score, f'{{"status":"{rollout.status._value_}"'
     if rollout.finish_reason:
         tail += f',"finish":{_quoted(rollout.finish_reason)}'
     if with_text and rollout.text:
@@ -184,13 +193,16 @@ def _tail(rollout: Rollout, with_text: bool) -> bytes:
         tail += f',"min_tokens":{rollout.min_tokens}'
     if rollout.earned:
         tail += f',"earned":{_encode(rollout.earned)}'
-    score = rollout.score
     if score is not None:
-        terms = [f"{_quoted(name)}:{_number(value)}" for name, value in score.parts.items()]
+        parts, note = "", '""'
+        if score.parts:
+            parts = ",".join([f"{_quoted(k)}:{_number(v)}" for k, v in score.parts.items()])
+        if score.note:
+            note = _quoted(score.note)
         verdicts = f"{_VERDICTS[score.format_ok]},{_VERDICTS[score.answer_ok]}"
-        value, note = _number(score.value), _quoted(score.note)
-        tail += f',"score":[{value},{{{",".join(terms)}}},{verdicts},{note}]'
-    return (tail + "}").encode("utf-8", "surrogatepass")
+        tail = f'{tail},"score":[{_number(score.value)},{{{parts}}},{verdicts},{note}]'
+    tail += "}"
+    return tail.encode() if tail.isascii() else tail.encode("utf-8", "surrogatepass")
 
 
 def _number(value: float) -> str:

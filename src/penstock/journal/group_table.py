@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from penstock.errors import RunError
-from penstock.journal.checks import CHECKED, row_check
+from penstock.journal.checks import CHECKED, check_of
 
 _COLUMNS = CHECKED["group_rows"]
 _PLACE, _STEP, _REASON = map(_COLUMNS.index, ("place", "step", "drop_reason"))
-_MOVED, _LANDED = slice(_PLACE, _PLACE + 3), slice(_PLACE, _PLACE + 7)
-_TAKEN, _LAST = slice(_STEP, _STEP + 2), slice(_REASON, _REASON + 3)
 # the columns behind those of a draw
 _AS_DRAWN = ("in_flight", "init", 0, *(None,) * (len(_COLUMNS) - _PLACE - 3))
 
@@ -36,13 +35,35 @@ def _update(kind: str, columns: Sequence[str], also: str = "") -> str:
     return f"UPDATE group_rows SET {sets} WHERE group_id = ? AND place IN ({places}){also}"
 
 
-_DRAW = (
-    "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)"
-    " VALUES (?, ?, ?, ?, ?, 'in_flight', ?)"
+class Inserts:
+    """An INSERT of many rows: up to 64 in one statement, as a statement costs more than a row."""
+
+    _AT_ONCE = (64, 8, 1)
+
+    def __init__(self, insert: str, num_columns: int) -> None:
+        row = f"({', '.join('?' * num_columns)})"
+        self._sizes = [
+            (number * num_columns, f"{insert} VALUES {', '.join([row] * number)}")
+            for number in self._AT_ONCE
+        ]
+
+    def write(self, db: sqlite3.Connection, values: Sequence[Any]) -> None:
+        """Insert rows; `values` are those of all of them, one row after another."""
+        start = 0
+        for size, insert in self._sizes:
+            end = len(values) - (len(values) - start) % size
+            if start < end:
+                rows = [values[at : at + size] for at in range(start, end, size)]
+                db.executemany(insert, rows)
+            start = end
+
+
+_DRAW = Inserts(
+    "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)", 7
 )
-_LAND = _update("landed", (*_COLUMNS[_LANDED], *_COLUMNS[_LAST]))
+_LAND = _update("landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON:]))
 _MOVE = {
-    kind: _update(kind, (*_COLUMNS[_MOVED], "drop_reason"))
+    kind: _update(kind, (*_COLUMNS[_PLACE : _PLACE + 3], "drop_reason"))
     for kind in ("retried", "expired", "dropped")
 }
 # A group that landed under an older schema has no number of rollouts to compare with.
@@ -57,52 +78,52 @@ class GroupTable:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        self._unfinished: dict[str, list] = {}  # group id -> its row, in the order of _COLUMNS
+        self._unfinished: dict[str, tuple] = {}  # group id -> its row, in the order of _COLUMNS
 
     def draw(self, drawn: Iterable[tuple]) -> None:
         """Insert groups: (group id, task, cursor, prompt id, time) each."""
-        rows = []
+        written: list[Any] = []
         for values in drawn:
-            row = self._unfinished[values[0]] = [*values, *_AS_DRAWN]
-            rows.append((*values, row_check(*row)))
-        self._db.executemany(_DRAW, rows)
+            row = self._unfinished[values[0]] = (*values, *_AS_DRAWN)
+            written += values
+            written += ("in_flight", check_of(row))
+        _DRAW.write(self._db, written)
 
     def land(self, landed: Iterable[tuple[str, tuple, tuple]]) -> None:
         """Move groups that came back: id, columns from place to landed_at, columns from drop_reason on."""
         rows = []
         for group_id, values, last in landed:
-            row = self._row(group_id)
-            row[_LANDED], row[_LAST] = values, last
-            rows.append((*values, *last, row_check(*row), group_id))
-            if values[0] == "dropped":
-                del self._unfinished[group_id]
+            before = self._pop(group_id)
+            row = (*before[:_PLACE], *values, *before[_STEP:_REASON], *last)
+            if values[0] != "dropped":
+                self._unfinished[group_id] = row
+            rows.append((*values, *last, check_of(row), group_id))
         self._move_all("landed", _LAND, rows)
 
     def move(self, kind: str, group_id: str, values: tuple, drop_reason: str | None) -> None:
         """Move a group without a new payload: `values` are place, status and tries."""
-        row = self._row(group_id)
-        row[_MOVED], row[_REASON] = values, drop_reason
-        if values[0] == "dropped":
-            del self._unfinished[group_id]
-        self._move_all(kind, _MOVE[kind], [(*values, drop_reason, row_check(*row), group_id)])
+        before = self._pop(group_id)
+        kept = before[_PLACE + len(values) : _REASON]
+        row = (*before[:_PLACE], *values, *kept, drop_reason, *before[_REASON + 1 :])
+        if values[0] != "dropped":
+            self._unfinished[group_id] = row
+        self._move_all(kind, _MOVE[kind], [(*values, drop_reason, check_of(row), group_id)])
 
     def take(self, step: int, group_ids: Iterable[str]) -> None:
         """Move the groups of a step's batch, in their order."""
         rows = []
         for position, group_id in enumerate(group_ids):
-            row = self._row(group_id)
-            row[_PLACE], row[_TAKEN] = "taken", (step, position)
-            rows.append(("taken", step, position, row_check(*row), group_id))
+            row = self._pop(group_id)
+            kept = row[_PLACE + 1 : _STEP]
+            row = (*row[:_PLACE], "taken", *kept, step, position, *row[_REASON:])
+            rows.append(("taken", step, position, check_of(row), group_id))
         self._move_all("taken", _TAKE, rows, f"step {step}: ")
-        for group_id in group_ids:
-            self._unfinished.pop(group_id, None)
 
-    def _row(self, group_id: str) -> list:
-        """Return the group's row as it was last written; all None if it was never drawn."""
-        row = self._unfinished.get(group_id)
+    def _pop(self, group_id: str) -> tuple:
+        """Return the group's row as it was last written, and forget it; all None if never drawn."""
+        row = self._unfinished.pop(group_id, None)
         if row is None:
-            found = self._db.execute(_READ, (group_id,)).fetchone()
-            row = self._unfinished[group_id] = list(found or (None,) * len(_COLUMNS))
+            row = self._db.execute(_READ, (group_id,)).fetchone() or (None,) * len(_COLUMNS)
         return row
 
     def _move_all(self, kind: str, update: str, rows: Sequence[tuple], who: str = "") -> None:

@@ -7,6 +7,7 @@ queued and written in order. A query sees every record that was submitted before
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -40,7 +41,7 @@ from penstock.journal.codec import decode_prompt, decode_rollout
 from penstock.journal.schema import changed_definitions, open_database, schema_version
 from penstock.journal.writer import Writer
 from penstock.types import Batch, Group, ModelCall, Prompt, Rollout, Status, StepReport
-from penstock.watch.waits import WaitKind, Waits
+from penstock.watch.waits import WaitInOrder, WaitKind, Waits
 
 _STEPS_PRUNED_AT_ONCE = 16
 
@@ -75,7 +76,7 @@ class Journal:
         self, path: Path, *, readonly: bool = False, brief: bool = False, threaded: bool = True
     ) -> None:
         self.path = path
-        self.waits = Waits()  # where waits for the disk are opened; a job puts its own here
+        self.waits = Waits()
         self._writer: Writer | None = None
         if not readonly:
             self._writer = Writer(open_database(path), path, threaded=threaded)
@@ -95,6 +96,16 @@ class Journal:
         """Open the journal for a moment, also that of a live run; writes no file beside it."""
         return cls(Path(path), readonly=True, brief=True)
 
+    @property
+    def waits(self) -> Waits:
+        """Where waits for the disk are opened; a job puts its own here."""
+        return self._waits
+
+    @waits.setter
+    def waits(self, waits: Waits) -> None:
+        self._waits = waits
+        self._landings = WaitInOrder(waits, "journal", WaitKind.SEND, responder="journal")
+
     # -- the life of a group ---------------------------------------------------------------------
 
     def drawn(self, group: Group) -> None:
@@ -109,9 +120,12 @@ class Journal:
             )
         )
 
-    async def landed(self, group: Group) -> None:
-        """Record that the group came back and goes to the buffer; durable when this returns."""
-        await self._write_group(group, "buffered")
+    def landed(self, group: Group) -> asyncio.Future[None]:
+        """Record that the group came back and goes to the buffer; durable when the future is done.
+
+        A future, not a coroutine: many groups can land without an asyncio task for each.
+        """
+        return self._write_group(group, "buffered")
 
     def retried(self, group: Group, reason: str) -> None:
         """Record that the group is issued again, with its present `tries` and partial responses."""
@@ -121,18 +135,21 @@ class Journal:
         """Record that a buffered group is too old; it stays in the buffer to be generated again."""
         self._move(group, "expired", "buffered", Status.EXPIRED, "older than the staleness bound")
 
-    async def filtered(self, group: Group) -> None:
+    def filtered(self, group: Group) -> asyncio.Future[None]:
         """Record that a filter refused a finished group; its payload is kept for inspection."""
-        await self._write_group(group, "dropped", "filtered")
+        return self._write_group(group, "dropped", "filtered")
 
-    async def failed(self, group: Group) -> None:
+    def failed(self, group: Group) -> asyncio.Future[None]:
         """Record a failed attempt; the group stays in flight and keeps its finished rollouts."""
-        await self._write_group(group, "in_flight")
+        return self._write_group(group, "in_flight")
 
-    async def _write_group(self, group: Group, place: str, reason: str | None = None) -> None:
+    def _write_group(
+        self, group: Group, place: str, reason: str | None = None
+    ) -> asyncio.Future[None]:
         self._submit(records.Landed(time.time(), group, place, reason))
-        with self.waits.wait("journal", WaitKind.SEND, group.group_id, responder="journal"):
-            await self.flush()
+        durable = self.flush()
+        self._landings.asked(group.group_id, self.flush)
+        return durable
 
     def dropped(self, group: Group, reason: str, *, detail: str = "") -> None:
         """Record that the group ends untrained. `reason` is one word to count by; `detail` explains it."""
@@ -222,9 +239,9 @@ class Journal:
             if number % _STEPS_PRUNED_AT_ONCE == 0 or number == len(steps):
                 self._writing().wait_durable()
 
-    async def flush(self) -> None:
-        """Wait until every record submitted so far is durable."""
-        await self._writing().durable()
+    def flush(self) -> asyncio.Future[None]:
+        """Return a future that is done when every record submitted so far is durable."""
+        return self._writing().durable()
 
     def sync(self) -> None:
         """Wait until every record submitted so far would also survive the death of the machine."""

@@ -24,13 +24,14 @@ from penstock.journal.codec import (
     stored_number,
     stored_text,
 )
-from penstock.journal.group_table import GroupTable
+from penstock.journal.group_table import GroupTable, Inserts
 from penstock.types import Group, Prompt, Rollout, StepReport
 
-_INSERT_ROLLOUT = f"INSERT OR REPLACE INTO rollout_rows VALUES ({', '.join('?' * 13)})"
-_INSERT_EVENT = (
+_INSERT_ROLLOUTS = Inserts("INSERT OR REPLACE INTO rollout_rows", 13)
+_INSERT_EVENTS = Inserts(
     "INSERT INTO event_rows(at, group_id, kind, status, tries, reason, num_tokens, reward, oldest_version,"
-    " row_check) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " row_check)",
+    10,
 )
 _COMMIT_STEP = (
     "UPDATE step_rows SET committed_at = ?, policy_version = ?, digest = ?, metrics = ?, trained = ?,"
@@ -89,30 +90,39 @@ class Landed:
 
     @classmethod
     def write_all(cls, tables: Tables, records: Sequence[Landed]) -> None:
-        rollouts: list[tuple] = []
-        landed: list[tuple] = []
-        events: list[tuple] = []
-        for record in records:
-            record._add_rows(rollouts, landed, events)
-        tables.db.executemany(_INSERT_ROLLOUT, rollouts)
+        rollouts: list[Any] = []
+        events: list[Any] = []
+        landed = [record._add_values(rollouts, events) for record in records]
+        _INSERT_ROLLOUTS.write(tables.db, rollouts)
         tables.groups.land(landed)
-        tables.db.executemany(_INSERT_EVENT, events)
+        _INSERT_EVENTS.write(tables.db, events)
 
-    def _add_rows(self, rollouts: list[tuple], landed: list[tuple], events: list[tuple]) -> None:
-        group, at = self.group, self.at
+    def _add_values(self, rollouts: list[Any], events: list[Any]) -> tuple[str, tuple, tuple]:
+        """Add the values of the rollouts' rows and of the event's; return the columns of the group."""
+        group, at, place = self.group, self.at, self.place
         group_id, status, tries = group.group_id, group.status._value_, group.tries
-        rows = [_rollout_row(group_id, number, r) for number, r in enumerate(group.rollouts)]
-        _, _, _, _, _, tokens, oldest, _, _, rewards, *_ = zip(*rows, strict=True)
-        scores = [reward for reward in rewards if reward is not None]
-        reward = stored_number(sum(scores) / len(scores)) if scores else None
-        error, total = stored_text(group.error), sum(tokens)
-        version = min([one for one in oldest if one is not None], default=None)
-        rollouts += rows
-        values = (self.place, status, tries, version, total, reward, at)
-        landed.append((group_id, values, (self.drop_reason, error, len(rows))))
-        kind = self.drop_reason if self.drop_reason == "filtered" else "landed"
-        event = (at, group_id, kind, status, tries, error, total, reward, version)
-        events.append((*event, row_check(*event)))
+        total, rewards, version = 0, [], None
+        for number, rollout in enumerate(group.rollouts):
+            segments, score = rollout.segments, rollout.score
+            oldest = newest = segments[0].version if segments else None
+            if len(segments) > 1:
+                versions = [segment.version for segment in segments]
+                oldest, newest = min(versions), max(versions)
+            if version is None or (oldest is not None and oldest < version):
+                version = oldest
+            total += len(rollout.response_ids)
+            reward = None if score is None else score.value
+            if reward is not None:
+                rewards.append(reward)
+            _add_rollout(rollouts, group_id, number, rollout, (oldest, newest, reward))
+        mean = stored_number(sum(rewards) / len(rewards)) if rewards else None
+        error = stored_text(group.error)
+        kind = "filtered" if self.drop_reason == "filtered" else "landed"
+        event = (at, group_id, kind, status, tries, error, total, mean, version)
+        events += event
+        events.append(row_check(*event))
+        values = (place, status, tries, version, total, mean, at)
+        return group_id, values, (self.drop_reason, error, len(group.rollouts))
 
 
 @dataclass(slots=True)
@@ -133,7 +143,7 @@ class Moved:
         tables.groups.move(self.kind, self.group_id, values, self.drop_reason)
         reason = stored_text(self.reason)
         event = (self.at, self.group_id, self.kind, self.status, self.tries, reason, *(None,) * 3)
-        tables.db.execute(_INSERT_EVENT, (*event, row_check(*event)))
+        _INSERT_EVENTS.write(tables.db, (*event, row_check(*event)))
 
 
 @dataclass(slots=True)
@@ -349,25 +359,26 @@ def _prompt_row(record: Drawn) -> tuple:
     return (*key, data, row_check(*key, data[-4:]))
 
 
-def _rollout_row(group_id: str, number: int, rollout: Rollout) -> tuple:
-    segments = rollout.segments
-    oldest = newest = segments[0].version if segments else None
-    if len(segments) > 1:
-        versions = [segment.version for segment in segments]
-        oldest, newest = min(versions), max(versions)
-    key = rollout_key(group_id, number, rollout.rollout_id)
-    return (
+def _add_rollout(
+    values: list[Any], group_id: str, number: int, rollout: Rollout, known: tuple
+) -> None:
+    """Add the values of a rollout's row; known: its oldest and newest version, and its reward."""
+    oldest, newest, reward = known
+    rollout_id, text, error = rollout.rollout_id, rollout.text, rollout.error
+    if not text.isascii():
+        text = stored_text(text)
+    values += (
         group_id,
         number,
-        rollout.rollout_id,
+        rollout_id,
         rollout.status._value_,
         rollout.finish_reason,
         len(rollout.response_ids),
         oldest,
         newest,
         rollout.temperature,
-        None if rollout.score is None else rollout.score.value,
-        stored_text(rollout.text),
-        stored_text(rollout.error),
-        encode_rollout(rollout, with_text=False, key=key),
+        reward,
+        text,
+        error and stored_text(error),
+        encode_rollout(rollout, text=text, key=rollout_key(group_id, number, rollout_id)),
     )

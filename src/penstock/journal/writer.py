@@ -13,7 +13,6 @@ import shutil
 import sqlite3
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import PenstockError, RunError
@@ -22,13 +21,8 @@ from penstock.journal.records import Record, Tables, write_in_order
 _MOST_PER_COMMIT = 2048
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[None]
-
-
-_WAITERS = (_Waiter, Future)
+_Waiter = asyncio.Future[None] | Future[None]  # of an event loop, or of a thread
+_WAITERS = (asyncio.Future, Future)
 
 
 def _resolve(futures: list[asyncio.Future[None]], fault: PenstockError | None) -> None:
@@ -47,7 +41,7 @@ class Writer:
     def __init__(self, database: sqlite3.Connection, path: Path, *, threaded: bool = True) -> None:
         self._database, self._tables = database, Tables(database)
         self._path = path
-        self._queue: queue.SimpleQueue[Record | Future[None] | _Waiter | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Record | _Waiter | None] = queue.SimpleQueue()
         self._fault: PenstockError | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -57,19 +51,19 @@ class Writer:
 
     def submit(self, record: Record) -> None:
         """Queue a record; it becomes durable later."""
-        self._check()
+        if self._fault is not None or self._closed:
+            self._check()
         self._queue.put(record)
 
-    async def durable(self) -> None:
-        """Wait until every record submitted so far is committed."""
-        self._check()
+    def durable(self) -> asyncio.Future[None]:
+        """Return a future that is done when every record submitted so far is committed."""
+        if self._fault is not None or self._closed:
+            self._check()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put(done)
         if self._thread is None:
-            self.wait_durable()
-            return
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        self._queue.put(_Waiter(loop, done))
-        await done
+            self._drain(block=False)
+        return done
 
     def wait_durable(self) -> None:
         """Do the same as `durable()`, for callers without an event loop."""
@@ -107,7 +101,7 @@ class Writer:
     def _drain(self, *, block: bool) -> bool:
         """Commit the queued records; return False once the closing mark was seen."""
         records: list[Record] = []
-        waiters: list[Future[None] | _Waiter] = []
+        waiters: list[_Waiter] = []
         open_still = True
         get, wait = self._queue.get, block  # only the first item is waited for
         while len(records) < _MOST_PER_COMMIT or not block:
@@ -130,17 +124,20 @@ class Writer:
         self._wake(waiters)
         return open_still
 
-    def _wake(self, waiters: list[Future[None] | _Waiter]) -> None:
+    def _wake(self, waiters: list[_Waiter]) -> None:
         """Wake the waiters with one message per event loop, however many wait in it."""
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for waiter in waiters:
-            if isinstance(waiter, _Waiter):
-                by_loop.setdefault(waiter.loop, []).append(waiter.done)
+            if isinstance(waiter, asyncio.Future):
+                by_loop.setdefault(waiter.get_loop(), []).append(waiter)
             elif self._fault is None:
                 waiter.set_result(None)
             else:
                 waiter.set_exception(self._fault)
         for loop, futures in by_loop.items():
+            if self._thread is None:
+                _resolve(futures, self._fault)
+                continue
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_resolve, futures, self._fault)
 

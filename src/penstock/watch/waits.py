@@ -8,13 +8,14 @@ log the closed ones; this file only counts time. Every kind of wait has a test t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from penstock.errors import WorkerDied
+from penstock.errors import PenstockError, WorkerDied
 from penstock.watch.clock import loop_time
 
 
@@ -108,6 +109,42 @@ class Waits:
         key = (wait.responder, wait.what)
         self.answered[key] = now
         self.longest[key] = max(now - wait.since, self.longest.get(key, 0.0))
+
+
+class WaitInOrder:
+    """One wait for many answers that a responder gives in order: open until the last one is there.
+
+    It belongs to no task, as those who asked may leave before the answer.
+    """
+
+    def __init__(self, waits: Waits, lane: str, what: WaitKind, responder: str) -> None:
+        self._waits, self._lane, self._what, self._responder = waits, lane, what, responder
+        self._is_open = self._asked_since = False
+
+    def asked(self, detail: str, answered: Callable[[], asyncio.Future[None]]) -> None:
+        """Count a question; `answered` returns a future that is done when all so far are answered."""
+        if self._is_open:
+            self._asked_since = True
+            return
+        done, what = answered(), self._what
+        wait = self._waits.wait(self._lane, what, detail, responder=self._responder)
+        wait.__enter__()
+        wait.task, self._is_open, self._asked_since = None, True, False
+        done.add_done_callback(lambda done: self._close(wait, detail, answered, done))
+
+    def _close(
+        self,
+        wait: OpenWait,
+        detail: str,
+        answered: Callable[[], asyncio.Future[None]],
+        done: asyncio.Future[None],
+    ) -> None:
+        fault = asyncio.CancelledError() if done.cancelled() else done.exception()
+        wait.__exit__(None if fault is None else type(fault))
+        self._is_open = False
+        if self._asked_since and fault is None:
+            with contextlib.suppress(PenstockError):  # the responder was closed: nobody waits
+                self.asked(detail, answered)
 
 
 def _current_task() -> asyncio.Task[Any] | None:
