@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test tests test-long test-ray test-simulation test-fuzz test-gpu test-vllm test-wheel check format clean help
+.PHONY: demo test tests test-long test-ray test-simulation test-fuzz test-gpu test-vllm test-agents test-wheel check format clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -67,6 +67,9 @@ test-fuzz: $(DEV_STAMP)  ## 50,000 hostile replies to the judge and requests to 
 test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in an environment of its own
 	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh
 
+test-agents: $(DEV_STAMP)  ## agents in real frameworks and environments, each in an environment of its own
+	PYTHON=$(abspath $(BIN))/python scripts/test_agents.sh
+
 test-wheel: $(STAMP)  ## build the wheel, install it into a new environment, train there
 	PYTHON=$(abspath $(BIN))/python scripts/test_wheel.sh
 
@@ -76,4 +79,4 @@ format: $(DEV_STAMP)  ## format the code; update the picture of the packages in 
 	$(BIN)/python scripts/draw_house.py --write
 
 clean:  ## remove environments and caches
-	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm examples/*/.venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

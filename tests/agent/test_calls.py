@@ -14,6 +14,7 @@ from penstock.agent.session import ContextOverflow, Limits, Session, TurnsExceed
 from penstock.agent.tree import CallTree
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import SamplingParams
+from penstock.errors import EngineError
 from penstock.types import ModelCall, Rollout, VersionSegment
 from stages.chat_policy import (
     FORGETFUL,
@@ -279,6 +280,39 @@ def test_a_retry_of_a_client_gets_the_same_call_and_a_repeated_request_another()
         assert other is not first
         seeds = [request.seed for request in engine.requests]
         assert len(set(seeds)) == 2
+
+    asyncio.run(main())
+
+
+class LateEngine(ScriptedEngine):
+    """Answers when it is told to, and notes what it is told to end."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt: "late")
+        self.told, self.ended = asyncio.Event(), []
+
+    async def generate(self, request: Any) -> Any:
+        await self.told.wait()
+        return await super().generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        self.ended.append(request_id)
+
+
+def test_an_answer_past_the_time_of_a_turn_is_ended_and_never_trained() -> None:
+    async def main() -> None:
+        engine = LateEngine()
+        session = make_session(engine, limits=Limits(turn_timeout_s=0.001, max_turns=1))
+        with pytest.raises(EngineError, match=r"no answer after 0.001 s \(turn_timeout_s\)"):
+            await session.call([user("a")])
+        engine.told.set()
+        for _ in range(20):  # whatever still runs gets its turn
+            await asyncio.sleep(0)
+        assert not session.tree.calls
+        assert len(engine.ended) == 1
+        # a fault of an engine takes no turn from the policy: the retry is its first
+        assert (await session.call([user("a")], is_retry=True)).answer["content"] == "late"
+        assert not session.truncated
 
     asyncio.run(main())
 

@@ -112,13 +112,30 @@ def test_a_client_gets_openais_answer_and_the_call_is_recorded() -> None:
 def test_a_stream_has_the_same_answer_in_chunks() -> None:
     async def main(endpoint: Endpoint) -> None:
         key = endpoint.open(make_session(lambda prompt: "hello"))
-        body = {"messages": [user("1?")], "stream": True}
+        body: dict[str, Any] = {"messages": [user("1?")], "stream": True, "return_token_ids": True}
+        status, events = await post(endpoint.base_url, key, body)
+        assert all(event["choices"] for event in events[:-1])  # usage comes if it is asked for
+        assert len(events[0]["choices"][0]["token_ids"]) == len("hello") + 1
+        body["stream_options"] = {"include_usage": True}
         status, events = await post(endpoint.base_url, key, body)
         assert (status, events[-1]) == (200, "[DONE]")
         deltas = [event["choices"][0] for event in events[:-1] if event["choices"]]
         assert deltas[0]["delta"] == {"role": "assistant", "content": "hello"}
         assert deltas[-1]["finish_reason"] == "stop"
         assert events[-2]["usage"]["completion_tokens"] == len("hello") + 1
+
+    serve(main)
+
+
+def test_a_stream_changes_nothing_of_the_recorded_call() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        session = make_session(lambda prompt: CALL)
+        key, body = endpoint.open(session), {"messages": [user("1?")], "stream": True}
+        _, events = await post(endpoint.base_url, key, body)
+        (sent,) = events[0]["choices"][0]["delta"]["tool_calls"]
+        (kept,) = session.tree.calls[0].answer["tool_calls"]
+        assert sent == {"index": 0, **kept}
+        assert "index" not in kept
 
     serve(main)
 
@@ -186,6 +203,26 @@ def test_an_engine_that_fails_is_a_500_and_its_retry_asks_again() -> None:
     serve(main)
 
 
+def test_a_request_that_waits_when_its_rollout_ends_is_answered() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        session = make_session(lambda prompt: "x")
+        begun = asyncio.Event()
+
+        async def never(request: Any) -> Any:
+            begun.set()
+            await asyncio.Event().wait()
+
+        session._engine.generate = never
+        body = {"messages": [user("?")]}
+        asked = asyncio.create_task(post(endpoint.base_url, endpoint.open(session), body))
+        await begun.wait()
+        await session.close()
+        status, shown = await asked
+        assert (status, shown["error"]["message"]) == (500, "EngineError: the rollout has ended")
+
+    serve(main)
+
+
 @pytest.mark.parametrize("number", [3])
 def test_several_choices_are_several_calls(number: int) -> None:
     async def main(endpoint: Endpoint) -> None:
@@ -221,15 +258,41 @@ def test_the_responses_api_continues_by_items_and_by_id() -> None:
         assert shown["output"][0]["content"][0]["text"] == "done"
         short = {**body, "previous_response_id": "resp_0", "input": [result], "stream": True}
         _, events = await post(url, key, short, "/responses")
-        assert [event["type"] for event in events[:3]] == [
-            "response.created",
-            "response.output_item.added",
-            "response.output_text.delta",
+        assert [event["type"].removeprefix("response.") for event in events] == [
+            "created",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "completed",
         ]
-        assert events[-1]["type"] == "response.completed"
+        assert events[2]["item"]["content"] == []  # filled by what follows
         assert [call.parent for call in session.tree.calls] == [None, 0, 0]
         wrong = {**body, "previous_response_id": "resp_9", "input": "x"}
         assert (await post(url, key, wrong, "/responses"))[0] == 400
+
+    serve(main)
+
+
+def test_reasoning_that_comes_back_as_text_is_the_same_answer() -> None:
+    """As pydantic-ai sends it: an assistant's item of its own, in think tags."""
+
+    async def main(endpoint: Endpoint) -> None:
+        session = make_session(lambda prompt: f"<think>hm</think>I add. {CALL}")
+        key, url = endpoint.open(session), endpoint.base_url
+        _, shown = await post(url, key, {"input": "1?"}, "/responses")
+        thought, said, call = shown["output"]
+        assert thought["summary"][0]["text"] == "hm"
+        told = {"role": "assistant", "content": "<think>\nhm\n</think>"}
+        text = {"role": "assistant", "content": said["content"][0]["text"]}
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
+        for other, parent in ((told, 0), ({**told, "content": "<think>ha</think>"}, None)):
+            items = [user("1?"), other, text, call, result]
+            await post(url, key, {"input": items}, "/responses")
+            assert session.tree.calls[-1].parent == parent
 
     serve(main)
 
@@ -255,6 +318,8 @@ def test_anthropics_messages_have_the_same_tree() -> None:
         assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
         assert {"type": "text_delta", "text": "done"} in [event.get("delta") for event in events]
         assert [call.parent for call in session.tree.calls] == [None, 0]
+        twice = "/v1/messages"  # Anthropic's client appends /v1 to the base_url that it is given
+        assert (await post(url, "", body, twice, x_api_key=key))[0] == 200
         status, shown = await post(url, "", body, "/messages", x_api_key="wrong")
         assert (status, shown["error"]["type"]) == (401, "authentication_error")
 

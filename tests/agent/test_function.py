@@ -116,6 +116,21 @@ def test_an_overflowing_context_truncates_the_rollout() -> None:
         assert {r.reward for r in rollouts} == {reward}
 
 
+def test_an_answer_cut_by_length_truncates_a_rollout_whose_function_raises() -> None:
+    """As clients do: openai's stream and the Agents SDK raise when an answer is incomplete."""
+
+    async def agent(task: Any, model: Any) -> float:
+        await model.chat(task.messages)
+        raise ValueError("the length limit was reached")
+
+    engine = ScriptedEngine(lambda prompt: "x" * 30)
+    for rollout in run(make_agent(agent, engine, truncated_reward=-1.0), make_group()):
+        assert (rollout.status, rollout.finish_reason) == (Status.COMPLETED, "length")
+        assert rollout.reward == -1.0
+    for rollout in run(make_agent(agent), make_group()):  # an answer that was not cut
+        assert rollout.error == "agent: ValueError: the length limit was reached"
+
+
 def test_a_pause_keeps_the_calls_and_a_partial_rollout_goes_on_from_them() -> None:
     engine = ScriptedEngine(lambda prompt: "yes")
     reached = 0

@@ -26,7 +26,7 @@ from stages.agent_parts import make_agent, make_group
 from stages.chat_policy import Kept
 
 FILE = """
-import os, subprocess, sys, time
+import asyncio, os, subprocess, sys, time
 
 def sync(task, model, bonus=0.0):
     print("a word that is no answer")
@@ -37,6 +37,16 @@ def sync(task, model, bonus=0.0):
 async def later(task, model):
     said = await model.chat(task.messages)
     return float(said["content"] == "yes")
+
+loops = []
+
+async def keeps(task, model):  # as client libraries keep connections, which belong to a loop
+    await model.chat(task.messages)
+    tasks = [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+    assert not tasks, "a task of another rollout"
+    asyncio.create_task(asyncio.sleep(1000))
+    loops.append(asyncio.get_running_loop())
+    return float(not loops[0].is_closed() and loops[0] is loops[-1])
 
 def names_python(task, model):
     model.chat(task.messages)
@@ -143,6 +153,11 @@ def test_a_function_runs_in_processes_of_its_own(file: Path, name: str) -> None:
     rollouts = run(Pool(f"{file}:{name}", 2), 3, own=options)
     assert [rollout.error for rollout in rollouts] == [""] * 3
     assert {rollout.reward for rollout in rollouts} == {1.0 + options.get("bonus", 0.0)}
+
+
+def test_rollouts_of_a_process_share_its_event_loop_and_no_task(file: Path) -> None:
+    for rollout in run(Pool(f"{file}:keeps", 1), 3):
+        assert rollout.reward == 1.0, rollout.error
 
 
 def test_another_python_runs_the_function(file: Path, tmp_path: Path) -> None:

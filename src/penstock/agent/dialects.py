@@ -49,7 +49,7 @@ class Dialect(Protocol):
     ) -> dict[str, Any]:
         """Return the answer's body."""
 
-    def events(self, shown: Mapping[str, Any]) -> list[Event]:
+    def events(self, asked: Asked, shown: Mapping[str, Any]) -> list[Event]:
         """Return the answer as a stream of events."""
 
     def error(self, message: str, code: str) -> dict[str, Any]:
@@ -91,10 +91,8 @@ class Chat:
 
     def _choice(self, asked: Asked, number: int, call: ModelCall) -> dict[str, Any]:
         message = {**call.answer, "content": call.answer["content"] or None}
-        finish = call.finish_reason
-        if call.answer.get("tool_calls") and finish == "stop":
-            finish = "tool_calls"
-        choice: dict[str, Any] = {"index": number, "message": message, "finish_reason": finish}
+        choice: dict[str, Any] = {"index": number, "message": message}
+        choice["finish_reason"] = _ending(call)
         if asked.body.get("return_token_ids"):
             choice["token_ids"] = call.token_ids.tolist()
         if asked.body.get("logprobs"):
@@ -106,18 +104,24 @@ class Chat:
             choice["logprobs"] = {"content": content, "refusal": None}
         return choice
 
-    def events(self, shown: Mapping[str, Any]) -> list[Event]:
-        head = {key: shown[key] for key in ("id", "created", "model")}
+    def events(self, asked: Asked, shown: Mapping[str, Any]) -> list[Event]:
+        head = {key: value for key, value in shown.items() if key not in ("choices", "usage")}
         head["object"] = "chat.completion.chunk"
-        found: list[Event] = []
+        chunks: list[dict[str, Any]] = []
         for choice in shown["choices"]:
-            delta = {key: value for key, value in choice["message"].items() if value is not None}
-            for number, call in enumerate(delta.get("tool_calls") or ()):
-                delta["tool_calls"][number] = {"index": number, **call}
-            first = {"index": choice["index"], "delta": delta, "finish_reason": None}
-            last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
-            found += [("", {**head, "choices": [one]}) for one in (first, last)]
-        return [*found, ("", {**head, "choices": [], "usage": shown["usage"]}), ("", "[DONE]")]
+            message, where = choice["message"], {"index": choice["index"]}
+            delta = {key: value for key, value in message.items() if value is not None}
+            if "tool_calls" in delta:
+                calls = enumerate(message["tool_calls"])
+                delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
+            said = {key: choice[key] for key in ("token_ids", "logprobs") if key in choice}
+            chunks.append({"choices": [{**where, **said, "delta": delta, "finish_reason": None}]})
+            end = {"delta": {}, "finish_reason": choice["finish_reason"]}
+            chunks.append({"choices": [{**where, **end}]})
+        options = asked.body.get("stream_options")
+        if isinstance(options, Mapping) and options.get("include_usage"):
+            chunks.append({"choices": [], "usage": shown["usage"]})
+        return [*(("", {**head, **chunk}) for chunk in chunks), ("", "[DONE]")]
 
     def error(self, message: str, code: str) -> dict[str, Any]:
         return {
@@ -166,7 +170,7 @@ class Responses:
         (call,) = calls
         name = f"resp_{call.number}"
         notes[name] = [*asked.messages, call.answer]
-        is_cut = call.finish_reason == "length"
+        is_cut = _ending(call) == "length"
         usage = _usage(calls, tree, "input_tokens", "output_tokens")
         return {
             "id": name,
@@ -191,26 +195,13 @@ class Responses:
             },
         }
 
-    def events(self, shown: Mapping[str, Any]) -> list[Event]:
+    def events(self, asked: Asked, shown: Mapping[str, Any]) -> list[Event]:
+        begun = {**shown, "status": "in_progress", "output": [], "usage": None}
         found: list[dict[str, Any]] = [
-            {"type": "response.created", "response": {**shown, "output": []}}
+            {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")
         ]
         for number, item in enumerate(shown["output"]):
-            where = {"output_index": number, "item_id": item["id"]}
-            found.append(
-                {"type": "response.output_item.added", "output_index": number, "item": item}
-            )
-            if item["type"] == "message":
-                text = {**where, "content_index": 0}
-                said = item["content"][0]["text"]
-                found.append({"type": "response.output_text.delta", **text, "delta": said})
-                found.append({"type": "response.output_text.done", **text, "text": said})
-            elif item["type"] == "function_call":
-                done = {"type": "response.function_call_arguments.done", **where}
-                found.append({**done, "arguments": item["arguments"], "name": item["name"]})
-            found.append(
-                {"type": "response.output_item.done", "output_index": number, "item": item}
-            )
+            found += _item_events(number, item)
         found.append({"type": f"response.{shown['status']}", "response": dict(shown)})
         return [
             (event["type"], {**event, "sequence_number": number})
@@ -231,7 +222,11 @@ def _from_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         kind = item.get("type", "message")
         last = messages[-1] if messages else {}
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": text_of(item)})
+            said = {"role": item.get("role"), "content": text_of(item)}
+            if said["role"] == last.get("role") == "assistant" and "tool_calls" not in last:
+                last["content"] += f"\n{said['content']}"  # an answer may have several items
+            else:
+                messages.append(said)
         elif kind == "function_call":
             if last.get("role") != "assistant":
                 last = {"role": "assistant", "content": ""}
@@ -282,6 +277,35 @@ def _items(call: ModelCall) -> list[dict[str, Any]]:
     return found
 
 
+def _item_events(number: int, item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the events of one output item: it is added empty, filled, and done."""
+    place = {"output_index": number}
+    where = {**place, "item_id": item["id"]}
+    empty, filled = dict(item), []
+    if item["type"] == "message":
+        (part,) = item["content"]
+        text, nothing = {**where, "content_index": 0}, {**part, "text": ""}
+        empty = {**item, "status": "in_progress", "content": []}
+        filled = [
+            {"type": "response.content_part.added", **text, "part": nothing},
+            {"type": "response.output_text.delta", **text, "delta": part["text"], "logprobs": []},
+            {"type": "response.output_text.done", **text, "text": part["text"], "logprobs": []},
+            {"type": "response.content_part.done", **text, "part": part},
+        ]
+    elif item["type"] == "function_call":
+        said, kind = item["arguments"], "response.function_call_arguments"
+        empty = {**item, "status": "in_progress", "arguments": ""}
+        filled = [
+            {"type": f"{kind}.delta", **where, "delta": said},
+            {"type": f"{kind}.done", **where, "arguments": said, "name": item["name"]},
+        ]
+    return [
+        {"type": "response.output_item.added", **place, "item": empty},
+        *filled,
+        {"type": "response.output_item.done", **place, "item": item},
+    ]
+
+
 class Messages:
     """POST /v1/messages, as Anthropic's clients send it."""
 
@@ -324,9 +348,7 @@ class Messages:
             content.append(
                 {"type": "tool_use", "id": tool["id"], "name": name, "input": arguments_of(tool)}
             )
-        reason = "max_tokens" if call.finish_reason == "length" else "end_turn"
-        if answer.get("tool_calls") and reason == "end_turn":
-            reason = "tool_use"
+        reason = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
         usage = _usage(calls, tree, "input_tokens", "output_tokens")
         return {
             "id": f"msg_{call.number}",
@@ -334,12 +356,12 @@ class Messages:
             "role": "assistant",
             "model": "policy",
             "content": content,
-            "stop_reason": reason,
+            "stop_reason": reason[_ending(call)],
             "stop_sequence": None,
             "usage": {key: usage[key] for key in ("input_tokens", "output_tokens")},
         }
 
-    def events(self, shown: Mapping[str, Any]) -> list[Event]:
+    def events(self, asked: Asked, shown: Mapping[str, Any]) -> list[Event]:
         start = {**shown, "content": [], "stop_reason": None}
         found: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
         for number, block in enumerate(shown["content"]):
@@ -425,6 +447,13 @@ def _limit(body: Mapping[str, Any], *keys: str) -> int | None:
             raise BadRequest(f"{key}: got {value!r}, allowed: a whole number from 1")
         return value
     return None
+
+
+def _ending(call: ModelCall) -> str:
+    """Return how an answer ended, as a chat completion says it: length, tool_calls or stop."""
+    if call.finish_reason == "length":
+        return "length"
+    return "tool_calls" if call.answer.get("tool_calls") else "stop"
 
 
 def _context(call: ModelCall, tree: CallTree) -> list[int]:

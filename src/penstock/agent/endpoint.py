@@ -152,7 +152,7 @@ async def _ask(
     except Exception as error:  # an engine that failed: the agent sees it, the run goes on
         raise Refused(500, f"{type(error).__name__}: {error}", "engine") from error
     shown = dialect.write(asked, calls, session.tree, session.notes)
-    return shown, dialect.events(shown) if asked.stream else None
+    return shown, dialect.events(asked, shown) if asked.stream else None
 
 
 async def _read_request(reader: asyncio.StreamReader) -> _Request | None:
@@ -175,7 +175,10 @@ async def _read_request(reader: asyncio.StreamReader) -> _Request | None:
     if headers.get("transfer-encoding") or not size.isdigit() or int(size) > _MOST_BYTES:
         raise Refused(400, f"allowed: a body with a Content-Length of at most {_MOST_BYTES}")
     body = await reader.readexactly(int(size))
-    return _Request(words[0], words[1].partition("?")[0].rstrip("/"), headers, body)
+    path = words[1].partition("?")[0].rstrip("/")
+    if path.startswith("/v1/v1/"):  # Anthropic's client appends /v1 to its base_url
+        path = path.removeprefix("/v1")
+    return _Request(words[0], path, headers, body)
 
 
 async def _send(writer: asyncio.StreamWriter, status: int, body: Mapping[str, Any]) -> None:

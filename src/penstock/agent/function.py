@@ -44,7 +44,7 @@ class AgentSettings:
     limits: Limits
     timeout_s: float
     thinking: str = "keep"  # keep: tokens only grow; template: as the chat template rewrites them
-    truncated_reward: float = 0.0  # if the function raised because a call was refused
+    truncated_reward: float = 0.0  # if a limit stopped the policy and the function raised
 
     @classmethod
     def read(cls, where: str, options: Mapping[str, Any], limits: Limits) -> AgentSettings:
@@ -230,8 +230,7 @@ class FunctionAgent(AgentLoop):
             refused = f": {session.refused}" if session.refused else ""
             raise RewardError(f"it ended without a call of the model{refused}")
         session.tree.fill(rollout, session.earned_before)
-        is_cut = session.truncated or calls[-1].finish_reason == "length"
-        rollout.finish_reason = "length" if is_cut else "stop"
+        rollout.finish_reason = "length" if session.truncated else "stop"
         rollout.text = self._decode(calls[-1].token_ids.tolist())
         rollout.extra = {**rollout.extra, "turns": len(calls)}
 
@@ -263,7 +262,7 @@ class FunctionAgent(AgentLoop):
             endpoint.shut(key)
 
     async def _result_of(self, session: Session, model: Model) -> Any:
-        """Return what the function returns, in time; if a call was refused, what that is worth."""
+        """Return what the function returns, in time; if it raised at a limit, what that is worth."""
         settings, prompt = self._settings, session.rollout.prompt
         assert prompt is not None, "a group gives its prompt to its rollouts"
         task = Task.of(prompt, self._system_prompt)

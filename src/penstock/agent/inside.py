@@ -248,13 +248,30 @@ def load(target: str) -> Any:
     return getattr(module, name)
 
 
-def call(function: Any, given: dict[str, Any], driver: Driver) -> dict[str, Any]:
+def run(loop: asyncio.AbstractEventLoop, rollout: Any) -> Any:
+    """Return the result of a coroutine, and end the tasks that it left.
+
+    All rollouts of a process share one loop: client libraries keep connections from one to the next.
+    """
+    try:
+        return loop.run_until_complete(rollout)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
+
+
+def call(
+    function: Any, given: dict[str, Any], driver: Driver, loop: asyncio.AbstractEventLoop
+) -> dict[str, Any]:
     """Call the function for one rollout; return what the driver gets."""
     task = types.SimpleNamespace(**given["task"])
     try:
         if inspect.iscoroutinefunction(function):
             model: Model = AsyncModel(given, driver)
-            result = asyncio.run(function(task, model, **given["options"]))
+            result = run(loop, function(task, model, **given["options"]))
         else:
             model = Model(given, driver)
             result = function(task, model, **given["options"])
@@ -275,8 +292,10 @@ def serve(target: str) -> None:
         return
     kind = "async" if inspect.iscoroutinefunction(function) else "sync"
     driver.send({"ready": kind})
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
     for line in iter(sys.stdin.readline, ""):
-        driver.send(call(function, json.loads(line), driver))
+        driver.send(call(function, json.loads(line), driver, loop))
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ class Session:
 
     @property
     def truncated(self) -> bool:
-        return bool(self.refused)
+        """Whether the policy ran into a limit: a call was refused, or the last answer was cut."""
+        calls = self.tree.calls
+        return bool(self.refused) or bool(calls and calls[-1].finish_reason == "length")
 
     async def call(
         self,
@@ -142,12 +144,11 @@ class Session:
             self._latest[key] = task
             task.add_done_callback(self._forget)
         try:
-            async with asyncio.timeout(self.limits.turn_timeout_s):
-                return await asyncio.shield(task)
-        except TimeoutError:
-            raise EngineError(
-                f"no answer after {self.limits.turn_timeout_s:g} s (turn_timeout_s)"
-            ) from None
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise EngineError("the rollout has ended") from None  # `close`, not whoever waits
 
     def _context(
         self, place: Place, parent_ids: np.ndarray, messages: Sequence[Message], tools: str
@@ -203,7 +204,11 @@ class Session:
             sampling=replace(self._sampling, max_tokens=limit),
             seed=seed,
         )
-        generation = await self._generate(request)
+        try:
+            generation = await self._generate(request)
+        except Exception:
+            self._turns -= 1  # a fault of an engine is not a turn of the policy
+            raise
         call = ModelCall(
             number=len(self.tree.calls),
             parent=None if place.parent is None else place.parent.number,
@@ -321,11 +326,21 @@ class Session:
         return room
 
     async def _generate(self, request: GenerationRequest) -> Generation:
+        """Return the engine's answer; one that takes longer than turn_timeout_s is ended, and no call."""
         task = asyncio.current_task()
         assert task is not None
         self._running[task] = request.request_id
+        deadline = asyncio.timeout(self.limits.turn_timeout_s)
         try:
-            generation = await self._engine.generate(request)
+            async with deadline:
+                generation = await self._engine.generate(request)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            await self._engine.abort(request.request_id)
+            raise EngineError(
+                f"no answer after {self.limits.turn_timeout_s:g} s (turn_timeout_s)"
+            ) from None
         except EnginesLost as error:
             self.fault = error
             raise

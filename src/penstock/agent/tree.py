@@ -17,6 +17,7 @@ import numpy as np
 from penstock.types import ModelCall, Rollout, Row, VersionSegment, extend_segments
 
 Message = Mapping[str, Any]
+_THINK = ("<think>", "</think>")
 ADDED_ROLES = frozenset({"tool", "user", "system", "developer"})  # what may follow an answer
 
 
@@ -178,6 +179,10 @@ def said_again(answer: Message, message: Message) -> bool:
     if _calls(answer) != _calls(message):
         return False
     text = text_of(message).strip()
+    if text.startswith(_THINK[0]):  # some put the reasoning back into the text
+        thought, end, rest = text.removeprefix(_THINK[0]).partition(_THINK[1])
+        if end and thought.strip() == str(answer.get("reasoning_content") or "").strip():
+            text = rest.strip()
     return text == text_of(answer).strip() or (not text and bool(_calls(answer)))
 
 

@@ -1,0 +1,134 @@
+"""One calculator agent in five frameworks, over every API: equal trees of calls, equal weights. Run by scripts/test_agents.sh."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.agent.tree import text_of
+from penstock.journal import Journal
+from penstock.run_folder import RunFolder
+from stages.tiny_run import CrashServer, digests
+
+if os.environ.get("PENSTOCK_TEST_AGENTS") != "1":
+    pytest.skip("run by scripts/test_agents.sh", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+SMALL = [
+    "launch.kind=inline",
+    "engine.max_slots=16",
+    f"train.steps={STEPS}",
+    "train.groups_per_step=2",
+    "track.trackers=[]",
+    "tasks.sums.agent_options.processes=1",
+]
+# the same agent without a framework, a process or HTTP
+PLAIN = """
+import json
+
+ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
+
+async def rollout(task, model):
+    messages = list(task.messages)
+    while True:
+        said = await model.chat(messages, TOOLS)
+        if "tool_calls" not in said:
+            return float(said["content"].strip() == task.gt_answer)
+        messages.append(said)
+        for call in said["tool_calls"]:
+            given = json.loads(call["function"]["arguments"])
+            result = {"role": "tool", "content": str(given["a"] + given["b"])}
+            messages.append({**result, "tool_call_id": call["id"]})
+"""
+OVER = {
+    "openai": ("chat", "responses"),
+    "langgraph": ("chat", "responses"),
+    "openai_agents": ("chat", "responses"),
+    "pydantic_ai": ("chat", "responses", "messages"),
+    "anthropic": ("messages",),
+}
+CASES = [
+    pytest.param(name, api, stream, id=f"{name}-{api}{'-stream' * stream}")
+    for name, apis in OVER.items()
+    for api in apis
+    for stream in (False, True)
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashServer]:
+    """Return a server in a folder with the examples, their data and their environments."""
+    folder = tmp_path_factory.mktemp("frameworks")
+    hidden = shutil.ignore_patterns(".venv", "*.jsonl")
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=hidden)
+    (folder / "examples/frameworks/.venv").symlink_to(ROOT / "examples/frameworks/.venv")
+    subprocess.run([sys.executable, folder / "examples/calculator/make_data.py"], check=True)
+    (folder / "plain.py").write_text(PLAIN)
+    made = CrashServer(folder)
+    yield made
+    made.close()
+
+
+def train(server: CrashServer, name: str, **task: Any) -> RunFolder:
+    """Train with the documented config; return the run's folder."""
+    words = [f"tasks.sums.{key.replace('__', '.')}={value}" for key, value in task.items()]
+    recipe = ["train", "examples/frameworks/calculator.toml", f"run.name={name}"]
+    assert server.run(*recipe, *SMALL, *words) == 0, server.output()
+    return RunFolder(server.folder / "runs" / name)
+
+
+def trees(run: RunFolder) -> dict[tuple[str, int], list[Any]]:
+    """Return the calls of every rollout: all of them but the schemas of tools, which frameworks word."""
+    with closing(Journal.open(run.journal, readonly=True)) as journal:
+        groups = {
+            row[0].rpartition(".")[0] for row in journal.query("SELECT rollout_id FROM calls")
+        }
+        return {
+            rollout: [
+                (
+                    call.parent,
+                    call.context_ids.tolist(),
+                    call.token_ids.tolist(),
+                    call.logprobs.tolist(),
+                    call.finish_reason,
+                    [(message["role"], text_of(message)) for message in call.messages],
+                    call.answer,
+                )
+                for call in calls
+            ]
+            for group in groups
+            for rollout, calls in journal.calls(group).items()
+        }
+
+
+@pytest.fixture(scope="module")
+def plain(server: CrashServer) -> RunFolder:
+    return train(server, "plain", agent="plain.py:rollout", agent_options="{max_turns=3}")
+
+
+@pytest.mark.parametrize(("name", "api", "stream"), CASES)
+def test_an_agent_of_a_framework_trains_to_the_same_weights(
+    server: CrashServer, plain: RunFolder, name: str, api: str, stream: bool
+) -> None:
+    options = {"stream": str(stream).lower()} | ({"api": api} if name != "anthropic" else {})
+    run = train(
+        server,
+        f"{name}-{api}-{stream}",
+        agent=f"examples/frameworks/with_{name}.py:rollout",
+        **{f"agent_options__{key}": value for key, value in options.items()},
+    )
+    expected = trees(plain)
+    assert any(call[0] == 0 for calls in expected.values() for call in calls)  # a tool was called
+    assert trees(run) == expected
+    assert digests(run) == digests(plain)
+    assert len(set(digests(run))) == STEPS  # every step changed the weights
