@@ -49,6 +49,7 @@ async def measure(task: dict[str, Any]) -> dict[str, dict[str, float]]:
         dtype=task["dtype"],
         max_slots=task["slots"],
         max_model_len=task["longest"],
+        gpu_memory_utilization=0.5,
         extra={"skip_tokenizer_init": True, "enable_prefix_caching": False},
     )
     engine = VllmEngine(options, fetch=lambda _: [])

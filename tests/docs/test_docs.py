@@ -89,7 +89,7 @@ FOREIGN = {  # names in inline code that are not ours
     *("train_files", "val_files", "train_batch_size", "actor_rollout_ref", "kl_loss_coef"),  # verl
     *("max_prompt_length", "max_response_length"),
     *("from_pretrained", "generate_batch", "my_module", "my_function", "my_reward", "my_rewards"),
-    *("CUDA_VISIBLE_DEVICES", "VLLM_ALLOW_INSECURE_SERIALIZATION", "user_version", "leg_counting"),
+    *("CUDA_VISIBLE_DEVICES", "user_version", "leg_counting"),
 }
 
 

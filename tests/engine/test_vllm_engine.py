@@ -1,4 +1,4 @@
-"""The contract over a real vLLM on a CPU. Run by scripts/test_vllm.sh, in its own environment."""
+"""The contract over a real vLLM, on a GPU if there is one. Run by scripts/test_vllm.sh, in its own environment."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from penstock.engine.vllm.options import VllmOptions
 OWN_ENGINE = ("close_returns_partials", "death_fails_requests_and_it_starts_again")
 SHARDED = ("temperatures_side_by_side", "pause_keep_and_update")
 TRANSFERS = ("in process", "mapped", "folder", "gloo")
+ON_GPU = ("device",) if torch.cuda.is_available() else ()
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +43,7 @@ def make_engine(policy: Path, shards: int = 1) -> VllmEngine:
         max_model_len=512,
         enforce_eager=True,
         sleep_level=2,
+        gpu_memory_utilization=0.05,
         tensor_parallel_size=shards,
     )
     return VllmEngine(options, fetch=tiny.fetch)
@@ -77,6 +79,8 @@ def case(policy: Path) -> Iterator[EngineCase]:
 @pytest.fixture(scope="module")
 def sharded(policy: Path) -> Iterator[EngineCase]:
     """Two workers that busy-wait for each other: a token takes long on two busy cores."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("two shards need two GPUs")
     yield from served(policy, shards=2, held_tokens=200, timeout_s=240.0)
 
 
@@ -99,6 +103,8 @@ def check_transfer(case: EngineCase, transfer: str, folder: Path) -> None:
     handles = {version: tiny.handle(version) for version in (0, 1, 2)}
     if transfer == "mapped":
         engine._fetch = lambda source: mapped(source, folder)
+    if transfer == "device":
+        engine._fetch = lambda source: ((n, t.cuda()) for n, t in tiny.fetch(source))
     if transfer == "folder":
         saved = {version: tiny.save_policy(folder / str(version), version) for version in handles}
         handles = {
@@ -122,7 +128,7 @@ def test_contract(check: str, case: EngineCase) -> None:
     CHECKS[check](case)
 
 
-@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize("transfer", TRANSFERS + ON_GPU)
 def test_weights_arrive(transfer: str, case: EngineCase, tmp_path: Path) -> None:
     check_transfer(case, transfer, tmp_path)
 

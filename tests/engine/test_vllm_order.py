@@ -22,7 +22,7 @@ if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
 from penstock.engine.vllm.engine import VllmEngine
 from penstock.engine.vllm.options import VllmOptions
 
-UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "update_weight_version"]
+UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]
 
 
 class RecordingLLM:

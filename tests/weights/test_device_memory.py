@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import pickle
 import signal
@@ -21,7 +22,7 @@ from hypothesis import settings
 
 from penstock.errors import WeightsGone
 from penstock.weights import buffer, device_memory
-from penstock.weights.device_memory import DeviceHandle, DeviceMemory, OpenedMemory
+from penstock.weights.device_memory import DeviceHandle, DeviceMemory, OpenedMemory, share_on_device
 from penstock.weights.shared_memory import SharedMemorySync
 from stages.publications import Publications, holds, weights
 
@@ -171,6 +172,32 @@ def test_another_process_reads_it_and_outlives_its_writer(tmp_path: Path) -> Non
     assert bool((newer == 4).all())
     process.kill()
     process.wait()
+
+
+READ = """
+import json, sys
+from penstock.weights.device_memory import read_device
+for name, tensor in read_device(*json.loads(sys.argv[1])):
+    print(name, tensor.dtype, list(tensor.shape), tensor.double().sum().item())
+"""
+
+
+@pytest.mark.gpu
+def test_another_process_reads_weights_by_a_plain_message() -> None:
+    weights = {
+        "a": torch.arange(6, dtype=torch.bfloat16, device="cuda").view(2, 3),
+        "b": torch.full((5,), 0.5, device="cuda"),
+    }
+    memory, handle, places = share_on_device(weights)
+    message = json.dumps([handle, places])
+    done = subprocess.run(
+        [sys.executable, "-c", READ, message], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "a torch.bfloat16 [2, 3] 15.0",
+        "b torch.float32 [5] 2.5",
+    ]
+    del memory
 
 
 @pytest.mark.gpu

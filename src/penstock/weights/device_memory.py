@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from penstock.errors import EngineError, RunError, WeightsGone
 _HANDLE_BYTES = 64
 _ENABLE_PEER_ACCESS = 1
 _OUT_OF_MEMORY = 2
+_ALIGN = 256
 
 
 @dataclass(slots=True, frozen=True)
@@ -139,6 +141,41 @@ class OpenedMemories:
 
     def clear(self) -> None:
         self._by_path.clear()
+
+
+def share_on_device(
+    weights: dict[str, torch.Tensor],
+) -> tuple[DeviceMemory, list[str], list[list[Any]]]:
+    """Copy weights of one GPU into memory that others can open; return it, its handle and the places in it.
+
+    Handle and places are made of plain strings, numbers and lists, so that any message can carry them.
+    """
+    places, size = [], 0
+    for name, tensor in weights.items():
+        places.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size])
+        size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+    device = next(iter(weights.values())).device
+    memory = DeviceMemory(size, device)
+    octets, _ = memory.tensor(size)
+    for (_, view), tensor in zip(_views(octets, places), weights.values(), strict=True):
+        view.copy_(tensor)
+    torch.cuda.current_stream(device).synchronize()
+    handle = memory.export()
+    return memory, [handle.uuid, handle.octets.hex(), str(size)], places
+
+
+def read_device(handle: list[str], places: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the weights that another process shared with `share_on_device`, as views with no copy."""
+    uuid, octets, size = handle
+    opened, _ = OpenedMemory(DeviceHandle(uuid, bytes.fromhex(octets))).tensor(int(size))
+    return _views(opened, places)
+
+
+def _views(octets: torch.Tensor, places: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, dtype, shape, offset in places:
+        kind = getattr(torch, dtype)
+        count = math.prod(shape) * kind.itemsize
+        yield name, octets[offset : offset + count].view(kind).view(shape)
 
 
 def _uuid(device: torch.device) -> str:

@@ -10,7 +10,7 @@ mixes weights. vLLM's workers import `WorkerExtension` and `PenstockTransfer` fr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,31 +27,26 @@ from penstock.engine.protocol import (
     check_request,
 )
 from penstock.engine.remote_requests import RemoteRequest, RemoteRequests
-from penstock.engine.vllm.options import Transfer, VllmOptions, sampling_fields
+from penstock.engine.vllm.options import VllmOptions, sampling_fields
 from penstock.errors import EngineError
 from penstock.scratch import ScratchFolder, memory_folder
 from penstock.types import WeightHandle
 from penstock.weights import mapped_files
 from penstock.weights.broadcast import WeightGroup, open_store
+from penstock.weights.device_memory import DeviceMemory, read_device, share_on_device
 from penstock.weights.model_weights import checked_weights, digest_of, folder_digest
 
 try:
     from vllm import SamplingParams
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer.base import (
-        ParamMeta,
-        TrainerInitInfo,
-        WeightSource,
         WeightTransferEngine,
         WeightTransferInitInfo,
         WeightTransferInitRequest,
         WeightTransferUpdateInfo,
         WeightTransferUpdateRequest,
     )
-    from vllm.distributed.weight_transfer.factory import (
-        WeightTransferEngineFactory,
-        WeightTransferTrainerFactory,
-    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -82,10 +77,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The digest of the new weights, and where they are: one of the last three fields."""
+    """The digest of the new weights, and where they are: files, a folder, a group or a GPU."""
 
     digest: str
-    places: list[Any] = field(default_factory=list)  # places within mapped files
+    places: list[Any] = field(default_factory=list)  # places within mapped files, or on the GPU
+    memory: list[str] = field(default_factory=list)  # the GPU that holds them, and its handle
     folder: str = ""  # a safetensors folder
     shapes: list[Any] = field(default_factory=list)  # of the tensors sent over the group
 
@@ -112,6 +108,8 @@ class PenstockTransfer(WeightTransferEngine):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if update_info.folder:
             weights = mapped_files.read_folder(update_info.folder)
+        elif update_info.memory:
+            weights = dict(read_device(update_info.memory, update_info.places))
         elif update_info.places:
             weights = dict(mapped_files.read_shared(update_info.places))
         elif self._group is not None:
@@ -131,6 +129,11 @@ class PenstockTransfer(WeightTransferEngine):
 
     def shutdown(self) -> None:
         self._group = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Required by vLLM 0.26; never called, because weights are sent by `VllmEngine`."""
+        raise NotImplementedError
 
 
 def _tie_again(model: torch.nn.Module) -> None:
@@ -156,75 +159,6 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, PenstockTransfer)
 
 
-# ---- vLLM's own backends (NCCL, CUDA IPC), called from our process
-
-
-class _Weights(WeightSource):
-    """The weights of one update, as a source for vLLM's senders."""
-
-    tensors: dict[str, torch.Tensor]
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in self.tensors.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self.tensors.items():
-            yield name, tensor.to("cuda", non_blocking=True)
-
-
-class _Calls:
-    """Passes calls of vLLM's senders, which run in a thread, to the engine's event loop."""
-
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm, self._loop = llm, asyncio.get_running_loop()
-
-    def _wait(self, call: Any) -> None:
-        asyncio.run_coroutine_threadsafe(call, self._loop).result()
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        request = WeightTransferInitRequest(init_info=init_info)
-        self._wait(self._llm.init_weight_transfer_engine(request))
-
-    def start_weight_update(self) -> None:
-        self._wait(self._llm.start_weight_update())
-
-    def update_weights(self, update_info: Any) -> None:
-        self._wait(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._wait(self._llm.finish_weight_update(weight_version))
-
-
-class VllmSender:
-    """Sends weights by one of vLLM's own backends: nccl to other GPUs, ipc on the same one."""
-
-    def __init__(self, transfer: Transfer, address: str, world: int) -> None:
-        self._transfer, self._address, self._world = transfer, address, world
-        self._source = _Weights()
-        self._sender: Any = None
-
-    def _init_info(self) -> TrainerInitInfo:
-        if self._transfer == "ipc":
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-            return IPCTrainerInitInfo(rank=0)
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-        from vllm.utils.network_utils import get_open_port
-
-        return NCCLTrainerInitInfo(self._address, get_open_port(), self._world, rank=0)
-
-    async def send(self, llm: AsyncLLM, weights: dict[str, torch.Tensor]) -> None:
-        self._source.tensors = weights
-        if self._sender is None:
-            self._sender = await asyncio.to_thread(
-                WeightTransferTrainerFactory.trainer_init,
-                self._init_info(),
-                client=_Calls(llm),
-                source=self._source,
-            )
-        await asyncio.to_thread(self._sender.send_weights)
-
-
 # ---- in our process
 
 
@@ -244,7 +178,7 @@ class VllmEngine:
         self._latest: WeightHandle | None = None
         self._world = 0  # this process and all workers
         self._group: WeightGroup | None = None
-        self._sender: VllmSender | None = None
+        self._memory: DeviceMemory | None = None  # weights that the workers are reading
 
     @classmethod
     def from_config(cls, config: Config, *, fetch: Fetch, index: int = 0) -> Self:
@@ -257,12 +191,9 @@ class VllmEngine:
                 raise EngineError("engine vllm: it is running already")
             await self.close()  # clean up after an engine that died
         options = self._options
-        vllm_backend = options.transfer in ("nccl", "ipc")
         arguments = {
             "logprobs_mode": "processed_logprobs",
-            "weight_transfer_config": WeightTransferConfig(
-                backend=options.transfer if vllm_backend else BACKEND
-            ),
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
             "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
             "enable_sleep_mode": torch.cuda.is_available(),
             "disable_log_stats": True,
@@ -275,8 +206,6 @@ class VllmEngine:
         except (RuntimeError, ValueError, OSError) as error:
             raise EngineError(f"engine vllm: it failed to start: {error}") from error
         self._world = 1 + self._alive.vllm_config.parallel_config.world_size_across_dp
-        if vllm_backend:
-            self._sender = VllmSender(options.transfer, options.transfer_address, self._world)
         digest = await asyncio.to_thread(folder_digest, options.path)
         first = WeightHandle(
             version=0, digest=digest, kind=mapped_files.FOLDER, location=options.path
@@ -370,7 +299,7 @@ class VllmEngine:
             async with self._held(llm):
                 try:
                     await self._load(llm, info, weights)
-                    await llm.update_weight_version(str(version))
+                    self._memory = None  # the workers have closed it
                 except Exception as error:  # workers raise any type, and a partial load is fatal
                     await self.close()
                     self._end_reason = f"weights {version} failed half-way: {error}"
@@ -397,14 +326,15 @@ class VllmEngine:
         self, weights: dict[str, torch.Tensor], source: WeightHandle, file: Path
     ) -> dict[str, Any]:
         """Do what can be done before the pause; return the update info for our backend."""
-        if self._sender is not None:
-            return {}
         if self.transfer == "gloo":
             await self._join_group()
             shapes = [[n, str(t.dtype)[6:], list(t.shape)] for n, t in weights.items()]
             return {"digest": source.digest, "shapes": shapes}
         if source.kind == mapped_files.FOLDER and not self._options.transfer_folder:
             return {"digest": source.digest, "folder": str(source.location)}
+        if next(iter(weights.values())).is_cuda and not self._options.transfer_folder:
+            self._memory, handle, places = await asyncio.to_thread(share_on_device, weights)
+            return {"digest": source.digest, "memory": handle, "places": places}
         copy = bool(self._options.transfer_folder)
         found = await asyncio.to_thread(mapped_files.share_weights, weights, file, copy=copy)
         return {"digest": source.digest, "places": [list(place) for place in found]}
@@ -412,9 +342,6 @@ class VllmEngine:
     async def _load(
         self, llm: AsyncLLM, info: dict[str, Any], weights: dict[str, torch.Tensor]
     ) -> None:
-        if self._sender is not None:
-            await self._sender.send(llm, weights)
-            return
         await llm.start_weight_update()
         work = [llm.update_weights(WeightTransferUpdateRequest(update_info=info))]
         if "shapes" in info and self._group is not None:
@@ -484,10 +411,11 @@ class VllmEngine:
 
     async def close(self) -> None:
         llm, self._llm, self._end_reason = self._llm, None, "it was closed"
-        self._group = self._sender = None
+        self._group = None
         if llm is not None:
             await self._requests.abort_all()
             await asyncio.to_thread(llm.shutdown)
+        self._memory = None
 
 
 async def _checked(call: Awaitable[Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -12,8 +11,7 @@ from penstock.errors import UserError
 if TYPE_CHECKING:
     from penstock.config import Config
 
-Transfer = Literal["memory", "gloo", "nccl", "ipc"]
-_PICKLE_VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+Transfer = Literal["memory", "gloo"]
 _SLOTS = 256
 
 
@@ -34,7 +32,7 @@ class VllmOptions:
     sleep_level: int = 1  # 1: weights move to the host; 2: they are dropped and loaded again
     transfer: Transfer = "memory"  # how weights reach the workers
     transfer_folder: str = ""  # visible to all workers; empty: /dev/shm, or the temporary folder
-    transfer_address: str = "127.0.0.1"  # address of this host, for gloo and nccl groups
+    transfer_address: str = "127.0.0.1"  # address of this host, for the gloo group
     transfer_timeout_s: float = 300.0  # longest wait to join a group, or for a transfer's step
     extra: dict[str, Any] = field(default_factory=dict)  # further AsyncEngineArgs
 
@@ -55,13 +53,6 @@ class VllmOptions:
         if self.transfer not in get_args(Transfer):
             allowed = ", ".join(get_args(Transfer))
             raise UserError(f"engine.options.transfer: got {self.transfer!r}, allowed: {allowed}")
-        if self.transfer == "ipc" and self.tensor_parallel_size > 1:
-            raise UserError("engine.options.transfer: got 'ipc' with several shards, allowed: nccl")
-        if self.transfer == "ipc" and os.environ.get(_PICKLE_VARIABLE) != "1":
-            raise UserError(
-                f"engine.options.transfer: got 'ipc' without {_PICKLE_VARIABLE}=1 in the "
-                "environment, which vLLM needs to pass memory handles; allowed: memory"
-            )
         if self.sleep_level not in (1, 2):
             raise UserError(f"engine.options.sleep_level: got {self.sleep_level}, allowed: 1, 2")
 
