@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.source import with_overrides
-from penstock.findings import RULES, find
+from penstock.findings import RULES, Observed, find
 from penstock.types import Batch, Group, Rollout
 from penstock.watch.disk_use import DiskSpace
 from stages.made_metrics import (
@@ -153,6 +153,24 @@ def test_cores_or_gpus_that_are_free_are_the_remedy_of_an_idle_side() -> None:
     [finding] = find(observe(with_curves({"time/producer_wait_s": 0.7}), facts=gpus))
     assert (finding.name, finding.change) == ("producer_idle", ("launch.num_consumers=2",))
     assert find(observe(with_curves(waits))) == []  # two cores: nothing is free, nothing to advise
+
+
+def test_engine_and_trainer_that_share_one_gpu_leave_nothing_to_advise() -> None:
+    one = {"machine": json.dumps({"cpus": 16, "gpus": 1})}
+    for name in ("time/producer_wait_s", "time/consumer_wait_s"):
+        assert find(observe(with_curves({name: 0.7}), facts=one)) == []
+
+
+def test_a_rule_that_raises_is_named_and_the_others_still_speak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(observed: Observed) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("penstock.findings.RULES", (fails, *RULES))
+    found = find(observe(with_curves({"groups/failed": 4.0}), last_failure=lambda: "engine: died"))
+    assert [finding.name for finding in found] == ["broken_rule_fails", "failures"]
+    assert "ZeroDivisionError: division by zero" in found[0].evidence
 
 
 def test_a_failing_reward_is_named_with_its_last_error() -> None:

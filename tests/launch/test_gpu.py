@@ -27,6 +27,10 @@ from stages.disturbed_run import SMALL, STEPS, assert_balanced, config_of, kill,
 from stages.faulty_engine import plan
 
 pytestmark = pytest.mark.gpu
+LONG_PROMPTS = (  # a real tokenizer needs more than the demo's
+    "tasks.train.max_prompt_tokens=64",
+    "eval.tasks.heldout.max_prompt_tokens=64",
+)
 
 
 def handles_of(job: Job, seen: list[WeightHandle]) -> None:
@@ -112,6 +116,7 @@ def test_thirty_steps_of_a_real_model(tmp_path: Path, colocate: str) -> None:
         "train.lr=1e-6",
         "sampling.num_generations=8",
         "sampling.max_tokens=64",
+        *LONG_PROMPTS,
         "engine.max_slots=0",
         f"launch.colocate={colocate}",
         f"run.dir={tmp_path}",
@@ -142,6 +147,7 @@ def test_small_updates_arrive_and_float16_does_not_overflow(tmp_path: Path, dtyp
     words = [
         f"model.path={os.environ.get('PENSTOCK_GPU_MODEL') or 'demo'}",
         f"model.dtype={dtype}",
+        *LONG_PROMPTS,
         "train.steps=5",
         "train.lr=1e-6",
         f"run.dir={tmp_path}",

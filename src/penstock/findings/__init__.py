@@ -48,10 +48,23 @@ def find(observed: Observed) -> list[Finding]:
     """Return what is wrong with a run now, the worst first; one finding for each remedy."""
     found: list[Finding] = []
     for rule in RULES:
-        finding = rule(observed)
+        finding = _judge(rule, observed)
         if finding is None:
             continue
         if finding.change and any(set(finding.change) <= set(other.change) for other in found):
             continue  # another finding has already said so
         found.append(finding)
     return found
+
+
+def _judge(rule: Rule, observed: Observed) -> Finding | None:
+    try:
+        return rule(observed)
+    except Exception as error:  # advice must never end a run: a broken rule becomes a finding
+        return Finding(
+            name=f"broken_rule_{rule.__name__}",
+            what=f"A check of Penstock failed: {rule.__name__}",
+            since=int(observed.rows[-1]["step"]) if observed.rows else 0,
+            evidence=f"{type(error).__name__}: {error}",
+            advice="The run is not affected; please report it",
+        )

@@ -208,10 +208,10 @@ def _spare_devices(o: Observed) -> int:
     if not machine or launch.kind == "ray":
         return 0
     if machine.get("gpus") and o.config.model.device != "cpu":
-        return int(machine["gpus"]) - launch.num_producers - launch.num_consumers
+        return max(0, int(machine["gpus"]) - launch.num_producers - launch.num_consumers)
     used = launch.num_producers * o.config.engine.threads
     used += launch.num_consumers * o.config.train.threads
-    return int(machine.get("cpus", 0)) - used
+    return max(0, int(machine.get("cpus", 0)) - used)
 
 
 def _share(o: Observed, name: str) -> float:
