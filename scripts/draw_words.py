@@ -17,8 +17,12 @@ NAMES = {
     "trl": ("TRL", "the command line of a GRPO script, or its YAML config", "grpo.yaml"),
     "verl": ("verl", "the command line with its overrides, or a YAML config", "run.sh"),
     "openrlhf": ("OpenRLHF", "the command line of train_ppo_ray", "run.sh"),
+    "xtuner": ("XTuner", "a Python config of its RL trainer", "rl_grpo_gsm8k_async.py"),
     "colossalai": ("ColossalAI", "the command line of its distributed GRPO example", "run.sh"),
 }
+
+
+BY_HAND = "\n## In Python\n"  # begins what a person writes below the tables
 
 
 def page(system: str) -> str:
@@ -52,7 +56,11 @@ def main() -> None:
     options = parser.parse_args()
     for system in NAMES:
         if options.write:
-            (FOLDER / f"{system}.md").write_text(page(system), "utf-8")
+            path = FOLDER / f"{system}.md"
+            _, begins, more = (
+                path.read_text("utf-8").partition(BY_HAND) if path.exists() else ("", "", "")
+            )
+            path.write_text(page(system) + begins + more, "utf-8")
         else:
             print(page(system))
 

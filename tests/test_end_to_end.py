@@ -123,11 +123,6 @@ def test_another_seed_is_another_run(sync_run: RunFolder, tmp_path: Path) -> Non
     assert digests(other)[0] != digests(sync_run)[0]
 
 
-def test_staleness_stays_within_its_bound(tmp_path: Path) -> None:
-    run = train(tmp_path, "stale", "train.steps=5", "produce.max_staleness=2")
-    assert max(line["staleness/max"] for line in metrics(run)) <= 2
-
-
 def test_a_reward_that_raises_stops_the_run_with_its_name(tmp_path: Path) -> None:
     from penstock.errors import TooManyFailures
 

@@ -413,10 +413,10 @@ def check(arguments: Arguments = None, trust: Trust = False) -> None:
 @app.command(rich_help_panel="Prepare")
 def convert(
     system: Annotated[
-        str, typer.Argument(metavar="SYSTEM", help="trl, verl, openrlhf or colossalai.")
+        str, typer.Argument(metavar="SYSTEM", help="trl, verl, openrlhf, colossalai, xtuner.")
     ],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A command line in a script, or YAML or JSON.")
+        Path, typer.Argument(metavar="FILE", help="A script with a command line, YAML, JSON, .py.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="The TOML to write; default: FILE's name with .toml.")

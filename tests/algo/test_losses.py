@@ -149,3 +149,34 @@ def test_every_algorithm_of_the_table_keeps_the_contract(name) -> None:
     # On-policy every method's gradient is -advantage at each token (GSPO, RLOO: the sequence's).
     if name not in ("gspo", "rloo"):
         assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx([-1.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("sampler", ["policy", "another"])
+def test_gradients_of_kl_estimators_in_the_loss(sampler: str) -> None:
+    """The mean gradient over all tokens of a vocabulary, each weighed by who sampled it."""
+    logits_V = torch.tensor([0.3, -0.7, 1.1, 0.0, -1.2], dtype=torch.float64, requires_grad=True)
+    reference_V = torch.tensor([1.0, 0.2, -0.5, 0.0, 0.4], dtype=torch.float64).log_softmax(0)
+    other_V = torch.tensor([0.0, 0.5, 0.5, -1.0, 0.1], dtype=torch.float64).log_softmax(0)
+
+    def mean_gradient(kind: str) -> torch.Tensor:
+        policy_V = logits_V.log_softmax(0)
+        sampled_V = policy_V.detach() if sampler == "policy" else other_V
+        term_V = kl.estimate(kind, policy_V, reference_V)
+        if kind == "k3_weighted":
+            term_V = term_V * (policy_V - sampled_V).exp()
+        return torch.autograd.grad((sampled_V.exp() * term_V).sum(), logits_V)[0]
+
+    def of(left_V: torch.Tensor, right_V: torch.Tensor) -> torch.Tensor:
+        """The gradient of KL(left || right)."""
+        return torch.autograd.grad((left_V.exp() * (left_V - right_V)).sum(), logits_V)[0]
+
+    reverse_V = of(logits_V.log_softmax(0), reference_V)
+    forward_V = of(reference_V, logits_V.log_softmax(0))
+    torch.testing.assert_close(mean_gradient("k3_weighted"), reverse_V)
+    if sampler == "policy":
+        torch.testing.assert_close(mean_gradient("k1"), torch.zeros_like(reverse_V))
+        torch.testing.assert_close(mean_gradient("k2"), reverse_V)
+        torch.testing.assert_close(mean_gradient("k3"), forward_V)
+    else:
+        for kind in ("k2", "k3"):
+            assert (mean_gradient(kind) - reverse_V).abs().max() > 0.05

@@ -46,7 +46,59 @@ COLOSSALAI = """
 python rl_example.py -m POLICY -d DATA -t 1 -i 1 -b transformers -a DAPO -tbs 2 -g 2 -rt boxed \\
     -mnt 8 -mpt 64 -nb 1 -s 'Think first.' --enable_profiling
 """
-COMMANDS = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF, "colossalai": COLOSSALAI}
+XTUNER = """
+import os
+from xtuner.v1.train.rl_trainer import RLColocateTrainerConfig  # is never imported
+
+model_path = os.environ["START_MODEL"]
+work_dir = os.environ.get("WORK_DIR", "runs")
+repeat, nodes = 2, 1
+batch = 2 * int(os.environ.get("WORLD_SIZE_OF_NOBODY", "1"))
+length = 4 * 2
+if nodes > 1:
+    length = 1 << 20
+loss_cfg = GRPOLossConfig(
+    policy_loss_cfg=dict(cliprange_low=0.2, cliprange_high=0.28, clip_ratio_c=10.0),
+    use_kl_loss=False, kl_loss_coef=0.001,
+    rollout_is=RolloutImportanceSampling(rollout_is_level="token", rollout_is_threshold=(0, 3.0)),
+)
+tokenize = RLTextTokenizeFnConfig(max_length=512)
+dataloader = DataloaderConfig(
+    dataset_config_list=[{"dataset": DatasetConfig(name="n", anno_path="DATA"), "tokenize_fn": tokenize}],
+    collator="fake_collator",
+)
+loop = SingleTurnAgentLoopConfig(
+    hf_checkpoint=model_path, sample_params=SampleParams(max_tokens=8, temperature=0.9, top_k=0),
+)
+strategy = AsyncProduceStrategyConfig(
+    over_sample_threshold=0.5, enable_partial_rollout=True, max_staleness=1,
+    tail_batch_trigger_size=-1, is_valid_sample_fn=lambda samples: True,
+)
+trainer = RLColocateTrainerConfig(
+    resources=AcceleratorResourcesConfig(num_workers=1),
+    train_worker_cfg=WorkerConfig(
+        load_from=model_path, optim_cfg=AdamWConfig(lr=1e-6 * 10, betas=(0.9, 0.99)),
+        loss_cfg=loss_cfg, lr_cfg=LRConfig(lr_type="cosine", lr_min=1e-6), pack_max_length=length * 16,
+    ),
+    rollout_config=RolloutConfig(model_path=model_path, dtype="float32", api_key=os.environ["HOME"]),
+    agent_loop_manager_cfg=AgentLoopManagerConfig(
+        tasks=TaskSpecConfig(
+            task_name="t", agent_loop_config=loop, judger_config=GSM8KJudgerConfig(),
+            produce_strategy_config=strategy,
+            sampler_config=SamplerConfig(dataloader_cfg=dataloader, prompt_repeat_k=2),
+        ),
+    ),
+    load_from=model_path, total_train_steps=1, train_batch_size=batch,
+    advantage_estimator_config=RLOOAdvantageConfig(), work_dir=work_dir, new_word=3, evaluate_step=5,
+)
+"""
+COMMANDS = {
+    "trl": TRL,
+    "verl": VERL,
+    "openrlhf": OPENRLHF,
+    "colossalai": COLOSSALAI,
+    "xtuner": XTUNER,
+}
 REWARD = """
 def right(completions, gt_answer, **kwargs):
     return [float(len(text) % 2) for text in completions]
@@ -76,8 +128,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for system, command in COMMANDS.items():
         text = command.replace("POLICY", str(tmp_path / "policy")).replace("DATA", "data.jsonl")
         text = text.replace("FOLDER", str(tmp_path)).replace("REWARD", "reward.py:right")
-        Path(f"{system}.sh").write_text(text)
+        Path(file_of(system)).write_text(text)
+    monkeypatch.setenv("START_MODEL", str(tmp_path / "policy"))
     return tmp_path
+
+
+def file_of(system: str) -> str:
+    return f"{system}.py" if system == "xtuner" else f"{system}.sh"
 
 
 def convert(system: str, file: str, *words: str) -> tuple[int, str]:
@@ -86,7 +143,7 @@ def convert(system: str, file: str, *words: str) -> tuple[int, str]:
 
 
 def converted(system: str) -> tuple[Config, str]:
-    code, output = convert(system, f"{system}.sh")
+    code, output = convert(system, file_of(system))
     assert code == 0, output
     path = Path(f"{system}.toml")
     return load_config(str(path), []).config, path.read_text()
@@ -100,6 +157,8 @@ def test_a_converted_command_trains(system: str, folder: Path) -> None:
     words = ["train", f"{system}.toml", "--trust", *overrides]
     if system in ("verl", "colossalai"):
         words.append("engine.name=transformers")
+    if system == "xtuner":
+        words += ["launch.colocate=false", "tasks.train.rewards=[{type='reward.py:right'}]"]
     done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == 0, done.output
     lines = Path("runs/tried/metrics.jsonl").read_text().splitlines()
@@ -153,6 +212,42 @@ def test_colossalai() -> None:
     assert "a right answer is 1 here, 10 there" in text
 
 
+def test_xtuner(folder: Path) -> None:
+    config, text = converted("xtuner")
+    assert config.model.path == str(folder / "policy")  # an environment variable
+    assert config.train.groups_per_step == 2  # the default of one that is not set
+    assert (config.algorithm.name, config.algorithm.aggregation) == ("rloo", "token")
+    assert (config.algorithm.clip_high, config.algorithm.dual_clip) == (0.28, 10.0)
+    correction = config.algorithm.correction
+    assert (correction.kind, correction.cap) == ("token_truncate", 3.0)
+    assert config.algorithm.kl_beta == 0
+    assert config.train.betas == (0.9, 0.99)
+    assert config.train.lr == pytest.approx(1e-5)
+    assert config.train.min_lr_ratio == pytest.approx(0.1)
+    assert (config.produce.strategy, config.produce.max_staleness) == ("async", 1)
+    assert config.produce.tail_batch_trigger_size == 0
+    assert config.sync.on_update == "abort"  # what it does at a weight update is written down
+    assert (config.eval.every_steps, config.eval.at_start) == (5, False)
+    assert config.launch.colocate
+    assert "pack_max_length = length * 16: code, or a variable that is not set" in text
+    assert "is_valid_sample_fn = lambda samples: True: produce.is_valid_sample" in text
+    assert "api_key = ...: a key belongs in an environment variable" in text
+    assert "Trainer.new_word = 3: not known" in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["open('made', 'w')", "__import__('os').mkdir('made')", "[open('made', 'w') for _ in [1]]"],
+)
+def test_a_python_config_is_not_executed(line: str, folder: Path) -> None:
+    text = (folder / "xtuner.py").read_text()
+    (folder / "xtuner.py").write_text(
+        text.replace("model_path = os", f"x = {line}\nmodel_path = os")
+    )
+    converted("xtuner")
+    assert not (folder / "made").exists()
+
+
 @pytest.mark.usefixtures("folder")
 def test_a_config_file_is_read_like_a_command() -> None:
     Path("grpo.yaml").write_text("learning_rate: 1.0e-6\nreport_to: [wandb]\nnum_generations: 16\n")
@@ -166,12 +261,19 @@ def test_a_config_file_is_read_like_a_command() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nemo", "trl.sh"], "convert: got 'nemo', allowed: trl, verl, openrlhf, colossalai"),
+        (
+            ["nemo", "trl.sh"],
+            "convert: got 'nemo', allowed: trl, verl, openrlhf, colossalai, xtuner",
+        ),
         (
             ["trl", "none.sh"],
             "convert: got 'none.sh', allowed: a text file that can be read (No such file",
         ),
-        (["trl", "reward.py"], "convert: got reward.py without a setting, allowed: a command"),
+        (
+            ["xtuner", "reward.py"],
+            "convert: got reward.py without a trainer, allowed: trainer = RL",
+        ),
+        (["trl", "data.jsonl"], "convert: got data.jsonl without a setting, allowed: a command"),
         (["trl", "trl.sh", "--out", "reward.py"], "convert: cannot write reward.py: File exists"),
     ],
 )
@@ -203,4 +305,5 @@ def test_the_page_of_a_system_is_the_table_of_its_words(system: str) -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     written = (root / "docs" / "coming-from" / f"{system}.md").read_text("utf-8")
-    assert written == script.page(system), "write it again: python scripts/draw_words.py --write"
+    drawn = written.partition(script.BY_HAND)[0]
+    assert drawn == script.page(system), "write it again: python scripts/draw_words.py --write"

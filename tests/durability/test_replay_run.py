@@ -90,7 +90,8 @@ def test_a_fork_with_another_algorithm_stands_on_its_own(
     assert_sound(other)
     assert digests(other)[0] != digests(parent)[0]
     config = other.config()
-    assert (config.algorithm.name, config.algorithm.correction.kind) == ("rloo", "token_truncate")
+    kind = config.algorithm.correction.kind
+    assert (config.algorithm.name, kind) == ("rloo", "sequence_truncate")  # its own
     origin = json.loads((other.path / "origin.json").read_text())
     assert (Path(origin["run"]), origin["steps"]) == (parent.path.resolve(), STEPS)
     assert server.run("replay", str(other.path)) == 0, server.output()

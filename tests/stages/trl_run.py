@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on given rollouts: its gradient, loss and weights after each update."""
+"""TRL's GRPOTrainer or RLOOTrainer on given rollouts: gradient, loss and weights after each update."""
 
 from __future__ import annotations
 
@@ -44,29 +44,33 @@ def run_trl(
     *,
     starts: dict[str, Tensor],
     adapters: Any = None,
+    rloo: bool = False,
     **options: Any,
 ) -> Updates:
     """Train one generation batch after the other, in the order of its groups.
 
-    `starts` are the trained parameters before the first update; `adapters` is a LoRA config.
+    `starts` are the trained parameters before the first update; `adapters` is a LoRA config. The
+    RLOOTrainer has no mask for tool tokens.
     """
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-    from trl.trainer import grpo_trainer
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+    from trl.trainer import grpo_trainer, rloo_trainer
 
     groups = {f"{n}.{g}": group for n, batch in enumerate(batches) for g, group in enumerate(batch)}
     made = Updates()
 
-    def rollouts(prompts: list[str], _trainer: Any) -> dict[str, list[Any]]:
+    def chosen_by(prompts: list[str]) -> list[Any]:
         size = len(groups[prompts[0]].rollouts)
-        chosen = [r for prompt in prompts[::size] for r in groups[prompt].rollouts]
+        return [r for prompt in prompts[::size] for r in groups[prompt].rollouts]
+
+    def rollouts(prompts: list[str], _trainer: Any) -> dict[str, list[Any]]:
+        chosen = chosen_by(prompts)
         return {
             "prompt_ids": [r.prompt_ids.tolist() for r in chosen],
             "completion_ids": [r.response_ids.tolist() for r in chosen],
             "logprobs": [r.logprobs.tolist() for r in chosen],
             "env_mask": [r.loss_mask.astype(int).tolist() for r in chosen],
-            "value": [r.reward for r in chosen],
         }
 
     def trained(model: Any) -> dict[str, Any]:
@@ -81,7 +85,9 @@ def run_trl(
         def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
             made.weights.append({n: p.detach().clone() for n, p in trained(model).items()})
 
-    class Recorded(GRPOTrainer):
+    kind, settings_kind = (RLOOTrainer, RLOOConfig) if rloo else (GRPOTrainer, GRPOConfig)
+
+    class Recorded(kind):  # type: ignore[misc, valid-type]
         def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
             loss = super()._compute_loss(model, inputs)
             if self._step % self.args.gradient_accumulation_steps == 0:
@@ -89,8 +95,20 @@ def run_trl(
             made.losses[-1] += float(loss.detach())
             return loss
 
-    grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # keep the order of the groups
-    settings = GRPOConfig(
+        def _generate(self, prompts: list[str]) -> Any:
+            if not rloo:
+                return super()._generate(prompts)
+            chosen = chosen_by(prompts)
+            texts = ["" for _ in chosen]
+            return (
+                [r.prompt_ids.tolist() for r in chosen],
+                [r.response_ids.tolist() for r in chosen],
+                texts,
+            )
+
+    for module in (grpo_trainer, rloo_trainer):  # keep the order of the groups
+        module.shuffle_sequence_dict = lambda batch: batch
+    settings = settings_kind(
         output_dir=str(folder), use_cpu=True, report_to="none", save_strategy="no", logging_strategy="no",
         disable_tqdm=True, model_init_kwargs={"dtype": "float32"}, bf16=False, gradient_checkpointing=False, shuffle_dataset=False,
         lr_scheduler_type="constant", weight_decay=0.0, max_completion_length=8, num_generations=4, **options,
@@ -98,12 +116,12 @@ def run_trl(
     trainer = Recorded(
         model=model,
         args=settings,
-        reward_funcs=lambda completions, value, **_: value,
+        reward_funcs=lambda prompts, **_: [r.reward for r in chosen_by(prompts)],
         train_dataset=Dataset.from_list([{"prompt": name} for name in groups]),
         processing_class=word_tokenizer(),
-        rollout_func=rollouts,
         peft_config=adapters,
         callbacks=[Record()],
+        **({} if rloo else {"rollout_func": rollouts}),
     )
     with torch.no_grad():
         for name, parameter in trained(trainer.model).items():

@@ -144,6 +144,24 @@ def test_half_precision_is_not_taken_for_a_leak(tmp_path, kind) -> None:
     assert from_disk(tmp_path, model={"dtype": "bfloat16", "lora": {"rank": 2}}).policy.packs
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_kernel_that_is_wrong_only_in_half_precision_is_found(
+    tmp_path, monkeypatch, breaks
+) -> None:
+    """All weights are trained, so the model is loaded in float32 and computes in bfloat16."""
+    forward = Policy.forward
+
+    def leaking(self, pack, *rest):
+        logprobs_N, entropies_N = forward(self, pack, *rest)
+        if breaks and self.packs and self.model.dtype == torch.bfloat16:
+            logprobs_N = logprobs_N + 0.5
+        return logprobs_N, entropies_N
+
+    monkeypatch.setattr(Policy, "forward", leaking)
+    tiny_model("Qwen3", dtype=torch.float32).save_pretrained(tmp_path)
+    assert from_disk(tmp_path, model={"dtype": "bfloat16"}).policy.packs == (not breaks)
+
+
 def test_a_model_the_trainer_would_misread_is_one_line(tmp_path) -> None:
     model = tiny_model("Qwen3", dtype=torch.float32)
     model.save_pretrained(tmp_path)

@@ -40,12 +40,18 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"importance_sampling_level": "sequence", "epsilon": 0.2},
     ),
     "cispo": ({"name": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),
+    "rloo": ({"name": "rloo", "dual_clip": 0.0}, {"rloo": True}),  # RLOOTrainer has no dual clip
 }
 PLAIN: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
 # train settings and more of ours, TRL's
 WAYS = {
     "plain": PLAIN,
     "kl": ({"algorithm": {"kl_in": "loss", "kl_estimator": "k3", "kl_beta": 0.1}}, {"beta": 0.1}),
+    "kl_weighted": (
+        {"algorithm": {"kl_in": "loss", "kl_estimator": "k3_weighted", "kl_beta": 0.1}},
+        {"beta": 0.1, "use_bias_correction_kl": True},
+    ),
+    "kl_in_reward": ({"algorithm": {"kl_beta": 0.1}}, {"beta": 0.1}),
     "temperature": ({"temperature": 0.6}, {"temperature": 0.6}),
     "accumulation": (
         {"train": {"micro_batch_tokens": 20}},
@@ -76,24 +82,26 @@ WAYS = {
 }
 # TRL divides a token mean by the mean number of tokens of all updates of a batch, we by this update's:
 # no token-mean method is compared with several updates of different groups. An update without any
-# gradient is skipped here and moved by momentum there: GSPO's narrow clip is not used for epochs.
+# gradient is skipped here and moved by momentum there: GSPO's narrow clip and RLOO are not used for epochs.
 QUICK = [
     *[(method, "plain") for method in METHODS],
-    *[("grpo", way) for way in ("kl", "temperature", "epochs", "lora")],
+    *[("grpo", way) for way in ("kl_weighted", "temperature", "epochs", "lora")],
+    ("rloo", "kl_in_reward"),
 ]
 LONG = [
-    *[("grpo", way) for way in ("accumulation", "clipped_norm", "mini_batches", "lora_kl")],
+    *[("grpo", way) for way in ("kl", "accumulation", "clipped_norm", "mini_batches", "lora_kl")],
     *[("gspo", way) for way in ("mini_batches", "temperature")],
     *[("dapo", way) for way in ("accumulation", "epochs", "kl")],
     *[("cispo", way) for way in ("accumulation", "epochs", "lora")],
+    *[("rloo", way) for way in ("accumulation", "lora", "temperature")],
     ("gspo_wide", "epochs"),
     ("dr_grpo", "mini_batches"),
 ]
 CASES = [*QUICK, *[pytest.param(*case, marks=pytest.mark.slow) for case in LONG]]
 
 
-def rollout_batches() -> list[Batch]:
-    """Make batches with tool tokens, truncated responses and groups without variance."""
+def rollout_batches(tools: bool) -> list[Batch]:
+    """Make batches with truncated responses and groups without variance, and tool tokens if asked."""
     made = [random_batch(step, groups=GROUPS, seed=step) for step in range(1, BATCHES + 1)]
     generator = np.random.default_rng(0)
     for batch in made:
@@ -104,7 +112,7 @@ def rollout_batches() -> list[Batch]:
             else:
                 ids[-1] = END
             rollout.response_ids = ids.astype(np.int32)
-            if number % 7 == 2 and len(ids) > 2:
+            if tools and number % 7 == 2 and len(ids) > 2:
                 rollout.loss_mask = np.append(generator.random(len(ids) - 1) < 0.6, True)
     return made
 
@@ -178,13 +186,14 @@ def test_five_batches_change_the_weights_as_trl_does(method, way, tmp_path, monk
     elif settings.needs_reference:
         reference = tiny_model(dtype=torch.float32)
     consumer = consumer_of(config, model=model, reference=reference)
-    batches = rollout_batches()
+    batches = rollout_batches(tools=method != "rloo")
     starts = {n: p.detach().clone() for n, p in consumer.masters.parameters.items()}
     orders = [
         np.concatenate(consumer._updates(batch)[: config.train.mini_batches]) for batch in batches
     ]
     made = our_updates(consumer, batches, temperature)
     tiny_model(dtype=torch.float32).save_pretrained(tmp_path / "policy")
+    of_grpo = {"loss_type": "grpo", "use_bias_correction_kl": False, "delta": settings.dual_clip}
     wanted = run_trl(
         str(tmp_path / "policy"),
         [[batch.groups[n] for n in order] for batch, order in zip(batches, orders, strict=True)],
@@ -194,9 +203,8 @@ def test_five_batches_change_the_weights_as_trl_does(method, way, tmp_path, monk
         **(
             {
                 "learning_rate": LR, "adam_beta2": config.train.betas[1], "max_grad_norm": 1e9,
-                "max_steps": BATCHES, "beta": 0.0, "temperature": 1.0, "loss_type": "grpo",
-                "use_bias_correction_kl": False, "delta": settings.dual_clip, "per_device_train_batch_size": GROUPS * SIZE,
-            } | options | theirs
+                "max_steps": BATCHES, "beta": 0.0, "temperature": 1.0, "per_device_train_batch_size": GROUPS * SIZE,
+            } | ({} if method == "rloo" else of_grpo) | options | theirs
         ),
     )  # fmt: skip
     assert len(made.weights) == len(wanted.weights)

@@ -1,7 +1,9 @@
 """Estimators of the KL divergence from the log-probs of sampled tokens.
 
-k1 is unbiased but may be negative, k2 has the right gradient near the reference, k3 is unbiased and
-never negative. As a term of the loss k1 has no useful gradient (its mean is zero).
+k1 is unbiased but may be negative, k3 is unbiased and never negative. Their gradients as terms of the loss
+differ: that of k1 is zero in the mean, that of k2 is the gradient of KL(policy || reference) where the policy
+sampled the tokens, that of k3 is the gradient of KL(reference || policy). k3 times the ratio policy / sampler
+(`k3_weighted`) has the gradient of KL(policy || reference), whoever sampled.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def estimate(kind: str, logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) at each sampled token."""
+    """Estimate KL(policy || reference) at each sampled token; the caller weighs `k3_weighted`."""
     log_ratio_N = (reference_N - logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind == "k1":
         return -log_ratio_N
     if kind == "k2":
         return log_ratio_N.square() / 2
-    assert kind == "k3", kind
+    assert kind in ("k3", "k3_weighted"), kind
     return log_ratio_N.exp() - log_ratio_N - 1

@@ -149,6 +149,11 @@ def check_algorithm(config: Config) -> None:
             f"algorithm.kl_beta: got {settings.kl_beta} with kl_in none, "
             "allowed: 0, or kl_in loss | reward"
         )
+    if settings.kl_estimator == "k3_weighted" and settings.kl_in_reward:
+        raise UserError(
+            "algorithm.kl_estimator: got k3_weighted with kl_in reward, allowed: k1, k2, k3 (only a term "
+            "of the loss has a gradient to weigh), or kl_in loss"
+        )
     train = config.train
     ranks = config.launch.num_consumers // train.parallel.copies
     if train.reference and not settings.needs_reference:

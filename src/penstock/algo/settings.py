@@ -31,7 +31,7 @@ class AlgorithmSettings:
     dual_clip: float = 3.0  # the loss of a negative advantage is at most this times |A|; 0: off
     aggregation: Literal["token", "sequence", "constant"] = "sequence"
     kl_in: Literal["loss", "reward", "none"] = "loss"
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
     kl_beta: float = 0.0
     mask_truncated: bool = False  # leave responses cut at max_tokens out of the loss
     filter_groups: bool = False  # dynamic sampling: refuse groups without a learning signal

@@ -17,9 +17,9 @@ from penstock.compat.settings import (
     eval_tables,
     plugin_tables,
     producer_config,
-    validated,
 )
 from penstock.config import Config
+from penstock.config.source import validate
 from penstock.errors import UserError
 from penstock.session import train_new
 
@@ -132,8 +132,8 @@ def distributed_config(given: Mapping[str, Any]) -> Config:
     tree = _merged(base, _tables(given, base["tasks"]["train"]))
     for plugin in (given["plugin_config"], given["consumer_plugin_config"]):
         tree = _merged(tree, plugin_tables(plugin or {}))
-    tree = _merged(tree, _sizes(given, validated(tree)))
-    return validated(_merged(tree, given["overrides"] or {}))
+    tree = _merged(tree, _sizes(given, validate(tree)))
+    return validate(_merged(tree, given["overrides"] or {}))
 
 
 def _tables(given: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,10 +21,10 @@ import numpy as np
 from penstock.agent.single_turn import SingleTurn
 from penstock.algo.advantage import group_advantages
 from penstock.algo.method import resolve_settings
-from penstock.compat.settings import eval_tables, producer_config, validated
+from penstock.compat.settings import eval_tables, producer_config
 from penstock.compat.weight_broadcast import join_group, receive_state_dict
 from penstock.config import Config
-from penstock.config.source import to_toml
+from penstock.config.source import to_toml, validate
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.sampler import rollout_seed
@@ -100,7 +100,7 @@ class BaseProducer:
             seed=seed,
         ).model_dump(exclude_unset=True)
         evaluated = eval_tables(eval_dataset_config, made["tasks"]["train"], eval_generation_config)
-        self.config = validated({**made, "eval": {"tasks": evaluated}})
+        self.config = validate({**made, "eval": {"tasks": evaluated}})
         self.eval_interval, self._eval_folder = eval_interval, Path(eval_save_dir)
         self._log = ProducerLog(
             self.config,

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from penstock.config import Config, SamplingConfig
-from penstock.config.source import explain
+from penstock.config.source import validate
 from penstock.errors import UserError
 
 _SAMPLING = {"max_new_tokens": "max_tokens"}
@@ -46,7 +44,7 @@ def producer_config(
         "engine": {"name": backend},
         "algorithm": algorithm,
     }
-    return validated(tree)
+    return validate(tree)
 
 
 def sampling_table(given: Mapping[str, Any], key: str = "generate_config") -> dict[str, Any]:
@@ -115,13 +113,6 @@ def _tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in given.keys() - _TOKENIZER.keys():
         raise UserError(f"tokenizer_config: got {name!r}, allowed: {', '.join(_TOKENIZER)}")
     return _renamed(given, _TOKENIZER)
-
-
-def validated(tree: dict[str, Any]) -> Config:
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise UserError(explain(error)) from None
 
 
 def _renamed(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

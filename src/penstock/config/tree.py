@@ -142,8 +142,8 @@ class AlgorithmConfig(Section):
     """Whose standard deviation divides the advantage; None: the algorithm's own."""
     kl_in: Literal["loss", "reward", "none"] | None = None
     """Where the KL term goes; None: the algorithm's own."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of the KL divergence; None: the algorithm's own."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] | None = None
+    """Estimator of the KL divergence; k3_weighted: k3 times the ratio, in the loss only; None: the algorithm's own."""
     kl_beta: float | None = Field(None, ge=0)
     """Coefficient of the KL term; 0 loads no reference model; None: the algorithm's own."""
     mask_truncated: bool | None = None

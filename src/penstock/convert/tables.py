@@ -6,75 +6,23 @@ so must be written down. A rule without a key has no counterpart; its note says 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-
-def read(value: Any) -> Any:
-    """Return a number, bool or text as it was meant."""
-    if not isinstance(value, str):
-        return value
-    lowered = value.strip().lower()
-    if lowered in ("true", "false"):
-        return lowered == "true"
-    if lowered in ("none", "null"):
-        return None
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
-
-
-@dataclass(slots=True, frozen=True)
-class Rule:
-    """The key that a word sets; `note` is written beside it."""
-
-    key: str = ""
-    note: str = ""
-    value: Callable[[Any], Any] = read
-    is_secret: bool = False  # the word's value is not shown
-
-
-def named(names: dict[str, Any], otherwise: Any = None) -> Callable[[Any], Any]:
-    """Return a translation of values by name; unknown names stay, or become `otherwise`."""
-
-    def translate(value: Any) -> Any:
-        given = str(value).strip().lower()
-        return names.get(given, value if otherwise is None else otherwise)
-
-    return translate
-
-
-def reward_list(value: Any) -> list[dict[str, Any]]:
-    names = value if isinstance(value, list) else str(value).split()
-    return [{"type": str(name)} for name in names]
-
-
-def words_list(value: Any) -> list[str]:
-    """Return the names of a list; "all-linear" means all, which an empty list means here."""
-    names = value if isinstance(value, list) else str(value).strip("[]").replace(",", " ").split()
-    return [] if names == ["all-linear"] else [str(name) for name in names]
-
-
-def trackers(value: Any) -> list[str]:
-    """Return the console and the trackers that are named."""
-    return ["console", *(name for name in ("tensorboard", "wandb") if name in str(value).lower())]
-
-
-SCHEDULES = named(
-    {
-        "cosine_with_min_lr": "cosine",
-        "constant_with_warmup": "constant",
-        "warmup_stable_decay": "linear",
-    }
+from penstock.convert.rules import (
+    BUILT_IN,
+    EVAL,
+    NO_PARALLEL,
+    PER_TOKEN,
+    SCHEDULES,
+    TASK,
+    Rule,
+    named,
+    read,
+    reward_list,
+    trackers,
+    words_list,
 )
-PER_TOKEN = "a token budget of a forward pass, chosen from memory; it never changes the gradient"
-NO_PARALLEL = Rule(note="the trainer shards with FSDP2 over launch.num_consumers ranks")
-BUILT_IN = Rule(note="always so here")
-TASK, EVAL = "tasks.train", "eval.tasks.heldout"
+from penstock.convert.xtuner import XTUNER
 
 TRL = {
     "model_name_or_path": Rule("model.path"),
@@ -112,6 +60,7 @@ TRL = {
     "epsilon": Rule("algorithm.clip_low"),
     "epsilon_high": Rule("algorithm.clip_high"),
     "delta": Rule("algorithm.dual_clip", "bounds negative advantages, as delta does"),
+    "use_bias_correction_kl": Rule(note="algorithm.kl_estimator = 'k3_weighted'", is_joined=True),
     "mask_truncated_completions": Rule("algorithm.mask_truncated"),
     "use_vllm": Rule("engine.name", value=lambda on: "vllm" if read(on) else "transformers"),
     "vllm_mode": Rule("launch.colocate", value=lambda mode: mode == "colocate"),
@@ -376,7 +325,13 @@ _LONG = {
 }  # fmt: skip
 COLOSSALAI |= {long: COLOSSALAI[short] for long, short in _LONG.items()}
 
-WORDS = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF, "colossalai": COLOSSALAI}
+WORDS = {
+    "trl": TRL,
+    "verl": VERL,
+    "openrlhf": OPENRLHF,
+    "colossalai": COLOSSALAI,
+    "xtuner": XTUNER,
+}
 
 # Their defaults that differ from ours: key, value, note.
 DEFAULTS: dict[str, list[tuple[str, Any, str]]] = {
@@ -406,6 +361,21 @@ DEFAULTS: dict[str, list[tuple[str, Any, str]]] = {
         ("produce.max_staleness", 0, "OpenRLHF waits for each rollout; 1 overlaps"),
         ("sampling.max_tokens", 1024, "OpenRLHF's default"),
         ("train.episodes", 1, "OpenRLHF's default; not with train.steps"),
+    ],
+    "xtuner": [
+        ("algorithm.aggregation", "token", "XTuner's only one"),
+        ("train.lr", 1e-5, "its default"),
+        ("train.weight_decay", 0.01, "its default"),
+        ("seed", 42, "its default"),
+        ("produce.strategy", "sync", "its default"),
+        ("produce.max_staleness", 0, "its default"),
+        ("sync.on_update", "abort", "it aborts running responses at a weight update"),
+        ("sampling.max_tokens", 2048, "its default"),
+        ("sampling.num_generations", 1, "its default; most algorithms need 2 and more"),
+        ("eval.every_steps", 1, "its default"),
+        ("eval.at_start", False, "its default"),
+        ("eval.temperature", 1.0, "its default; 0 is greedy"),
+        ("track.trackers", ["console", "tensorboard"], "its default"),
     ],
     "colossalai": [
         ("algorithm.kl_beta", 0.01, "its default"),

@@ -1,4 +1,4 @@
-"""Reads the settings of a command line (a shell script) or of a YAML or JSON file as words and values.
+"""Reads the settings of a command line (a shell script) or of a YAML, JSON or Python file as words and values.
 
 Words lose their leading dashes, and dashes inside them become underscores: `--top-p 0.9`, `top_p: 0.9` and
 `top_p=0.9` are one word. Nothing is executed: a shell variable is replaced if the script assigns it plainly.
@@ -12,6 +12,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from penstock.convert.python_config import read_python
 from penstock.errors import UserError
 
 _ASSIGNED = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(\S*)$")
@@ -27,7 +28,12 @@ def read_words(path: Path) -> dict[str, Any]:
         raise UserError(
             f"convert: got {str(path)!r}, allowed: a text file that can be read ({reason})"
         ) from None
-    words = _of_tree(text, path) if path.suffix in (".yaml", ".yml", ".json") else _of_command(text)
+    if path.suffix == ".py":
+        words = read_python(text, path)
+    elif path.suffix in (".yaml", ".yml", ".json"):
+        words = _of_tree(text, path)
+    else:
+        words = _of_command(text)
     if not words:
         raise UserError(
             f"convert: got {path} without a setting, allowed: a command with `--word value` or "

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.source import load_config, toml_key, toml_value
-from penstock.convert.tables import DEFAULTS, TASK, WORDS, Rule, read, trackers
+from penstock.convert.python_config import OF_EVALUATION, FromEnvironment, Unread
+from penstock.convert.rules import EVAL, TASK, Rule, read, trackers
+from penstock.convert.tables import DEFAULTS, WORDS
 from penstock.convert.words import read_words
+from penstock.convert.xtuner import XTUNER
 from penstock.errors import UserError
 
 
@@ -59,9 +62,9 @@ def convert(system: str, path: Path) -> str:
     try:
         TOGETHER[system](made)
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"convert: {path}: its batch sizes are no numbers: {error}") from None
+        raise UserError(f"convert: {path}: its numbers cannot be read: {error}") from None
     made.left += [
-        f"{word} = {value}: not known to this conversion"
+        f"{word} = {_shown(value)}: not known to this conversion"
         for word, value in made.words.items()
         if word not in made.used
     ]
@@ -76,10 +79,18 @@ def convert(system: str, path: Path) -> str:
 
 def _translate(made: Conversion, word: str, value: Any, rule: Rule | None) -> None:
     if rule is None:
+        if word.startswith(OF_EVALUATION) and word.removeprefix(OF_EVALUATION) in XTUNER:
+            made.used.add(word)  # an evaluation differs only in what has a rule of its own
         return
     made.used.add(word)
+    if rule.is_joined:
+        return
     if not rule.key:
-        made.left.append(f"{word} = {value}: {rule.note}")
+        shown = "..." if rule.is_secret else _shown(value)
+        made.left.append(f"{word} = {shown}: {rule.note}")
+        return
+    if isinstance(value, Unread):
+        made.left.append(f"{word} = {value}: code, or a variable that is not set; set {rule.key}")
         return
     try:
         translated = rule.value(value)
@@ -91,6 +102,11 @@ def _translate(made: Conversion, word: str, value: Any, rule: Rule | None) -> No
     same_value = translated == read(value) or str(translated) == str(value) or value is True
     said = word if same_value or rule.is_secret else f"{word} = {value}"
     made.put(rule.key, translated, f"{said}; {rule.note}" if rule.note else said)
+
+
+def _shown(value: Any) -> Any:
+    """Return a value for a comment; of an environment variable only the name."""
+    return value.source if isinstance(value, FromEnvironment) else value
 
 
 # ---- words that only mean something together
@@ -126,6 +142,9 @@ def _trl(made: Conversion) -> None:
     first, second = made.take("adam_beta1"), made.take("adam_beta2")
     if first is not None or second is not None:
         made.put("train.betas", [first or 0.9, second or 0.999])
+    weighs = made.take("use_bias_correction_kl", True)
+    if made.value("algorithm.kl_beta", 0) and weighs:
+        made.put("algorithm.kl_estimator", "k3_weighted", "use_bias_correction_kl, on by default")
     _weigh(made, made.take("reward_weights"))
     _warm_up(made, made.take("warmup_ratio"))
 
@@ -203,11 +222,67 @@ def _colossalai(made: Conversion) -> None:
         made.put("algorithm.kl_beta", 0.0, "DAPO has no KL term, there as here")
 
 
+def _xtuner(made: Conversion) -> None:
+    trainer, loss = "Trainer.", "GRPOLossConfig."
+    tokenizer = made.take(f"{trainer}tokenizer_path")
+    if isinstance(tokenizer, str) and tokenizer != made.value("model.path", ""):
+        made.put("model.tokenizer", str(tokenizer), "tokenizer_path")
+    every = made.take(f"{trainer}evaluate_step", 1)
+    if made.take(f"{trainer}enable_evaluate", True) is not True:
+        made.put("eval.every_steps", 0, "enable_evaluate = False")
+        made.put("eval.at_start", False, "enable_evaluate = False")
+    else:
+        made.put("eval.every_steps", int(every), "evaluate_step")
+    beta = made.take(f"{loss}kl_loss_coef", 0.001)
+    if made.take(f"{loss}use_kl_loss", False) is True:
+        made.put("algorithm.kl_beta", float(beta), "use_kl_loss, kl_loss_coef")
+    else:
+        made.put("algorithm.kl_beta", 0.0, "use_kl_loss = False")
+        made.settings.pop("algorithm.kl_estimator", None)
+    least = made.take("LRConfig.lr_min", 1e-6)
+    if made.value("train.schedule", "constant") != "constant":
+        lr = float(made.value("train.lr", 1e-5))
+        made.put("train.min_lr_ratio", min(1.0, float(least) / lr), f"lr_min = {least}")
+    _warm_up(made, made.take("LRConfig.warmup_ratio", 0.03))
+    _correct(made, f"{loss}rollout_is.rollout_is_")
+    shards = int(made.value("engine.options.tensor_parallel_size", 1))
+    whole = made.take(f"{trainer}resources.num_workers")
+    ranks = made.take(f"{trainer}train_resources.num_workers", whole)
+    devices = made.take(f"{trainer}rollout_resources.num_workers", whole)
+    for key, count, each in (
+        ("launch.num_consumers", ranks, 1),
+        ("launch.num_producers", devices, shards),
+    ):
+        if isinstance(count, int):
+            made.put(key, max(1, count // each), f"{count} accelerators")
+    if int(made.value(f"{TASK}.agent_actors", 0)):
+        made.put("launch.kind", "ray", "agent_actors need it")
+    held = f"{EVAL}.data"
+    if "eval:DatasetConfig.anno_path" in made.words and held not in made.settings:
+        made.put(held, "heldout.jsonl", "SAY HERE where the evaluation data is")
+    if made.value("produce.strategy", "sync") == "sync":
+        made.put("sync.on_update", "keep", "nothing runs at an update with the sync strategy")
+
+
+def _correct(made: Conversion, prefix: str) -> None:
+    """Translate the importance correction: its level, its mode and its bounds."""
+    bounds = made.take(f"{prefix}threshold")
+    level, mode = made.take(f"{prefix}level", "token"), made.take(f"{prefix}mode", "truncate")
+    if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
+        made.left.append(f"{prefix}level = {level}, mode = {mode}: algorithm.correction.kind")
+    elif isinstance(bounds, list):
+        made.put("algorithm.correction.kind", f"{level}_{mode}", f"rollout_is: {level}, {mode}")
+        made.put("algorithm.correction.cap", float(max(bounds)), "rollout_is_threshold")
+        if mode == "mask":
+            made.put("algorithm.correction.floor", float(min(bounds)), "rollout_is_threshold")
+
+
 TOGETHER: dict[str, Callable[[Conversion], None]] = {
     "trl": _trl,
     "verl": _verl,
     "openrlhf": _openrlhf,
     "colossalai": _colossalai,
+    "xtuner": _xtuner,
 }
 
 

@@ -40,14 +40,15 @@ class Observed:
     batch: Batch | None = None  # of the newest step
     disk: DiskSpace | None = None  # None: not looked at, or nothing more will be written
     last_failure: Callable[[], str] = lambda: ""  # the error of the newest failed group
+    settings: AlgorithmSettings = field(init=False)  # of the algorithm
 
-    @property
-    def settings(self) -> AlgorithmSettings:
-        """Return the algorithm's settings; a look imports no code of a run: its own counts as GRPO."""
+    def __post_init__(self) -> None:
+        """Resolve the settings; a look imports no code of a run: an algorithm of its own counts as GRPO."""
         algorithm = self.config.algorithm
         if algorithm.name not in ALGORITHMS:
             algorithm = algorithm.model_copy(update={"name": "grpo"})
-        return run_settings(self.config.model_copy(update={"algorithm": algorithm}))
+        settings = run_settings(self.config.model_copy(update={"algorithm": algorithm}))
+        object.__setattr__(self, "settings", settings)
 
     @property
     def last_step(self) -> int:

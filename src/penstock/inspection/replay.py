@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from penstock import run_folder
-from penstock.algo.method import check_algorithm, run_settings
+from penstock.algo.method import algorithm_class, check_algorithm, run_settings
 from penstock.algo.settings import keep_group
 from penstock.checkpoint import CheckpointStore
 from penstock.config import Config
@@ -28,7 +28,7 @@ from penstock.recover import recompute
 from penstock.run_folder import Origin, RunFolder
 from penstock.types import Batch, Group, StepReport
 
-CORRECTION = "algorithm.correction.kind=token_truncate"
+CORRECTION = "token_truncate"  # of algorithms that have none of their own
 
 
 async def check_run(
@@ -79,7 +79,7 @@ def make_fork(
 ) -> RunFolder:
     """Make a run folder beside its parent, ready to be trained."""
     named = [f"algorithm.name={algorithm}"] if algorithm else []
-    corrected = [] if run_settings(parent.config()).decoupled else [CORRECTION]
+    corrected = _correction(parent.config(), [*named, *overrides])
     place = [f"run.dir={parent.path.parent}", f"run.name={_unused_name(parent, algorithm)}"]
     words = [*corrected, *place, *named, *overrides]
     config = absolute_paths(with_overrides(parent.config(), words))
@@ -112,6 +112,15 @@ def make_fork(
     check_algorithm(config)
     origin = Origin(run=str(parent.path.resolve()), steps=last, digest=digest)
     return run_folder.create(config, origin)
+
+
+def _correction(parent: Config, words: Sequence[str]) -> list[str]:
+    """Return the setting that corrects a fork for the policy that sampled, unless its parent has one."""
+    if parent.algorithm.correction.kind not in ("auto", "none"):
+        return []
+    name = with_overrides(parent, words).algorithm.name
+    own = algorithm_class(name).defaults.correction
+    return [f"algorithm.correction.kind={CORRECTION if own == 'none' else own}"]
 
 
 def _unused_name(parent: RunFolder, algorithm: str | None) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from penstock.config import Section
 from penstock.config.secrets import from_environment
 from penstock.reward.extraction import Extract, python_block
+from penstock.reward.protocol import ValueOptions
 from penstock.sandbox.client import TOKEN_VARIABLE, VerificationClient
 from penstock.sandbox.inside.judging import PASS
 from penstock.sandbox.pool import SandboxPool
@@ -25,11 +25,7 @@ from penstock.sandbox.verify import Verdict, verify
 from penstock.types import Prompt, Rollout, Score
 
 
-class CodeOptions(Section):
-    right: float = 1.0
-    """Value when all tests pass."""
-    wrong: float = 0.0
-    """Value when no test passes, or the response has no program."""
+class CodeOptions(ValueOptions):
     credit: Literal["all", "share"] = "all"
     """all: every test must pass; share: the value grows with the share of tests that pass."""
     source: Literal["block", "response"] = "block"
@@ -46,14 +42,6 @@ class CodeOptions(Section):
     """Further attempts when a server does not answer."""
     sandbox: SandboxSettings = SandboxSettings()
     """Limits of sandboxes on this machine; see docs/rewards.md."""
-
-    @model_validator(mode="after")
-    def _right_is_better(self) -> Self:
-        if self.right < self.wrong:
-            raise ValueError(
-                f"option right: got {self.right}, allowed: at least wrong = {self.wrong}"
-            )
-        return self
 
 
 class CodeReward:

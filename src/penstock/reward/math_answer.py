@@ -6,25 +6,21 @@ Text and plain numbers are compared at once; other pairs go to worker processes 
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from penstock.config import Section
 from penstock.errors import RewardError
 from penstock.reward.equality import decide
 from penstock.reward.extraction import Extract, boxed_answer, tagged_answer
 from penstock.reward.math_pool import MathPool
+from penstock.reward.protocol import ValueOptions
 from penstock.types import Prompt, Rollout, Score
 
 
-class AnswerOptions(Section):
+class AnswerOptions(ValueOptions):
     """Settings that both kinds of math rewards share."""
 
-    right: float = 1.0
-    """Value of a right answer."""
-    wrong: float = 0.0
-    """Value of a wrong or missing answer."""
     format: Literal["gate", "add", "ignore"] = "gate"
     """gate: an answer in the wrong form is wrong; add: the right form adds format_value; ignore."""
     format_value: float = Field(0.1, ge=0)
@@ -35,14 +31,6 @@ class AnswerOptions(Section):
     """Most processes for symbolic comparisons; they start when one is needed."""
     timeout_s: float = Field(5.0, gt=0)
     """Processor time of one symbolic comparison; past it the answer is wrong."""
-
-    @model_validator(mode="after")
-    def _right_is_better(self) -> Self:
-        if self.right < self.wrong:
-            raise ValueError(
-                f"option right: got {self.right}, allowed: at least wrong = {self.wrong}"
-            )
-        return self
 
 
 class TagOptions(AnswerOptions):

@@ -31,6 +31,7 @@ from penstock.data.sampler import stable_hash
 from penstock.errors import RunError, StopRequested
 from penstock.models.loading import compute_dtype
 from penstock.training.arrival import Arrival
+from penstock.training.dither import HALF_FORMATS
 from penstock.training.flat_batch import FlatBatch, mini_batches
 from penstock.training.metrics import TokenStats, mean_of_finite, step_metrics
 from penstock.training.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
@@ -118,6 +119,9 @@ class Consumer:
                 lay_out(policy, self.ranks, path)
             self.policy.split(self.engine_dtype)
         self.masters = Masters(model, self.engine_dtype, sharding=self.policy.sharding)
+        if self.engine_dtype in HALF_FORMATS and self.policy.packs and self.ranks.world == 1:
+            with torch.compiler.set_stance("force_eager"):  # again, in the format that computes
+                check_model(self.policy, config.model.path)
         if config.train.masters == "dithered":
             self.masters.dither(config.seed)
             self.policy.merge_seed = config.seed

@@ -162,25 +162,29 @@ def pack_loss(
     own_N = logprobs_N.detach()
     behaviour_N = inputs.behaviour_N[index_N]
     proximal_N = own_N if inputs.proximal_N is None else inputs.proximal_N[index_N]
-    surrogate = algorithm.surrogate(
-        TokenView(
-            logprobs_N=logprobs_N,
-            anchor_N=proximal_N if settings.decoupled else behaviour_N,
-            advantages_N=inputs.advantage_N[index_N],
-            sequence_N=pack.sequence_N,
-            num_sequences=pack.num_sequences,
-        )
+    view = TokenView(
+        logprobs_N=logprobs_N,
+        anchor_N=proximal_N if settings.decoupled else behaviour_N,
+        advantages_N=inputs.advantage_N[index_N],
+        sequence_N=pack.sequence_N,
+        num_sequences=pack.num_sequences,
     )
-    loss_N = surrogate.loss_N
+    surrogate = algorithm.surrogate(view)
+    loss_N, corrected_N = surrogate.loss_N, None
     if settings.correction != "none":
-        loss_N = loss_N * importance_weights(
+        corrected_N = importance_weights(
             proximal_N, behaviour_N, pack.sequence_N, pack.num_sequences, settings
         )
+        loss_N = loss_N * corrected_N
     kl_N = None
     if inputs.reference_N is not None:
         kl_N = kl.estimate(settings.kl_estimator, logprobs_N, inputs.reference_N[index_N])
         if settings.kl_in_loss:
-            loss_N = loss_N + settings.kl_beta * kl_N
+            weighted_N = kl_N
+            if settings.kl_estimator == "k3_weighted":  # unclipped: a bound would bias its gradient
+                weighted_N = kl_N * algorithm.log_ratio(view).exp()
+                weighted_N = weighted_N if corrected_N is None else weighted_N * corrected_N
+            loss_N = loss_N + settings.kl_beta * weighted_N
     loss = (loss_N * inputs.weight_N[index_N]).sum()
     result = PackResult(
         token_N=pack.token_N,
