@@ -1,9 +1,10 @@
-"""What one model call of an agent costs the driver, without the model: matching, rendering, journal, HTTP.
+"""What one model call of an agent costs the driver, without the model: matching, bridge, parsing, journal, HTTP.
 
     python benchmarks/agents.py --sessions 1000 --turns 4
 
-All sessions run at once against an engine that answers at once with eight tokens. Processor time, not wall
-time, so that other work on the machine changes little.
+All sessions run at once, on the bridged path: each answer is a tool call, each next request brings its
+result. The engine answers at once. Over HTTP the agents are a process of their own. Processor time of the
+driver, not wall time, so that other work on the machine changes little.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import argparse
 import asyncio
 import json
 import resource
+import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +30,18 @@ from penstock.engine.protocol import Generation, GenerationRequest, SamplingPara
 from penstock.journal import Journal
 from penstock.types import Prompt, Rollout, VersionSegment
 
+POLICY = Path(__file__).parents[1] / "examples" / "calculator" / "policy"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 12, "b": 34}}</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
+Say = Callable[[list[Any]], Awaitable[Any]]
+
 
 class Instant:
     """An engine that answers every request at once."""
 
     def __init__(self, chat: ChatTemplate) -> None:
-        self._ids = np.array([*chat.encode_text("12+34=46"), chat.eos_ids[0]], dtype=np.int32)
+        self._ids = np.array([*chat.encode_text(CALL), chat.eos_ids[0]], dtype=np.int32)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         size = len(self._ids)
@@ -47,36 +56,60 @@ class Instant:
     async def abort(self, request_id: str) -> None: ...
 
 
+async def talk(say: Say, turns: int) -> None:
+    """Make the calls of one agent; `say` returns the answer to a conversation."""
+    messages: list[Any] = [{"role": "user", "content": "12+34"}]
+    for _ in range(turns):
+        answer = await say(messages)
+        result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "46"}
+        messages += [answer, result]
+
+
 async def talk_http(url: str, key: str, turns: int) -> None:
     """Make the calls of one agent on one connection."""
     host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    messages: list[Any] = [{"role": "user", "content": "12+34"}]
-    for _ in range(turns):
-        body = json.dumps({"messages": messages}).encode()
+
+    async def say(messages: list[Any]) -> Any:
+        body = json.dumps({"messages": messages, "tools": TOOLS}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {key}\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         size = int(answer.partition("content-length: ")[2].split("\r\n")[0])
-        shown = json.loads(await reader.readexactly(size))
-        messages += [shown["choices"][0]["message"], {"role": "user", "content": "again"}]
+        return json.loads(await reader.readexactly(size))["choices"][0]["message"]
+
+    await talk(say, turns)
     writer.close()
 
 
 async def talk_inline(session: Session, turns: int) -> None:
     """Make the same calls in process."""
-    messages: list[Any] = [{"role": "user", "content": "12+34"}]
-    for _ in range(turns):
-        call = await session.call(messages)
-        messages += [call.answer, {"role": "user", "content": "again"}]
+
+    async def say(messages: list[Any]) -> Any:
+        return (await session.call(messages, TOOLS)).answer
+
+    await talk(say, turns)
+
+
+async def agents(url: str, turns: int) -> None:
+    """Be the agents: one per key on standard input."""
+    await asyncio.gather(*(talk_http(url, key, turns) for key in sys.stdin.read().split()))
+
+
+async def start_agents(url: str, keys: list[str], turns: int) -> None:
+    """Run the agents in a process of their own, to their end."""
+    words = (sys.executable, __file__, "--turns", str(turns), "--agents", url)
+    process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.PIPE)
+    await process.communicate("\n".join(keys).encode())
+    assert process.returncode == 0
 
 
 async def measure(sessions: int, turns: int, over_http: bool) -> tuple[float, float]:
     """Return (milliseconds of processor time, of wall time) per call."""
-    chat = ChatTemplate(load_tokenizer("demo"))
+    chat = ChatTemplate(load_tokenizer(POLICY))
     prompt = Prompt("p", (), chat.encode([{"role": "user", "content": "12+34"}]))
     bridge, engine = Bridge(chat), Instant(chat)
-    assert bridge.proof
+    assert not any(bridge.proof.values()), "the bridge is not proved"
     with tempfile.TemporaryDirectory() as folder:
         journal, endpoint = Journal.open(Path(folder) / "journal.db"), Endpoint()
         await endpoint.start()
@@ -94,11 +127,12 @@ async def measure(sessions: int, turns: int, over_http: bool) -> tuple[float, fl
         keys = [endpoint.open(session) for session in made]
         used, started = time.process_time(), time.perf_counter()
         if over_http:
-            await asyncio.gather(*(talk_http(endpoint.base_url, key, turns) for key in keys))
+            await start_agents(endpoint.base_url, keys, turns)
         else:
             await asyncio.gather(*(talk_inline(session, turns) for session in made))
         used, took = time.process_time() - used, time.perf_counter() - started
         assert all(len(session.tree.calls) == turns for session in made)
+        assert all(len(session.tree.leaves()) == 1 for session in made), "it was rendered whole"
         await endpoint.close()
         journal.close()
     calls = sessions * turns
@@ -109,10 +143,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--agents", metavar="URL", help=argparse.SUPPRESS)
     given = parser.parse_args()
     least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, max(least, 4 * given.sessions)), most))
-    for name, over_http in (("in process", False), ("over HTTP, client included", True)):
+    if given.agents:
+        asyncio.run(agents(given.agents, given.turns))
+        return
+    for name, over_http in (("in process", False), ("over HTTP", True)):
         processor, wall = asyncio.run(measure(given.sessions, given.turns, over_http))
         print(f"{name}: {processor:.2f} ms of processor time per call, {wall:.2f} ms of wall time")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +36,23 @@ _EXAMPLE_TEXT = '<tool_call>{"name": NAME, "arguments": {...}}</tool_call>'
 _THINK, _TOOL_CALL = ("<think>", "</think>"), (r"\s*<tool_call>", "</tool_call>")
 
 
+@dataclass(slots=True, frozen=True)
+class _Behind:
+    """What a template writes behind the sentinel of a stand-in."""
+
+    tail: str  # up to the end token: the rest of a tool call, or nothing
+    end: str
+    text: str  # behind it, up to where the next answer begins
+
+
+@dataclass(slots=True, frozen=True)
+class _Proof:
+    """Whether turns of one kind can be continued."""
+
+    failure: str  # empty: they can
+    tail: str = ""
+
+
 class Bridge:
     """Renders, continues and parses the conversations of one task, with its tokenizer."""
 
@@ -51,80 +69,95 @@ class Bridge:
 
     def suffix(self, call: ModelCall, added: Sequence[Message]) -> np.ndarray | None:
         """Return the ids between an answer's last token and the next answer; None: render it whole."""
-        if self.proof["tool" if call.answer.get("tool_calls") else "user"]:
+        proof = self._proofs[_kind(call.answer)]
+        if proof.failure:
             return None
         found = self._after_end(_stand_in(call.answer), added, json.loads(call.tools or "[]"))
-        if found is None:
+        if found is None or found.tail != proof.tail:  # a role that writes before the end token
             return None
-        end, text = found
         last = int(call.token_ids[-1]) if len(call.token_ids) else -1
-        ids = self._chat.encode_text(text)
-        if last == self._ends[end]:
+        ids = self._chat.encode_text(found.text)
+        if last == self._ends[found.end]:
             return ids
         if last in self._ends.values():
             return None  # the answer ended with another end token than the template writes
-        return np.concatenate([np.array([self._ends[end]], dtype=np.int32), ids])
+        return np.concatenate([np.array([self._ends[found.end]], dtype=np.int32), ids])
 
     def _after_end(
-        self, said: Sequence[Message], added: Sequence[Message], tools: Sequence[Any] = ()
-    ) -> tuple[str, str] | None:
-        """Return (end token, text behind it) after the sentinel; None if the template writes no end."""
+        self, said: Message, added: Sequence[Message], tools: Sequence[Any] = ()
+    ) -> _Behind | None:
+        """Return what follows the last sentinel; None if the template drops one or writes no end."""
         try:
-            text = self._text([*said, *added], tools)
+            text = self._text([{"role": "user", "content": "x"}, said, *added], tools)
         except UserError:  # the template refuses these roles
             return None
-        start = text.rfind(SENTINEL)
+        if text.count(SENTINEL) != max(1, len(said.get("tool_calls", ()))):
+            return None
+        start = text.rfind(SENTINEL) + len(SENTINEL)
         places = [(text.find(end, start), end) for end in self._ends]
         ends = [(at, end) for at, end in places if at >= 0]
-        if start < 0 or not ends:
+        if not ends:
             return None
         at, end = min(ends)
-        return end, text[at + len(end) :]
+        return _Behind(tail=text[start:at], end=end, text=text[at + len(end) :])
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         plain = [_for_template(message) for message in messages]
         if self._renders_tools:
             arguments = {**self._arguments, **({"tools": list(tools)} if tools else {})}
             return self._chat.render(plain, arguments=arguments)
-        return self._chat.render(_told_in_text(plain, tools), arguments=self._arguments)
+        told = _told_in_text(plain, tools, self._takes_system)
+        return self._chat.render(told, arguments=self._arguments)
 
     @cached_property
     def _renders_tools(self) -> bool:
         return "tools" in str(getattr(self._chat.tokenizer, "chat_template", None) or "")
 
     @cached_property
+    def _takes_system(self) -> bool:
+        try:
+            self._chat.render([{"role": role, "content": "x"} for role in ("system", "user")])
+        except UserError:
+            return False
+        return True
+
+    @property
     def proof(self) -> dict[str, str]:
-        """Why a user turn or a turn of tool results cannot be continued; empty: it was proved."""
+        """Why a turn of each kind cannot be continued; empty: it was proved."""
+        return {kind: proof.failure for kind, proof in self._proofs.items()}
+
+    @cached_property
+    def _proofs(self) -> dict[str, _Proof]:
+        question = {"role": "user", "content": "and now?"}
+        result = {"role": "tool", "content": "4", "tool_call_id": "c00000000"}
+        call = {"tool_calls": [_example_call("add", "c00000000", "nine")]}
         return {
-            "user": self._failure({"role": "user", "content": "and now?"}, {"content": SENTINEL}),
-            "tool": self._failure(
-                {"role": "tool", "content": "4", "tool_call_id": "c00000000", "name": "add"},
-                {"content": "", "tool_calls": [_example_call("add", "c00000000")]},
-            ),
+            "user": self._prove(question, {"content": "nine"}),
+            "tool": self._prove(result, {"content": "", **call}),
+            "tool after words": self._prove(result, {"content": "nine", **call}),
         }
 
-    def _failure(self, new: Message, said: Message) -> str:
-        """Compare a continuation with the rendering of a longer conversation; return what differs."""
+    def _prove(self, new: Message, said: Message) -> _Proof:
+        """Compare a continuation with the rendering of a longer conversation with another answer."""
         answer = {"role": "assistant", **said}
         tools = [_EXAMPLE_TOOL] if said.get("tool_calls") else []
-        found = self._after_end([{"role": "user", "content": "x"}, answer], [new], tools)
+        found = self._after_end(_stand_in(answer), [new], tools)
         if found is None:
-            return "the chat template writes no end token behind an answer, or refuses the role"
-        end, suffix = found
+            return _Proof("the chat template writes no end token behind an answer, or refuses it")
         before = [
             {"role": "user", "content": "first"},
             {"role": "assistant", "content": "one"},
             {"role": "user", "content": "second"},
         ]
         whole = self._text([*before, answer, new], tools)
-        head = whole[: len(whole) - len(suffix)]
-        if not whole.endswith(suffix) or not head.endswith(end):
-            return "the chat template writes a turn differently in a longer conversation"
+        head = whole[: len(whole) - len(found.text)]
+        if not whole.endswith(found.text) or not head.endswith(found.tail + found.end):
+            return _Proof("the chat template writes a turn differently in a longer conversation")
         ids, first = self._chat.encode_rendered(whole), self._chat.encode_rendered(head)
-        joined = np.concatenate([first, self._chat.encode_text(suffix)])
+        joined = np.concatenate([first, self._chat.encode_text(found.text)])
         if not np.array_equal(ids, joined):
-            return "the tokenizer joins tokens across the end of an answer"
-        return ""
+            return _Proof("the tokenizer joins tokens across the end of an answer")
+        return _Proof("", found.tail)
 
     # -- from ids --------------------------------------------------------------------------------
 
@@ -194,39 +227,60 @@ def _message(found: Mapping[str, Any], key: int) -> dict[str, Any]:
     return message
 
 
-def _stand_in(answer: Message) -> list[Message]:
-    """Return a short conversation that ends with an answer of the same kind."""
-    said: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
-    if answer.get("tool_calls"):
-        calls = [_example_call(c["function"]["name"], c["id"]) for c in answer["tool_calls"]]
-        said = {"role": "assistant", "content": "", "tool_calls": calls}
-    return [{"role": "user", "content": "x"}, said]
+def _kind(answer: Message) -> str:
+    """Return which kind of turn follows an answer; each is proved by itself."""
+    if not answer.get("tool_calls"):
+        return "user"
+    return "tool after words" if text_of(answer).strip() else "tool"
 
 
-def _example_call(name: str, call_id: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps({"a": SENTINEL})}
+def _stand_in(answer: Message) -> Message:
+    """Return a short answer of the same kind, with the sentinel where its own text would end."""
+    if not answer.get("tool_calls"):
+        return {"role": "assistant", "content": SENTINEL}
+    calls = [_example_call(c["function"]["name"], c["id"], SENTINEL) for c in answer["tool_calls"]]
+    words = "y" if text_of(answer).strip() else ""
+    return {"role": "assistant", "content": words, "tool_calls": calls}
+
+
+def _example_call(name: str, call_id: str, argument: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps({"a": argument})}
     return {"type": "function", "id": call_id, "function": function}
 
 
-def _told_in_text(messages: list[dict[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Write tools, calls and results as text, for a chat template that knows none of them."""
-    told = []
+def _told_in_text(
+    messages: list[dict[str, Any]], tools: Sequence[Any], takes_system: bool
+) -> list[dict[str, Any]]:
+    """Write tools, calls and results as text, for a chat template that knows none of them.
+
+    Results of one turn and the user's words behind them are one message: many templates want the
+    roles to alternate.
+    """
+    told: list[dict[str, Any]] = []
+    is_result = False  # whether the last message is one
     for message in messages:
-        calls = message.pop("tool_calls", None) or ()
-        for call in calls:
+        for call in message.pop("tool_calls", None) or ():
             message["content"] += f"<tool_call>{json.dumps(call['function'])}</tool_call>"
         if message.get("role") == "tool":
             text = f"<tool_response>{message['content']}</tool_response>"
-            message = {"role": "user", "content": text}
-        told.append(message)
+            message, follows, is_result = {"role": "user", "content": text}, is_result, True
+        else:
+            follows = is_result and message.get("role") == "user"
+            is_result = is_result and follows
+        if follows:
+            told[-1]["content"] += f"\n{message['content']}"
+        else:
+            told.append(message)
     if not tools:
         return told
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     words = f"Tools:\n{listed}\nTo call one, write {_EXAMPLE_TEXT}."
-    if told and told[0].get("role") == "system":
-        first = {**told[0], "content": f"{told[0]['content']}\n{words}"}
-        return [first, *told[1:]]
-    return [{"role": "system", "content": words}, *told]
+    first = told[0] if told else {}
+    if first.get("role") == "system":
+        return [{**first, "content": f"{first['content']}\n{words}"}, *told[1:]]
+    if takes_system or first.get("role") != "user":
+        return [{"role": "system", "content": words}, *told]
+    return [{**first, "content": f"{words}\n{first['content']}"}, *told[1:]]
 
 
 def _for_template(message: Message) -> dict[str, Any]:

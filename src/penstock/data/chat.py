@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from penstock.errors import UserError
 
 Message = Mapping[str, Any]
 _OWN_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "tokenize"})  # set here
+
+
+_PROBE = "probe7341"  # text that no template writes itself
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -80,6 +84,13 @@ def _hub_end_ids(name: str) -> Any:
         return GenerationConfig.from_pretrained(name).eos_token_id
     except OSError:  # the model has no generation config: only the tokenizer names an end
         return None
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its text as a list of one part."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": parts}
 
 
 class ChatTemplate:
@@ -164,6 +175,21 @@ class ChatTemplate:
             return "\n".join(str(message["content"]) for message in conversation)
         return self._apply_template(conversation, arguments or {})
 
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template drops content that is text, as those of models with images do."""
+        from jinja2 import TemplateError
+
+        def shows(message: dict[str, Any]) -> bool:
+            try:
+                text = self.tokenizer.apply_chat_template([message], tokenize=False)
+            except (TemplateError, TypeError):
+                return False
+            return _PROBE in text
+
+        probe = {"role": "user", "content": _PROBE}
+        return not shows(probe) and shows(_in_parts(probe))
+
     def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Refuse a variable that the template does not read: it would be ignored in silence."""
         template = str(getattr(self.tokenizer, "chat_template", None) or "")
@@ -179,6 +205,8 @@ class ChatTemplate:
     ) -> str:
         from jinja2 import TemplateError
 
+        if self._wants_parts:
+            conversation = [_in_parts(message) for message in conversation]
         try:
             text = self.tokenizer.apply_chat_template(
                 conversation, add_generation_prompt=True, tokenize=False, **arguments
