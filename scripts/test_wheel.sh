@@ -12,6 +12,13 @@ rm -rf dist
 rm -rf build
 "$python" -m venv "$scratch/venv"
 "$scratch/venv/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+if uv="$(command -v uv)"; then
+    "$uv" venv --quiet --python "$scratch/venv/bin/python" "$scratch/uv"
+    "$uv" pip install --quiet --python "$scratch/uv/bin/python" -c constraints.txt dist/*.whl
+    "$scratch/uv/bin/penstock" --version
+else
+    echo "test-wheel: uv is not installed here: only pip was tried"
+fi
 cd "$scratch" # not in the repository: what runs is the wheel
 export XDG_CONFIG_HOME="$scratch/config" PYTHONPATH=
 "$scratch/venv/bin/penstock" --version

@@ -60,6 +60,7 @@ NOT_RUN = {  # command -> why; the options are checked all the same
     "vllm serve": "vLLM is not installed with the tests",
     "python": "benchmarks measure for minutes; their --help is run instead",
     "make": "installs packages or runs this test; the target is looked up instead",
+    "uv pip install": "needs a network; `make test-wheel` installs with uv where it is there",
     "pip install": "needs a network; the extra is looked up instead",
     "docker": "needs Docker; test_dockerfile.py parses the file instead",
     "penstock --install-completion": "changes the shell of whoever runs the tests",
@@ -195,7 +196,7 @@ def over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-PROGRAMS = r"(?:penstock|python|sqlite3|make|pip|cat|vllm|ray|git|curl|docker|\.ci/run)\b"
+PROGRAMS = r"(?:penstock|python|sqlite3|make|uv|pip|cat|vllm|ray|git|curl|docker|\.ci/run)\b"
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*{PROGRAMS}")
 
 

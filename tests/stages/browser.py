@@ -27,6 +27,7 @@ FLAGS = [
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
 ]
+LONGEST_MS = 60_000  # a condition that does not hold by then never will
 DUMP = ["--virtual-time-budget=3000", "--dump-dom"]
 
 
@@ -129,7 +130,8 @@ class LivePage:
     def until(self, condition: str) -> None:
         """Wait until an expression holds, looking again whenever the page changes."""
         self.value(
-            f"""new Promise((done) => {{
+            f"""new Promise((done, fail) => {{
+              setTimeout(() => fail(new Error({json.dumps(condition)})), {LONGEST_MS});
               const holds = () => {{ try {{ return {condition}; }} catch {{ return false; }} }};
               if (holds()) return done();
               const watch = new MutationObserver(() => holds() && (watch.disconnect(), done()));

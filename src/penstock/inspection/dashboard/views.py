@@ -6,6 +6,7 @@ largest value. Journals are read in one snapshot each, through their public view
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -261,4 +262,5 @@ def differing_settings(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def _said(value: object) -> str:
-    return value if isinstance(value, str) else repr(value)
+    """Return a value as a config would have it; nothing for one that is not set."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)

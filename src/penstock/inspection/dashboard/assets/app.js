@@ -40,14 +40,15 @@ function route() {
   state.open = line ? line.id : null;
   state.tab = TABS.some(([name]) => name === tab) ? tab : "overview";
   document.body.dataset.pane = line ? "run" : "list";
+  if (line) state.cursor = line.id;
   drawList();
   document.title = line ? `${line.name} · Penstock` : "Penstock dashboard";
   if (!line) return showNothing();
   if (line.note) return byId("page").replaceChildren(html("p", { class: "absent" }, line.note));
-  state.cursor = line.id;
   current = VIEWS[state.tab](line.id);
   byId("page").replaceChildren(runHead(line), current.node);
   byId("page").scrollTop = 0;
+  document.querySelector(".tabs .on").scrollIntoView({ block: "nearest", inline: "center" });
   current.draw?.();
 }
 

@@ -2,25 +2,24 @@
 
 function compareView(ids) {
   const settings = html("div", {});
+  const prompts = html("div", {});
   const records = () => Promise.all(ids.map((id) => read(`/api/run/${id}/overview`))).then((all) => all.every(Boolean) && all);
   const inner = overviewView(null, records);
   read(`/api/compare?runs=${ids.join(",")}`).then((found) => {
     if (!found) return;
     const names = ids.map((id) => state.lines.get(id)?.name ?? id);
-    settings.replaceChildren(
-      section("Settings that differ", null, settingTable(names, found.settings)),
-      ...found.comparisons.map((one) => comparisonCard(names, one)),
-    );
+    settings.replaceChildren(section("Settings that differ", null, settingTable(names, found.settings)));
+    prompts.replaceChildren(...found.comparisons.map((one) => comparisonCard(names, one)));
   });
   const title = html("header", { class: "run-head" }, html("div", { class: "run-title" }, html("h1", {}, `${ids.length} runs compared`)));
   inner.node.firstChild.after(settings);
-  return { node: html("div", {}, title, inner.node), update: inner.update };
+  return { node: html("div", {}, title, inner.node, prompts), update: inner.update };
 }
 
 function settingTable(names, rows) {
   if (!rows.length) return html("p", { class: "quiet-text" }, "None: the runs have the same settings.");
   const head = html("tr", {}, html("th", {}, ""), ...names.map((name, i) => html("th", { scope: "col" }, html("span", { class: `run-name run-${i}` }, html("span", { class: `swatch run-${i}` }), name))));
-  const body = rows.map((row) => html("tr", { "data-setting": row.key }, html("th", { scope: "row", class: "mono" }, row.key), ...row.values.map((value) => html("td", { class: "mono" }, value || "–"))));
+  const body = rows.map((row) => html("tr", { "data-setting": row.key }, html("th", { scope: "row", class: "mono" }, row.key), ...row.values.map((value) => html("td", { class: value ? "mono" : "unset" }, value || "not set"))));
   return html("div", { class: "scroll flush" }, html("table", { class: "runs differ" }, html("thead", {}, head), html("tbody", {}, ...body)));
 }
 
@@ -57,7 +56,7 @@ function exampleSide(name, index, one) {
   return html(
     "div",
     { class: `side run-${index}` },
-    html("p", { class: "facts" }, html("span", { class: `swatch run-${index}` }), ` ${name}`, html("span", { class: `score ${one.score > 0 ? "good" : "poor"}` }, number(one.score))),
+    html("p", { class: "facts" }, html("span", { class: `swatch run-${index}` }), ` ${name} `, html("span", { class: `score ${one.score > 0 ? "good" : "poor"}` }, number(one.score))),
     html("pre", { class: "response" }, one.response || "(empty)"),
   );
 }

@@ -150,7 +150,7 @@ function pairCard(pair) {
     html(
       "div",
       { class: "side" },
-      html("p", { class: "facts" }, title, html("span", { class: `score ${one.score > 0 ? "good" : "poor"}` }, number(one.score))),
+      html("p", { class: "facts" }, title, " ", html("span", { class: `score ${one.score > 0 ? "good" : "poor"}` }, number(one.score))),
       html("pre", { class: "response" }, one.response || "(empty)"),
     );
   return html(

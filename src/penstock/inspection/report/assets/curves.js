@@ -61,9 +61,10 @@ function axes(x, y, width, height) {
 function drawSeries(one, x, y, options) {
   const group = svg("g", { class: `series run-${one.run}${one.dashed ? " dashed" : ""}`, "data-series": one.name });
   const points = one.points;
-  if (points.some((point) => point.low !== null && point.low !== undefined)) group.append(band(points, x, y));
   const smooth = options.smoothing > 0 && !one.markers ? smoothed(points, options.smoothing) : null;
-  group.append(svg("path", { class: smooth ? "line raw" : "line", d: path(points, x, y) }));
+  const banded = points.some((point) => point.low !== null && point.low !== undefined);
+  if (banded) group.append(band(points, x, y));
+  if (!smooth || !banded) group.append(svg("path", { class: smooth ? "line raw" : "line", d: path(points, x, y) }));
   if (smooth) group.append(svg("path", { class: "line", d: path(smooth, x, y) }));
   if (points.length <= MOST_DOTS) group.append(...dots(one, x, y, options));
   return group;

@@ -49,7 +49,7 @@ function seriesOf(chart, run) {
     name,
     label: label(text),
     dashed,
-    points: values(name).map((y, i) => ({ x: run.steps[i], y, ...between(run, name, i) })).filter((point) => point.y !== null),
+    points: values(name).map((y, i) => ({ x: run.steps[i], y, ...(dashed ? {} : between(run, name, i)) })).filter((point) => point.y !== null),
   });
   if (chart.name === "accuracy" || chart.name === "reward/mean") {
     const measure = chart.name === "accuracy" ? "accuracy" : "reward";
