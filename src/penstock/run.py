@@ -29,6 +29,7 @@ class Loop:
     def __init__(self, job: Job, *, first_step: int = 0) -> None:
         self._job = job
         self.step = first_step  # updates done
+        self._newest = first_step  # the version that engines have confirmed
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[StepReport] | None = None
         self._updating: asyncio.Task[None] | None = None
@@ -44,6 +45,7 @@ class Loop:
     async def _all_steps(self) -> None:
         job = self._job
         job.workers.callbacks.first_loaded = self._confirmed
+        job.workers.callbacks.replaced = job.journal.record_published
         async with asyncio.TaskGroup() as self._tasks:
             producing = self._tasks.create_task(job.source.run(), name="produce")
             if self._evaluation_due():  # a resumed run evaluates what it had not yet
@@ -111,7 +113,8 @@ class Loop:
         if not self._job.config.launch.colocate:
             await self._pause_producer()
         digest = await engine.update_weights(handle.version, handle)
-        self._confirmed(handle.version, digest)
+        if self._newest <= handle.version:  # else: a restarted trainer was past it
+            self._confirmed(handle.version, digest)
         self._job.source.resume()
 
     async def _pause_producer(self) -> None:
@@ -125,6 +128,7 @@ class Loop:
 
     def _confirmed(self, version: int, digest: str) -> None:
         """Called when the first engine has loaded a version, and again when all have."""
+        self._newest = version
         self._job.journal.record_confirmed("engine", version, digest)
         self._job.source.weights_updated(version)
 

@@ -14,7 +14,7 @@ from penstock.data.sampler import Sampler
 from penstock.errors import RunError
 from penstock.inspection.audit import EraBounds, audit_journal
 from penstock.journal import Journal
-from penstock.types import Batch, Group, Score, Status, StepReport, VersionSegment
+from penstock.types import Batch, Group, ModelCall, Score, Status, StepReport, VersionSegment
 from stages.rollouts import make_prompts
 
 STEPS, KEPT_FROM, TOKENS = 12, 9, 2000
@@ -67,6 +67,37 @@ def path(tmp_path: Path) -> Path:
 def prune(path: Path, *, keep_text: bool) -> None:
     with closing(Journal.open(path, threaded=False)) as journal:
         journal.prune_payloads(KEPT_FROM - 1, keep_text=keep_text)
+
+
+@pytest.mark.parametrize("keep_text", [True, False])
+def test_the_calls_of_an_agent_stay_intact_when_their_tokens_are_removed(
+    path: Path, keep_text: bool
+) -> None:
+    """A pruned call's checksum was computed over an empty payload, and compared with one over NULL."""
+    rollout = SAMPLER.group_at(0).rollouts[0]
+    call = ModelCall(
+        number=0,
+        parent=None,
+        context_ids=np.array([1, 2], dtype=np.int32),
+        token_ids=np.array([3], dtype=np.int32),
+        logprobs=np.array([-0.5], dtype=np.float32),
+        segments=(VersionSegment(0, 1),),
+        finish_reason="stop",
+        messages=({"role": "user", "content": "question"},),
+        answer={"role": "assistant", "content": "answer"},
+    )
+
+    async def main() -> None:
+        with closing(Journal.open(path, threaded=False)) as journal:
+            await journal.record_call(rollout, call)
+            await journal.begin_tool(rollout, "c1", "act")
+            await journal.end_tool(rollout, "c1", "done", "result")
+
+    asyncio.run(main())
+    prune(path, keep_text=keep_text)
+    with closing(Journal.open(path, readonly=True)) as journal:
+        assert journal.query("SELECT COUNT(*) FROM call_rows WHERE length(data)") == [(0,)]
+        assert journal.damaged() == []
 
 
 def bytes_of_payloads(path: Path) -> int:

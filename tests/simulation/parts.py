@@ -73,9 +73,10 @@ class Buffer:
 class SharedMemory:
     """The buffers of a run: the newest whole one, and those that are read or written."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, dies_with_writer: bool) -> None:
+        """dies_with_writer: it is the memory of a GPU, which ends with the process that reserved it."""
         self.buffers: dict[int, Buffer] = {}
-        self._numbers = 0
+        self._numbers, self._dies_with_writer = 0, dies_with_writer
 
     def begin(self, version: int, digest: str, writer: SimProcess) -> Buffer:
         """Begin a buffer; buffers that nobody reads are written again, but never the newest whole one."""
@@ -92,6 +93,9 @@ class SharedMemory:
         for one in self.buffers.values():
             if one.writer is process and not one.ended:
                 one.end(whole=False)
+        if self._dies_with_writer:
+            kept = {n: one for n, one in self.buffers.items() if one.writer is not process}
+            self.buffers = kept
 
     async def read(self, handle: WeightHandle, process: SimProcess) -> Buffer:
         """Wait for the bytes of a handle; raise WeightsGone as `weights/buffer.py` does."""

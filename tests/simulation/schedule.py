@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock import job, run_folder, session
+from penstock.agent import build
 from penstock.config import Config
 from penstock.errors import PenstockError
 from penstock.inspection.audit import audit_journal
@@ -27,6 +28,7 @@ from penstock.journal import Journal
 from penstock.journal import journal as journal_module
 from penstock.launch.processes import local
 from penstock.run_folder import CONFIG, RunFolder, _copy
+from simulation.agents import SimBridge, agent_faults
 from simulation.disk import SimWriter
 from simulation.event_loop import DriverKilled, SimLoop, Stuck, place_of
 from simulation.parts import START, digest_after
@@ -84,6 +86,10 @@ class _Control:
     async def close(self) -> None: ...
 
 
+async def _no_endpoint(*_: Any) -> None:
+    """Start no HTTP server: the agents of the simulation are in the driver."""
+
+
 class _NoFolder:
     path = Path("shared memory")
 
@@ -108,6 +114,8 @@ def installed(world: World) -> Iterator[None]:
         (job, "RunData", _Data),
         (job, "measure", lambda config, datasets: {}),
         (job, "Control", _Control),
+        (job, "serve_agents", _no_endpoint),
+        (build, "Bridge", SimBridge),
         (journal_module, "Writer", SimWriter),
         (journal_module, "open_database", world.disk.open),
         (session, "signal", SimpleNamespace(SIGINT=2, SIGTERM=15, signal=world.handle_signal)),
@@ -241,12 +249,14 @@ def check_journal(world: World) -> list[str]:
     try:
         found = audit_journal(journal, [world.bounds])
         faults = list(found.faults)
-        digest = START
+        faults += agent_faults(journal, world.effects)
+        digest, pruned = START, journal.pruned_to()
         for number, report in enumerate(journal.steps(), start=1):
             if (report.step, digest, report.digest) not in world.updates:
                 faults.append(f"step {report.step} has a digest that no update after the last gave")
-            digest = digest_after(digest, journal.batch(report.step).groups)
-            if not world.repeats_bits:
+            if report.step > pruned and world.repeats_bits:
+                digest = digest_after(digest, journal.batch(report.step).groups)
+            else:
                 digest = report.digest
             if (report.step, report.policy_version) != (number, number):
                 faults.append(f"step {report.step} has version {report.policy_version}")

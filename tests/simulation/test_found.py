@@ -136,6 +136,31 @@ def test_weights_half_written_by_a_trainer_that_does_not_repeat_bits_are_publish
     assert result.violations == [], result.lives
 
 
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+@pytest.mark.parametrize("bits", [True, False])
+def test_weights_that_died_with_a_trainer_that_was_past_them_are_replaced_by_its_successors(
+    strategy: str, bits: bool
+) -> None:
+    """Engines were given the handle of a dead trainer's GPU memory until every engine was given up."""
+    settings = {
+        "sync.every_steps": 2,
+        "train.steps": 4,
+        "produce.strategy": strategy,
+        "produce.max_staleness": 2 if strategy == "async" else 0,
+        "produce.over_sample_threshold": 0.0,
+    }
+    faults = [
+        at("kill", "trainer", "train", "answered", 3),
+        then("kill", "engine-0", 0.0),
+        then("kill", "engine-1", 0.0),
+    ]
+    result = run_seed(
+        0, settings={**PLAIN, **settings}, faults=faults, repeats_bits=bits, gpu_memory=True
+    )
+    assert len(result.happened) == 3
+    assert result.violations == [], result.lives
+
+
 def test_an_update_that_vanishes_is_found() -> None:
     """About one schedule in 500 finds it: an engine stalls after the update, and the trainer dies."""
     stall = at("stall", "engine-0", "stats", "begun", 3, seconds=40.0)

@@ -18,6 +18,7 @@ from penstock.errors import PenstockError
 from penstock.inspection.audit import _era_bounds
 from penstock.run_folder import Era
 from penstock.types import Batch, Prompt
+from simulation.agents import AGENT
 from simulation.disk import Disk
 from simulation.event_loop import SimLoop
 from simulation.faults import Fault, draw_faults
@@ -84,6 +85,7 @@ class World:
         settings: dict[str, Any] | None = None,
         faults: list[Fault] | None = None,
         repeats_bits: bool | None = None,
+        gpu_memory: bool | None = None,
     ) -> None:
         """What is given takes the place of what the seed would draw; settings by dotted key."""
         self.seed, self.folder = seed, folder
@@ -95,6 +97,9 @@ class World:
         self.repeats_bits = random.Random(f"bits of {seed}").random() < 0.8
         if repeats_bits is not None:
             self.repeats_bits = repeats_bits
+        self.gpu_memory = random.Random(f"memory of {seed}").random() < 0.3
+        if gpu_memory is not None:
+            self.gpu_memory = gpu_memory
         workers = [f"engine-{n}" for n in range(self.config.launch.num_producers)]
         ranks = self.config.launch.num_consumers
         workers += ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
@@ -107,6 +112,7 @@ class World:
         self.disk = Disk()
         self._steps: dict[str, int] = {}  # group -> the step that trained it, by any trainer
         self.updates: set[tuple[int, str, str]] = set()  # step, digests before and after it
+        self.effects: Counter[tuple[str, int, str]] = Counter()  # of tools: rollout, seed, call
         self._lengths = self.random.choice(((2, 6), (1, 30)))
         self.begin_life()
 
@@ -120,14 +126,18 @@ class World:
             f"checkpoints every {config.checkpoint.every_steps}, engines "
             f"{config.launch.num_producers} ({config.engine.update}), ranks "
             f"{config.launch.num_consumers}{', colocated' if config.launch.colocate else ''}, "
-            f"{len(config.tasks)} task{'s' if len(config.tasks) > 1 else ''}"
-            f"{'' if self.repeats_bits else ', bits do not repeat'}; "
+            f"{len(config.tasks)} task{'s' if len(config.tasks) > 1 else ''}, "
+            f"{sum(task.agent == AGENT for task in config.tasks.values())} with an agent, "
+            f"payloads kept: {config.journal.keep_payloads}"
+            f"{'' if self.repeats_bits else ', bits do not repeat'}"
+            f"{', weights in GPU memory' if self.gpu_memory else ''}; "
             f"drawn: {'; '.join(map(str, self.faults)) or 'no fault'}"
         )
 
     def begin_life(self) -> None:
         """Begin a life of the driver: its workers died with the driver before."""
-        self.processes, self.memory = Living(), SharedMemory()
+        self.processes = Living()
+        self.memory = SharedMemory(dies_with_writer=self.gpu_memory)
         self.meetings: dict[Any, Meeting] = {}
         self._gpu: set[str] = set()
         self._passed: Counter[tuple[str, str, str]] = Counter()
@@ -173,6 +183,10 @@ class World:
                 self.violated(f"{group.group_id}: trained in step {step} and step {batch.step}")
         self.violations += stale_rollouts(batch, self.bounds.allowed)
         self.updates.add((batch.step, before, digest))
+
+    def acted(self, rollout_id: str, seed: int, call_id: str) -> None:
+        """Keep the effect of an agent's tool: it outlives the driver."""
+        self.effects[rollout_id, seed, call_id] += 1
 
     # ---- faults
 
@@ -251,7 +265,8 @@ def draw_config(chance: random.Random, seed: int, settings: dict[str, Any]) -> C
     several = random.Random(f"tasks of {seed}").random() < 0.2
     tree: dict[str, Any] = {
         "seed": 1,
-        "tasks": dict.fromkeys(TASKS[: 2 if several else 1], _TASK),
+        "tasks": _tasks(seed, 2 if several else 1),
+        "journal": {"keep_payloads": _kept_payloads(seed)},
         "sampling": {"num_generations": 2, "max_tokens": 40},
         "engine": {"max_slots": 4, "update": chance.choice(("together", "together", "rolling"))},
         "produce": {
@@ -277,6 +292,19 @@ def draw_config(chance: random.Random, seed: int, settings: dict[str, Any]) -> C
         section, _, name = key.partition(".")
         tree[section][name] = value
     return validate(tree)
+
+
+def _tasks(seed: int, number: int) -> dict[str, Any]:
+    """Draw which of the tasks have an agent."""
+    chance = random.Random(f"agents of {seed}")
+    return {
+        name: {**_TASK, "agent": AGENT} if chance.random() < 0.25 else _TASK
+        for name in TASKS[:number]
+    }
+
+
+def _kept_payloads(seed: int) -> str:
+    return random.Random(f"payloads of {seed}").choice(("all", "all", "all", "text", "none"))
 
 
 def _evaluation(chance: random.Random) -> dict[str, Any]:

@@ -138,6 +138,35 @@ def test_a_trainer_that_redid_its_step_with_other_bits_publishes_those() -> None
     asyncio.run(run())
 
 
+class PastIt(TrainerFake):
+    """A restarted worker was restored to a later step than the one that was published last."""
+
+    async def publish(self) -> WeightHandle:
+        return replace(await super().publish(), version=1 + self._number)
+
+
+def test_a_trainer_that_is_past_the_lost_version_publishes_its_own_before_it_trains() -> None:
+    """The handle of the dead worker was handed out, which is unreadable if it names GPU memory."""
+
+    async def run() -> None:
+        trainers = Trainers(first_hangs=False, part=PastIt)
+        trainer = await trainers.start()
+        told: list[WeightHandle] = []
+        trainer.when_replaced = told.append
+        published = await trainer.publish()
+        await trainer.train(BATCH)
+        trainers.made[0].die()
+        await trainer.train(BATCH)
+        assert trainers.log[-2:] == ["publish by 1", "train by 1"]
+        assert told == [], "no engine has asked for it"
+        renewed = await trainer.renewed(published)
+        assert (renewed.version, renewed.location) == (2, "side of 1")
+        assert told == [renewed]
+        await trainers.supervised.close()
+
+    asyncio.run(run())
+
+
 class Picky(FakeEngine):
     """Can read only what lies on the right side."""
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from penstock.errors import JournalDamaged, RunError
-from penstock.journal.checks import call_key, expression, row_check
+from penstock.journal.checks import CALL_CHECK, call_key, expression, row_check
 from penstock.journal.codec import check_sum, is_intact, stored_text
 from penstock.types import ModelCall, VersionSegment
 
@@ -127,7 +127,7 @@ def prune_calls(db: sqlite3.Connection, group_id: str, *, keep_text: bool) -> No
     kept = {"messages": "messages", "answer": "answer"}
     if not keep_text:
         kept = {"messages": "'[]'", "answer": "'{}'"}
-    fixed = {**kept, "tools": "''", "substr(data, -4)": "x''"}
+    fixed = {**kept, "tools": "''", CALL_CHECK: "x''"}
     sets = ", ".join(f"{column} = {value}" for column, value in kept.items())
     check = expression("call_rows", **fixed)
     db.execute(

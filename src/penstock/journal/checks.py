@@ -17,6 +17,9 @@ from penstock.journal.codec import described, is_intact
 ROW_CHECK = "row_check_of"  # the function's name in SQL
 FIRST_WITH_CHECKS = 2  # the first schema version whose rows carry checksums
 
+# The checksum of a call's payload; SQLite's substr of an empty one, after pruning, is NULL.
+CALL_CHECK = "COALESCE(substr(data, -4), x'')"
+
 CHECKED = {
     "prompt_rows": ("task", "prompt_id", "substr(data, -4)"),
     "group_rows": (
@@ -36,7 +39,7 @@ CHECKED = {
     "identity_rows": ("name", "value"),
     "call_rows": (
         *("rollout_id", "seed", "number", "parent", "group_id", "at", "finish_reason"),
-        *("num_context", "num_tokens", "messages", "answer", "tools", "substr(data, -4)"),
+        *("num_context", "num_tokens", "messages", "answer", "tools", CALL_CHECK),
     ),
     "tool_rows": (
         *("rollout_id", "seed", "call_id", "group_id", "name", "begun_at", "ended_at"),

@@ -98,6 +98,7 @@ def assemble(
     part = RestartingTrainer(trainer, announces=announces)
     if publishes is not None:
         part = ColocatedTrainer(trainer, engine, publishes, announces=announces)
+    part.when_replaced = lambda handle: callbacks.replaced(handle.version, handle.digest)
     supervised = {one.name: one for one in everyone}
 
     async def scale(count: int) -> str:

@@ -30,10 +30,11 @@ class NewestWeights:
         self.handle: WeightHandle | None = None
         self._copies, self._renew = copies, renew
         self._times_renewed = 0
+        self.is_ahead = False  # the handle is of a later version than the one that was published
         self._renewing = asyncio.Lock()  # engines that miss the same weights renew them once
 
     def publish(self, handle: WeightHandle) -> None:
-        self.handle, self._times_renewed = handle, 0
+        self.handle, self._times_renewed, self.is_ahead = handle, 0, False
 
     async def copied(self, engines: Callable[[], list[int]]) -> WeightHandle | None:
         """Copy the newest weights to the nodes of these engines; return a handle for all of them."""
@@ -87,3 +88,4 @@ class NewestWeights:
         renewed = await self._renew(newest)
         if newest is self.handle:
             self.handle = renewed
+            self.is_ahead = self.is_ahead or renewed.version > newest.version

@@ -219,6 +219,8 @@ class EnginePool:
                 if engine.state is not EngineState.STARTING:
                     return
                 await self._weights.load_newest(engine, engine.supervised.call)
+                if self._weights.is_ahead and engine.loaded is not None:
+                    self._tell_first_loaded(*engine.loaded)
                 if self._asleep:
                     await engine.supervised.call("pause", "wait")
                     await engine.supervised.call("sleep")
@@ -494,7 +496,7 @@ class EnginePool:
         assert version == source.version
         self._weights.publish(source)
         digests = await self._at_least_one(lambda: self._weights.renewing(self._load_all))
-        self._least_version = version
+        self._least_version = max(self._least_version, version)
         await self.when_loaded()
         return digests[0]
 
@@ -504,9 +506,8 @@ class EnginePool:
             digest = await self._weights.load(engine, handle, engine.supervised.call)
             self._dispatcher.members[engine.index].version = handle.version
             self._requests.bind_queued()
-            if self._update == "together" and handle.version > self._least_version:
-                self._least_version = handle.version
-                self._first_loaded(handle.version, digest)
+            if self._update == "together" or self._weights.is_ahead:
+                self._tell_first_loaded(handle.version, digest)
             return digest
 
         async with self._switching_with_gpu():
@@ -514,6 +515,12 @@ class EnginePool:
             engines = self._in(EngineState.SERVING)
             rounds = [engines] if self._update == "together" else [[one] for one in engines]
             return [digest for some in rounds for digest in await self._each(load, some)]
+
+    def _tell_first_loaded(self, version: int, digest: str) -> None:
+        """From now on requests go only to engines that have this version."""
+        if version > self._least_version:
+            self._least_version = version
+            self._first_loaded(version, digest)
 
     @contextlib.asynccontextmanager
     async def _switching_with_gpu(self) -> AsyncIterator[None]:

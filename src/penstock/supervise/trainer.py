@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from penstock.config import ParallelConfig
-from penstock.errors import EngineError, WorkerDied, WrongStep
+from penstock.errors import WorkerDied, WrongStep
 from penstock.supervise.supervised import Call, Supervised
 from penstock.supervise.worker import Worker
 from penstock.types import Batch, StepReport, WeightHandle
@@ -208,6 +208,7 @@ class RestartingTrainer(TrainerClient):
         super().__init__(self._call_again_after_a_death)
         self._supervised, self._announces = supervised, announces
         self._published: tuple[WeightHandle, Worker | None] | None = None  # newest, and its writer
+        self.when_replaced: Callable[[WeightHandle], None] = lambda handle: None
         self._writing: asyncio.Task[WeightHandle] | None = None
         self._publishing = asyncio.Lock()
 
@@ -254,22 +255,23 @@ class RestartingTrainer(TrainerClient):
             self._writing = None
 
     async def _publish_again(self) -> None:
-        """Let a restarted worker publish the version that its predecessor had published.
+        """Let a restarted worker publish what it was restored to, before it trains anything.
 
-        Where bits do not repeat, its redone weights have another digest, and there are no others.
+        That is the version that its predecessor had published, or a later committed one. Where bits
+        do not repeat, redone weights have another digest, and there are no others.
         """
         async with self._publishing:
             worker = self._supervised.worker
             if self._published is None or worker is None or worker is self._published[1]:
                 return
-            handle = self._published[0]
-            version, _ = await self._supervised.call("identity")
-            if version == handle.version:
-                handle = await self._supervised.call("publish")
-            self._published = (handle, worker)
+            self._published = (await self._supervised.call("publish"), worker)
 
     async def renewed(self, handle: WeightHandle) -> WeightHandle:
-        """Return a readable handle of the same version after the death of its writer."""
+        """Return a handle that can be read, in the place of one that cannot.
+
+        Memory of a GPU ends with the process that reserved it. If the next worker is past the lost
+        version, the handle is of that worker's version, as in a resumed run.
+        """
         await self._written()
         while True:
             await self._supervised.ready()
@@ -281,9 +283,7 @@ class RestartingTrainer(TrainerClient):
                 continue
         newest = handle if self._published is None else self._published[0]
         if newest.version != handle.version:
-            raise EngineError(
-                f"weights of version {handle.version} are gone, and the trainer is at {newest.version}"
-            )
+            self.when_replaced(newest)
         return newest
 
     async def write_snapshot(self) -> None:
