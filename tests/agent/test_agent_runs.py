@@ -126,6 +126,39 @@ def test_an_agent_is_evaluated_in_training_and_by_the_command(server: CrashServe
     assert "eval.tasks.held.agent" in server.output()
 
 
+def scores(run: RunFolder) -> dict[str, float]:
+    with closing(Journal.open(run.journal, readonly=True)) as journal:
+        return dict(journal.query("SELECT rollout_id, reward FROM rollouts"))
+
+
+def test_a_fork_scores_the_recorded_trees_again_and_samples_nothing(
+    server: CrashServer, whole: RunFolder
+) -> None:
+    other = server.folder / "other.py"
+    other.write_text(AGENT.replace("% 3", "% 3 + 10").replace("len(text)", "1 / 0"))
+    agent = f"tasks.train.agent={other}:rollout"
+    assert server.run("replay", str(whole.path), "run.name=played", agent) == 0, server.output()
+    fork = RunFolder(server.folder / "played")
+    before = scores(whole)
+    trained = {name: reward - 10 for name, reward in scores(fork).items()}
+    assert trained == {name: before[name] for name in trained}  # `count` was not called again
+    assert server.run("audit", str(fork.path)) == 0, server.output()
+    assert "agents: 16 rollouts, 16 rows: every id was given to an engine" in server.output()
+    assert server.run("rollouts", str(fork.path), "--limit", "1") == 0
+    assert server.output().count("user: and?") == 2
+
+    other.write_text("def odd(response, prompt):\n    return float(len(response) % 2)\n")
+    rewards = f'tasks.train.rewards=[{{type="{other}:odd"}}]'
+    words = ["run.name=judged-again", rewards, "--algo", "rloo"]
+    assert server.run("replay", str(whole.path), *words) == 0, server.output()
+    assert set(scores(RunFolder(server.folder / "judged-again")).values()) <= {0.0, 1.0}
+
+    options = 'tasks.train.agent_options={question="why?", max_turns=3, timeout_s=60}'
+    assert server.run("replay", str(whole.path), "run.name=asks", options) == 2
+    assert "got 0 recorded groups" in server.output()
+    assert "16 rollouts could not be scored: agent: EngineError: the agent asks" in server.output()
+
+
 def test_a_template_that_cannot_be_bridged_trains_a_row_per_turn(server: CrashServer) -> None:
     run, code = server.train("rows", *overrides(server, "endless"), "train.steps=1")
     assert code == 0, server.output()

@@ -20,7 +20,7 @@ from rich.table import Table
 from penstock import terminal
 from penstock.config import ProduceConfig
 from penstock.errors import JournalDamaged
-from penstock.inspection.certificate import Certificate, certify
+from penstock.inspection.certificate import certify
 from penstock.inspection.evidence import (
     age_faults,
     missing_rows,
@@ -195,7 +195,7 @@ def _account(
 ) -> Audit:
     tasks = _count(journal, recorded)
     stalest, stale_faults = _staleness(journal, eras)
-    certificate = certify(journal) if not recorded else Certificate()
+    certificate = certify(journal)
     faults = [
         *(
             f"task {name}: does not balance: {task}"

@@ -2,8 +2,8 @@
 
 The check recomputes every step and compares its digest with the journalled one. A fork is a run
 folder of its own: it trains on the recorded groups in their order, generates nothing, and corrects for
-the policy that sampled them. Its journal holds the groups, the steps, and the publications of the
-versions that its rollouts name; `origin.json` says where the groups came from.
+the policy that sampled them. Its journal holds the groups with their calls, the steps, and the
+publications of the versions that its rollouts name; `origin.json` says where the groups came from.
 """
 
 from __future__ import annotations
@@ -21,6 +21,15 @@ from penstock.config import Config
 from penstock.config.source import with_overrides
 from penstock.errors import UserError
 from penstock.identity import absolute_paths, code_fact
+from penstock.inspection.rescore import (
+    NewScores,
+    describe,
+    read_scores,
+    score_groups,
+    scored_again,
+    with_scores,
+    write_scores,
+)
 from penstock.job import Job, join_parts, open_trainer
 from penstock.journal import Journal
 from penstock.produce import ProducerSnapshot
@@ -95,15 +104,20 @@ def make_fork(
                 f"replay: a fork trains on all recorded groups, but the tokens of steps 1 to {pruned} "
                 "were removed (journal.keep_payloads)"
             )
-        kept = sum(keep for _, keep in recorded_groups(journal, config, last))
+        again, scores = scored_again(overrides), NewScores()
+        if again:
+            groups = (group for group, _ in recorded_groups(journal, config, last))
+            scores = asyncio.run(score_groups(config, journal, groups, again))
+        kept = sum(keep for _, keep in recorded_groups(journal, config, last, scores))
         digest = journal.steps()[last - 1].digest
     finally:
         journal.close()
     steps = kept // config.train.groups_per_step
     if not steps:
+        lost = "".join(f"; {text}" for text in describe(scores)[1:])
         raise UserError(
             f"replay: got {kept} recorded groups that {config.algorithm.name} keeps, "
-            f"allowed: at least train.groups_per_step = {config.train.groups_per_step}"
+            f"allowed: at least train.groups_per_step = {config.train.groups_per_step}{lost}"
         )
     if any(word.startswith("train.steps=") for word in overrides) and config.train.steps:
         steps = min(steps, config.train.steps)
@@ -111,7 +125,10 @@ def make_fork(
     config = config.model_copy(update={"train": settings})
     check_algorithm(config)
     origin = Origin(run=str(parent.path.resolve()), steps=last, digest=digest)
-    return run_folder.create(config, origin)
+    folder = run_folder.create(config, origin)
+    if again:
+        write_scores(folder.path, scores)
+    return folder
 
 
 def _correction(parent: Config, words: Sequence[str]) -> list[str]:
@@ -131,12 +148,15 @@ def _unused_name(parent: RunFolder, algorithm: str | None) -> str:
     return taken.name
 
 
-def recorded_groups(journal: Journal, config: Config, last: int) -> Iterator[tuple[Group, bool]]:
+def recorded_groups(
+    journal: Journal, config: Config, last: int, scores: NewScores | None = None
+) -> Iterator[tuple[Group, bool]]:
     """Yield every trained group in training order, and whether this config's algorithm keeps it."""
     settings = run_settings(config)
     for step in range(1, last + 1):
         for group in journal.batch(step).groups:
-            yield group, keep_group(group.rollouts, settings)
+            is_scored = with_scores(group, scores or {}) is not None
+            yield group, is_scored and keep_group(group.rollouts, settings)
 
 
 @asynccontextmanager
@@ -156,23 +176,33 @@ async def open_fork(folder: RunFolder) -> AsyncIterator[Job]:
         closing.callback(journal.close)
         workers = await closing.enter_async_context(open_trainer(config, folder.logs))
         journal.waits = workers.callbacks.waits
-        source = RecordedBatches(recorded, journal, config, origin.steps)
+        scores = read_scores(folder.path)
+        source = RecordedBatches(recorded, journal, config, origin.steps, scores)
         steps = config.train.steps
         job = join_parts(config, folder, journal, workers, source, steps, closing)
         job.facts = code_fact(config)
         job.findings.start(journal.last_committed_step(), job.facts)
         job.tracker.note(f"fork of {parent.path}, steps 1 to {origin.steps}; nothing is generated")
+        for text in describe(scores):
+            job.tracker.note(text)
         yield job
 
 
 class RecordedBatches:
     """See `BatchSource`: recorded groups of another run, in the order they were trained."""
 
-    def __init__(self, recorded: Journal, journal: Journal, config: Config, last: int) -> None:
-        """`last`: the parent's last step that is used."""
+    def __init__(
+        self,
+        recorded: Journal,
+        journal: Journal,
+        config: Config,
+        last: int,
+        scores: NewScores | None = None,
+    ) -> None:
+        """`last`: the parent's last step that is used; `scores`: in place of those recorded."""
         self._recorded, self._journal = recorded, journal
         self._size = config.train.groups_per_step
-        self._groups = recorded_groups(recorded, config, last)
+        self._groups = recorded_groups(recorded, config, last, scores)
         self._known: dict[str, str] = {}  # groups of an earlier part of the fork, and their state
         self._resumed: Batch | None = None
 
@@ -215,11 +245,25 @@ class RecordedBatches:
             return False
         if state is None:
             self._journal.drawn(group)
+        await self._copy_calls(group, is_new=state is None)
         if not keep:
             await self._journal.filtered(group)
         elif state != "buffered":
             await self._journal.landed(group)
         return keep
+
+    async def _copy_calls(self, group: Group, *, is_new: bool) -> None:
+        """Bring an agent's calls into the fork's journal, those that are not there yet."""
+        calls = self._recorded.calls(group.group_id)
+        known = {} if is_new or not calls else self._journal.calls(group.group_id)
+        await asyncio.gather(
+            *(
+                self._journal.record_call(rollout, call)
+                for rollout in group.rollouts
+                for call in calls.get((rollout.rollout_id, rollout.seed), [])
+                if call.number >= len(known.get((rollout.rollout_id, rollout.seed), []))
+            )
+        )
 
     def weights_updated(self, version: int) -> None:
         """Do nothing: recorded batches do not depend on the version."""

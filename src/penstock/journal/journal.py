@@ -450,10 +450,20 @@ class Journal:
     def interrupted_tools(self) -> dict[tuple[str, int], list[ToolResult]]:
         """Return the tool calls of rollouts that a resume continues, by (rollout, seed)."""
         groups = "state = 'in_flight' OR (state = 'buffered' AND status = 'aborted')"
+        return self._tools(f"group_id IN (SELECT group_id FROM groups WHERE {groups})")
+
+    def tools(self, group_id: str) -> dict[tuple[str, int], list[ToolResult]]:
+        """Return the tool calls of a group's rollouts, by (rollout, seed); those of every try."""
+        return self._tools("group_id = ?", (group_id,))
+
+    def _tools(
+        self, where: str, values: Sequence[object] = ()
+    ) -> dict[tuple[str, int], list[ToolResult]]:
         found: dict[tuple[str, int], list[ToolResult]] = {}
         for rollout_id, seed, call_id, name, outcome, result in self.query(
             "SELECT rollout_id, seed, call_id, name, outcome, result FROM tools"
-            f" WHERE group_id IN (SELECT group_id FROM groups WHERE {groups}) ORDER BY begun_at"
+            f" WHERE {where} ORDER BY begun_at",
+            values,
         ):
             tool = ToolResult(call_id=call_id, name=name, outcome=outcome, result=result)
             found.setdefault((rollout_id, seed), []).append(tool)
