@@ -11,20 +11,16 @@ from typing import Any
 
 import pytest
 
-from penstock.agent.bridge import Bridge
 from penstock.agent.build import check_agent
-from penstock.agent.function import AgentSettings, FunctionAgent
 from penstock.agent.gym import World
 from penstock.agent.gym import make as make_gym
-from penstock.agent.session import Limits
 from penstock.agent.tools import make as make_tools
 from penstock.config import SamplingConfig, TaskConfig
-from penstock.data.sampler import Sampler
 from penstock.errors import UserError
 from penstock.journal.calls import ToolResult
 from penstock.types import Status
-from stages.chat_policy import NO_END, TEMPLATE, Kept, ScriptedEngine, chat_template
-from stages.rollouts import make_prompts
+from stages.agent_parts import play, tool_call
+from stages.chat_policy import NO_END
 
 FILE = '''
 class Calculator:
@@ -85,36 +81,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def play(function: Any, *texts: str, template: str = TEMPLATE, interrupted: Any = None, **options):
-    """Let the function play one rollout against a policy that says the texts in turn."""
-    left, chat, kept = list(texts), chat_template(template), Kept()
-    engine = ScriptedEngine(lambda prompt: left.pop(0))
-    agent = FunctionAgent(
-        function,
-        engine=engine,
-        sampling=SamplingConfig(max_tokens=200),
-        bridge=Bridge(chat),
-        settings=AgentSettings.read("o", options, Limits(max_context=4000)),
-        decode=chat.decode,
-        recorder=kept,
-    )
-    group = Sampler(make_prompts(3), task_name="t", prompt_repeat_k=1, seed=0).group_at(0)
-    (rollout,) = group.rollouts
-    if interrupted is not None:
-        agent._interrupted.tools[rollout.rollout_id, rollout.seed] = interrupted
-    asyncio.run(agent.generate_group(group.rollouts))
-    prompts = [chat.decode_prompt(request.prompt_ids) for request in engine.requests]
-    return rollout, kept, prompts
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
 def test_trls_environment_class_is_used_as_it_is(file: Path) -> None:
     function = make_tools("o", {"env": f"{file}:Calculator"})
     rollout, kept, prompts = play(
-        function, call("add", a=1, b=2) + call("add", a=3, b=4), call("add", a=5, b=5), "done"
+        function,
+        tool_call("add", a=1, b=2) + tool_call("add", a=3, b=4),
+        tool_call("add", a=5, b=5),
+        "done",
     )
     assert rollout.error == ""
     assert (rollout.reward, rollout.extra["turns"], rollout.text) == (20.0, 3, "done")
@@ -126,7 +99,9 @@ def test_trls_environment_class_is_used_as_it_is(file: Path) -> None:
 
 def test_a_tool_that_raises_or_is_unknown_tells_the_policy(file: Path) -> None:
     function = make_tools("o", {"env": f"{file}:Calculator"})
-    rollout, kept, prompts = play(function, call("add", a=1), call("sub", a=1, b=2), "done")
+    rollout, kept, prompts = play(
+        function, tool_call("add", a=1), tool_call("sub", a=1, b=2), "done"
+    )
     assert (rollout.reward, rollout.status) == (0.0, Status.COMPLETED)
     assert "missing 1 required positional argument" in prompts[1]
     assert "no tool sub; there are add" in prompts[2]
@@ -135,16 +110,16 @@ def test_a_tool_that_raises_or_is_unknown_tells_the_policy(file: Path) -> None:
 
 def test_functions_are_tools_and_turns_are_bounded(file: Path) -> None:
     function = make_tools("o", {"functions": [f"{file}:double"]})
-    rollout, _, _ = play(function, call("double", a=4), call("double", a=8), max_turns=2)
+    rollout, _, _ = play(function, tool_call("double", a=4), tool_call("double", a=8), max_turns=2)
     assert rollout.error == "agent: RewardError: it returned None: the rollout has no reward"
     env = make_tools("o", {"env": f"{file}:Calculator"})
-    rollout, _, _ = play(env, call("add", a=1, b=1), call("add", a=1, b=1), max_turns=2)
+    rollout, _, _ = play(env, tool_call("add", a=1, b=1), tool_call("add", a=1, b=1), max_turns=2)
     assert (rollout.reward, rollout.finish_reason) == (4.0, "length")
 
 
 def test_a_template_without_tools_gets_them_as_text(file: Path) -> None:
     function = make_tools("o", {"env": f"{file}:Calculator"})
-    rollout, _, prompts = play(function, call("add", a=1, b=2), "done", template=NO_END)
+    rollout, _, prompts = play(function, tool_call("add", a=1, b=2), "done", template=NO_END)
     assert rollout.reward == 3.0
     assert 'Tools:\n{"type": "function"' in prompts[0]
     assert "<tool_response>3</tool_response>" in prompts[1]
@@ -164,7 +139,7 @@ def test_tools_that_cannot_be_described_are_refused(file: Path, options, words) 
     with pytest.raises(UserError, match=words):
         make_tools("o", given)
     task = TaskConfig(agent="tools", agent_options={"env": f"{file}:Calculator", "colour": 1})
-    with pytest.raises(UserError, match="got 'colour', allowed: env, functions, timeout_s"):
+    with pytest.raises(UserError, match="got 'colour', allowed: env, functions, mcp, timeout_s"):
         check_agent("tasks.t", task, SamplingConfig())
 
 

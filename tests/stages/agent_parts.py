@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.agent.bridge import Bridge
@@ -9,13 +12,57 @@ from penstock.agent.function import AgentSettings, FunctionAgent
 from penstock.agent.session import Limits
 from penstock.config import SamplingConfig
 from penstock.data.sampler import Sampler
-from penstock.types import Group
-from stages.chat_policy import Kept, ScriptedEngine, chat_template
+from penstock.journal.calls import ToolResult
+from penstock.types import Group, Rollout
+from stages.chat_policy import TEMPLATE, Kept, ScriptedEngine, chat_template
+from stages.rewards import CountingReward
 from stages.rollouts import make_prompts
 
 
 def make_group(size: int = 2) -> Group:
     return Sampler(make_prompts(3), task_name="t", prompt_repeat_k=size, seed=0).group_at(0)
+
+
+def play(
+    function: Any,
+    *texts: str,
+    template: str = TEMPLATE,
+    interrupted: Sequence[ToolResult] | None = None,
+    reward: bool = False,
+    **options: Any,
+) -> tuple[Rollout, Kept, list[str]]:
+    """Let the function play one rollout against a policy that says the texts in turn.
+
+    Return the rollout, what a journal would keep, and the prompts. `reward`: any answer is worth 1.
+    """
+    left, chat, kept = list(texts), chat_template(template), Kept()
+    engine = ScriptedEngine(lambda prompt: left.pop(0))
+    agent = FunctionAgent(
+        function,
+        engine=engine,
+        sampling=SamplingConfig(max_tokens=200),
+        bridge=Bridge(chat),
+        settings=AgentSettings.read("o", options, Limits(max_context=4000)),
+        decode=chat.decode,
+        recorder=kept,
+        reward=CountingReward() if reward else None,
+    )
+    (rollout,) = rollouts = make_group(1).rollouts
+    if interrupted is not None:
+        agent._interrupted.tools[rollout.rollout_id, rollout.seed] = list(interrupted)
+
+    async def main() -> None:
+        await agent.generate_group(rollouts)
+        await agent.close()
+
+    asyncio.run(main())
+    prompts = [chat.decode_prompt(request.prompt_ids) for request in engine.requests]
+    return rollout, kept, prompts
+
+
+def tool_call(name: str, **arguments: Any) -> str:
+    """Return a call as a policy writes it."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def make_agent(

@@ -36,8 +36,8 @@ class Pool:
     def __init__(self, target: str, size: int, python: str = "") -> None:
         self._command = (python or sys.executable, ("serve", target))
         self._places = asyncio.Semaphore(size)
-        self._idle: list[_Process] = []
-        self._all: set[_Process] = set()
+        self._idle: list[Process] = []
+        self._all: set[Process] = set()
 
     async def __call__(self, task: Task, model: Model, **options: Any) -> Any:
         process = self._idle.pop() if self._idle else await self._start()
@@ -58,8 +58,8 @@ class Pool:
         """Return what a caller holds during a call; waiting for it is not part of a rollout's time."""
         return self._places
 
-    async def _start(self) -> _Process:
-        process = await _Process.start(*self._command)
+    async def _start(self) -> Process:
+        process = await Process.start(*self._command)
         self._all.add(process)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -72,7 +72,7 @@ class Pool:
             raise RunError(hello["refused"])
         return process
 
-    async def _end(self, process: _Process) -> None:
+    async def _end(self, process: Process) -> None:
         self._all.discard(process)
         await process.kill()
 
@@ -87,7 +87,7 @@ class Command:
     def __init__(self, words: Sequence[str], size: int) -> None:
         self._command = (sys.executable, ("exec", *words))
         self._places = asyncio.Semaphore(size)
-        self._all: set[_Process] = set()
+        self._all: set[Process] = set()
 
     async def __call__(self, task: Task, model: Model) -> Any:
         environment = {
@@ -97,7 +97,7 @@ class Command:
             "OPENAI_MODEL": model.name,
             "PENSTOCK_SEED": str(model.seed),
         }
-        process = await _Process.start(*self._command, environment)
+        process = await Process.start(*self._command, environment)
         self._all.add(process)
         try:
             code, output = await process.finish(json.dumps(asdict(task)))
@@ -129,7 +129,7 @@ def _life_line() -> tuple[int, int]:
     return os.pipe()
 
 
-class _Process:
+class Process:
     """One process in a session of its own, with its errors in a file."""
 
     def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
@@ -138,7 +138,7 @@ class _Process:
     @classmethod
     async def start(
         cls, python: str, words: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> _Process:
+    ) -> Process:
         errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
         pipe, _ = _life_line()
         made = await asyncio.create_subprocess_exec(
@@ -155,18 +155,26 @@ class _Process:
 
     async def ask(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Send one line; return the answer's."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it died: reading says so
-            self._process.stdin.write(json.dumps(given).encode() + b"\n")
-            await self._process.stdin.drain()
+        await self.write_line(json.dumps(given))
         return await self.read()
 
     async def read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line.endswith(b"\n"):
+        line = await self.read_line()
+        if line is None:
             raise RunError(f"the agent's process died: {self.last_words()}")
         return dict(json.loads(line))
+
+    async def write_line(self, text: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it died: reading says so
+            self._process.stdin.write(text.encode() + b"\n")
+            await self._process.stdin.drain()
+
+    async def read_line(self) -> bytes | None:
+        """Return the next line that the process writes; None: it has ended."""
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        return line if line.endswith(b"\n") else None
 
     async def finish(self, text: str) -> tuple[int, str]:
         """Give the process its input and wait for its end; return its exit code and output."""

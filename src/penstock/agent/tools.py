@@ -1,4 +1,4 @@
-"""The agent `tools`: the policy calls Python functions, or the methods of an environment, until it answers.
+"""The agent `tools`: the policy calls functions, methods of an environment or MCP servers, until it answers.
 
 An environment is a class as TRL takes it: `reset(**row)` may return text for the last user message, every
 other public method is a tool, `get_reward()` ends the rollout. A tool that raises tells the policy so.
@@ -9,53 +9,80 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from penstock import plugins
-from penstock.agent.session import ContextOverflow, Model, TurnsExceeded
+from penstock.agent.mcp import open_servers, read_servers
+from penstock.agent.session import ContextOverflow, Model, TurnsExceeded, session_of
 from penstock.agent.task import Task
 from penstock.errors import RunError, UserError
 
 _NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
-OPTIONS = ("env", "functions")
+OPTIONS = ("env", "functions", "mcp")
 
 
 def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awaitable[Any]]:
-    """Return the agent's function for `env = "file.py:Class"` or `functions = ["file.py:name", ...]`."""
-    env, functions = options.get("env"), options.get("functions")
-    if bool(env) == bool(functions) or not isinstance(functions or [], list):
+    """Return the agent's function for `env = "file.py:Class"`, `functions = [...]` and `mcp = [...]`."""
+    env, functions, given = options.get("env"), options.get("functions"), options.get("mcp", [])
+    if (env and functions) or not (env or functions or given):
         raise UserError(
             f"{where}: got env={env!r} and functions={functions!r}, allowed: one of "
-            '`env = "file.py:Class"` and `functions = ["file.py:name"]`'
+            '`env = "file.py:Class"` and `functions = ["file.py:name"]`, or `mcp`'
         )
-    if functions:
-        loaded = [plugins.load(f"{where}.functions", name, {}) for name in functions]
-        tools = {function.__name__: function for function in loaded}
-        schemas = schemas_of(f"{where}.functions", loaded)
+    if not isinstance(functions or [], list):
+        raise UserError(f"{where}.functions: got {functions!r}, allowed: a list of names")
+    servers = read_servers(f"{where}.mcp", given)
+    kind = plugins.load(f"{where}.env", str(env), {}) if env else None
+    loaded = [plugins.load(f"{where}.functions", name, {}) for name in functions or ()]
+    if kind is not None:
+        loaded = list(tools_of(kind).values())
+    schemas = schemas_of(where, loaded) if kind or loaded else []
+    own = {function.__name__: function for function in loaded}
 
-        async def call_functions(task: Task, model: Model) -> Any:
-            await converse(model, list(task.messages), tools, schemas, unknown="fail")
-
-        return call_functions
-    kind = plugins.load(f"{where}.env", str(env), {})
-    schemas = schemas_of(f"{where}.env", list(tools_of(kind).values()))
-
-    async def use_environment(task: Task, model: Model) -> Any:
-        made = kind()
-        messages = list(task.messages)
-        told = await _finish(_call_reset(made, task, model.seed))
-        if told:
-            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{told}"}
-        try:
-            await converse(model, messages, tools_of(made), schemas, unknown="rebuild")
+    async def use_tools(task: Task, model: Model) -> Any:
+        limit = session_of(model).limits.tool_timeout_s
+        async with open_servers(servers, limit) as theirs, _environment(kind) as made:
+            messages = list(task.messages)
+            told = await _finish(_call_reset(made, task, model.seed))
+            if told:
+                messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{told}"}
+            mine = own if made is None else tools_of(made)
+            if twice := mine.keys() & theirs.functions.keys():
+                raise RunError(f"got two tools with the name {min(twice)}, allowed: one")
+            unknown = dict.fromkeys(mine, "fail" if made is None else "rebuild")
+            tools = Tools(
+                functions={**mine, **theirs.functions},
+                schemas=[*schemas, *theirs.schemas],
+                unknown={**unknown, **theirs.unknown},
+            )
+            await converse(model, messages, tools)
             reward = getattr(made, "get_reward", None)
             return None if reward is None else await _finish(reward())
-        finally:
-            if hasattr(made, "close"):
-                await _finish(made.close())
 
-    return use_environment
+    return use_tools
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Tools:
+    """What a policy may call, by name."""
+
+    functions: dict[str, Callable[..., Any]]
+    schemas: list[dict[str, Any]]
+    unknown: dict[str, str]  # what happens after a crash to a call that was only begun
+
+
+@asynccontextmanager
+async def _environment(kind: Any) -> AsyncIterator[Any]:
+    """Make an environment, and close it with the block; None: there is none."""
+    made = None if kind is None else kind()
+    try:
+        yield made
+    finally:
+        if hasattr(made, "close"):
+            await _finish(made.close())
 
 
 def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
@@ -98,15 +125,12 @@ def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
 async def converse(
     model: Model,
     messages: list[dict[str, Any]],
-    tools: Mapping[str, Callable[..., Any]],
-    schemas: Sequence[Mapping[str, Any]],
-    *,
-    unknown: str,
+    tools: Tools,
 ) -> None:
     """Let the policy call tools until it answers without a call, or a limit of the rollout is reached."""
     while True:
         try:
-            said = await model.chat(messages, schemas)
+            said = await model.chat(messages, tools.schemas)
         except (ContextOverflow, TurnsExceeded):
             return  # the rollout is truncated; what it reached is scored
         messages.append(said)
@@ -114,19 +138,17 @@ async def converse(
         if not calls:
             return
         for call in calls:
-            result = await _result(model, call, tools, unknown)
+            result = await _result(model, call, tools)
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
 
-async def _result(
-    model: Model, call: Mapping[str, Any], tools: Mapping[str, Callable[..., Any]], unknown: str
-) -> str:
+async def _result(model: Model, call: Mapping[str, Any], tools: Tools) -> str:
     """Return what the policy gets for a call; an error of the tool is told, ours is raised."""
     name = call["function"]["name"]
-    if name not in tools:
-        return json.dumps({"error": f"no tool {name}; there are {', '.join(tools)}"})
+    if name not in tools.functions:
+        return json.dumps({"error": f"no tool {name}; there are {', '.join(tools.functions)}"})
     try:
-        return await model.tool(call, tools[name], unknown=unknown)
+        return await model.tool(call, tools.functions[name], unknown=tools.unknown[name])
     except RunError:
         raise
     except Exception as error:  # whatever the user's tool raises
