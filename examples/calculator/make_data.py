@@ -1,4 +1,4 @@
-"""Writes train.jsonl: sums of two numbers of three digits.
+"""Writes train.jsonl and test.jsonl: sums of two numbers of three digits.
 
 python examples/calculator/make_data.py
 """
@@ -10,14 +10,17 @@ import random
 from pathlib import Path
 
 
-def write(folder: Path, count: int = 400) -> None:
-    """Write the problems to `folder/train.jsonl`."""
+def write(folder: Path, count: int = 400, held_out: int = 200) -> None:
+    """Write the problems to `folder/train.jsonl`, and others to `folder/test.jsonl`."""
     choice = random.Random(0)
-    with (folder / "train.jsonl").open("w") as file:
-        for _ in range(count):
-            a, b = choice.randint(100, 499), choice.randint(100, 499)
-            messages = [{"role": "user", "content": f"{a}+{b}"}]
-            file.write(json.dumps({"messages": messages, "gt_answer": str(a + b)}) + "\n")
+    pairs = [(choice.randint(100, 499), choice.randint(100, 499)) for _ in range(count)]
+    others = [(choice.randint(100, 499), choice.randint(100, 499)) for _ in range(held_out)]
+    others = [pair for pair in others if pair not in pairs]
+    for name, problems in (("train", pairs), ("test", others)):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for a, b in problems:
+                messages = [{"role": "user", "content": f"{a}+{b}"}]
+                file.write(json.dumps({"messages": messages, "gt_answer": str(a + b)}) + "\n")
 
 
 if __name__ == "__main__":

@@ -249,6 +249,15 @@ class Rollout:
         """The tokens that the policy sampled; in an agent's rollout, tool results are not counted."""
         return int(self.loss_mask.sum()) if self.rows else len(self.response_ids)
 
+    @property
+    def longest_answer(self) -> int:
+        """The sampled tokens of the longest answer: sampling.max_tokens is for one, and agents have many."""
+        longest = 0 if self.rows else len(self.response_ids)
+        for _, place in self.sequences() if self.rows else ():
+            edges = np.flatnonzero(np.diff(self.loss_mask[place], prepend=False, append=False))
+            longest = max(longest, int((edges[1::2] - edges[::2]).max(initial=0)))
+        return longest
+
     def move_to(self, status: Status) -> None:
         self.status = move(self.status, status)
 

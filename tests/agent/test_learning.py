@@ -1,4 +1,4 @@
-"""A small policy learns to use a calculator, from the documented command, on a CPU."""
+"""Small policies learn to use a calculator and to guess by halving, from the documented commands, on a CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,24 +16,30 @@ from penstock import cli
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-def test_a_policy_learns_to_call_the_calculator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It adds in its head in no rollout, and calls in one of four before training."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "examples" / "calculator"
-    spec = importlib.util.spec_from_file_location("make_data", folder / "make_data.py")
+def evaluations(name: str, folder: Path, seed: int) -> list[dict[str, Any]]:
+    """Make the data of a recipe, train it, and return the results of its evaluations."""
+    recipe = folder / "examples" / name
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    spec = importlib.util.spec_from_file_location("make_data", recipe / "make_data.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.write(folder)
-    words = ["launch.kind=inline", "run.name=sums", "track.trackers=[]"]
-    done = CliRunner().invoke(cli.app, ["train", str(folder / "calculator.toml"), *words])
+    module.write(recipe)
+    words = ["launch.kind=inline", "run.name=learnt", "track.trackers=[]", f"seed={seed}"]
+    done = CliRunner().invoke(cli.app, ["train", str(recipe / f"{name}.toml"), *words])
     assert done.exit_code == 0, done.output
-    lines = Path("runs/sums/metrics.jsonl").read_text().splitlines()
-    rewards = [json.loads(line)["reward/mean"] for line in lines]
-    assert rewards[0] <= 0.4  # 64 rollouts of a policy that calls in a quarter of them
-    assert sum(rewards[-4:]) / 4 >= 0.9
+    lines = Path("runs/learnt/eval/summary.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_policy_learns_to_call_the_calculator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """It adds in its head in no rollout, and calls in one of four before training."""
+    monkeypatch.chdir(tmp_path)
+    results = evaluations("calculator", tmp_path, seed)
+    assert results[0]["accuracy"] <= 0.3
+    assert results[-1]["accuracy"] >= 0.9

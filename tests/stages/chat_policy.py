@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from small_policy import EOS, small_model, word_tokenizer
 
 from penstock.data.chat import ChatTemplate
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.types import ModelCall, Rollout, VersionSegment
 
-EOS = 1
-_SPECIAL = ("<pad>", "<eos>", "<unk>", "<turn>")
-_NAMES = (*_SPECIAL, *string.printable)
 TEMPLATE = (
     "{% if tools %}<turn>tools\n{{ tools | tojson }}<eos>{% endif %}"
     "{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }}"
@@ -33,23 +31,7 @@ NO_END = "{% for m in messages %}<turn>{{ m.content }}{% endfor %}<turn>"
 
 def chat_tokenizer(template: str = TEMPLATE) -> Any:
     """Return a tokenizer with one token per printable character."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(
-        models.WordLevel({name: i for i, name in enumerate(_NAMES)}, unk_token="<unk>")
-    )
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        extra_special_tokens=["<turn>"],
-    )
-    made.chat_template = template
-    return made
+    return word_tokenizer(string.printable, roles=["<turn>"], template=template)
 
 
 @cache
@@ -59,25 +41,20 @@ def chat_template(template: str = TEMPLATE) -> ChatTemplate:
 
 def save_chat_policy(folder: Path, template: str = TEMPLATE) -> Path:
     """Write a random policy with its tokenizer to a folder."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(7)
-    config = Qwen3Config(
-        vocab_size=len(_NAMES),
+    tokens = chat_tokenizer(template)
+    model = small_model(
+        len(tokens),
+        seed=7,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=EOS,
         initializer_range=0.2,
     )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
-    chat_tokenizer(template).save_pretrained(folder)
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
     return folder
 
 

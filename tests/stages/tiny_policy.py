@@ -8,35 +8,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from small_policy import EOS, SPECIAL, small_model, word_tokenizer
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.types import WeightHandle
 from penstock.weights.model_weights import model_digest, named_weights
 
+__all__ = ["EOS"]
+
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 +-=<>/.,?!"
-EOS = 1
 VOCABULARY = 64
 
 
 def tiny_model(version: int = 0, implementation: str = "sdpa") -> Qwen3ForCausalLM:
     """Return the policy of a version: same shape, clearly different weights."""
-    torch.manual_seed(1000 + version)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=EOS,
-        initializer_range=0.2,
-    )
-    model = Qwen3ForCausalLM._from_config(config, attn_implementation=implementation)
-    return model.float().eval()
+    shape = {"head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2}
+    model = small_model(VOCABULARY, seed=1000 + version, attention=implementation, **shape)
+    return model.eval()
 
 
 @cache
@@ -90,16 +79,8 @@ def request(
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    names = ["<pad>", "<eos>", "<unk>", *ALPHABET]
-    names += [f"<extra{i}>" for i in range(VOCABULARY - len(names))]
-    core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    known = len(SPECIAL) + len(ALPHABET)
+    return word_tokenizer([*ALPHABET, *(f"<extra{i}>" for i in range(VOCABULARY - known))])
 
 
 def text_of(ids: list[int]) -> str:

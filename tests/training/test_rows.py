@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,14 @@ from penstock.algo import ALGORITHMS
 from penstock.algo.method import resolve_settings
 from penstock.config import AlgorithmConfig
 from penstock.journal.codec import decode_rollout, encode_rollout, prune_payload
+from penstock.reward.length import LengthShaping, SoftOverlong
 from penstock.training.flat_batch import FlatBatch
-from penstock.training.objective import loss_weights, token_advantages, update_sums
+from penstock.training.objective import (
+    loss_weights,
+    shaped_rewards,
+    token_advantages,
+    update_sums,
+)
 from penstock.training.ranks import Ranks
 from penstock.types import Batch, Rollout, Row, Score, Status, VersionSegment
 from stages.training_data import config_of, gradient_of, random_batch, relative_gap
@@ -163,3 +171,61 @@ def test_a_turn_is_credited_with_the_rewards_after_it_by_hand() -> None:
     before = batch.groups[0].fingerprint()
     first.earned = ((2, 0.0), (1, 0.5))
     assert batch.groups[0].fingerprint() != before
+
+
+def test_an_overlong_penalty_is_for_one_answer_and_not_for_turns_or_tools_by_hand() -> None:
+    """With max_tokens 8 the window is 2: an answer of 7 tokens costs a half, one of 6 nothing.
+
+    Rollout 0: answers of 6 and 5 tokens and a tool result of 9. Rollout 1: an answer of 7 tokens, continued by one
+    of 2 in another row, where its own tokens stand again untrained.
+    """
+    batch = random_batch(groups=1, size=2, seed=0)
+    first, second = batch.groups[0].rollouts
+    masks = (
+        [True] * 6 + [False] * 9 + [True] * 5,
+        [True] * 7 + [False] * 7 + [False] + [True] * 2,
+    )
+    for rollout, mask in zip((first, second), masks, strict=True):
+        length = len(mask)
+        rollout.response_ids = np.arange(1, length + 1, dtype=np.int32)
+        rollout.logprobs = np.zeros(length, dtype=np.float32)
+        rollout.loss_mask = np.array(mask)
+        rollout.segments = (VersionSegment(0, length),)
+        rollout.score, rollout.finish_reason = Score(1.0), "stop"
+    prompt = np.array([7], np.int32)
+    first.rows, second.rows = (Row(prompt, 20),), (Row(prompt, 7), Row(prompt, 10))
+    settings = resolve_settings(AlgorithmConfig(name="dapo"))
+    flat = FlatBatch.from_groups(batch.groups, 1, settings)
+    assert flat.response_lengths_R.tolist() == [11, 9]
+    assert flat.answer_lengths_R.tolist() == [6, 7]
+    assert shaped_rewards(flat, np.array([8, 8]), settings).tolist() == [1.0, 0.5]
+
+    async def scores(reward: Any) -> list[float]:
+        return [(await reward.score(one, batch.groups[0].prompt)).value for one in (first, second)]
+
+    overlong = SoftOverlong(SoftOverlong.Options(), max_tokens=8)
+    assert asyncio.run(scores(overlong)) == [0.0, -0.5]
+    length = LengthShaping(LengthShaping.Options(target_tokens=9, span_tokens=4), max_tokens=8)
+    assert asyncio.run(scores(length)) == [0.5, 1.0]  # 11 and 9 sampled tokens
+
+
+def test_masked_tool_tokens_do_not_end_a_turns_return_and_rows_share_it_by_hand() -> None:
+    """Rollout 0 earns 1 in its first turn and 2 in its second, in a row of its own; rollout 1 earns 1.
+
+    Returns 3 and 1, mean 2. The first turn's return to go is 3, the second turn's is 2.
+    """
+    batch = random_batch(groups=1, size=2, seed=0)
+    first, second = batch.groups[0].rollouts
+    for rollout, length in ((first, 6), (second, 1)):
+        rollout.response_ids = np.arange(1, length + 1, dtype=np.int32)
+        rollout.logprobs = np.zeros(length, dtype=np.float32)
+        rollout.loss_mask = np.ones(length, dtype=bool)
+        rollout.segments = (VersionSegment(0, length),)
+    observe(first, slice(2, 4))
+    first.rows = (Row(np.array([7], np.int32), 2), Row(np.array([7, 8], np.int32), 4))
+    first.score, second.score = Score(3.0), Score(1.0)
+    first.earned = ((2, 0.0), (4, 1.0))
+    settings = resolve_settings(AlgorithmConfig(name="dr_grpo"))
+    flat = FlatBatch.from_groups(batch.groups, 1, settings)
+    found = token_advantages(flat, flat.rewards_R, None, settings, Ranks())
+    assert found.tolist() == [1.0, 1.0, 0.0, 0.0, -1.0]

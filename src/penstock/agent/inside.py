@@ -155,7 +155,7 @@ async def run_here(limit: float, function: Any, *place: Any, **named: Any) -> An
     if inspect.iscoroutinefunction(function):
         try:
             return await asyncio.wait_for(function(*place, **named), limit)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # noqa: UP041 (another class before Python 3.11)
             raise TimeoutError(late) from None
     if threading.current_thread() is not threading.main_thread():
         return function(*place, **named)

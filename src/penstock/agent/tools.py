@@ -21,6 +21,7 @@ from penstock.agent.task import Task
 from penstock.errors import RunError, UserError
 
 _NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
+_NOT_SHOWN = frozenset({"self", "idempotency_key"})  # parameters that the policy does not give
 OPTIONS = ("env", "functions", "mcp")
 
 
@@ -77,7 +78,7 @@ class Tools:
 @asynccontextmanager
 async def _environment(kind: Any) -> AsyncIterator[Any]:
     """Make an environment, and close it with the block; None: there is none."""
-    made = None if kind is None else kind()
+    made: Any = kind() if kind else None
     try:
         yield made
     finally:
@@ -98,7 +99,7 @@ def schemas_of(where: str, functions: Sequence[Callable[..., Any]]) -> list[dict
     if not functions:
         raise UserError(f"{where}: got no tool, allowed: at least one public method")
     try:
-        return [get_json_schema(_without_self(function)) for function in functions]
+        return [get_json_schema(_as_shown(function)) for function in functions]
     except (
         Exception
     ) as error:  # transformers raises several kinds for a docstring that it cannot read
@@ -107,17 +108,19 @@ def schemas_of(where: str, functions: Sequence[Callable[..., Any]]) -> list[dict
         ) from error
 
 
-def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a class as a function of its other parameters, for its schema."""
+def _as_shown(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the parameters that the policy gives, for its schema."""
     signature = inspect.signature(function)
-    if "self" not in signature.parameters:
+    if not _NOT_SHOWN & signature.parameters.keys():
         return function
 
     def shown() -> None: ...
 
-    rest = [p for name, p in signature.parameters.items() if name != "self"]
+    rest = [p for name, p in signature.parameters.items() if name not in _NOT_SHOWN]
     shown.__name__, shown.__doc__ = function.__name__, function.__doc__
-    shown.__annotations__ = dict(function.__annotations__)
+    shown.__annotations__ = {
+        name: kind for name, kind in function.__annotations__.items() if name not in _NOT_SHOWN
+    }
     shown.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
     return shown
 

@@ -24,9 +24,10 @@ from penstock.disk import write_whole
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import EngineError, RewardError
 from penstock.evaluation.agents import KeptCalls
-from penstock.job import RunData, serve_agents
+from penstock.job import serve_agents
 from penstock.journal import Journal
 from penstock.reward import VerifiableReward, build_reward
+from penstock.run_data import RunData
 from penstock.types import Group, Rollout, Score, Status
 
 FILE = "rescored.jsonl"

@@ -223,7 +223,7 @@ def _view(
         answer_ok=score.answer_ok if score else None,
         note=score.note if score else "",
         versions=[(segment.version, segment.length) for segment in rollout.segments],
-        num_tokens=len(rollout.response_ids),
+        num_tokens=rollout.num_sampled,
         temperature=rollout.temperature,
         finish_reason=rollout.finish_reason,
         status=rollout.status.value,

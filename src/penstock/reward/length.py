@@ -1,7 +1,7 @@
 """Rewards for the length of a response: soft overlong punishment and length shaping.
 
 Both give their lowest value to a truncated response, so that running into the limit never pays. They
-count response tokens and do not look at the text.
+count sampled tokens, not the results of an agent's tools, and do not look at the text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SoftOverlong:
         self._buffer = min(max(1, buffer), self._limit)
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
-        length = len(rollout.response_ids)
+        length = rollout.longest_answer
         over = length - (self._limit - self._buffer)
         share = min(1.0, max(0.0, over / self._buffer))
         if rollout.finish_reason == "length":
@@ -78,7 +78,7 @@ class LengthShaping:
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         if rollout.finish_reason == "length":
             return Score(value=0.0, note="truncated")
-        distance = len(rollout.response_ids) - self._settings.target_tokens
+        distance = rollout.num_sampled - self._settings.target_tokens
         if self._settings.shape == "below":
             distance = max(0, distance)
         return Score(value=self._settings.scale * max(0.0, 1.0 - abs(distance) / self._span))

@@ -50,5 +50,5 @@ def _line(step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
         "versions": sorted(set(expand_segments(rollout.segments))),
         "temperature": rollout.temperature,
         "finish_reason": rollout.finish_reason,
-        "response_length": len(rollout.response_ids),
+        "response_length": rollout.num_sampled,
     }

@@ -106,6 +106,11 @@ class FlatBatch:
         """Sampled tokens of each rollout: the results of an agent's tools have no length."""
         return np.array([rollout.num_sampled for rollout in self.rollouts], dtype=np.int64)
 
+    @property
+    def answer_lengths_R(self) -> np.ndarray:
+        """Sampled tokens of each rollout's longest answer, which `sampling.max_tokens` limits."""
+        return np.array([rollout.longest_answer for rollout in self.rollouts], dtype=np.int64)
+
     def rows_of(self, chosen_R: np.ndarray) -> np.ndarray:
         """Return the numbers of the chosen rollouts' rows, in order."""
         return np.flatnonzero(np.isin(self.rollout_S, chosen_R))

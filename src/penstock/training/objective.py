@@ -28,7 +28,7 @@ def shaped_rewards(
     rewards_R = flat.rewards_R
     if settings.overlong_penalty:
         rewards_R += advantage.overlong_penalties(
-            flat.response_lengths_R, flat.truncated_R, max_tokens_R, settings.overlong_penalty
+            flat.answer_lengths_R, flat.truncated_R, max_tokens_R, settings.overlong_penalty
         )
     return rewards_R
 
