@@ -1,5 +1,7 @@
 """Low-rank adapters: trained and published weights are one model, whatever layers have adapters."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,7 @@ def own_and_published_logprobs(consumer):
     inputs = TokenInputs.from_batch(flat, torch.float32, consumer.policy.device)
     own = consumer._logprobs(flat, inputs, consumer.policy).numpy()
     plain = transformers.AutoModelForCausalLM.from_config(
-        consumer.policy.model.config, attn_implementation="eager"
+        copy.deepcopy(consumer.policy.model.config), attn_implementation="eager"
     )
     plain.load_state_dict(dict(consumer.weights()), strict=False)
     plain.tie_weights()

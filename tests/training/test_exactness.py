@@ -23,6 +23,9 @@ from stages.training_data import (
     tricky_batch,
 )
 
+ROUNDED = (
+    1e-6  # attention over a shared prompt adds in another order, and the norms round to float32
+)
 AGGREGATIONS = ["token", "sequence", "constant"]
 
 
@@ -51,7 +54,7 @@ def test_gradient_is_the_same_for_any_split_and_order(name, aggregation) -> None
     assert all(torch.isfinite(grad).all() for grad in whole.values())
     assert relative_gap(whole, {name: 0 * grad for name, grad in whole.items()}) > 0
     for other in split_ways(config):
-        assert relative_gap(gradient_of(other, batch), whole) < 1e-10
+        assert relative_gap(gradient_of(other, batch), whole) < ROUNDED
     shuffled = dataclasses.replace(batch, groups=batch.groups[::-1])
     assert relative_gap(gradient_of(config, shuffled), whole) < 1e-10
 
@@ -79,7 +82,7 @@ def test_kl_and_corrections_keep_the_law(fields) -> None:
 
     whole = gradient(config)
     for other in split_ways(config):
-        assert relative_gap(gradient(other), whole) < 1e-10
+        assert relative_gap(gradient(other), whole) < ROUNDED
 
 
 def plain_loss(model, batch, settings, constant_length):

@@ -60,6 +60,20 @@ def test_equal_to_full_logits(monkeypatch, kept, chunk, bias, rule, bans) -> Non
         torch.testing.assert_close(own, other)
 
 
+def test_the_form_for_a_gpu_is_the_same() -> None:
+    """On a GPU the arithmetic is compiled, and the gradient of the logits has a form that fuses."""
+    torch.manual_seed(1)
+    raw, targets, temperatures = torch.randn(4, 9), torch.tensor([0, 8, 3, 3]), torch.rand(4) + 0.5
+    probabilities = (raw / temperatures[:, None]).softmax(-1)
+    forms = [
+        logprobs._minus_probabilities(probabilities.clone(), targets, fused=fused)
+        for fused in (True, False)
+    ]
+    torch.testing.assert_close(*forms)
+    one_hot = torch.nn.functional.one_hot(targets, 9)
+    torch.testing.assert_close(forms[0], one_hot - probabilities)
+
+
 def test_no_tokens_give_a_zero_gradient() -> None:
     hidden, weight, _, targets, temperatures = case(False)
     got, _ = token_logprobs(hidden[:0], weight, None, targets[:0], temperatures[:0])

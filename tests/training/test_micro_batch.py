@@ -23,10 +23,10 @@ def test_activations_of_a_token() -> None:
     ("free", "trained", "shape", "checkpointing", "wanted"),
     [
         # 100 GiB hold 67,000 tokens in their half: as many as are useful
-        (100 * GIB, 135_000_000, SMALL, False, 32768),
+        (100 * GIB, 135_000_000, SMALL, False, 16384),
         # 20 GiB less 1.5 GiB to come, half of it: 12,694 tokens
         (20 * GIB, 135_000_000, SMALL, False, 12288),
-        (20 * GIB, 135_000_000, SMALL, True, 32768),
+        (20 * GIB, 135_000_000, SMALL, True, 16384),
         # 100 GiB less 85 GiB to come: 1,207 tokens, but never fewer than 2048
         (100 * GIB, 7_600_000_000, LARGE, False, 2048),
         (120 * GIB, 7_600_000_000, LARGE, False, 2048),

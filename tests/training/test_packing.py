@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import UserError
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.model_check import check_model
-from penstock.training.pack import empty_pack, make_pack, split_by_tokens
+from penstock.training.pack import empty_pack, join_by_context, make_pack, split_by_tokens
 from penstock.training.packed_attention import fits_flash
 from penstock.training.policy import Policy
 from stages.training_data import VOCABULARY, from_disk, random_batch, tiny_model
@@ -78,6 +78,62 @@ def test_packed_equals_each_sequence_alone(kind, fields) -> None:
     got.sum().backward()
     for (name, own), other in zip(packed.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad, msg=name, rtol=1e-5, atol=1e-5)
+
+
+def groups_of_rows(prompts, responses, seed=3):
+    """Return rows of a group for each prompt length, with one response of each length."""
+    generator = np.random.default_rng(seed)
+
+    def draw(length):
+        return generator.integers(1, VOCABULARY, length).astype(np.int32)
+
+    ids, predictors = [], []
+    for prompt in prompts:
+        shared = draw(prompt)
+        for length in responses:
+            ids.append(np.concatenate([shared, draw(length)]))
+            predictors.append(np.arange(prompt - 1, prompt + length - 1))
+    return ids, predictors, np.cumsum([0, *(len(index) for index in predictors)])
+
+
+@pytest.mark.parametrize(("kind", "fields"), ARCHITECTURES)
+def test_a_prompt_computed_once_gives_what_each_sequence_gives_alone(kind, fields) -> None:
+    ids, predictors, starts = groups_of_rows([6, 4, 6], [5, 1, 3, 5])
+    predictors[2] = predictors[2][[0, 2]]  # a masked token in the middle of a response
+    starts = np.cumsum([0, *(len(index) for index in predictors)])
+    plain, expected, packed = alone_and_packed(kind, fields, ids, predictors)
+    pack = make_pack(range(len(ids)), ids, predictors, starts, CPU)
+    # each prompt once, and no last token of a response, which predicts nothing
+    assert len(pack.input_ids_T) == 6 + 4 + 6 + 3 * (4 + 0 + 2 + 4)
+    got, _ = Policy(packed)(pack, torch.full((len(pack.target_N),), 1.3, dtype=torch.float64))
+    in_batch_order = torch.empty_like(got)
+    in_batch_order[torch.from_numpy(pack.token_N)] = got
+    torch.testing.assert_close(in_batch_order, expected, rtol=1e-6, atol=1e-6)
+    factors = torch.randn(len(got), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (expected * factors).sum().backward()
+    (in_batch_order * factors).sum().backward()
+    for (name, own), other in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, msg=name, rtol=1e-5, atol=1e-5)
+
+
+def test_a_context_that_saves_little_is_not_shared() -> None:
+    ids, predictors, starts = groups_of_rows([1], [40, 40])
+    pack = make_pack(range(2), ids, predictors, starts, CPU)
+    assert pack.layout.shared is None
+    assert len(pack.input_ids_T) == 2 * 40
+
+
+def test_a_group_stays_in_one_pack_where_it_fits() -> None:
+    ids, predictors, _ = groups_of_rows([6, 4], [5, 1, 3, 5])
+    units = [[number] for number in range(8)]
+    joined, costs = join_by_context(units, ids, predictors, budget=100)
+    assert joined == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert costs == [6 + 4 + 0 + 2 + 4, 4 + 4 + 0 + 2 + 4]
+    joined, costs = join_by_context(units, ids, predictors, budget=12)
+    assert joined == [[0, 1, 2], [3], [4, 5, 6], [7]]
+    assert costs == [12, 10, 10, 8]
+    joined, _ = join_by_context(units, ids, predictors, budget=1)
+    assert joined == units
 
 
 def test_packed_gradient_equals_padded() -> None:

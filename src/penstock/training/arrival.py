@@ -18,7 +18,7 @@ from penstock.training.optimizer import Masters
 from penstock.training.policy import ADAPTER, Policy, adapter_names
 from penstock.training.sharding import Part
 
-Sample = list[tuple[Tensor, Tensor]]  # of each tensor: the exact numbers, the published ones
+Sample = tuple[Tensor, Tensor]  # the exact numbers of all tensors, and the published ones
 _SIDE = 256
 
 
@@ -31,21 +31,24 @@ class Arrival:
 
     def sample(self) -> Sample:
         """Copy the sample's numbers of every tensor that is published rounded."""
+        nothing = torch.zeros(0, device=self._policy.device)
         with torch.no_grad():
-            return [*self._full(), *self._adapted()]
+            pairs = [*self._full(), *self._adapted(), (nothing, nothing)]
+            # One copy for all tensors: hundreds of small operations would take longer than the update.
+            exact, published = (
+                torch.cat([part.reshape(-1) for part in side]) for side in zip(*pairs, strict=True)
+            )
+        return exact, published
 
     def share(self, before: Sample) -> float:
         """Return <published change, exact change> / |exact change|^2 since `before`, over all ranks.
 
         1 if nothing is rounded or nothing changed.
         """
-        sums = torch.zeros(2, dtype=torch.float64, device=self._policy.device)
-        for (exact, published), (old_exact, old_published) in zip(
-            self.sample(), before, strict=True
-        ):
-            change = exact.double() - old_exact.double()
-            arrived = published.double() - old_published.double()
-            sums += torch.stack([(arrived * change).sum(), change.square().sum()])
+        changed, arrived = (
+            now.double() - old.double() for now, old in zip(self.sample(), before, strict=True)
+        )
+        sums = torch.stack([torch.dot(arrived, changed), torch.dot(changed, changed)])
         arrived_dot, changed_dot = self._sharding.ranks.sum_everywhere(sums.cpu().numpy())
         return float(arrived_dot / changed_dot) if changed_dot else 1.0
 
@@ -61,9 +64,9 @@ class Arrival:
             ):
                 continue
             part = self._sharding.part(name, master.detach())
-            exact = _evenly_spaced(part, part.values).clone()
+            exact = _evenly_spaced(part, part.values)
             if rounded is not None:
-                yield exact, _evenly_spaced(part, rounded.detach()).clone()
+                yield exact, _evenly_spaced(part, rounded.detach())
             else:
                 yield exact, exact.to(dtype)
 

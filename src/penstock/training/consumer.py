@@ -51,7 +51,13 @@ from penstock.training.optimizer import (
     learning_rate,
     make_optimizer,
 )
-from penstock.training.pack import Pack, empty_pack, make_pack, split_by_tokens
+from penstock.training.pack import (
+    Pack,
+    empty_pack,
+    join_by_context,
+    make_pack,
+    split_by_tokens,
+)
 from penstock.training.policy import Policy, add_adapters, load_policy, trainer_device
 from penstock.training.ptx import TextStream
 from penstock.training.ranks import Ranks, digest_over
@@ -478,10 +484,10 @@ class Consumer:
     ) -> Iterator[Pack]:
         """Yield packs of the rows in `units`, and empty packs up to the largest rank's count.
 
-        No unit is split. A sharded forward pass needs all ranks, so every rank makes as many passes.
+        No unit is split. Units of one context (a group's prompt) share a pack where they fit. A sharded forward pass needs all ranks, so every rank makes as many passes.
         """
         device = self.policy.device
-        lengths = [sum(len(token_ids[number]) for number in unit) for unit in units]
+        units, lengths = join_by_context(units, token_ids, predictors, self._token_budget)
         bins = split_by_tokens(lengths, self._token_budget)
         missing = int(self.ranks.max_of(len(bins))) - len(bins)
         packs = (

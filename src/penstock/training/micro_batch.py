@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 CPU_TOKENS = 2048
-LEAST_TOKENS, MOST_TOKENS = 2048, 32768
+LEAST_TOKENS, MOST_TOKENS = 2048, 16384  # more hold memory and make products no faster
 _SHARE = 0.5  # of the free memory; the rest is for logits, fragments and what others allocate
 _TO_COME = 4 + 8  # bytes per trained number that the first update allocates: gradient and moments
 

@@ -1,6 +1,7 @@
 """The check of a model at the start of a run: the trainer's log-probs must be the model's own.
 
-A few short sequences are scored by the unchanged model, each alone, and by the policy, packed. A model
+A few short sequences, two of which share a context, are scored by the unchanged model, each alone, and by
+the policy, packed. A model
 that mixes packed sequences (convolutions, state-space layers) trains one sequence per forward pass; a
 model whose log-probs the policy cannot give is refused. Attention windows longer than these sequences
 are not covered here; tests/training/test_architectures.py covers windows for every architecture.
@@ -23,7 +24,8 @@ from penstock.training.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-LENGTHS = (9, 5, 11, 5)  # two of one length, so that packed attention sees a block
+LENGTHS = (9, 5, 11, 11)  # two of one length, so that packed attention sees a block
+CONTEXT = 3  # tokens that are not scored; the first two sequences share them
 TOLERANCE = 1e-3  # largest difference of a log-prob in float32
 HALF_TOLERANCE = 0.2  # mean difference in half precision, where rounding alone gives up to 0.1
 HALF_LEAK = 0.02  # mean difference in half precision when only other sequences of the pack change
@@ -49,8 +51,8 @@ def check_model(policy: Policy, path: str) -> None:
                 f"{name}, which the trainer cannot run on token ids ({_first_line(error)}), "
                 "allowed: a causal LM"
             ) from error
-    whole_N, prefix_N = plain_N.split([LENGTHS[0] - 1, len(plain_N) - LENGTHS[0] + 1])
-    count = LENGTHS[1] - 1
+    whole_N, prefix_N = plain_N[: LENGTHS[0] - CONTEXT], plain_N[LENGTHS[0] - CONTEXT :]
+    count = LENGTHS[1] - CONTEXT
     if not _difference(policy, whole_N[:count], prefix_N[:count])[1]:
         raise UserError(f"{name}, in which tokens see the tokens after them, allowed: a causal LM")
     if reason is None:
@@ -107,8 +109,9 @@ def _packing_fault(policy: Policy, sequences: list[np.ndarray], plain_N: Tensor)
         gap, exact = _difference(policy, packed_N, plain_N)
         if exact and policy.model.dtype in (torch.bfloat16, torch.float16):
             # Rounding hides a small leak; other neighbours show it, because shapes stay the same.
-            others = [ids[::-1] if n % 2 else ids for n, ids in enumerate(sequences)]
-            same_N = np.repeat([n % 2 == 0 for n in range(len(LENGTHS))], np.array(LENGTHS) - 1)
+            others = [_reversed(ids) if n % 2 else ids for n, ids in enumerate(sequences)]
+            even = [n % 2 == 0 for n in range(len(LENGTHS))]
+            same_N = np.repeat(even, np.array(LENGTHS) - CONTEXT)
             gap = float((_policy_logprobs(policy, others) - packed_N)[same_N].abs().mean())
             exact = gap <= HALF_LEAK
     except torch.OutOfMemoryError:
@@ -127,14 +130,19 @@ def _sequences(vocabulary: int) -> list[np.ndarray]:
     return sequences
 
 
+def _reversed(ids: np.ndarray) -> np.ndarray:
+    """Return the sequence with its scored tokens in reverse order."""
+    return np.concatenate([ids[:CONTEXT], ids[CONTEXT:][::-1]])
+
+
 def _plain_logprobs(policy: Policy, sequences: list[np.ndarray]) -> Tensor:
     """Return the unchanged model's log-probs of the sequences, each alone, laid end to end."""
     rows = []
     for ids in sequences:
         ids_T = torch.from_numpy(ids).to(policy.device)
-        logits_TV = policy.model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
+        logits_TV = policy.model(input_ids=ids_T[None], use_cache=False).logits[0, CONTEXT - 1 : -1]
         scores_TV = logits_TV.to(torch.float64).log_softmax(-1)
-        rows.append(scores_TV.gather(1, ids_T[1:, None])[:, 0])
+        rows.append(scores_TV.gather(1, ids_T[CONTEXT:, None])[:, 0])
     return torch.cat(rows).cpu()
 
 
@@ -142,7 +150,7 @@ def _policy_logprobs(
     policy: Policy, sequences: list[np.ndarray], *, backward: bool = False
 ) -> Tensor:
     """Return the policy's log-probs of the sequences, laid end to end; or their gradients as well."""
-    predictors = [np.arange(len(ids) - 1) for ids in sequences]
+    predictors = [np.arange(CONTEXT - 1, len(ids) - 1) for ids in sequences]
     first_token = np.cumsum([0, *(len(index) for index in predictors)])
     numbers = list(range(len(sequences)))
     result_N = torch.empty(int(first_token[-1]), dtype=torch.float64)

@@ -1,7 +1,9 @@
-"""Packs, the micro-batches: whole sequences end to end in one row, sorted by length, no padding.
+"""Packs, the micro-batches: sequences end to end in one row, sorted by length, no padding.
 
 Sits between `flat_batch.py` (arrays of the batch) and `policy.py` (the forward pass). Decides which
-sequences share a forward pass; the loss does not depend on it.
+sequences share a forward pass; the loss does not depend on it. Rows that begin with the same tokens
+before their first trained one (a group's prompt) share these: the pack holds them once, as a segment
+that the rows' own segments attend to. Tokens after a row's last predictor are left out.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.training.packed_attention import PackLayout
+from penstock.training.packed_attention import Block, PackLayout, SharedKeys
+
+_WORTH = 16  # share a context if that saves more than this part of its rows' tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """One forward pass: T tokens of whole rows, of which N are predicted and trained."""
+    """One forward pass: T tokens, of which N are predicted and trained."""
 
     num_sequences: int  # rollouts whose rows are in the pack
     input_ids_T: Tensor
@@ -29,6 +33,40 @@ class Pack:
     target_N: Tensor
     token_N: np.ndarray  # number of each trained token in the batch's flat arrays
     sequence_N: Tensor  # which rollout of the pack each token belongs to
+
+
+def context_key(token_ids: np.ndarray, predictors: np.ndarray) -> bytes:
+    """Return the tokens up to the first predictor; rows of one key can share them."""
+    return token_ids[: predictors[0] + 1].astype(np.int64).tobytes()
+
+
+def join_by_context(
+    units: Sequence[Sequence[int]],
+    token_ids: Sequence[np.ndarray],
+    predictors: Sequence[np.ndarray],
+    budget: int,
+) -> tuple[list[list[int]], list[int]]:
+    """Join units (rows that stay together) of one context, up to `budget` tokens.
+
+    Return the joined units and the tokens of each; a context is counted once in a unit. The first row
+    of a unit says to which context the unit belongs.
+    """
+    joined: list[list[int]] = []
+    costs: list[int] = []
+    open_units: dict[bytes, int] = {}
+    for unit in units:
+        key = context_key(token_ids[unit[0]], predictors[unit[0]])
+        shared = int(predictors[unit[0]][0]) + 1
+        cost = sum(int(predictors[number][-1]) + 1 for number in unit)
+        place = open_units.get(key)
+        if place is not None and costs[place] + cost - shared <= budget:
+            joined[place] += unit
+            costs[place] += cost - shared
+        else:
+            open_units[key] = len(joined)
+            joined.append(list(unit))
+            costs.append(cost)
+    return joined, costs
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -59,12 +97,25 @@ def empty_pack(device: torch.device) -> Pack:
         num_sequences=0,
         input_ids_T=one,
         position_ids_T=one,
-        layout=PackLayout(blocks=((1, 1),), bounds_S1=bounds_S1, longest=1),
+        layout=PackLayout(blocks=(Block(1, 1),), bounds_S1=bounds_S1, longest=1),
         predictor_N=nothing,
         target_N=nothing,
         token_N=np.zeros(0, dtype=np.int64),
         sequence_N=nothing,
     )
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Tokens that lie side by side in a pack; they see the tokens of `context`, then each other."""
+
+    ids: np.ndarray
+    context: _Segment | None = None
+    start: int = 0  # in the pack
+
+    @property
+    def prefix(self) -> int:
+        return 0 if self.context is None else len(self.context.ids)
 
 
 def make_pack(
@@ -81,12 +132,10 @@ def make_pack(
     number of its rollout; None: each row is one) hold one entry per row of the batch.
     """
     ordered = sorted(numbers, key=lambda number: (len(token_ids[number]), number))
-    lengths = np.array([len(token_ids[number]) for number in ordered], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    ids = np.concatenate([token_ids[number] for number in ordered]).astype(np.int64)
+    segments, own_segment = _lay_out(ordered, token_ids, predictors)
     predictor = np.concatenate(
-        [predictors[number] + start for number, start in zip(ordered, starts[:-1], strict=True)]
-    ).astype(np.int64)
+        [_places(predictors[number], own_segment[number]) for number in ordered]
+    )
     counts = np.array([len(predictors[number]) for number in ordered], dtype=np.int64)
     token = np.concatenate(
         [
@@ -94,7 +143,8 @@ def make_pack(
             for number, count in zip(ordered, counts, strict=True)
         ]
     ).astype(np.int64)
-    distinct, repeats = np.unique(lengths, return_counts=True)
+    target = np.concatenate([token_ids[number][predictors[number] + 1] for number in ordered])
+    positions = [segment.prefix + np.arange(len(segment.ids)) for segment in segments]
     places: dict[int, int] = {}  # of each rollout among those of the pack
     owners = ordered if owner is None else [int(owner[number]) for number in ordered]
     sequence = [places.setdefault(rollout, len(places)) for rollout in owners]
@@ -104,17 +154,88 @@ def make_pack(
 
     return Pack(
         num_sequences=len(places),
-        input_ids_T=move(ids),
-        position_ids_T=move(np.arange(len(ids)) - np.repeat(starts[:-1], lengths)),
-        layout=PackLayout(
-            blocks=tuple(
-                (int(n), int(length)) for length, n in zip(distinct, repeats, strict=True)
-            ),
-            bounds_S1=move(starts.astype(np.int32)),
-            longest=int(lengths[-1]),
-        ),
+        input_ids_T=move(np.concatenate([s.ids for s in segments]).astype(np.int64)),
+        position_ids_T=move(np.concatenate(positions)),
+        layout=_layout(segments, device),
         predictor_N=move(predictor),
-        target_N=move(ids[predictor + 1]),
+        target_N=move(target.astype(np.int64)),
         token_N=token,
         sequence_N=move(np.repeat(np.array(sequence, dtype=np.int64), counts)),
     )
+
+
+def _lay_out(
+    ordered: Sequence[int], token_ids: Sequence[np.ndarray], predictors: Sequence[np.ndarray]
+) -> tuple[list[_Segment], dict[int, _Segment]]:
+    """Return the segments in the order of the pack, and the segment that ends each row.
+
+    Segments are sorted by the lengths of their contexts and their own, so that equal ones form blocks.
+    """
+    members: dict[bytes, list[int]] = {}
+    for number in ordered:
+        key = context_key(token_ids[number], predictors[number])
+        members.setdefault(key, []).append(number)
+    segments: list[_Segment] = []
+    ends: dict[int, _Segment] = {}
+    for rows in members.values():
+        shared = int(predictors[rows[0]][0]) + 1
+        total = sum(int(predictors[number][-1]) + 1 for number in rows)
+        context = None
+        if (len(rows) - 1) * shared * _WORTH > total:
+            context = _Segment(token_ids[rows[0]][:shared])
+            segments.append(context)
+        for number in rows:
+            first = 0 if context is None else shared
+            own = _Segment(token_ids[number][first : predictors[number][-1] + 1], context)
+            if len(own.ids):  # else only the context's last token predicts
+                segments.append(own)
+            ends[number] = own
+    segments.sort(key=lambda segment: (segment.prefix, len(segment.ids)))
+    start = 0
+    for segment in segments:
+        segment.start = start
+        start += len(segment.ids)
+    return segments, ends
+
+
+def _places(predictors: np.ndarray, end: _Segment) -> np.ndarray:
+    """Return where in the pack the predictors of a row lie; the first may be in its context."""
+    own = predictors + end.start - end.prefix
+    if end.context is None:
+        return own
+    return np.where(predictors < end.prefix, predictors + end.context.start, own)
+
+
+def _layout(segments: Sequence[_Segment], device: torch.device) -> PackLayout:
+    def move(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    lengths = np.array([len(segment.ids) for segment in segments], dtype=np.int64)
+    prefixes = np.array([segment.prefix for segment in segments], dtype=np.int64)
+    pairs, counts = np.unique(np.stack([prefixes, lengths], axis=1), axis=0, return_counts=True)
+    shared = None
+    if prefixes.any():
+        parts = []
+        for segment in segments:
+            if segment.context is not None:
+                parts.append(segment.context.start + np.arange(segment.prefix))
+            parts.append(segment.start + np.arange(len(segment.ids)))
+        seen = prefixes + lengths
+        shared = SharedKeys(
+            index_K=move(np.concatenate(parts)),
+            bounds_S1=move(_bounds(seen)),
+            longest=int(seen.max()),
+        )
+    return PackLayout(
+        blocks=tuple(
+            Block(int(count), int(length), int(prefix))
+            for (prefix, length), count in zip(pairs, counts, strict=True)
+        ),
+        bounds_S1=move(_bounds(lengths)),
+        longest=int(lengths.max()),
+        shared=shared,
+    )
+
+
+def _bounds(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -81,6 +81,10 @@ class Policy(nn.Module):
         """
         packing: dict[str, Any] = {}
         if self.packs:
+            used = self.model.config._attn_implementation
+            assert used == packed_attention.ATTENTION_NAME, (
+                f"another model set {used} in the config"
+            )
             packing = {"position_ids": pack.position_ids_T[None], "pack_layout": pack.layout}
         else:
             assert pack.num_sequences <= 1, "this model runs one sequence per forward pass"
