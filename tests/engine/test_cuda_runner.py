@@ -36,8 +36,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 26, 1 << 26))
     for name in ("decode_attention", "store_rows"):
         monkeypatch.setattr(cuda_steps, name, getattr(decode_reference, name))
-    for name in ("next_rows", "sample_rows"):
-        monkeypatch.setattr(cuda_runner, name, getattr(decode_reference, name))
+    monkeypatch.setattr(cuda_runner, "sample_rows", decode_reference.sample_rows)
 
 
 def generate(requests: list[GenerationRequest], slots: int) -> list[tuple[list[int], np.ndarray]]:
@@ -70,14 +69,13 @@ def requests(**sampling: object) -> list[GenerationRequest]:
     ]
 
 
-STOPS = tuple(range(20, 40))  # more than the device bans by itself
+STOPS = tuple(range(20, 40))
 
 
 @pytest.mark.parametrize(
     "sampling",
     [
         {"max_tokens": 9},
-        {"max_tokens": 12, "min_tokens": 8, "stop_token_ids": STOPS[:4]},
         {"max_tokens": 12, "min_tokens": 8, "stop_token_ids": STOPS},
         {"max_tokens": 6, "top_k": 5, "min_tokens": 3, "stop_token_ids": STOPS[:2]},
         {"max_tokens": 6, "temperature": 0.0},
@@ -95,3 +93,15 @@ def test_the_gpu_runner_makes_the_tokens_of_the_cpu_runner(
     if sampling.get("min_tokens"):
         assert all(len(ids) >= sampling["min_tokens"] for ids, _ in got)
         assert "top_k" in sampling or any(len(ids) < sampling["max_tokens"] for ids, _ in got)
+
+
+def test_min_tokens_need_no_slow_sampling(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of a run with min_tokens is sampled by the kernel."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("sampled in plain torch")
+
+    monkeypatch.setattr(engine_module, "_make_runner", RunnerOnCpu)
+    monkeypatch.setattr(cuda_runner, "sample", fail)
+    made = generate(requests(max_tokens=9, min_tokens=9), 4)
+    assert [len(ids) for ids, _ in made] == [9] * 10

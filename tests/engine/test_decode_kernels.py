@@ -160,8 +160,9 @@ def test_rows_are_stored_where_they_belong() -> None:
 def test_layers_compute_the_same_with_kernels(dtype: torch.dtype) -> None:
     """The kernels are installed in every layer of a real model and leave its outputs unchanged."""
     from penstock.engine.transformers.cuda.layer_kernels import fuse_layers
-    from penstock.engine.transformers.fuse import fuse_norms, fuse_projections
+    from penstock.engine.transformers.fuse import fuse_projections
     from penstock.engine.transformers.kv_attention import probe_shape
+    from penstock.models.norms import fuse_norms
     from stages import tiny_policy as tiny
 
     if INTERPRETED:

@@ -64,9 +64,10 @@ def test_the_form_for_a_gpu_is_the_same() -> None:
     """On a GPU the arithmetic is compiled, and the gradient of the logits has a form that fuses."""
     torch.manual_seed(1)
     raw, targets, temperatures = torch.randn(4, 9), torch.tensor([0, 8, 3, 3]), torch.rand(4) + 0.5
+    weights = (raw / temperatures[:, None]).exp()
     probabilities = (raw / temperatures[:, None]).softmax(-1)
     forms = [
-        logprobs._minus_probabilities(probabilities.clone(), targets, fused=fused)
+        logprobs._minus_probabilities(weights.clone(), weights.sum(-1), targets, fused=fused)
         for fused in (True, False)
     ]
     torch.testing.assert_close(*forms)

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 KEEP_ELEMENTS_CPU = 1 << 27  # gradients of logits up to this many are kept for the backward pass
 KEEP_SHARE_GPU = 0.04  # of the device's memory
-CHUNK_ELEMENTS_CPU = 1 << 20
+CHUNK_ELEMENTS_CPU = 1 << 23
 CHUNK_ELEMENTS_GPU = 1 << 28
 NO_CHANCE = -1e30  # a logit whose probability is 0; finite, so that 0 x its log is 0 in the entropy
 
@@ -204,26 +204,37 @@ def _chunk_logprobs(
     logits_CV = capped_CV / temperatures_C[:, None]
     if banned is not None:
         logits_CV = logits_CV.masked_fill(banned[0][:, None] & banned[1][None, :], NO_CHANCE)
-    log_all_CV = torch.log_softmax(logits_CV, -1)
-    logprob_C = log_all_CV.gather(-1, targets_C[:, None]).squeeze(-1)
-    probabilities_CV = log_all_CV.exp()
-    entropy_C = -torch.linalg.vecdot(probabilities_CV, log_all_CV)
+    shifted_CV = logits_CV - logits_CV.amax(-1, keepdim=True)
+    weight_CV = shifted_CV.exp()  # the costliest operation on a CPU: once per logit
+    total_C = weight_CV.sum(-1)
+    log_total_C = total_C.log()
+    logprob_C = shifted_CV.gather(-1, targets_C[:, None]).squeeze(-1) - log_total_C
+    entropy_C = log_total_C - _row_products(weight_CV, shifted_CV) / total_C
     if not gradient:
         return logprob_C, entropy_C, None
-    gradient_CV = _minus_probabilities(probabilities_CV, targets_C, fused=raw_CV.is_cuda)
+    gradient_CV = _minus_probabilities(weight_CV, total_C, targets_C, fused=raw_CV.is_cuda)
     if softcap is not None:
         gradient_CV = gradient_CV * (1 - (capped_CV / softcap).square())
     return logprob_C, entropy_C, gradient_CV.to(raw_CV.dtype)
 
 
-def _minus_probabilities(probabilities_CV: Tensor, targets_C: Tensor, *, fused: bool) -> Tensor:
-    """Return one at each target, minus the probabilities; `fused` is the form to compile."""
+def _row_products(left_CV: Tensor, right_CV: Tensor) -> Tensor:
+    """Return the dot product of each pair of rows."""
+    if left_CV.is_cuda:
+        return torch.linalg.vecdot(left_CV, right_CV)  # fuses
+    return torch.bmm(left_CV[:, None, :], right_CV[:, :, None])[:, 0, 0]  # makes no third table
+
+
+def _minus_probabilities(
+    weight_CV: Tensor, total_C: Tensor, targets_C: Tensor, *, fused: bool
+) -> Tensor:
+    """Return one at each target, minus weight / total; `fused` is the form to compile."""
     if fused:
-        columns_V = torch.arange(probabilities_CV.shape[1], device=probabilities_CV.device)
+        columns_V = torch.arange(weight_CV.shape[1], device=weight_CV.device)
         chosen_CV = columns_V[None, :] == targets_C[:, None]
-        return chosen_CV.to(probabilities_CV.dtype) - probabilities_CV
-    one_C1 = torch.ones_like(probabilities_CV[:, :1])
-    return probabilities_CV.neg_().scatter_add_(-1, targets_C[:, None], one_C1)
+        return chosen_CV.to(weight_CV.dtype) - weight_CV / total_C[:, None]
+    one_C1 = torch.ones_like(total_C)[:, None]
+    return weight_CV.mul_(-1 / total_C[:, None]).scatter_add_(-1, targets_C[:, None], one_C1)
 
 
 @functools.cache

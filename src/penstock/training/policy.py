@@ -21,6 +21,7 @@ from penstock.config import LoraConfig, ModelConfig
 from penstock.demo import resolve_model_path
 from penstock.errors import UserError
 from penstock.models.loading import choose_device, end_ids, format_of, load_causal_lm
+from penstock.models.norms import fuse_norms
 from penstock.models.parallel_plan import tensor_plan
 from penstock.training import packed_attention
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
@@ -53,6 +54,8 @@ class Policy(nn.Module):
         self.end_ids = end_ids(model)
         self._own_attention = model.config._attn_implementation
         assert self._own_attention != packed_attention.ATTENTION_NAME, "one policy per model"
+        if model.dtype != torch.float64:  # transformers' norms round to float32
+            fuse_norms(model)
         self.pack_sequences(True)
 
     def pack_sequences(self, packs: bool) -> None:

@@ -1,4 +1,4 @@
-"""Fewer operations for the same layers: one matrix product for sibling projections, one call per norm.
+"""Fewer operations for the same layers: one matrix product for sibling projections.
 
 q, k, v become one product, gate and up another. The weights stay parameters under their own names, as
 views of one array, so digests and weight updates do not change. The first sibling that runs computes the
@@ -87,33 +87,3 @@ class _FusedLinear:
             return output
 
         return forward
-
-
-def fuse_norms(model: nn.Module) -> int:
-    """Run every RMS norm that computes what `rms_norm` does as one call; return how many.
-
-    A norm is found by its class name and tested by its output, so that a variant (an offset of one,
-    another order of rounding that matters) keeps its own code.
-    """
-    count = 0
-    for module in model.modules():
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        weight = getattr(module, "weight", None)
-        if type(module).__name__.endswith("RMSNorm") and weight is not None and eps is not None:
-            count += _fuse_norm(module, weight, float(eps))
-    return count
-
-
-def _fuse_norm(module: nn.Module, weight: torch.Tensor, eps: float) -> bool:
-    shape = tuple(weight.shape)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(x, shape, weight, eps)
-
-    probe = torch.linspace(-3, 5, 4 * weight.numel(), device=weight.device, dtype=weight.dtype)
-    probe = probe.view(4, *shape)
-    tolerance = 1e-5 if weight.dtype is torch.float32 else 2e-2
-    same = torch.allclose(forward(probe), module(probe), rtol=tolerance, atol=tolerance)
-    if same:
-        module.forward = forward
-    return same

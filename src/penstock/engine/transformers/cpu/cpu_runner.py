@@ -16,13 +16,14 @@ from penstock.engine.transformers.cpu.buckets import BucketedKV
 from penstock.engine.transformers.cpu.cpu_steps import DecodeRows, PrefillRows, RowsStep, round_up
 from penstock.engine.transformers.cpu.invariance import find_row_quantum
 from penstock.engine.transformers.cpu.mkl import ModelLinears, choose_linear
-from penstock.engine.transformers.fuse import PlainLinear, fuse_norms, fuse_projections
+from penstock.engine.transformers.fuse import PlainLinear, fuse_projections
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.runner import CachedPrompt, Finished, longest_request
 from penstock.engine.transformers.sampling import sample
 from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, lay_out
 from penstock.models.loading import end_ids
+from penstock.models.norms import fuse_norms
 from penstock.weights.model_weights import load_weights
 
 

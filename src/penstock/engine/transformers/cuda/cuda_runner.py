@@ -22,7 +22,7 @@ from penstock.engine.transformers.cuda.cuda_steps import (
     sample_rows,
 )
 from penstock.engine.transformers.cuda.regions import KVPool, Regions
-from penstock.engine.transformers.fuse import fuse_norms, fuse_projections
+from penstock.engine.transformers.fuse import fuse_projections
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.runner import CachedPrompt, Finished, longest_request
@@ -30,6 +30,7 @@ from penstock.engine.transformers.sampling import sample
 from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, lay_out
 from penstock.engine.transformers.sizes import choose_sizes, describe
 from penstock.models.loading import end_ids
+from penstock.models.norms import fuse_norms
 from penstock.weights.model_weights import load_weights, named_weights
 from penstock.weights.offload import HostOffload, explain_out_of_memory
 
@@ -96,6 +97,8 @@ class CudaRunner:
         self._pending: deque[Launch] = deque()
         self._active: list[int] = []
         self._rows_changed = True
+        self._banned_for: tuple[bytes, ...] = ()  # requests whose stop tokens `_banned` holds
+        self._banned: tuple[torch.Tensor, ...] = ()  # (rows, columns) of the logits
         self._host_offload = HostOffload(self._tensors)
         self.longest = min(longest_request(model, options), self._tokens - 2)
         with explain_out_of_memory("engine", self._advice):
@@ -226,7 +229,8 @@ class CudaRunner:
             logits.append(torch.stack(list(kept_logits.values())))
         self._keep(groups, logits_UV, keep_prompts)
         self._set_state(order)
-        self._launch_sampling(torch.cat(logits), np.array(order, np.int64), advance=False)
+        slot_N = torch.tensor(order, device=self._device)
+        self._launch_sampling(torch.cat(logits), slot_N, np.array(order, np.int64), advance=False)
         self._active += order
         self._rows_changed = True
 
@@ -296,7 +300,9 @@ class CudaRunner:
             graph.replay()
         else:
             logits_BV = self._decode_logits(count)
-        self._launch_sampling(logits_BV[:count], self._active_N, advance=True)
+        self._launch_sampling(
+            logits_BV[:count], self._state.rows[:count], self._active_N, advance=True
+        )
 
     def _decode_logits(self, size: int) -> torch.Tensor:
         state = self._state
@@ -332,10 +338,11 @@ class CudaRunner:
         self._graphs = dict(sorted(self._graphs.items()))
 
     def _launch_sampling(
-        self, logits_NV: torch.Tensor, slots_N: np.ndarray, *, advance: bool
+        self, logits_NV: torch.Tensor, slot_N: torch.Tensor, slots_N: np.ndarray, *, advance: bool
     ) -> None:
+        """Sample a token for each row; `slot_N` holds `slots_N` on the device."""
         state = self._state
-        slot_N = torch.from_numpy(slots_N).to(self._device, non_blocking=True)
+        self._ban_early_stops(logits_NV, slots_N)
         if not advance:
             index_N = state.index[slot_N]
         else:
@@ -355,15 +362,28 @@ class CudaRunner:
         self._launched[slots_N] += 1
         self._send(token_N, logprob_N, slots_N)
 
-    def _special_rows(self, slots_N: np.ndarray) -> np.ndarray:
-        """Return the rows that the kernel cannot sample: top_k, top_p, or min_tokens not reached."""
+    def _ban_early_stops(self, logits_NV: torch.Tensor, slots_N: np.ndarray) -> None:
+        """Give no probability to the stop tokens of responses that are shorter than their min_tokens."""
         table = self.table
-        index_N = table.start_index[slots_N] + self._launched[slots_N]
-        return np.flatnonzero(
-            (table.top_k[slots_N] > 0)
-            | (table.top_p[slots_N] < 1)
-            | (index_N < table.min_index[slots_N])
-        )
+        early_N = table.start_index[slots_N] + self._launched[slots_N] < table.min_index[slots_N]
+        if not early_N.any():
+            return
+        requests = (slots_N.tobytes(), self._serial[slots_N].tobytes(), early_N.tobytes())
+        if requests != self._banned_for:  # the same in most steps
+            stops = np.where(early_N[:, None], table.stop_ids[slots_N], -1)
+            row, place = np.nonzero(stops >= 0)
+            self._banned_for, self._banned = (
+                requests,
+                (
+                    torch.from_numpy(row).to(self._device),
+                    torch.from_numpy(stops[row, place]).to(self._device),
+                ),
+            )
+        logits_NV[self._banned] = -torch.inf
+
+    def _special_rows(self, slots_N: np.ndarray) -> np.ndarray:
+        """Return the rows that the kernel cannot sample: top_k or top_p."""
+        return np.flatnonzero((self.table.top_k[slots_N] > 0) | (self.table.top_p[slots_N] < 1))
 
     def _send(self, token_N: torch.Tensor, logprob_N: torch.Tensor, slots_N: np.ndarray) -> None:
         tokens = torch.empty(len(token_N), dtype=torch.int64, pin_memory=True)
