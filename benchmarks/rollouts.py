@@ -97,9 +97,10 @@ def build(model: str, device: str, implementation: str) -> torch.nn.Module:
         built = load_smollm2(implementation)
     else:
         config = demo_shape() if model == "demo" else qwen_shape()
-        built = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=implementation
-        )
+        with torch.device(device):
+            built = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=implementation
+            )
     built.config.eos_token_id = built.generation_config.eos_token_id = None
     built.generation_config.pad_token_id = 0
     return built.to(device).eval()

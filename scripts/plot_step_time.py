@@ -52,7 +52,8 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, dict[str, fl
             found.append((name, "ms", row["mfu"] * row["ms"], kernels(profile, row["ms"])))
         if name.startswith("decode step at batch"):
             profile = by_name[name.replace("decode step", "profile decode")]
-            found.append((name, "ms", 0.0, kernels(profile, row["ms"])))
+            if profile["busy_ms"] <= row["ms"]:  # else the profile has a long prefill in it
+                found.append((name, "ms", 0.0, kernels(profile, row["ms"])))
     return found
 
 

@@ -35,7 +35,7 @@ class TransformersOptions:
     # [engine.options]
     prefill_rows: int = 0  # most prompt tokens to prefill in one step; 0: chosen by the device
     fuse: bool = True  # one matrix product for q, k, v and one for gate, up
-    pack: bool = True  # on a CPU: keep a second copy of the weights in MKL's layout
+    pack: bool = True  # on a CPU: keep a second copy of the weights in its library's layout
     cuda_graphs: bool = True
     kv_memory_share: float = 0.6  # share of the free device memory for the KV cache
 

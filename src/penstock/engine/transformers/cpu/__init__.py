@@ -1,1 +1,1 @@
-"""The CPU runner: a bucketed KV cache, products in MKL's layout, rows with the same bits in any batch."""
+"""The CPU runner: a bucketed KV cache, products of packed weights, rows with the same bits in any batch."""

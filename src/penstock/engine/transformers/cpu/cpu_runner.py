@@ -15,7 +15,7 @@ import torch
 from penstock.engine.transformers.cpu.buckets import BucketedKV
 from penstock.engine.transformers.cpu.cpu_steps import DecodeRows, PrefillRows, RowsStep, round_up
 from penstock.engine.transformers.cpu.invariance import find_row_quantum
-from penstock.engine.transformers.cpu.mkl import ModelLinears, choose_linear
+from penstock.engine.transformers.cpu.packed_linear import ModelLinears, choose_linear
 from penstock.engine.transformers.fuse import PlainLinear, fuse_projections
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
 from penstock.engine.transformers.options import TransformersOptions

@@ -1,33 +1,38 @@
-"""Products in MKL's layout: the same numbers as plain ones, and new ones after an update."""
+"""Products in the layout of the CPU's library: the same numbers as plain ones, new ones after an update."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from penstock.engine.transformers.cpu import mkl
-from penstock.engine.transformers.cpu.mkl import MklLinear, ModelLinears, choose_linear
+from penstock.engine.transformers.cpu import packed_linear
+from penstock.engine.transformers.cpu.packed_linear import (
+    ModelLinears,
+    choose_linear,
+    packed_kind,
+)
 from penstock.engine.transformers.fuse import PlainLinear
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run
 from stages.engine_contract import CHECKS
 from stages.tiny_engine import make_engine, same_bits
 
-needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL here")
+PACKED = packed_kind()
+needs_library = pytest.mark.skipif(PACKED is PlainLinear, reason="neither MKL nor oneDNN on ARM")
 
 
 @pytest.fixture
 def small_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack even models as small as the test's."""
-    monkeypatch.setattr(mkl, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packed_linear, "LEAST_BYTES", 0)
 
 
-@needs_mkl
+@needs_library
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_packed_product_is_the_plain_one(biased: bool) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(96, 64), torch.randn(96) if biased else None
-    plain, packed = PlainLinear(weight, bias), MklLinear(weight, bias)
+    plain, packed = PlainLinear(weight, bias), PACKED(weight, bias)
     for rows in (1, 2, 7, 16, 40, 130):
         x = torch.randn(1, rows, 64)
         assert torch.allclose(packed(x), plain(x), atol=1e-4)
@@ -38,10 +43,10 @@ def test_a_packed_product_is_the_plain_one(biased: bool) -> None:
     assert torch.allclose(packed(x), plain(x), atol=1e-4)
 
 
-@needs_mkl
+@needs_library
 def test_linear_layers_are_taken_once_and_follow_their_weights() -> None:
     model, ids = tiny.tiny_model(0), torch.tensor([[5, 6, 7]])
-    linears = ModelLinears(MklLinear)
+    linears = ModelLinears(PACKED)
     linears.take_linears(model)
     linears.take_linears(model)
     assert len(linears._all) == 2 * 7 + 1  # two layers of seven, and the head
@@ -51,16 +56,16 @@ def test_linear_layers_are_taken_once_and_follow_their_weights() -> None:
         assert torch.allclose(model(ids).logits, tiny.reference(1)(ids).logits, atol=1e-4)
 
 
-@needs_mkl
+@needs_library
 @pytest.mark.usefixtures("small_too")
 def test_what_is_packed() -> None:
-    assert choose_linear(tiny.tiny_model(0)) is MklLinear
+    assert choose_linear(tiny.tiny_model(0)) is PACKED
     assert choose_linear(tiny.tiny_model(0).to(torch.bfloat16)) is PlainLinear
-    mkl.LEAST_BYTES = 16 * 2**20  # the fixture restores it
+    packed_linear.LEAST_BYTES = 16 * 2**20  # the fixture restores it
     assert choose_linear(tiny.tiny_model(0)) is PlainLinear
 
 
-@needs_mkl
+@needs_library
 @pytest.mark.usefixtures("small_too")
 @pytest.mark.parametrize("check", ["update_changes_every_weight", "group_and_many"])
 @pytest.mark.parametrize("options", [{}, {"fuse": False}], ids=str)
@@ -68,7 +73,7 @@ def test_the_engine_serves_packed(check: str, options: dict[str, bool]) -> None:
     CHECKS[check](EngineCase("transformers", lambda: make_engine(**options)))
 
 
-@needs_mkl
+@needs_library
 @pytest.mark.usefixtures("small_too")
 def test_a_packed_rollout_has_the_same_bits_in_any_batch() -> None:
     async def main() -> None:

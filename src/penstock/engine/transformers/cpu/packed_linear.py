@@ -1,20 +1,22 @@
-"""Matrix products with weights in the layout of MKL, the CPU's matrix library.
+"""Matrix products with weights in the layout of the CPU's matrix library: MKL on x86, oneDNN on ARM.
 
-Packed weights are a second copy in MKL's own order. Products of few rows, as in decoding, take up to half
-the time, and from two rows on a row has the same bits in any batch. Weights are packed again after each
-update. Without MKL, with other number formats or too little memory, the plain product is used.
+Packed weights are a second copy in the library's own order. Products of few rows, as in decoding, take up to
+half the time, and from two rows on a row has the same bits in any batch with MKL. Weights are packed again
+after each update. Without such a library, with other number formats or too little memory, the plain product
+is used.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 
 import torch
 from torch import nn
 
 from penstock.engine.transformers.fuse import PlainLinear
 
-PACKED_FOR_ROWS = 32  # the row count that MKL chooses the layout for; any count may be multiplied
+PACKED_FOR_ROWS = 32  # the row count that the layout is chosen for; any count may be multiplied
 LEAST_BYTES = 16 * 2**20  # least size of all weights; smaller ones fit a cache and gain nothing
 MEMORY_SHARE = 0.25  # largest share of this machine's memory for packed copies
 
@@ -32,6 +34,22 @@ class MklLinear(PlainLinear):
 
     def refresh(self) -> None:
         self._packed = torch.ops.mkl._mkl_reorder_linear_weight(self._weight, PACKED_FOR_ROWS)
+
+
+class DnnlLinear(PlainLinear):
+    """Compute the same product as `PlainLinear` on an ARM CPU, from a packed copy of the weight."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.refresh()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == x.shape[-1]:  # one row: the plain product is several times as fast
+            return super().__call__(x)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+    def refresh(self) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, PACKED_FOR_ROWS)
 
 
 class ModelLinears:
@@ -57,10 +75,17 @@ class ModelLinears:
 
 
 def choose_linear(model: nn.Module) -> type[PlainLinear]:
-    """Return MklLinear if MKL is there, the model is large enough and the memory suffices."""
+    """Return this CPU's packed product if the model is large enough and the memory suffices."""
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-    has_mkl = torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")
     can_pack = all(w.dtype is torch.float32 and w.device.type == "cpu" for w in weights)
     needed = sum(weight.numel() * weight.element_size() for weight in weights)
     most = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return MklLinear if has_mkl and can_pack and LEAST_BYTES <= needed <= most else PlainLinear
+    return packed_kind() if can_pack and LEAST_BYTES <= needed <= most else PlainLinear
+
+
+def packed_kind() -> type[PlainLinear]:
+    """Return the packed product of this CPU, or the plain one if it has none."""
+    if torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear"):
+        return MklLinear
+    arm = platform.machine() in ("aarch64", "arm64") and torch.backends.mkldnn.is_available()
+    return DnnlLinear if arm and hasattr(torch.ops.mkldnn, "_linear_pointwise") else PlainLinear
