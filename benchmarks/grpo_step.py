@@ -34,6 +34,7 @@ class Load:
     new_tokens: int
     steps: int
     warm_up: int
+    train_threads: int = 0  # of the trainer beside an engine; 0: one core for each side
 
     def write_data(self, path: Path) -> Path:
         """Write questions of about 64 characters, enough for every step; return the path."""
@@ -162,7 +163,7 @@ max_staleness = {staleness}
 steps = {load.steps}
 groups_per_step = {load.prompts}
 lr = 1e-6
-threads = {threads}
+threads = {load.train_threads or threads}
 [track]
 trackers = []
 """
@@ -266,9 +267,13 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=2, help="steps left out of the medians")
+    parser.add_argument(
+        "--train-threads", type=int, default=0, help="0: all cores in turns, one when overlapped"
+    )
     parser.add_argument("--no-trl", action="store_true", help="measure Penstock only")
     options = parser.parse_args()
-    load = Load(options.prompts, options.new_tokens, options.steps, options.warm_up)
+    sizes = (options.prompts, options.new_tokens, options.steps, options.warm_up)
+    load = Load(*sizes, train_threads=options.train_threads)
     print(f"one GRPO step, {load.prompts} x {SAMPLES} x {load.new_tokens}, model {options.model}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -9,6 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.training import logprobs
 from penstock.training.logprobs import LogitRule, token_logprobs
+from penstock.training.policy import Policy
+from stages.training_data import tiny_model
 
 
 def full_logprobs(hidden, weight, bias, targets, temperatures, rule, banned=None):
@@ -139,3 +141,13 @@ def test_peak_memory_at_32k_tokens_and_a_150k_vocabulary_is_below_a_third() -> N
     chunked = peak_bytes(lambda *inputs: token_logprobs(*inputs, chunk_tokens))
     assert full > 32768 * 150_000 * 4
     assert chunked < full / 3
+
+
+@pytest.mark.parametrize("bans_ends", [False, True])
+def test_a_warm_up_leaves_no_gradient(monkeypatch, bans_ends) -> None:
+    """The consumer calls it on a GPU only, where it compiles; it must run anywhere."""
+    monkeypatch.setattr(logprobs, "COMPILE_ELEMENTS", 1 << 8)
+    policy = Policy(tiny_model())
+    policy.end_ids = (2, 3)
+    policy.warm_up(bans_ends=bans_ends)
+    assert all(parameter.grad is None for parameter in policy.parameters())

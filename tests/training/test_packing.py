@@ -254,8 +254,11 @@ LATENT = {
         ("DeepseekV3", LATENT),
     ],
 )
-def test_half_precision_on_a_gpu_packs_as_float32_does_alone(kind, fields) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_half_precision_on_a_gpu_packs_as_float32_does_alone(kind, fields, shared) -> None:
     ids, predictors, starts = sequences([17, 4, 9, 4, 40, 17])
+    if shared:  # two prompts, computed once each
+        ids, predictors, starts = groups_of_rows([20, 9], [7, 1, 12, 7])
     plain = tiny_model(kind, dtype=torch.float32, **fields)
     pairs = zip(ids, predictors, strict=True)
     with torch.no_grad():

@@ -135,6 +135,9 @@ class Consumer:
         self.optimizer = make_optimizer(self.masters.parameters, config.train)
         self.loss_scale = LossScale(self.engine_dtype)
         self.host_offload = HostOffload(self._training_tensors)
+        if self.policy.device.type == "cuda" and self.ranks.world == 1:
+            samplings = [config.task_sampling(task) for task in config.tasks]
+            self.policy.warm_up(bans_ends=any(sampling.min_tokens for sampling in samplings))
         self._stop = threading.Event()
 
     @classmethod

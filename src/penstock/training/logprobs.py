@@ -23,6 +23,7 @@ KEEP_ELEMENTS_CPU = 1 << 27  # gradients of logits up to this many are kept for 
 KEEP_SHARE_GPU = 0.04  # of the device's memory
 CHUNK_ELEMENTS_CPU = 1 << 23
 CHUNK_ELEMENTS_GPU = 1 << 28
+COMPILE_ELEMENTS = 1 << 24  # fewer logits (a check of a model) are not worth the compiler's seconds
 NO_CHANCE = -1e30  # a logit whose probability is 0; finite, so that 0 x its log is 0 in the entropy
 
 
@@ -109,7 +110,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs_N = torch.empty(count, dtype=exact, device=hidden_ND.device)
         entropies_N = torch.empty_like(logprobs_N)
         keep = any(ctx.needs_input_grad[:3]) and _fits(hidden_ND, vocabulary)
-        chunk_logprobs = _compiled(_chunk_logprobs, hidden_ND.is_cuda)
+        chunk_logprobs = _compiled(_chunk_logprobs, _is_worth_it(hidden_ND, vocabulary))
         kept: list[Tensor] = []
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -138,7 +139,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight_VD: Tensor | None = None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         count, chunk = len(hidden_ND), ctx.chunk_tokens
-        chunk_logprobs = _compiled(_chunk_logprobs, hidden_ND.is_cuda)
+        chunk_logprobs = _compiled(_chunk_logprobs, _is_worth_it(hidden_ND, len(weight_VD)))
         for index, start in enumerate(range(0, count, chunk)):
             part = slice(start, start + chunk)
             factor_C1 = factor_N[part, None]
@@ -167,6 +168,36 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight_VD = torch.zeros_like(weight_VD)
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight_VD, grad_bias_V, None, None, None, None, None
+
+
+def warm_up(
+    weight_VD: Tensor, bias_V: Tensor | None, rule: LogitRule, banned: Sequence[int] | None
+) -> None:
+    """Compile what the first update needs, in seconds in which the trainer waits for responses anyway.
+
+    `banned` are the tokens that some responses were sampled without; None: there are none.
+    """
+    count = COMPILE_ELEMENTS // len(weight_VD) + 64
+    device, exact = weight_VD.device, torch.promote_types(weight_VD.dtype, torch.float32)
+    hidden_ND = weight_VD.new_zeros(count, weight_VD.shape[1], requires_grad=True)
+    targets_N = torch.zeros(count, dtype=torch.int64, device=device)
+    temperatures_N = torch.ones(count, dtype=exact, device=device)
+    early_N = torch.zeros(count, dtype=torch.bool, device=device)
+    logprobs_N, _ = token_logprobs(
+        hidden_ND,
+        weight_VD.detach(),
+        None if bias_V is None else bias_V.detach(),
+        targets_N,
+        temperatures_N,
+        rule,
+        banned=None if banned is None else (early_N, banned),
+    )
+    logprobs_N.sum().backward()
+
+
+def _is_worth_it(hidden_ND: Tensor, vocabulary: int) -> bool:
+    """Return whether to compile the arithmetic for so many logits."""
+    return hidden_ND.is_cuda and len(hidden_ND) * vocabulary > COMPILE_ELEMENTS
 
 
 def _fits(hidden_ND: Tensor, vocabulary: int) -> bool:
@@ -238,9 +269,9 @@ def _minus_probabilities(
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any], on_gpu: bool) -> Callable[..., Any]:
-    """Return the function compiled for a GPU if triton is installed, else as it is."""
-    if not on_gpu or importlib.util.find_spec("triton") is None:
+def _compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
+    """Return the function compiled if that is wanted and triton is installed, else as it is."""
+    if not wanted or importlib.util.find_spec("triton") is None:
         return function
     compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
     return compiled

@@ -25,7 +25,7 @@ from penstock.models.norms import fuse_norms
 from penstock.models.parallel_plan import tensor_plan
 from penstock.training import packed_attention
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
-from penstock.training.logprobs import LogitRule, token_logprobs
+from penstock.training.logprobs import LogitRule, token_logprobs, warm_up
 from penstock.training.pack import Pack, empty_pack
 from penstock.training.ranks import Ranks
 from penstock.training.sharding import Cut, Sharding, split_modules, split_over_data
@@ -109,6 +109,16 @@ class Policy(nn.Module):
                 self.rule,
                 banned=None if early_N is None else (early_N, self.end_ids),
             )
+
+    def warm_up(self, *, bans_ends: bool) -> None:
+        """Compile the head's arithmetic; `bans_ends`: some responses have min_tokens."""
+        head = self.model.get_output_embeddings()
+        warm_up(
+            head.weight,
+            getattr(head, "bias", None),
+            self.rule,
+            self.end_ids if bans_ends and self.end_ids else None,
+        )
 
     def train(self, mode: bool = True) -> Policy:
         """Turn training mode on only for the adapters' dropout and for checkpointed layers.
