@@ -34,7 +34,10 @@ def how(rows: int, uniform: list[float] | None = None, **fields: object) -> RowS
 )
 def test_inverse_cdf_by_hand(uniform: float, token: int) -> None:
     probs = torch.tensor([[0.1, 0.3, 0.0, 0.6, 0.0]])
-    assert pick(probs, torch.tensor([uniform])).item() == token
+    for scale in (1.0, 8.0):  # weights need not add up to one
+        chosen, total = pick(scale * probs, torch.tensor([uniform]))
+        assert chosen.item() == token
+        assert total.item() == pytest.approx(scale)
 
 
 @pytest.mark.parametrize("vocabulary", [50, 512, 513, 5000])
@@ -44,7 +47,7 @@ def test_a_token_without_probability_is_never_sampled(vocabulary: int) -> None:
     probs[:, ::2] = 0
     probs[:, vocabulary // 2 :] = 0
     edge = torch.tensor([0.0, 1 - 2**-23] * 32)
-    token = pick(probs, edge)
+    token, _ = pick(probs, edge)
     assert (probs.gather(1, token[:, None]) > 0).all()
 
 

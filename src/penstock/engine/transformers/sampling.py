@@ -80,37 +80,45 @@ def sample(logits_NV: torch.Tensor, how: RowSampling) -> tuple[torch.Tensor, tor
 
     A row whose logits are no distribution (NaN, +inf, or none finite) gets log-prob NaN.
     """
-    scaled_NV = logits_NV.float() / how.temperature_N[:, None]
+    scaled_NV = logits_NV.float()
+    if not (scaled_NV.is_cpu and bool((how.temperature_N == 1).all())):
+        scaled_NV = scaled_NV / how.temperature_N[:, None]
     if how.banned is not None:
+        scaled_NV = scaled_NV.clone()  # not the caller's logits
         scaled_NV[how.banned] = -torch.inf
     if how.top_k_N is not None or how.top_p_N is not None:
         scaled_NV = filter_top_k_top_p(scaled_NV, how.top_k_N, how.top_p_N)
-    logprobs_NV = torch.log_softmax(scaled_NV, dim=-1)
-    token_N = pick(logprobs_NV.exp(), how.uniform_N)
+    shifted_NV = scaled_NV - scaled_NV.amax(dim=-1, keepdim=True)
+    token_N, total_N = pick(shifted_NV.exp(), how.uniform_N)  # one exponential per logit
     if how.greedy_N is not None:
-        token_N = torch.where(how.greedy_N, logprobs_NV.argmax(dim=-1), token_N)
-    return token_N, logprobs_NV.gather(1, token_N[:, None])[:, 0]
+        token_N = torch.where(how.greedy_N, shifted_NV.argmax(dim=-1), token_N)
+    return token_N, shifted_NV.gather(1, token_N[:, None])[:, 0] - total_N.log()
 
 
-def pick(probs_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
-    """Return, by inverse CDF, the token whose share of the row's total holds the uniform number."""
-    rows, vocabulary = probs_NV.shape
+def pick(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, by inverse CDF, the token whose share of the row's total holds the uniform number.
+
+    The weights need not add up to one; the second result is their total.
+    """
+    rows, vocabulary = weights_NV.shape
     if vocabulary <= 2 * _BLOCK:
-        ends_NV = probs_NV.cumsum(dim=-1)
-        return _first_past(uniform_N * ends_NV[:, -1], probs_NV, ends_NV)
+        ends_NV = weights_NV.cumsum(dim=-1)
+        total_N = ends_NV[:, -1]
+        return _first_past(uniform_N * total_N, weights_NV, ends_NV), total_N
     padding = -vocabulary % _BLOCK
     if padding:
-        probs_NV = torch.nn.functional.pad(probs_NV, (0, padding))
-    blocks_NCB = probs_NV.view(rows, -1, _BLOCK)
+        weights_NV = torch.nn.functional.pad(weights_NV, (0, padding))
+    blocks_NCB = weights_NV.view(rows, -1, _BLOCK)
     mass_NC = blocks_NCB.sum(dim=-1)
     ends_NC = mass_NC.cumsum(dim=-1)
-    target_N = uniform_N * ends_NC[:, -1]
+    total_N = ends_NC[:, -1]
+    target_N = uniform_N * total_N
     block_N = _first_past(target_N, mass_NC, ends_NC)
-    row_N = torch.arange(rows, device=probs_NV.device)
+    row_N = torch.arange(rows, device=weights_NV.device)
     start_N = torch.where(block_N > 0, ends_NC[row_N, (block_N - 1).clamp_min(0)], 0.0)
     chosen_NB = blocks_NCB[row_N, block_N]
     inside_N = _first_past(target_N - start_N, chosen_NB, chosen_NB.cumsum(dim=-1))
-    return block_N * _BLOCK + inside_N
+    return block_N * _BLOCK + inside_N, total_N
 
 
 def _first_past(
