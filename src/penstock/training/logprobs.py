@@ -233,7 +233,7 @@ def _chunk_logprobs(
     if softcap is not None:
         capped_CV = softcap * torch.tanh(capped_CV / softcap)
     logits_CV = capped_CV
-    if raw_CV.is_cuda or bool((temperatures_C != 1).any()):  # on a CPU a pass over all logits less
+    if not (raw_CV.is_cpu and bool((temperatures_C == 1).all())):  # a pass over all logits
         logits_CV = capped_CV / temperatures_C[:, None]
     if banned is not None:
         logits_CV = logits_CV.masked_fill(banned[0][:, None] & banned[1][None, :], NO_CHANCE)
