@@ -91,6 +91,8 @@ def options(
 @app.command(rich_help_panel="Run")
 def train(arguments: Arguments = None, trust: Trust = False) -> None:
     """Train a policy. Without a config: the demo, on this machine's CPU."""
+    if sys.stderr.isatty():  # a large dataset takes a while to check
+        say("checking the config and the data", error=True)
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
     loaded.require_tasks()

@@ -57,6 +57,7 @@ from penstock.track.fanout import Fanout
 from penstock.track.jsonl import restore_metrics
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
+from penstock.track.start_display import StartDisplay
 from penstock.track.timeline_log import TimelineLog
 from penstock.types import Batch, Rollout, StepReport, WeightHandle
 from penstock.watch.memory_use import available_mib
@@ -318,16 +319,19 @@ async def _load_and_launch(
     """Load data here and models in their workers; at the same time if the number of steps is known."""
     launch = load("launch.kind", config.launch.kind, LAUNCHERS)
     steps = config.train.steps
-    loading = asyncio.create_task(asyncio.to_thread(RunData.load, config))
-    if steps is None or config.launch.kind == "inline":  # one process: imports must not race
-        steps = count_steps(config, (await loading).train)
-    try:
-        workers: Workers = await launch(config, steps, folder.logs)
-        closing.push_async_callback(workers.close)
-        if workers.engine is not None:
-            await workers.engine.start()
-    finally:
-        data = await loading
+    with StartDisplay("reading the data") as display:
+        loading = asyncio.create_task(asyncio.to_thread(RunData.load, config))
+        if steps is None or config.launch.kind == "inline":  # one process: imports must not race
+            steps = count_steps(config, (await loading).train)
+        try:
+            display.tell("loading the model into trainer and engines")
+            workers: Workers = await launch(config, steps, folder.logs)
+            closing.push_async_callback(workers.close)
+            if workers.engine is not None:
+                await workers.engine.start()
+        finally:
+            display.tell("reading the data")
+            data = await loading
     return data, steps, workers
 
 

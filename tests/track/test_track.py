@@ -21,6 +21,7 @@ from penstock.track.jsonl import JsonlTracker, restore_metrics
 from penstock.track.line_file import LineFile
 from penstock.track.protocol import RunInfo
 from penstock.track.rollout_log import RolloutLog
+from penstock.track.start_display import StartDisplay
 from penstock.types import (
     Batch,
     Finding,
@@ -163,6 +164,34 @@ def test_the_panel_has_curves_samples_and_findings(tmp_path: Path) -> None:
     assert lines.count("● It is [red]ill  since step 3") == 3
     assert "  train.lr=1e-5" in lines
     assert f"  and 2 more: penstock doctor {tmp_path}" in " ".join(lines)
+
+
+def test_a_figure_stays_on_one_line_and_only_the_steps_have_a_time(tmp_path: Path) -> None:
+    shown = dataclasses.replace(info(tmp_path), next_batch=lambda: (3, 4))
+    tracker = ConsoleTracker(shown, Console(file=io.StringIO(), width=60))
+    tracker.log_step(4, {"reward/mean": 0.5, "time/producer_wait_s": 1.81, "tasks/t/samples": 0.0})
+    plain = Console(file=io.StringIO(), width=60)
+    plain.print(tracker._render())
+    lines = plain.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert any("producer waited 1.81 s" in line for line in lines)
+    assert [line.split()[0] for line in lines if "0:00" in line or "-:--" in line] == ["step"]
+    assert any(line.startswith("next 3/4") for line in lines)
+    assert not any("last step" in line for line in lines)  # nothing was produced for it
+
+
+def test_a_start_says_what_it_does_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with StartDisplay("reading the data"):
+        pass
+    assert capsys.readouterr() == ("", "")
+    made = Console(file=io.StringIO(), width=80, force_terminal=True)
+    monkeypatch.setattr("penstock.terminal.console", lambda stderr: made)
+    with StartDisplay("reading the data") as display:
+        display.tell("loading the model")
+        display._progress.refresh()
+    shown = made.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.index("reading the data") < shown.index("loading the model")
 
 
 def test_on_a_terminal_the_panel_says_who_waits(tmp_path: Path) -> None:

@@ -21,7 +21,11 @@ def account_lines(metrics: dict[str, float]) -> list[str]:
         if key.startswith("tasks/"):
             _, task, figure = key.split("/", 2)
             tasks.setdefault(task, {})[figure] = value
-    return [f"{task}, last step: {_account_text(figures)}" for task, figures in tasks.items()]
+    return [
+        f"{task}, last step: {_account_text(figures)}"
+        for task, figures in tasks.items()
+        if figures.get("samples")
+    ]
 
 
 def _account_text(figures: dict[str, float]) -> str:

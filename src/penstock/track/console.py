@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import (
@@ -51,7 +52,13 @@ class ConsoleTracker:
         self._bar = self._progress.add_task(
             "step", total=info.total_steps, completed=info.first_step
         )
-        self._batch_bar = self._progress.add_task("batch", total=None)
+        self._batch = Progress(  # what is ready of the next step: no time of its own
+            TextColumn("[dim]{task.description}"),
+            MofNCompleteColumn(),
+            BarColumn(style="dim", complete_style="dim", finished_style="dim"),
+            console=self._console,
+        )
+        self._batch_bar = self._batch.add_task("next", total=None)
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(
@@ -127,10 +134,10 @@ class ConsoleTracker:
 
     def _render(self) -> terminal.Visible:
         ready, wanted = self._info.next_batch()
-        self._progress.update(self._batch_bar, completed=ready, total=wanted or None)
-        parts: list[RenderableType] = [self._progress]
+        self._batch.update(self._batch_bar, completed=ready, total=wanted or None)
+        parts: list[RenderableType] = [self._progress, *([self._batch] if wanted else [])]
         if self._metrics or self._evals:
-            parts += [self._curve_table(), self._figure_line(), self._sample_table()]
+            parts += [self._curve_table(), self._figure_row(), self._sample_table()]
         parts.append(Text(self._info.live(), style="dim"))
         parts += [Text(line, style="dim") for line in account_lines(self._metrics)]
         if found := list(self._info.findings()):
@@ -150,14 +157,11 @@ class ConsoleTracker:
             table.add_row(name, Text(f"{values[-1]:.3f}", style="bold"), Text(plot, style="cyan"))
         return table
 
-    def _figure_line(self) -> Text:
-        pieces: list[tuple[str, str]] = []
-        for name, value in self._figures() if self._metrics else []:
-            name, value = (
-                text.replace(" ", "\u00a0") for text in (name, value)
-            )  # a pair stays whole
-            pieces += [(f"{name}\u00a0", "dim"), (f"{value}   ", "")]
-        return Text.assemble(*pieces)
+    def _figure_row(self) -> Columns:
+        """Return names with their values, each pair whole, in as many lines as the width needs."""
+        pairs = self._figures() if self._metrics else []
+        shown = [Text.assemble((f"{name} ", "dim"), value, no_wrap=True) for name, value in pairs]
+        return Columns(shown, padding=(0, 2))
 
     def _sample_table(self) -> Table:
         """Show the best and the worst response of the newest batch."""
