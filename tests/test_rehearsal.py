@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from rich.console import Console
 
-from penstock import cli
+from penstock import cli, rehearsal
+from penstock.config import SamplingConfig
 from penstock.config.source import load_config
+from penstock.engine.protocol import GenerationRequest
+from penstock.identity import MACHINE
+from penstock.inspection.rehearsal_text import print_rehearsal
+from penstock.rehearsal import Rehearsal
 from stages.tiny_run import CrashServer
 
 SMALL = [
@@ -159,3 +169,36 @@ def test_check_says_what_would_be_found(server: CrashServer) -> None:
     assert "If the run stays like these prompts:" in said
     assert "are cut off at max_tokens" in said
     assert "sampling.max_tokens=4" in said
+
+
+@pytest.mark.parametrize(
+    ("second_per_token", "kept"), [(0.01, (8, 512)), (0.125, (2, 64)), (9.0, (2, 16))]
+)
+def test_a_slow_machine_samples_fewer_and_shorter_responses_in_a_check(
+    monkeypatch: pytest.MonkeyPatch, second_per_token: float, kept: tuple[int, int]
+) -> None:
+    """So that a check takes half a minute there too."""
+    now, asked = [0.0], []
+
+    class Engine:
+        async def generate(self, request: GenerationRequest) -> None:
+            asked.append(request)
+            now[0] += (
+                second_per_token * request.sampling.max_tokens if len(asked) % 24 == 0 else 0.0
+            )
+
+    monkeypatch.setattr(rehearsal, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    sampling = SamplingConfig(num_generations=8, max_tokens=512)
+    found = asyncio.run(rehearsal._bearable(Engine(), sampling, np.arange(4), 24))  # type: ignore[arg-type]
+    assert (found.num_generations, found.max_tokens) == kept
+    assert len(asked) == (24 if kept == (8, 512) else 48)  # a slow first try may be a warm-up
+
+
+def test_a_check_with_shorter_responses_says_so_and_estimates_for_whole_ones() -> None:
+    config = load_config(None, ["sampling.max_tokens=512"]).config
+    seen = Rehearsal(config=config, total_steps=10, cut={"train": 16}, sampling_s=1.0)
+    seen.facts = {MACHINE: '{"gpus": 0}'}
+    assert seen.stretch == 32.0
+    out = Console(file=io.StringIO(), width=200)
+    assert print_rehearsal(out, seen) == 0
+    assert "cut at 16 tokens here, 512 in the run" in out.file.getvalue()  # type: ignore[attr-defined]

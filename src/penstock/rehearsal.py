@@ -13,14 +13,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from penstock.agent import AgentLoop
 from penstock.agent.build import build_agent
 from penstock.agent.function import FunctionAgent
-from penstock.config import Config
+from penstock.config import Config, SamplingConfig
 from penstock.config.source import with_overrides
 from penstock.data.context import context_length
 from penstock.data.sampler import Sampler
 from penstock.engine import ENGINES
+from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams
 from penstock.findings import Observed, find
 from penstock.findings.observed import WINDOW
 from penstock.identity import MACHINE, measure
@@ -37,6 +40,8 @@ from penstock.watch.memory_use import available_mib
 _PROMPTS = 3
 _LONGEST_S = 15.0  # a slower first sampling leaves out the update: a check takes half a minute
 _MEASURED_S = 5.0  # what may be spent on each measurement, after a first pass that warms up
+_SAMPLING_S = 8.0  # a machine that would sample longer gets fewer and shorter responses
+_TRIED_TOKENS, _FEWEST_TOKENS, _FEWEST_RESPONSES = 4, 16, 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +58,9 @@ class Rehearsal:
     lengths: dict[str, str] = field(
         default_factory=dict
     )  # task -> lengths of its prompts, in words
+    cut: dict[str, int] = field(
+        default_factory=dict
+    )  # task -> most tokens of a response here, where that is less than in the run
     sampling_s: float = 0.0
     training_s: float | None = None  # None: not measured
     metrics: dict[str, float] = field(default_factory=dict)  # of the update
@@ -70,9 +78,17 @@ class Rehearsal:
         tokens = sum(group.num_response_tokens for group in groups)
         return tokens / max(1, sum(len(group.rollouts) for group in groups))
 
+    @property
+    def stretch(self) -> float:
+        """Return how many times longer a response may be in the run than here."""
+        most = self.config.task_sampling
+        return max((most(task).max_tokens / here for task, here in self.cut.items()), default=1.0)
+
     def findings(self) -> list[Finding]:
         """Return what would be found if the run stayed as these prompts are."""
         rows = [{"step": step, **self.metrics} for step in range(1, WINDOW + 1)]
+        if self.cut:  # what ends too early here ends later in the run
+            rows = []
         return find(
             Observed(
                 run="RUN",
@@ -88,6 +104,7 @@ class Rehearsal:
         config = self.config
         rollouts = sum(len(group.rollouts) for group in self.measured or self.groups)
         share = config.train.groups_per_step * config.sampling.num_generations / max(1, rollouts)
+        share *= self.stretch
         generating = self.sampling_s * share / config.launch.num_producers
         training = (self.training_s or 0.0) * share / config.launch.num_consumers
         in_turn = config.launch.colocate or config.produce.strategy == "sync"
@@ -131,6 +148,10 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
         agents: dict[str, tuple[AgentLoop, Sampler]] = {}
         for name, dataset in data.train.items():
             task, sampling = config.tasks[name], config.task_sampling(name)
+            whole, count = sampling.max_tokens, each * sampling.num_generations * len(data.train)
+            sampling = await _bearable(engine, sampling, dataset[0].token_ids, count)
+            if sampling.max_tokens < whole:
+                seen.cut[name] = sampling.max_tokens
             reward = build_reward(
                 task.rewards, max_tokens=sampling.max_tokens, is_chat=dataset.is_chat
             )
@@ -158,8 +179,31 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
             seen.prompts[group.group_id] = data.chat.decode_prompt(group.prompt.token_ids)
         most = config.train.groups_per_step // len(agents)
         more = min(most, int(each * _MEASURED_S / max(seen.sampling_s, 1e-3)))
-        if more > each and not seen.errors:
+        if more > each and not seen.errors and not seen.cut:
             seen.measured, seen.sampling_s = await _generate(agents, range(each, each + more))
+
+
+async def _bearable(
+    engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, count: int
+) -> SamplingConfig:
+    """Return the sampling, with fewer and shorter responses if `count` of them would take too long."""
+    for _ in range(2):  # the first try warms the engine up
+        started = time.monotonic()
+        params = SamplingParams.from_config(sampling, max_tokens=_TRIED_TOKENS, min_tokens=0)
+        tried = [
+            GenerationRequest(request_id=f"try-{n}", prompt_ids=prompt_ids, sampling=params, seed=n)
+            for n in range(count)
+        ]
+        await asyncio.gather(*map(engine.generate, tried))
+        token_s = (time.monotonic() - started) / _TRIED_TOKENS
+        if token_s * sampling.max_tokens <= _SAMPLING_S:
+            return sampling
+    fewer = min(sampling.num_generations, _FEWEST_RESPONSES)
+    tokens = max(_FEWEST_TOKENS, int(_SAMPLING_S / token_s))
+    most = min(tokens, sampling.max_tokens)
+    least = min(sampling.min_tokens, most)
+    cut = {"num_generations": fewer, "max_tokens": most, "min_tokens": least}
+    return sampling.model_copy(update=cut)
 
 
 async def _generate(
