@@ -37,6 +37,7 @@ OWNED = {
     "supervise/trainer.py RankGroup._each": "gathered, the first error raised",
     "supervise/trainer.py RankGroup.ended": "gathered, the first end returned",
     "watch/watchdog.py watched": "its error is raised in the watched block",
+    "training/consumer.py Consumer.__init__": "`train` reads the hashes, or raises before",
     "weights/digest.py tensor_digests": "results are read before the pool is closed",
     # kept: a later call reads how they ended
     "agent/session.py Session.call": "shielded; the call that waits gets its error, `close` ends it",

@@ -79,6 +79,8 @@ def test_a_user_is_told_what_to_change_and_the_doctor_says_the_same(
     for text in (server.output(), (run.logs / "run.log").read_text()):
         assert text.count(line) == 1
         assert "answers: sampling.max_tokens=4\n" in text
+    at_the_end = server.output().split(line)[1]
+    assert "● Nothing can be learned: all rewards are 0  since step 1" in at_the_end
     code, said = doctor(monkeypatch, capsys, str(run.path))
     assert code == 1
     assert "Nothing can be learned: all rewards are 0  since step 1" in said

@@ -6,6 +6,7 @@ computed from what was written, not from what the file has by now, so damage sta
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -35,31 +36,49 @@ def _update(kind: str, columns: Sequence[str], also: str = "") -> str:
     return f"UPDATE group_rows SET {sets} WHERE group_id = ? AND place IN ({places}){also}"
 
 
-class Inserts:
-    """An INSERT of many rows: up to 64 in one statement, as a statement costs more than a row."""
+def _update_many(update: str) -> str:
+    """Return an `_update` of many groups at once: `{rows}` stands for their parameters."""
+    parts = update.split("?")
+    numbered = "".join(f"{part}v.column{n}" for n, part in enumerate(parts[:-1], start=1))
+    return f"{numbered}{parts[-1]}".replace(" WHERE ", " FROM (VALUES {rows}) AS v WHERE ", 1)
 
-    _AT_ONCE = (64, 8, 1)
 
-    def __init__(self, insert: str, num_columns: int) -> None:
+class ManyRows:
+    """A statement for many rows: up to 64 at once.
+
+    A statement costs more than a row. It also gives the interpreter lock away, and a busy event loop
+    keeps the lock for a while before the writer's thread has it again.
+    """
+
+    def __init__(
+        self, statement: str, num_columns: int, at_once: Sequence[int] = (64, 8, 1)
+    ) -> None:
+        """statement: `{rows}` stands for the parameters of the rows."""
         row = f"({', '.join('?' * num_columns)})"
         self._sizes = [
-            (number * num_columns, f"{insert} VALUES {', '.join([row] * number)}")
-            for number in self._AT_ONCE
+            (number * num_columns, statement.format(rows=", ".join([row] * number)))
+            for number in at_once
         ]
 
-    def write(self, db: sqlite3.Connection, values: Sequence[Any]) -> None:
-        """Insert rows; `values` are those of all of them, one row after another."""
-        start = 0
-        for size, insert in self._sizes:
+    def write(self, db: sqlite3.Connection, values: Sequence[Any]) -> tuple[int, int]:
+        """Write rows; `values` are those of all of them, one row after another.
+
+        Return the number of rows that were written, and of the values that no statement took.
+        """
+        start = written = 0
+        for size, statement in self._sizes:
             end = len(values) - (len(values) - start) % size
             if start < end:
                 rows = [values[at : at + size] for at in range(start, end, size)]
-                db.executemany(insert, rows)
+                written += db.executemany(statement, rows).rowcount
             start = end
+        return written, len(values) - start
 
 
-_DRAW = Inserts(
-    "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)", 7
+_DRAW = ManyRows(
+    "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)"
+    " VALUES {rows}",
+    7,
 )
 _LAND = _update("landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON:]))
 _MOVE = {
@@ -70,6 +89,8 @@ _MOVE = {
 _IS_WHOLE = """ AND status = 'completed' AND COALESCE(num_rollouts, 1) <=
     (SELECT COUNT(*) FROM rollout_rows WHERE rollout_rows.group_id = group_rows.group_id)"""
 _TAKE = _update("taken", ("place", "step", "position"), _IS_WHOLE)
+_HAS_UPDATE_FROM = sqlite3.sqlite_version_info >= (3, 33)
+_TAKE_MANY = ManyRows(_update_many(_TAKE), 5, (32, 8) if _HAS_UPDATE_FROM else ())
 _READ = f"SELECT {', '.join(_COLUMNS)} FROM group_rows WHERE group_id = ?"
 
 
@@ -117,7 +138,7 @@ class GroupTable:
             kept = row[_PLACE + 1 : _STEP]
             row = (*row[:_PLACE], "taken", *kept, step, position, *row[_REASON:])
             rows.append(("taken", step, position, check_of(row), group_id))
-        self._move_all("taken", _TAKE, rows, f"step {step}: ")
+        self._move_all("taken", _TAKE, rows, f"step {step}: ", _TAKE_MANY)
 
     def _pop(self, group_id: str) -> tuple:
         """Return the group's row as it was last written, and forget it; all None if never drawn."""
@@ -126,11 +147,23 @@ class GroupTable:
             row = self._db.execute(_READ, (group_id,)).fetchone() or (None,) * len(_COLUMNS)
         return row
 
-    def _move_all(self, kind: str, update: str, rows: Sequence[tuple], who: str = "") -> None:
+    def _move_all(
+        self,
+        kind: str,
+        update: str,
+        rows: Sequence[tuple],
+        who: str = "",
+        many: ManyRows | None = None,
+    ) -> None:
         """Move the groups; raise an error that names the first one which is not where it should be."""
         db = self._db
         db.execute("SAVEPOINT move")
-        if db.executemany(update, rows).rowcount == len(rows):
+        moved, rest = 0, rows
+        if many is not None:
+            values = list(itertools.chain.from_iterable(rows))
+            moved, left = many.write(db, values)
+            rest = rows[len(rows) - left // len(rows[0]) :]
+        if moved + db.executemany(update, rest).rowcount == len(rows):
             db.execute("RELEASE move")
             return
         db.execute("ROLLBACK TO move")

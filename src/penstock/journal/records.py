@@ -24,13 +24,13 @@ from penstock.journal.codec import (
     stored_number,
     stored_text,
 )
-from penstock.journal.group_table import GroupTable, Inserts
+from penstock.journal.group_table import GroupTable, ManyRows
 from penstock.types import Group, Prompt, Rollout, StepReport
 
-_INSERT_ROLLOUTS = Inserts("INSERT OR REPLACE INTO rollout_rows", 13)
-_INSERT_EVENTS = Inserts(
+_INSERT_ROLLOUTS = ManyRows("INSERT OR REPLACE INTO rollout_rows VALUES {rows}", 13)
+_INSERT_EVENTS = ManyRows(
     "INSERT INTO event_rows(at, group_id, kind, status, tries, reason, num_tokens, reward, oldest_version,"
-    " row_check)",
+    " row_check) VALUES {rows}",
     10,
 )
 _COMMIT_STEP = (

@@ -16,6 +16,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,7 @@ class Consumer:
             samplings = [config.task_sampling(task) for task in config.tasks]
             self.policy.warm_up(bans_ends=any(sampling.min_tokens for sampling in samplings))
         self._stop = threading.Event()
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hash of a batch")
 
     @classmethod
     def from_config(cls, config: Config, *, total_steps: int) -> Consumer:
@@ -179,6 +181,7 @@ class Consumer:
         self.reload()
         torch.set_num_threads(self.config.train.threads)
         random_state = torch.get_rng_state()
+        hashing = self._hashing.submit(batch.fingerprints)  # beside the update, which changes none
         try:
             trained = self.train_batch(batch)
         except StopRequested:
@@ -193,7 +196,7 @@ class Consumer:
             per_update = self.config.train.ptx.sequences_per_step
             self.texts.cursor += len(trained.ptx_losses) * per_update
         updated = time.perf_counter()
-        digest, fingerprints = self.digest(), batch.fingerprints()
+        digest, fingerprints = self.digest(), hashing.result()
         ended = time.perf_counter()
         metrics = self._metrics(trained, ended - started)
         return StepReport(
