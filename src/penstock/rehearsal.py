@@ -224,6 +224,7 @@ async def _generate(
 async def _train(seen: Rehearsal) -> None:
     """Do an update on the groups and one to be measured, on one rank, and forget them."""
     overrides = ["launch.num_consumers=1", "launch.kind=inline", "train.mini_batches=1"]
+    overrides += [f"train.parallel.{axis}=1" for axis in ("tensor", "pipeline", "context")]
     small = with_overrides(
         seen.config, [*overrides, f"train.groups_per_step={len(seen.groups)}", "sync.kind=auto"]
     )

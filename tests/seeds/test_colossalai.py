@@ -120,7 +120,10 @@ def test_the_temperature_is_annealed_over_the_first_episode(run: tuple[RunFolder
             "eval_generation_config: got 'beams'",
         ),
         ({"generate_config": {"beams": 4}}, "generate_config: got 'beams'"),
-        ({"plugin_config": {"tp_size": 2}}, "tp_size got 2, allowed: 1"),
+        (
+            {"plugin_config": {"tp_size": 2, "zero_stage": 2}},
+            "train.parallel: got 2 ranks for one copy of the model with launch.num_consumers = 1",
+        ),
         ({"plugin_config": {"zero": 2}}, "plugin_config: got 'zero'"),
         ({"inference_batch_size": 3}, "allowed: a multiple of train_batch_size = 2"),
         ({"save_dir": "."}, "got ., which exists"),

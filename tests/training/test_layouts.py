@@ -1,14 +1,20 @@
 """Every layout of trainer ranks gives what one rank gives: weights, metrics, checkpoints, masters."""
 
 import asyncio
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from penstock.config import ParallelConfig
 from penstock.launch.processes.process_worker import ProcessWorker
+from penstock.training.context_parallel import slice_layout
+from penstock.training.pack import make_pack
+from penstock.training.packed_attention import PackLayout, packed_attention
 from penstock.training.ranks import Ranks
 from stages import rank_program
 
@@ -68,6 +74,19 @@ def assert_same_run(folder: Path, job: str, layout: str) -> None:
             assert left[name] == pytest.approx(right[name], rel=1e-6, abs=1e-8), name
 
 
+TENSOR, PIPELINE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
+FOUR: list[Work] = [("run", "plain", TENSOR)]
+TWO: list[Work] = [
+    ("run", "plain", TENSOR),
+    ("run", "lora", TENSOR),
+    ("run", "plain", PIPELINE),
+    ("run", "plain", CONTEXT),
+    ("run", "plain", {"zero": 1}),
+    ("start", "full", TENSOR),
+    ("4-tensor2", "plain", {}),
+]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, warm_workers) -> Path:
     """Return a folder with the results of one rank and of a few layouts."""
@@ -75,17 +94,8 @@ def folder(tmp_path_factory, warm_workers) -> Path:
     for job in ("plain", "lora"):
         rank_program.run(job, folder, Ranks())
     rank_program.start_rounded("full", folder, Ranks())
-    tensor = {"tensor": 2}
-    two: list[Work] = [
-        ("run", "plain", tensor),
-        ("run", "lora", tensor),
-        ("run", "plain", {"zero": 1}),
-        ("run", "plain", {"zero": 2}),
-        ("start", "full", tensor),
-    ]
-    asyncio.run(run_ranks(folder, 2, two))
-    asyncio.run(run_ranks(folder, 4, [("run", "plain", tensor)]))
-    asyncio.run(run_ranks(folder, 2, [("4-tensor2", "plain", {})]))
+    asyncio.run(run_ranks(folder, 4, FOUR))
+    asyncio.run(run_ranks(folder, 2, TWO))
     rank_program.reload("plain", folder, Ranks(), saved="4-tensor2")
     return folder
 
@@ -95,8 +105,9 @@ def folder(tmp_path_factory, warm_workers) -> Path:
     [
         ("plain", "2-tensor2"),
         ("lora", "2-tensor2"),
+        ("plain", "2-pipeline2"),
+        ("plain", "2-context2"),
         ("plain", "2-zero1"),
-        ("plain", "2-zero2"),
         ("plain", "4-tensor2"),
     ],
 )
@@ -109,7 +120,79 @@ def test_a_checkpoint_of_four_ranks_loads_at_fewer(folder, loaded) -> None:
     assert_same(folder / f"plain-4-tensor2-to-{loaded}.pt", folder / "plain-1.pt")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "axes"),
+    [
+        (2, TENSOR),
+        (2, PIPELINE),
+        (2, CONTEXT),
+        (2, {"zero": 1}),
+        (2, {"zero": 2}),
+        (4, PIPELINE),
+        (4, CONTEXT | {"zero": 1}),
+        (4, TENSOR | PIPELINE),
+        (4, TENSOR | CONTEXT),
+        (4, PIPELINE | {"zero": 1}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "-".join(value),
+)
+def test_every_job_in_every_layout(tmp_path, warm_workers, world, axes) -> None:
+    """Run all jobs, load a checkpoint of one rank, have one rank load theirs, start rounded runs."""
+    for job in JOBS:
+        rank_program.run(job, tmp_path, Ranks())
+    for job in rank_program.STARTS:
+        rank_program.start_rounded(job, tmp_path, Ranks())
+    layout = rank_program.layout_of(Ranks(0, world, ParallelConfig(**axes)))
+    work: list[Work] = [("run", job, axes) for job in JOBS]
+    work += [("1", "plain", axes), *(("start", job, axes) for job in rank_program.STARTS)]
+    asyncio.run(run_ranks(tmp_path, world, work))
+    rank_program.reload("plain", tmp_path, Ranks(), saved=layout)
+    for job in JOBS:
+        assert_same_run(tmp_path, job, layout)
+    assert_same(tmp_path / f"plain-1-to-{layout}.pt", tmp_path / "plain-1.pt")
+    assert_same(tmp_path / f"plain-{layout}-to-1.pt", tmp_path / "plain-1.pt")
+    for job in rank_program.STARTS:
+        one, several = (torch.load(tmp_path / f"start-{job}-{name}.pt") for name in ("1", layout))
+        for name, tensor in one["published"].items():
+            assert torch.equal(several["published"][name], tensor), name
+        for name, master in several["masters"].items():
+            assert torch.equal(master, one["masters"][name]), name
+        for name, tensor in one["after"].items():  # one step of the grid
+            torch.testing.assert_close(several["after"][name], tensor, rtol=2**-7, atol=1e-5)
+
+
 def test_dithered_masters_are_the_same_in_every_layout(folder) -> None:
     one, two = (torch.load(folder / f"start-full-{layout}.pt") for layout in ("1", "2-tensor2"))
     for part in ("masters", "published"):
         assert all(torch.equal(one[part][name], two[part][name]) for name in one[part]), part
+
+
+def shared_row() -> tuple[PackLayout, int]:
+    """Return the layout of a row with two groups of rollouts that share their prompts, and its length."""
+    rows = [np.arange(n, n + 9) for n in (0, 0, 0, 50, 50, 90)]
+    for number, row in enumerate(rows):
+        row[5:] += number  # prompts of 5 tokens
+    predictors = [np.arange(4, 8 - number % 3) for number in range(6)]
+    pack = make_pack(range(6), rows, predictors, np.zeros(6, int), torch.device("cpu"))
+    assert pack.layout.shared is not None
+    return pack.layout, len(pack.input_ids_T)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 2.0}, {"sink": True}])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_slices_of_a_row_attend_as_the_whole_row(options, ranks) -> None:
+    torch.manual_seed(0)
+    layout, total = shared_row()
+    query = torch.randn(1, 4, total, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 2, total, 8, dtype=torch.float64)
+    sink = torch.randn(4, dtype=torch.float64) if "sink" in options else None
+    chosen = {name: size for name, size in options.items() if name != "sink"}
+    attend = functools.partial(packed_attention, torch.nn.Module(), s_aux=sink, **chosen)
+    whole, _ = attend(query, key, value, None, pack_layout=layout)
+    each, parts = -(-total // ranks), []
+    for first in range(0, total, each):
+        last = min(first + each, total)
+        part = slice_layout(layout, first, last)
+        parts.append(attend(query[:, :, first:last], key, value, None, pack_layout=part)[0])
+    torch.testing.assert_close(torch.cat(parts, 1), whole)

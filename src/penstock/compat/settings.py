@@ -17,7 +17,7 @@ _DATA = {"path": "data", "max_length": "max_prompt_tokens"}
 _MODEL = {"pretrained": "path", "torch_dtype": "dtype"}
 _TOKENIZER = {"path": "tokenizer", "trust_remote_code": "trust_remote_code"}
 _PRECISION = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_ONE = ("tp_size", "pp_size", "sp_size")  # ways to split a model that Penstock does not have
+_AXES = {"tp_size": "tensor", "pp_size": "pipeline", "sp_size": "context", "zero_stage": "zero"}
 
 
 def producer_config(
@@ -85,28 +85,21 @@ def eval_tables(
 
 
 def plugin_tables(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what a trainer plugin's settings are in a config; refuse what splits a model over GPUs."""
+    """Return what a trainer plugin's settings are in a config."""
     tables: dict[str, dict[str, Any]] = {}
     for key, value in given.items():
-        if key in _ONE:
-            _only(key, value, 1)
-        elif key == "zero_stage":
-            _only(key, value, 0)
+        if key in _AXES:
+            if value:  # zero_stage 0 leaves the default
+                train = tables.setdefault("train", {})
+                train.setdefault("parallel", {})[_AXES[key]] = value
         elif key == "precision":
             tables["model"] = {"dtype": _PRECISION.get(value, value)}
         elif key == "max_norm":
-            tables["train"] = {"max_grad_norm": value}
+            tables.setdefault("train", {})["max_grad_norm"] = value
         else:
-            allowed = ", ".join([*_ONE, "zero_stage", "precision", "max_norm"])
+            allowed = ", ".join([*_AXES, "precision", "max_norm"])
             raise UserError(f"plugin_config: got {key!r}, allowed: {allowed}")
     return tables
-
-
-def _only(key: str, value: object, allowed: int) -> None:
-    if value != allowed:
-        raise UserError(
-            f"plugin_config: {key} got {value!r}, allowed: {allowed}; every trainer rank holds the whole model"
-        )
 
 
 def _tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:

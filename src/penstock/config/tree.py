@@ -179,17 +179,24 @@ class PtxConfig(Section):
 class ParallelConfig(Section):
     tensor: int = Field(1, ge=1)
     """Ranks that share every matrix of a layer (tensor parallel); needs a model with a tensor-parallel plan."""
+    pipeline: int = Field(1, ge=1)
+    """Ranks that share the layers (pipeline parallel): each has some of them, and packs flow through."""
+    context: int = Field(1, ge=1)
+    """Ranks that share the tokens of every pack (context parallel), for sequences too long for one rank."""
     zero: Literal[1, 2, 3] = 3
     """What data-parallel ranks share by FSDP2; 1: masters and moments; 2: gradients too; 3: the weights too."""
 
     @property
     def copies(self) -> int:
         """Ranks that work on the same groups."""
-        return self.tensor
+        return self.tensor * self.context * self.pipeline
 
-    def data_index(self, rank: int) -> int:
-        """Return which share of a batch's groups a rank works on; the tensor axis is the innermost."""
-        return rank // self.copies
+    def data_index(self, rank: int, world: int) -> int:
+        """Return which share of a batch's groups a rank works on.
+
+        Ranks are counted along the axes pipeline, data, context, tensor; the last one is the innermost.
+        """
+        return rank // (self.tensor * self.context) % (world // self.copies)
 
 
 class TrainConfig(Section):
@@ -508,6 +515,10 @@ def _check_parallel(config: Config) -> None:
         raise ValueError(
             f"model.lora.dropout: got {config.model.lora.dropout}, allowed: 0 with train.parallel, "
             "whose ranks would draw other masks than one rank"
+        )
+    if parallel.pipeline > 1 and parallel.context > 1:
+        raise ValueError(
+            f"train.parallel.context: got {parallel.context}, allowed: 1 with train.parallel.pipeline"
         )
     if copies > 1 and config.train.compile:
         raise ValueError("train.compile: got true, allowed: false with train.parallel")

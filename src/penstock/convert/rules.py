@@ -70,5 +70,6 @@ SCHEDULES = named(
 )
 PER_TOKEN = "a token budget of a forward pass, chosen from memory; it never changes the gradient"
 NO_PARALLEL = Rule(note="the trainer shards with FSDP2 over launch.num_consumers ranks")
+ZERO = Rule("train.parallel.zero", "0: as 1", value=lambda stage: max(1, int(stage)))
 BUILT_IN = Rule(note="always so here")
 TASK, EVAL = "tasks.train", "eval.tasks.heldout"

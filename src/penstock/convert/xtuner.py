@@ -80,7 +80,7 @@ XTUNER = {
     "WorkerConfig.ref_load_from": Rule("train.reference"),
     "WorkerConfig.optimizer_steps": Rule("train.mini_batches"),
     "WorkerConfig.pack_max_length": Rule("train.micro_batch_tokens", PER_TOKEN),
-    "WorkerConfig.sp_size": NO_PARALLEL,
+    "WorkerConfig.sp_size": Rule("train.parallel.context"),
     "WorkerConfig.model_cfg": Rule(note="read from the model's own config.json"),
     "WorkerConfig.fsdp_cfg": NO_PARALLEL,
     "WorkerConfig.ref_model_fsdp_cfg": NO_PARALLEL,

@@ -38,6 +38,23 @@ def check_parallel(config: Config) -> None:
             ) from error
         if parallel.tensor > 1:
             tensor_plan(settings, parallel.tensor, path)
+        if parallel.pipeline > 1:
+            check_stages(settings, parallel.pipeline, path)
+
+
+def check_stages(settings: Any, size: int, path: str) -> None:
+    """Refuse a pipeline of an architecture that transformers does not describe as one, or of few layers."""
+    text, key = settings.get_text_config(), f"train.parallel.pipeline: got {size}"
+    plan = getattr(text, "base_model_pp_plan", None) or {}
+    if set(plan) != {"embed_tokens", "layers", "norm"}:
+        raise UserError(
+            f"{key}, but transformers has no pipeline plan of an embedding, layers and a norm for {path!r} "
+            f"({text.model_type}), allowed: 1"
+        )
+    if text.num_hidden_layers < size:
+        raise UserError(
+            f"{key}, allowed: at most the model's num_hidden_layers = {text.num_hidden_layers} ({path!r})"
+        )
 
 
 def tensor_plan(settings: Any, size: int, path: str) -> dict[str, str]:

@@ -64,7 +64,7 @@ class RankGroup:
         self.name = "trainer"
         self._ranks = list(ranks)
         layout = parallel or ParallelConfig()
-        self._share_of = [layout.data_index(number) for number in range(len(ranks))]
+        self._share_of = [layout.data_index(number, len(ranks)) for number in range(len(ranks))]
 
     @property
     def place(self) -> str:

@@ -112,3 +112,22 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad = grads[0]
         return all_gather(grad, ctx.axis, grad.ndim - 1, grad.shape[-1] * ctx.axis.size), None
+
+
+def gather_tokens(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return the slices of all ranks along `dim`; each rank then has a part of the gradient."""
+    result: Tensor = _GatherTokens.apply(tensor, axis, dim)
+    return result
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.size = axis, dim, tensor.shape[dim]
+        return all_gather(tensor, axis, dim, tensor.shape[dim] * axis.size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        whole = all_sum(grads[0], ctx.axis)
+        own = whole.narrow(ctx.dim, ctx.axis.index * ctx.size, ctx.size)
+        return own.contiguous(), None, None

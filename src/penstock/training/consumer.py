@@ -59,6 +59,7 @@ from penstock.training.pack import (
     make_pack,
     split_by_tokens,
 )
+from penstock.training.pipeline import Sampling, run_passes
 from penstock.training.policy import Policy, add_adapters, load_policy, trainer_device
 from penstock.training.ptx import TextStream
 from penstock.training.ranks import Ranks, digest_over
@@ -331,11 +332,12 @@ class Consumer:
         """Return the log-probs of all trained tokens under `policy`, without gradients."""
         policy.train(False)
         result_N = torch.zeros_like(inputs.behaviour_N)
-        with torch.no_grad():
-            for pack in self._packs(flat, np.arange(len(flat.rollouts))):
-                self._check_stop()
-                index_N = torch.from_numpy(pack.token_N).to(result_N.device)
-                result_N[index_N], _ = policy(pack, *inputs.sampled_as(index_N))
+
+        def keep(pack: Pack, logprobs_N: Tensor, _: Tensor) -> None:
+            result_N[torch.from_numpy(pack.token_N).to(result_N.device)] = logprobs_N
+
+        packs = self._packs(flat, np.arange(len(flat.rollouts)))
+        run_passes(policy, packs, self._counted(inputs.sampled_for), keep, check=self._check_stop)
         policy.release()
         return result_N
 
@@ -369,16 +371,21 @@ class Consumer:
         inputs.weight_N = torch.from_numpy(weights_N).to(inputs.weight_N)
         self.policy.train()
         live_R, idle_R = self._split_idle(current, chosen_R)
-        for part_R, backward in ((live_R, True), (idle_R, False)):
-            with torch.set_grad_enabled(backward):
-                for pack in self._packs(flat, part_R):
-                    self._check_stop(current)
-                    index_N = torch.from_numpy(pack.token_N).to(self.policy.device)
-                    logprobs_N, entropies_N = self.policy(pack, *inputs.sampled_as(index_N))
-                    loss, result = pack_loss(self.algorithm, pack, inputs, logprobs_N, entropies_N)
-                    if backward:
-                        self.loss_scale.backward(loss)
-                    stats.add(result, before_update=not current.is_updated)
+
+        def finish(pack: Pack, logprobs_N: Tensor, entropies_N: Tensor) -> Tensor:
+            loss, result = pack_loss(self.algorithm, pack, inputs, logprobs_N, entropies_N)
+            stats.add(result, before_update=not current.is_updated)
+            return loss
+
+        for part_R, backward in ((live_R, self.loss_scale.backward), (idle_R, None)):
+            run_passes(
+                self.policy,
+                self._packs(flat, part_R),
+                self._counted(inputs.sampled_for),
+                finish,
+                backward=backward,
+                check=functools.partial(self._check_stop, current),
+            )
         total = self.ranks.sum_of(stats.flush())
         stats.losses.append(total)
         return total
@@ -406,22 +413,37 @@ class Consumer:
         ptx = self.config.train.ptx
         texts = stream.peek(update * ptx.sequences_per_step, ptx.sequences_per_step, self.ranks)
         num_tokens = max(self.ranks.sum_of(sum(len(text.predictors) for text in texts)), 1.0)
-        total = 0.0
-        for pack in self._make_packs(
+        losses: list[float] = []
+
+        def sampling(pack: Pack) -> tuple[Tensor, None]:
+            ones = {"dtype": self._exact_dtype, "device": self.policy.device}
+            return torch.ones(len(pack.target_N), **ones), None
+
+        def finish(_: Pack, logprobs_N: Tensor, __: Tensor) -> Tensor:
+            loss = -logprobs_N.sum() / num_tokens
+            losses.append(float(loss.detach()))
+            return ptx.coefficient * loss
+
+        packs = self._make_packs(
             [[number] for number in range(len(texts))],
             [text.token_ids for text in texts],
             [text.predictors for text in texts],
             np.cumsum([0, *(len(text.predictors) for text in texts)]),
-        ):
-            self._check_stop(current)
-            temperatures_N = torch.ones(
-                len(pack.target_N), dtype=self._exact_dtype, device=self.policy.device
-            )
-            logprobs_N, _ = self.policy(pack, temperatures_N)
-            loss = -logprobs_N.sum() / num_tokens
-            self.loss_scale.backward(ptx.coefficient * loss)
-            total += float(loss.detach())
-        return self.ranks.sum_of(total)
+        )
+        check = functools.partial(self._check_stop, current)
+        backward = self.loss_scale.backward
+        counted = self._counted(sampling)
+        run_passes(self.policy, packs, counted, finish, backward=backward, check=check)
+        return self.ranks.sum_of(sum(losses))
+
+    def _counted(self, sampling: Sampling) -> Sampling:
+        """Count a pack as work when its forward pass begins."""
+
+        def counted(pack: Pack) -> tuple[Tensor, Tensor | None]:
+            self.work_done += 1
+            return sampling(pack)
+
+        return counted
 
     def _apply_update(self, rate: float, loss: float) -> tuple[float, bool]:
         """Make one optimizer step; return (gradient norm, whether loss and norm are finite).
@@ -507,9 +529,7 @@ class Consumer:
             )
             for part in bins
         )
-        for pack in itertools.chain(packs, (empty_pack(device) for _ in range(missing))):
-            self.work_done += 1
-            yield pack
+        yield from itertools.chain(packs, (empty_pack(device) for _ in range(missing)))
 
     # ---- settings
 
@@ -542,11 +562,12 @@ class Consumer:
             return CPU_TOKENS
         shape = LayerShape.of(self.policy.model.config, self.engine_dtype.itemsize)
         trained = sum(master.numel() for master in self.masters.parameters.values())
-        return micro_batch_tokens_on(
+        tokens = micro_batch_tokens_on(
             self.policy.device,
-            trained // self.ranks.data_world,
+            trained // (self.ranks.data_world * self.ranks.context.size),
             shape.bytes_per_token(checkpointing=settings.gradient_checkpointing),
         )
+        return tokens * self.ranks.context.size  # which share a pack
 
     @property
     def _exact_dtype(self) -> torch.dtype:

@@ -10,6 +10,7 @@ are not covered here; tests/training/test_architectures.py covers windows for ev
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from penstock.errors import UserError
 from penstock.training.collectives import all_max
-from penstock.training.pack import make_pack
+from penstock.training.pack import Pack, make_pack
+from penstock.training.pipeline import run_passes
 from penstock.training.policy import Policy
 from penstock.training.ranks import Ranks
 
@@ -70,6 +72,11 @@ def lay_out(policy: Policy, ranks: Ranks, path: str) -> None:
     if ranks.parallel.copies == 1:
         policy.cut(ranks, path)
         return
+    if ranks.context.size > 1 and not policy.packs:
+        raise UserError(
+            f"train.parallel.context: got {ranks.context.size} with {type(policy.model).__name__} "
+            f"({path!r}), which runs one sequence per forward pass, allowed: 1"
+        )
     sequences = _sequences(policy.model.get_input_embeddings().weight.shape[0])
     policy.train(False)
     with torch.no_grad():
@@ -157,12 +164,18 @@ def _policy_logprobs(
     for part in [numbers] if policy.packs else [[number] for number in numbers]:
         pack = make_pack(part, sequences, predictors, first_token, policy.device)
         ones_N = torch.ones(len(pack.target_N), device=policy.device)
-        with torch.set_grad_enabled(backward):
-            logprobs_N = policy(pack, ones_N)[0]
-        if backward:
-            logprobs_N.sum().backward()
-        result_N[torch.from_numpy(pack.token_N)] = logprobs_N.detach().double().cpu()
+
+        def keep(pack: Pack, logprobs_N: Tensor, _: Tensor) -> Tensor:
+            result_N[torch.from_numpy(pack.token_N)] = logprobs_N.detach().double().cpu()
+            return logprobs_N.sum()
+
+        train = (lambda loss: loss.backward()) if backward else None
+        run_passes(policy, [pack], functools.partial(_at_ones, ones_N), keep, backward=train)
     return result_N
+
+
+def _at_ones(ones_N: Tensor, _: Pack) -> tuple[Tensor, None]:
+    return ones_N, None
 
 
 def _difference(policy: Policy, own_N: Tensor, plain_N: Tensor) -> tuple[float, bool]:

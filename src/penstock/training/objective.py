@@ -130,8 +130,9 @@ class TokenInputs:
             weight_N=zeros_N,
         )
 
-    def sampled_as(self, index_N: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the temperatures of these tokens, and which were sampled without the end tokens."""
+    def sampled_for(self, pack: Pack) -> tuple[Tensor, Tensor | None]:
+        """Return the temperatures of a pack's tokens, and which were sampled without the end tokens."""
+        index_N = torch.from_numpy(pack.token_N).to(self.temperature_N.device)
         early_N = None if self.early_N is None else self.early_N[index_N]
         return self.temperature_N[index_N], early_N
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class PackLayout:
     bounds_S1: Tensor  # int32: cumulative lengths, from 0 to the number of tokens
     longest: int
     shared: SharedKeys | None = None  # None: no sequence has a context
+    gather: Callable[[Tensor], Tensor] | None = None  # returns keys or values of other ranks too
 
 
 def register() -> None:
@@ -89,6 +90,8 @@ def packed_attention(
         raise UserError(
             f"model.path: got {type(module).__name__} with position biases, allowed: rotary positions"
         )
+    if pack_layout.gather is not None:
+        key, value = pack_layout.gather(key), pack_layout.gather(value)
     fused = softcap is None and s_aux is None
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     flash = half and fused and dropout == 0.0 and fits_flash(query.shape[-1], value.shape[-1])

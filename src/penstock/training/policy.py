@@ -22,13 +22,16 @@ from penstock.demo import resolve_model_path
 from penstock.errors import UserError
 from penstock.models.loading import choose_device, end_ids, format_of, load_causal_lm
 from penstock.models.norms import fuse_norms
-from penstock.models.parallel_plan import tensor_plan
+from penstock.models.parallel_plan import check_stages, tensor_plan
 from penstock.training import packed_attention
+from penstock.training.context_parallel import share_pack
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
 from penstock.training.logprobs import LogitRule, token_logprobs, warm_up
 from penstock.training.pack import Pack, empty_pack
+from penstock.training.pipeline import run_passes
 from penstock.training.ranks import Ranks
 from penstock.training.sharding import Cut, Sharding, split_modules, split_over_data
+from penstock.training.stages import take_stage
 from penstock.training.tensor_parallel import cut_model
 from penstock.training.vocabulary import sliced_logprobs
 
@@ -76,12 +79,37 @@ class Policy(nn.Module):
         return next(self.model.parameters()).device
 
     def forward(
-        self, pack: Pack, temperatures_N: Tensor, early_N: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        pack: Pack,
+        temperatures_N: Tensor,
+        early_N: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Any:
         """Return (log-probs, entropies) of the pack's trained tokens at their temperatures.
 
-        Where `early_N` is set, the distribution is the one without the end tokens.
+        Where `early_N` is set, the distribution is the one without the end tokens. With a pipeline,
+        `hidden` comes from the stage before, and all stages but the last return hidden states.
         """
+        if self.sharding.ranks.context.size > 1:
+            return self._shared_forward(pack, temperatures_N, early_N)
+        return self._score(pack, temperatures_N, early_N, hidden)
+
+    def _shared_forward(
+        self, pack: Pack, temperatures_N: Tensor, early_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Score this rank's tokens of the pack; return the results of all of its tokens."""
+        shared = share_pack(pack, self.sharding.ranks.context)
+        early = None if early_N is None else early_N[shared.own_N]
+        logprobs, entropies = self._score(shared.pack, temperatures_N[shared.own_N], early)
+        return shared.spread(logprobs), shared.spread(entropies)
+
+    def _score(
+        self,
+        pack: Pack,
+        temperatures_N: Tensor,
+        early_N: Tensor | None,
+        hidden: Tensor | None = None,
+    ) -> Any:
         packing: dict[str, Any] = {}
         if self.packs:
             used = self.model.config._attn_implementation
@@ -91,7 +119,13 @@ class Policy(nn.Module):
             packing = {"position_ids": pack.position_ids_T[None], "pack_layout": pack.layout}
         else:
             assert pack.num_sequences <= 1, "this model runs one sequence per forward pass"
-        output = self.body(input_ids=pack.input_ids_T[None], use_cache=False, **packing)
+        if hidden is None:
+            packing["input_ids"] = pack.input_ids_T[None]
+        else:
+            packing["inputs_embeds"] = hidden
+        output = self.body(use_cache=False, **packing)
+        if not self.sharding.stages.is_last:
+            return output.last_hidden_state
         hidden_ND = output.last_hidden_state[0].index_select(0, pack.predictor_N)
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
@@ -162,9 +196,15 @@ class Policy(nn.Module):
         if ranks.tensor.size > 1:
             plan = tensor_plan(self.model.config, ranks.tensor.size, path)
             self.head_cut = cut_model(self.model, self.body, plan, self.sharding)
+        if ranks.pipeline.size > 1:
+            check_stages(self.model.config, ranks.pipeline.size, path)
+            shape = self.sharding.whole_shape
+            shapes = {name: shape(name, one) for name, one in self.model.named_parameters()}
+            self.sharding.stages = take_stage(self.model, self.body, ranks, shapes)
 
     def split(self, dtype: torch.dtype) -> None:
         """Split what is left of the parameters over the data ranks, and compute in `dtype`."""
+        self.sharding.stages.dtype = dtype
         split_over_data(self, self.layers, self.sharding.ranks, dtype)
 
     def release(self) -> None:
@@ -175,15 +215,20 @@ class Policy(nn.Module):
     def begin_update(self) -> None:
         """With train.parallel.zero = 1, keep weights and gradients whole until `finish_update`."""
         ranks = self.sharding.ranks
-        if ranks.data_world > 1 and ranks.parallel.zero == 1:
+        if ranks.world > 1 and ranks.shard_mesh.size() > 1 and ranks.parallel.zero == 1:
             self._delay_gradients(True)
 
     def finish_update(self) -> None:
         """Reduce the gradients that `begin_update` kept: a pass without tokens adds nothing to them."""
         if self._delays_gradients:
             self._delay_gradients(False)
-            nothing = empty_pack(self.device)
-            self(nothing, torch.ones(0, device=self.device))[0].sum().backward()
+            run_passes(
+                self,
+                [empty_pack(self.device)],
+                lambda _: (torch.ones(0, device=self.device), None),
+                lambda _, logprobs_N, __: logprobs_N.sum(),
+                backward=lambda loss: loss.backward(),
+            )
 
     def _delay_gradients(self, delays: bool) -> None:
         self._delays_gradients = delays
@@ -208,17 +253,28 @@ class Policy(nn.Module):
 
         With a sharded model every rank must iterate, because each tensor is gathered.
         """
-        adapted, whole = self.adapted_layers(), self.sharding.whole
-        for name, parameter in self.model.named_parameters(remove_duplicate=True):
+        stages, adapted = self.sharding.stages, self.adapted_layers()
+        own = {n: p for n, p in self.model.named_parameters() if not stages.is_copy(n)}
+        for name in stages.owners or own:
             if ".lora_" in name:
                 continue
-            own_format = format_of(self.model, name, dtype)
-            if name in adapted:
-                merged = self.merge_base(whole(name, parameter.detach()), name, own_format)
-                published = merged.add_(self._addition(name, adapted[name])).to(own_format)
-            else:
-                published = whole(name, parameter.detach().to(own_format))
+            own_format, published = format_of(self.model, name, dtype), None
+            if name in own:
+                published = self._published(name, own[name], adapted.get(name), own_format)
+            if stages.owners:
+                published = stages.hand_out(name, published, own_format, self.device)
+            assert published is not None
             yield name.replace(".base_layer.", "."), published
+
+    def _published(
+        self, name: str, parameter: Tensor, adapted: Any | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Gather one weight, with what its adapters add to it."""
+        whole = self.sharding.whole
+        if adapted is None:
+            return whole(name, parameter.detach().to(dtype))
+        merged = self.merge_base(whole(name, parameter.detach()), name, dtype)
+        return merged.add_(self._addition(name, adapted)).to(dtype)
 
     def _addition(self, name: str, layer: Any) -> Tensor:
         """Return what the adapters of a layer add to its weight."""

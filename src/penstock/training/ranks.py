@@ -49,9 +49,12 @@ class Ranks:
         self.rank = rank
         self.world = world
         self.parallel = parallel or ParallelConfig()
-        self.data_rank = self.parallel.data_index(rank)
+        self.data_rank = self.parallel.data_index(rank, world)
         self.data_world = world // self.parallel.copies
         self.mesh: Any = None  # torch's DeviceMesh
+        self.shard_mesh: Any = None  # of ranks over which FSDP2 splits what this rank holds
+        self.pipeline = Axis()
+        self.context = Axis()
         self.tensor = Axis()
 
     @classmethod
@@ -73,24 +76,28 @@ class Ranks:
     def _make_mesh(self, device_type: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        shape = {"data": self.data_world, "tensor": self.parallel.tensor}
-        self.mesh = init_device_mesh(
-            device_type, tuple(shape.values()), mesh_dim_names=tuple(shape)
-        )
-        self.tensor = self._axis("tensor")
+        axes = self.parallel
+        shape = {"pipeline": axes.pipeline, "data": self.data_world}
+        shape |= {"context": axes.context, "tensor": axes.tensor}
+        names = tuple(shape)
+        self.mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=names)
+        self.pipeline = self._axis("pipeline")
+        self.context, self.tensor = self._axis("context"), self._axis("tensor")
+        self.shard_mesh = self.mesh["data"]
+        if axes.context > 1:
+            self.shard_mesh = self.mesh["data", "context"]._flatten("shard")
 
     def _axis(self, name: str) -> Axis:
         part = self.mesh[name]
         return Axis(part.get_local_rank(), part.size(), part.get_group())
 
     @property
-    def shard_mesh(self) -> Any:
-        """The ranks over which FSDP2 splits each parameter that this rank holds."""
-        return self.mesh["data"]
-
-    @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        return self.rank % (self.world // self.parallel.pipeline) == 0
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Return the sum over the shares of the batch; ranks of one share have the same array."""

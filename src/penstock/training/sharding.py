@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.training.collectives import all_gather
 from penstock.training.ranks import Ranks
+from penstock.training.stages import Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Sharding:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.stages = Stages()
         self.cuts: dict[str, Cut] = {}
         self.summed: set[str] = (
             set()
@@ -69,12 +71,14 @@ class Sharding:
 
     def is_counted(self, name: str) -> bool:
         """Return whether this rank's part is the one that sums over all ranks count."""
+        if self.stages.is_copy(name):
+            return False
         return name in self.cuts or self.ranks.tensor.is_first
 
     def holds_alone(self, name: str, tensor: Tensor) -> bool:
         """Return whether no other rank writes this rank's part to a checkpoint."""
-        if not tensor.ndim:  # a counter, equal on all ranks
-            return self.ranks.is_first
+        if not tensor.ndim:  # a counter, equal on all ranks of a stage
+            return self.ranks.is_first_of_stage and not self.stages.is_copy(name)
         return (is_split(tensor) or self.ranks.world == 1) and self.is_counted(name)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
@@ -84,12 +88,19 @@ class Sharding:
             return gathered
         return all_gather(gathered, self.ranks.tensor, cut.dim, cut.total)
 
+    def whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
+        """Return the shape of a whole parameter, of which this rank has a cut."""
+        return torch.Size(self.part(name, parameter).shape)
+
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add up the gradients of which each tensor rank has a part."""
+        """Add up the gradients of which each tensor rank, or each stage with a copy, has a part."""
         for name in sorted(self.summed & parameters.keys()):
             grad = parameters[name].grad
             if grad is not None:
                 dist.all_reduce(local(grad), group=self.ranks.tensor.group)
+        tied = parameters.get(self.stages.tied)
+        if tied is not None and tied.grad is not None:
+            dist.all_reduce(local(tied.grad), group=self.stages.tied_group)
 
     def gradient_norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor | None:
         """Return the norm of the whole gradient, equal on all ranks; None if there is no gradient."""

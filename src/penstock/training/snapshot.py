@@ -234,7 +234,8 @@ def _fill(own: Tensors, saved: Iterable[Pieces], sharding: Sharding, folder: Pat
         for name, piece in one.items():
             pieces.setdefault(name, []).append(piece)
     missing = [name for name in own if name.startswith("master/") and name not in pieces]
-    differing = sorted([*missing, *(pieces.keys() - own.keys())])
+    others = {name for name in pieces.keys() - own.keys() if _owner(name) in sharding.stages.owners}
+    differing = sorted([*missing, *(pieces.keys() - own.keys() - others)])
     if differing:
         raise RunError(f"checkpoint {folder}: its weights are not the model's: {differing[:3]}")
     with torch.no_grad():

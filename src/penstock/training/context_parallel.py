@@ -1,0 +1,106 @@
+"""Context parallel: the ranks of one copy of the model share the tokens of every pack.
+
+Each context rank runs the whole model on its run of consecutive tokens of the pack. Only attention looks
+at other tokens: keys and values are gathered over the ranks there, one layer after another, and each
+rank computes the rows of its own queries. Log-probs of all tokens are added up over the ranks, so the
+loss, and everything around it, is that of one rank. Activations shrink with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from penstock.training.collectives import gather_tokens, sum_partial
+from penstock.training.pack import Pack
+from penstock.training.packed_attention import Block, PackLayout, SharedKeys
+from penstock.training.ranks import Axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPack:
+    """This rank's tokens of a pack, and which of the pack's trained tokens they predict."""
+
+    pack: Pack
+    own_N: Tensor  # bool, of all trained tokens of the pack
+    axis: Axis
+
+    def spread(self, own_values: Tensor) -> Tensor:
+        """Return the values of all trained tokens of the pack, from those of each rank."""
+        index = self.own_N.nonzero()[:, 0]
+        values_N = own_values.new_zeros(len(self.own_N)).index_put((index,), own_values)
+        return sum_partial(values_N, self.axis)
+
+
+def share_pack(pack: Pack, axis: Axis) -> SharedPack:
+    """Give each rank as many consecutive tokens; a sequence of padding fills the last rank's up."""
+    total = len(pack.input_ids_T)
+    each = -(-total // axis.size)
+    missing = each * axis.size - total
+    first = axis.index * each
+    ids_T, positions_T = (pad(one, (0, missing)) for one in (pack.input_ids_T, pack.position_ids_T))
+    own_N = (pack.predictor_N >= first) & (pack.predictor_N < first + each)
+    layout = replace(
+        slice_layout(pack.layout, first, first + each, missing),
+        gather=functools.partial(gather_tokens, axis=axis, dim=2),
+    )
+    return SharedPack(
+        pack=replace(
+            pack,
+            input_ids_T=ids_T[first : first + each],
+            position_ids_T=positions_T[first : first + each],
+            layout=layout,
+            predictor_N=pack.predictor_N[own_N] - first,
+            target_N=pack.target_N[own_N],
+        ),
+        own_N=own_N,
+        axis=axis,
+    )
+
+
+def slice_layout(layout: PackLayout, first: int, last: int, missing: int = 0) -> PackLayout:
+    """Return the layout of the tokens from `first` to before `last` of a row that has all keys.
+
+    The row ends with a sequence of `missing` tokens of padding. What a sequence has before `first` is a
+    context of its tokens in the slice.
+    """
+    blocks: list[Block] = []
+    keys: list[np.ndarray] = []
+    for start, prefix, keys_K in _segments(layout, missing):
+        begin, end = max(start, first), min(start + len(keys_K) - prefix, last)
+        if begin < end:
+            blocks.append(Block(1, end - begin, prefix + begin - start))
+            keys.append(keys_K[: prefix + end - start])
+
+    def bounds(lengths: list[int]) -> Tensor:
+        cumulative = np.cumsum([0, *lengths]).astype(np.int32)
+        return torch.from_numpy(cumulative).to(layout.bounds_S1.device)
+
+    lengths, seen = [block.length for block in blocks], [len(index) for index in keys]
+    index_K = torch.from_numpy(np.concatenate(keys)).to(layout.bounds_S1.device)
+    return PackLayout(
+        blocks=tuple(blocks),
+        bounds_S1=bounds(lengths),
+        longest=max(lengths),
+        shared=SharedKeys(index_K=index_K, bounds_S1=bounds(seen), longest=max(seen)),
+    )
+
+
+def _segments(layout: PackLayout, missing: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield (first token, tokens of the context, places of all keys) of each sequence of a row."""
+    start = used = 0
+    index_K = None if layout.shared is None else layout.shared.index_K.cpu().numpy()
+    for block in (*layout.blocks, *([Block(1, missing)] if missing else [])):
+        for _ in range(block.count):
+            seen = block.prefix + block.length
+            if index_K is None or used + seen > len(index_K):
+                yield start, 0, np.arange(start, start + block.length)
+            else:
+                yield start, block.prefix, index_K[used : used + seen]
+            start, used = start + block.length, used + seen

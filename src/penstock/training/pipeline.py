@@ -1,0 +1,163 @@
+"""Pipeline parallel: each stage rank holds some consecutive layers, and packs flow through the stages.
+
+The first stage has the embedding, the last one the final norm and the head (a tied weight lies on both).
+Forward and backward passes of different packs overlap: a stage runs ahead by as many packs as there are
+stages after it, then alternates (one forward, one backward). Packs have any length: every rank of a
+copy knows all packs of an update, so shapes are not sent. Activations and gradients travel in two
+process groups, whose orders cannot block each other. At the end all stages get the log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.training.pack import Pack
+from penstock.training.ranks import Axis
+from penstock.training.sharding import Sharding
+
+Sampling = Callable[[Pack], tuple[Tensor, Tensor | None]]  # temperatures and early ends of a pack
+Finish = Callable[[Pack, Tensor, Tensor], Tensor | None]  # (log-probs, entropies) -> loss
+Backward = Callable[[Tensor], None]
+
+
+class Scorer(Protocol):
+    """The part of a policy that passes need."""
+
+    sharding: Sharding
+
+    def __call__(
+        self,
+        pack: Pack,
+        temperatures_N: Tensor,
+        early_N: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Any: ...
+
+
+def run_passes(
+    policy: Scorer,
+    packs: Iterable[Pack],
+    sampling: Sampling,
+    finish: Finish,
+    *,
+    backward: Backward | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Score each pack, hand the result to `finish`, and run `backward` on the loss that it returns.
+
+    `check` may raise before a pack is begun; with a pipeline, before the first one only.
+    """
+    axis = policy.sharding.ranks.pipeline
+    with torch.set_grad_enabled(backward is not None):
+        if axis.size > 1:
+            check()
+            _Schedule(policy, axis, list(packs), sampling, finish, backward).run()
+            return
+        for pack in packs:
+            check()
+            loss = finish(pack, *policy(pack, *sampling(pack)))
+            if backward is not None:
+                assert loss is not None
+                backward(loss)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A pack whose backward pass has not come yet."""
+
+    entered: Tensor | None  # what the stage before sent
+    left: Tensor  # what goes to the next stage; on the last one the loss
+
+
+@dataclass(slots=True)
+class _Schedule:
+    """One stage's passes over the packs of an update."""
+
+    policy: Scorer
+    axis: Axis
+    packs: Sequence[Pack]
+    sampling: Sampling
+    finish: Finish
+    backward: Backward | None
+    flights: dict[int, _Flight] = field(default_factory=dict)
+    scores: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    sending: list[tuple[Any, Tensor]] = field(default_factory=list)  # alive until they are sent
+
+    def run(self) -> None:
+        if not self.packs:
+            return
+        count = len(self.packs)
+        ahead = min(self.axis.size - 1 - self.axis.index, count)
+        if self.backward is None:
+            ahead = count
+        for number in range(count):
+            self._forward(number)
+            if number >= ahead:
+                self._backward(number - ahead)
+        if self.backward is not None:
+            for number in range(count - ahead, count):
+                self._backward(number)
+        for work, _ in self.sending:
+            work.wait()
+        self._hand_out_scores()
+
+    def _forward(self, number: int) -> None:
+        pack, stages = self.packs[number], self.policy.sharding.stages
+        entered = None
+        if not self.axis.is_first:
+            shape = (1, len(pack.input_ids_T), stages.width)
+            entered = torch.empty(shape, dtype=stages.dtype, device=pack.input_ids_T.device)
+            dist.recv(entered, group=self.axis.group, group_src=self.axis.index - 1)
+            entered.requires_grad_(self.backward is not None)
+        left = self.policy(pack, *self.sampling(pack), hidden=entered)
+        if stages.is_last:
+            logprobs_N, entropies_N = left
+            self.scores[number] = (logprobs_N.detach(), entropies_N.detach())
+            left = self.finish(pack, logprobs_N, entropies_N)
+        else:
+            self._send(left.detach(), self.axis.group, self.axis.index + 1)
+        if self.backward is not None:
+            self.flights[number] = _Flight(entered, left)
+
+    def _backward(self, number: int) -> None:
+        flight, stages = self.flights.pop(number), self.policy.sharding.stages
+        assert self.backward is not None
+        if stages.is_last:
+            self.backward(flight.left)
+        else:
+            grad = torch.empty_like(flight.left, dtype=stages.dtype)
+            dist.recv(grad, group=stages.backward_group, group_src=self.axis.index + 1)
+            torch.autograd.backward(flight.left, grad.to(flight.left.dtype))
+        if flight.entered is not None:
+            assert flight.entered.grad is not None
+            self._send(flight.entered.grad, stages.backward_group, self.axis.index - 1)
+
+    def _send(self, tensor: Tensor, group: Any, target: int) -> None:
+        sent = tensor.to(self.policy.sharding.stages.dtype).contiguous()
+        work = dist.isend(sent, group=group, group_dst=target)
+        self.sending = [(w, t) for w, t in self.sending if not w.is_completed()]
+        self.sending.append((work, sent))
+
+    def _hand_out_scores(self) -> None:
+        """Send the log-probs of the last stage to the others, which finish the packs with them too."""
+        stages, counts = self.policy.sharding.stages, [len(pack.target_N) for pack in self.packs]
+        if not sum(counts):
+            table_2N = torch.zeros(2, 0, dtype=stages.exact_dtype)
+        else:
+            device = self.packs[0].input_ids_T.device
+            table_2N = torch.empty(2, sum(counts), dtype=stages.exact_dtype, device=device)
+            if stages.is_last:
+                for row, one in enumerate(zip(*self.scores.values(), strict=True)):
+                    table_2N[row] = torch.cat(one)
+            dist.broadcast(table_2N, group=self.axis.group, group_src=self.axis.size - 1)
+        if stages.is_last:
+            return
+        with torch.no_grad():
+            for pack, part_2N in zip(self.packs, table_2N.split(counts, 1), strict=True):
+                self.finish(pack, part_2N[0].to(pack.input_ids_T.device), part_2N[1])
