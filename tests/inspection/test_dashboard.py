@@ -257,8 +257,9 @@ def test_runs_are_compared_with_the_settings_that_differ(client: Client) -> None
 
 
 def test_a_report_is_made_without_a_file(client: Client, folder: Path) -> None:
-    run = client.lines()["a"]["id"]
-    status, body, headers = client.ask(f"/report/{run}")
+    with serving(folder) as other:
+        run = other.lines()["a"]["id"]
+    status, body, headers = client.ask(f"/report/{run}")  # the address was kept
     assert status == 200
     assert b"Penstock report" in body
     assert headers["Content-Type"].startswith("text/html")

@@ -100,10 +100,13 @@ class ShownRuns:
 
     def find(self, run_id: str) -> ShownRun:
         """Return the run with this id; raise KeyError if there is none, or if it is refused."""
-        run = self._runs[run_id]
-        if odd_file(run.folder.path):
+        known = self._runs.get(run_id)
+        if known is None:  # an address that was kept, before the list is read
+            path = {_id(path): path for path in self._paths()}[run_id]
+            known = self._runs.setdefault(run_id, ShownRun(run_id, RunFolder(path)))
+        if odd_file(known.folder.path):
             raise KeyError(run_id)
-        return run
+        return known
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines that are known, the newest run first."""
