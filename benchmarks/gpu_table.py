@@ -1,7 +1,7 @@
 """Every line of the speed table on one GPU, with profiles, in one command.
 
-    python benchmarks/gpu_table.py --out DIR                          # about five minutes on an H200
-    python benchmarks/gpu_table.py --out DIR --only update rollouts   # some parts
+    python benchmarks/gpu_table.py --out DIR                          # about four minutes on an H200
+    python benchmarks/gpu_table.py --out DIR --only update step       # some parts; step: a whole step's kernels
     python benchmarks/gpu_table.py --out DIR --set train.compile=true # a config key, in every part
     python benchmarks/gpu_table.py --out DIR --peers plain generate trl [--vllm .venv-vllm/bin/python]
 
@@ -247,6 +247,13 @@ def one_update(
         seconds.append(time.perf_counter() - started)
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**30
+        stats = torch.cuda.memory_stats()  # a retry frees what is cached, and the GPU waits
+        figures.add(
+            f"memory of update {name}",
+            reserved_gib=stats.get("reserved_bytes.all.peak", 0) / 2**30,
+            retries=stats.get("num_alloc_retries", 0),
+            allocations=stats.get("num_device_alloc", 0),
+        )
     median = statistics.median(seconds[2:])
     flops, useful = useful_flops(consumer.policy.model, batches[-1])
     figures.add(
@@ -424,7 +431,7 @@ def run_train(
 def qwen_load(args: argparse.Namespace) -> Any:
     from grpo_step import Load
 
-    return Load(2, 16, 3, 1) if args.tiny else Load(64, 256, 5, 2)
+    return Load(2, 16, 3, 1) if args.tiny else Load(64, 256, 4, 2)
 
 
 def saved_model(args: argparse.Namespace, name: str) -> str:
@@ -454,7 +461,7 @@ def part_smollm2(args: argparse.Namespace, figures: Figures) -> None:
 
     name = "smollm2" if gguf_path() is not None else "smollm2-shape"
     model = saved_model(args, "small" if args.tiny else name)
-    load = Load(2, 8, 3, 1) if args.tiny else Load(128, 98, 5, 2)
+    load = Load(2, 8, 3, 1) if args.tiny else Load(128, 98, 4, 2)
     run_train(args, figures, "SmolLM2 in a run", model, load, 0)
 
 
@@ -674,7 +681,8 @@ def print_part(folder: Path, part: str, command: list[str], limit: float) -> Non
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True)
-    parser.add_argument("--only", nargs="*", choices=list(OWN), default=list(OWN))
+    usual = [part for part in OWN if part != "step"]
+    parser.add_argument("--only", nargs="*", choices=list(OWN), default=usual)
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=[])
     parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE of the config")
     parser.add_argument("--vllm", default="", help="Python of an environment with vLLM")
