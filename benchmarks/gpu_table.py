@@ -705,15 +705,8 @@ def main() -> None:
         for part in [*args.only, *args.peers]:
             limit = {**OWN, **PEERS}[part][1] * (10 if args.tiny else 1)
             started = time.perf_counter()
-            command = [
-                sys.executable,
-                __file__,
-                *sys.argv[1:],
-                "--part",
-                part,
-                "--scratch",
-                scratch,
-            ]
+            command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
+            command += ["--scratch", scratch, "--out", str(folder)]  # the last --out counts
             print_part(folder, part, command, limit)
             print(f"-- {part}: {time.perf_counter() - started:.0f} s", flush=True)
             collect(folder, out)
