@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from penstock.agent.session import Session
 from penstock.journal import group_table
 from penstock.produce.producer import Producer
 from penstock.produce.strategy import ProduceStrategy
@@ -80,9 +81,20 @@ def restored_without_redo() -> Any:
     return _replaced(Supervised, "_start_next", start_next)
 
 
+def tools_called_again() -> Any:
+    """An agent's tool is called again if the journal knows only its begin."""
+    begin = Session._begin_tool
+
+    async def begin_again(self: Session, call_id: str, name: str, unknown: str) -> dict[str, str]:
+        return await begin(self, call_id, name, "retry")
+
+    return _replaced(Session, "_begin_tool", begin_again)
+
+
 DEFECTS = {
     "statistics": statistics_between_update_and_commit,
     "moves": moves_from_anywhere,
     "staleness": staleness_off_by_one,
     "redo": restored_without_redo,
+    "tools": tools_called_again,
 }

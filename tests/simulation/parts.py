@@ -14,6 +14,7 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from penstock.engine.protocol import EngineStats
 from penstock.errors import DigestMismatch, StopRequested, WeightsGone, WrongStep
@@ -50,6 +51,26 @@ class SimReward:
         return Score(float(int(rollout.response_ids.sum()) % 5))
 
     async def close(self) -> None: ...
+
+
+class BusyReward(SimReward):
+    """Scores every fourth rollout only when it is asked again."""
+
+    def __init__(self) -> None:
+        self._asked: set[str] = set()
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        name = rollout.rollout_id
+        if name not in self._asked and crc32(name.encode()) % 4 == 0:
+            self._asked.add(name)
+            raise RuntimeError("the judge is busy")
+        return await super().score(rollout, prompt)
+
+
+def refuse_some(rollouts: list[Rollout]) -> bool:
+    """A user's rule of validity: refuses every fourth group."""
+    group_id = rollouts[0].rollout_id.rpartition(".")[0]
+    return crc32(group_id.encode()) % 4 != 0
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from simulation.parts import SharedMemory, stale_rollouts
 from simulation.processes import Meeting, SimProcess
 
 TASKS = ("train", "other")
-_TASK = {"data": "none", "rewards": [{"type": "simulation.parts:SimReward"}]}
+_TASK: dict[str, Any] = {"data": "none", "rewards": [{"type": "simulation.parts:SimReward"}]}
 USER = "the user"  # the name of a task that waits for the driver from outside
 
 
@@ -97,7 +97,7 @@ class World:
         self.repeats_bits = random.Random(f"bits of {seed}").random() < 0.8
         if repeats_bits is not None:
             self.repeats_bits = repeats_bits
-        self.gpu_memory = random.Random(f"memory of {seed}").random() < 0.3
+        self.gpu_memory = _chance("memory", seed) < 0.3
         if gpu_memory is not None:
             self.gpu_memory = gpu_memory
         workers = [f"engine-{n}" for n in range(self.config.launch.num_producers)]
@@ -129,6 +129,8 @@ class World:
             f"{len(config.tasks)} task{'s' if len(config.tasks) > 1 else ''}, "
             f"{sum(task.agent == AGENT for task in config.tasks.values())} with an agent, "
             f"payloads kept: {config.journal.keep_payloads}"
+            f"{', groups refused' if config.produce.is_valid_sample else ''}"
+            f"{', rewards fail' if _chance('rewards', self.seed) < 0.2 else ''}"
             f"{'' if self.repeats_bits else ', bits do not repeat'}"
             f"{', weights in GPU memory' if self.gpu_memory else ''}; "
             f"drawn: {'; '.join(map(str, self.faults)) or 'no fault'}"
@@ -274,6 +276,9 @@ def draw_config(chance: random.Random, seed: int, settings: dict[str, Any]) -> C
             "max_staleness": staleness,
             "enable_partial_rollout": asynchronous and chance.random() < 0.3,
             "over_sample_threshold": chance.choice((0.0, 0.5)) if asynchronous else 0.0,
+            "is_valid_sample": "simulation.parts:refuse_some"
+            if _chance("rule", seed) < 0.2
+            else "",
         },
         "train": {"steps": chance.choice((3, 4)), "groups_per_step": 2},
         "sync": {"every_steps": every, "kind": "shared_memory"},
@@ -297,10 +302,16 @@ def draw_config(chance: random.Random, seed: int, settings: dict[str, Any]) -> C
 def _tasks(seed: int, number: int) -> dict[str, Any]:
     """Draw which of the tasks have an agent."""
     chance = random.Random(f"agents of {seed}")
+    fails = _chance("rewards", seed) < 0.2
+    task = {**_TASK, "rewards": [{"type": "simulation.parts:BusyReward"}]} if fails else _TASK
     return {
-        name: {**_TASK, "agent": AGENT} if chance.random() < 0.25 else _TASK
+        name: {**task, "agent": AGENT} if chance.random() < 0.25 else task
         for name in TASKS[:number]
     }
+
+
+def _chance(what: str, seed: int) -> float:
+    return random.Random(f"{what} of {seed}").random()
 
 
 def _kept_payloads(seed: int) -> str:
