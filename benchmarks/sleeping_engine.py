@@ -29,7 +29,7 @@ from penstock.types import Prompt, Rollout, Score, WeightHandle
 class Pace:
     """The [engine.options] of this engine."""
 
-    step_s: float = 0.04
+    step_s: float = 0.08
     row_s: float = 5e-5
     prefill_s: float = 0.002
     mean_tokens: float = 40.0
@@ -77,7 +77,7 @@ class SleepingEngine(VirtualEngine):
 class SleepingGRPO(GRPO):
     """GRPO whose loss takes a set time for each token."""
 
-    TOKEN_S = 0.8e-3
+    TOKEN_S = 2e-3
 
     def surrogate(self, view: TokenView) -> Surrogate:
         time.sleep(self.TOKEN_S * len(view.logprobs_N))

@@ -153,16 +153,17 @@ def clusters(sizes: list[int], times: float) -> None:
     profile = h200(times)
     print(f"profile: {profile.source}; groups of 8 responses, max_staleness 2")
     for gpus in sizes:
-        batch = 64 if gpus == 1 else 32 * gpus
+        batch = 64 if gpus == 1 else 16 * gpus if gpus < 100 else 8 * gpus
         words = [f"train.groups_per_step={batch}", "sampling.num_generations=8", "eval.tasks={}"]
         words += ["sampling.max_tokens=2048", "engine.max_slots=512", "produce.max_staleness=2"]
         if gpus == 1:
             words += ["launch.colocate=true"]
         config = load_config(None, [*words, "checkpoint.every_minutes=0"]).config
-        made = plan.make_plan(
-            config, profile, steps=20, gpus=gpus if gpus > 1 else 0, variations=[]
+        tried = plan.split_configs(config, gpus) if gpus > 1 else [config]
+        steps = max(6, 2000 // batch)
+        best = max(
+            (simulate(one, profile, steps=steps) for one in tried), key=lambda one: one.tokens_per_s
         )
-        best = made.best_split or made.base
         where = f"{best.engines} engines + {best.ranks} ranks" if gpus > 1 else "colocated"
         print(
             f"{gpus:>5} GPUs, {batch:>6} groups a step: {where:<26} {best.tokens_per_s:>12,.0f} tokens/s "

@@ -11,6 +11,11 @@ network between them, or NCCL (`two nodes, nccl`).
     python benchmarks/weight_sync.py --device cuda --paths shared_memory cuda_ipc "two nodes, nccl"
 
 puts the weights of the trainer and of all producers on one GPU and compares with a copy on that GPU.
+
+    python benchmarks/weight_sync.py --delta [--lr 1e-6 5e-6] [--updates 4]
+    python benchmarks/weight_sync.py --delta --versions runs/NAME/checkpoints/step-*/model
+
+sends successive versions to another node whole and as deltas (`sync.kind=delta`), and prints bytes and seconds of both.
 """
 
 from __future__ import annotations
@@ -127,19 +132,32 @@ class Nodes:
     def __init__(self, kind: str, producers: int, logs: Path) -> None:
         self._logs, self._apart = logs, kind.startswith("two nodes")
         self._backend = "nccl" if kind.endswith("nccl") else "gloo"
+        self._delta = kind.endswith("delta")
+        self._sender: ProcessWorker | None = None
         self._loop = asyncio.new_event_loop()
         self.copies: NodeCopies | None = None
         if kind not in ("shared_memory", "cuda_ipc"):
             callbacks = SupervisionCallbacks(waits=Waits(), note=lambda text: None)
-            self.copies = NodeCopies(self._spawn, LaunchConfig(), callbacks)
+            self.copies = NodeCopies(
+                self._spawn, LaunchConfig(), callbacks, sends_deltas=self._delta
+            )
             for index in range(producers):
                 self.copies.place_engine(index, "other" if self._apart else "here")
 
     async def _spawn(self, name: str, node: str, folder: str) -> ProcessWorker:
         part = "penstock.launch.part_factories:distributor_part"
         log = self._logs / f"{name}.log"
-        given = (folder, node, "127.0.0.1", self._backend)
-        return await ProcessWorker.start(name, part, *given, log_path=log, threads=1, timeout_s=120)
+        given = (folder, node, "127.0.0.1", self._backend, self._delta)
+        how: dict[str, Any] = {"log_path": log, "threads": 1, "timeout_s": 120}
+        worker = await ProcessWorker.start(name, part, *given, **how)
+        self._sender = worker if node == "here" else self._sender
+        return worker
+
+    def sent(self) -> int:
+        """Return the bytes of the newest sending."""
+        assert self._sender is not None
+        sent: tuple[int, int] = self._loop.run_until_complete(self._sender.call("sent"))
+        return sent[0]
 
     def for_each(self, handle: WeightHandle, producers: int) -> list[WeightHandle]:
         """Return the handle for each producer, once its node has a copy."""
@@ -218,14 +236,31 @@ def in_process(weights: Any) -> tuple[float, float]:
     )
 
 
+def deltas(arguments: argparse.Namespace) -> None:
+    from weight_delta import compare, folders, updates
+
+    if arguments.versions:
+        compare("folders", folders(arguments.versions), Nodes)
+        return
+    for lr in arguments.lr:
+        compare(f"lr {lr:g}", updates(lr, arguments.updates), Nodes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, nargs="+", default=[0.5, 2.0])
     parser.add_argument("--producers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS + GPU_PATHS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--delta", action="store_true")
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 5e-6])
+    parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--versions", type=Path, nargs="+")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.delta:
+        deltas(arguments)
+        return
     device = arguments.device
     for gigabytes in arguments.gb:
         bandwidth = memcpy_bandwidth(gigabytes, device)

@@ -56,13 +56,21 @@ def test_a_named_device_is_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("launch", "kinds"),
     [
-        ("local", ["auto", "shared_memory", "cuda_ipc", "collective"]),
-        ("ray", ["auto", "collective"]),
+        ("local", ["auto", "shared_memory", "cuda_ipc", "collective", "delta"]),
+        ("ray", ["auto", "collective", "delta"]),
         ("inline", ["auto", "in_process"]),
     ],
 )
 def test_each_launcher_has_its_ways_for_weights(launch: str, kinds: list[str]) -> None:
-    everything = {"auto", "in_process", "shared_memory", "cuda_ipc", "object_store", "collective"}
+    everything = {
+        "auto",
+        "in_process",
+        "shared_memory",
+        "cuda_ipc",
+        "object_store",
+        "collective",
+        "delta",
+    }
     for kind in everything:
         config = load_config(None, [f"launch.kind={launch}", f"sync.kind={kind}"]).config
         if kind in kinds:

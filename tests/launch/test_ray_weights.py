@@ -46,11 +46,12 @@ def test_weights_reach_every_node_though_a_distributor_is_killed(
             assert told is not None, notes
             os.kill(int(told[1]), signal.SIGKILL)
 
-    words = ["launch.kind=ray", "launch.num_producers=2", "sync.kind=collective"]
+    words = ["launch.kind=ray", "launch.num_producers=2", "sync.kind=delta"]
     folder, _ = run(config_of(tmp_path, "nodes", "produce.strategy=sync", *words), disturb)
     assert digests(folder) == digests(quiet)
     assert_balanced(folder)
     text = "\n".join(notes)
+    assert "weights: the first delta was" in text  # of float32 weights: whole buckets
     assert "starting it again to send the weights (1 of" in text
     assert text.count("distributor-1: passes weights on") == 2
     assert "distributor-2: passes weights on" in text

@@ -41,7 +41,7 @@ class Mortal(Distributor):
     """A distributor that dies between two buckets if a file tells it to."""
 
     def __init__(self, folder: str, node: str, order: str, backend: str) -> None:
-        super().__init__(folder, node=node, backend=backend)
+        super().__init__(folder, node=node, backend=backend, keeps_base=True)
         self._order = Path(order)
 
     def _broadcast(self, buffer: Any, key: Any, meeting: Any, rank: Any, *rest: Any) -> None:
@@ -59,7 +59,7 @@ class Mortal(Distributor):
 class Site:
     """A trainer on node a in this process, distributors in processes of their own; nodes can leave."""
 
-    def __init__(self, folder: Path, backend: str) -> None:
+    def __init__(self, folder: Path, backend: str, *, sends_deltas: bool = False) -> None:
         self._backend = backend
         self._logs = folder / "logs"
         self._logs.mkdir()
@@ -70,7 +70,7 @@ class Site:
         self.started: list[str] = []
         self.gone: set[str] = set()
         callbacks = SupervisionCallbacks(waits=Waits(), note=self.notes.append)
-        self.copies = NodeCopies(self._spawn, LaunchConfig(), callbacks)
+        self.copies = NodeCopies(self._spawn, LaunchConfig(), callbacks, sends_deltas=sends_deltas)
         self.workers: dict[str, ProcessWorker] = {}
 
     async def _spawn(self, name: str, node: str, folder: str) -> ProcessWorker:
@@ -122,9 +122,14 @@ class Scripted:
     def __init__(self, name: str, node: str, scripts: dict[str, list[str]]) -> None:
         self.name, self.place, self._node, self._scripts = name, f"on {node}", node, scripts
         self.closed = False
+        self.held: tuple[int, str] | None = None
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         assert not self.closed
+        if method in ("send", "receive"):
+            base = args[-1]
+            assert base in (None, self.held), "a delta builds on what the member holds"
+            self.held = None  # unless it succeeds
         script = self._scripts.get(self._node)
         if method in ("send", "receive") and script:
             fault = script.pop(0)
@@ -134,9 +139,12 @@ class Scripted:
                 raise RunError("broadcast group-1 ended: Connection closed by peer")
             if fault == "hangs":
                 await asyncio.Event().wait()
+        if method in ("send", "receive"):
+            self.held = (args[0].version, args[0].digest)
         if method == "receive":
             return replace(args[0], location={"node": self._node})
-        return ("address", 1) if method == "meeting" else None if method == "send" else "folder"
+        answers = {"meeting": ("address", 1), "send": None, "sent": (1, 100)}
+        return answers.get(method, "folder")
 
     async def close(self) -> None:
         self.closed = True
@@ -171,7 +179,7 @@ def test_whatever_fails_every_node_that_can_be_reached_gets_its_copy(rounds: lis
     async def story() -> None:
         callbacks = SupervisionCallbacks(waits=Waits(), note=notes.append)
         unbounded = LaunchConfig(max_restarts=1000)
-        copies = NodeCopies(spawn, unbounded, callbacks)
+        copies = NodeCopies(spawn, unbounded, callbacks, sends_deltas=True)
         for version, (nodes, faults, leaving) in enumerate(rounds, 1):
             gone.clear()
             gone.update(leaving)
@@ -249,6 +257,92 @@ def test_another_node_sends_where_the_trainers_has_left() -> None:
 
     asyncio.run(story())
     assert sent == ["a", "b"]
+
+
+def test_a_delta_is_sent_where_all_hold_the_same_and_the_user_is_told_once() -> None:
+    notes: list[str] = []
+    bases: list[tuple[str, Any]] = []
+
+    class Seen(Scripted):
+        async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            if method in ("send", "receive"):
+                bases.append((self._node, args[-1]))
+            return await super().call(method, *args, **kwargs)
+
+    async def spawn(name: str, node: str, folder: str) -> Any:
+        return Seen(name, node, {})
+
+    async def story() -> None:
+        callbacks = SupervisionCallbacks(waits=Waits(), note=notes.append)
+        copies = NodeCopies(spawn, LaunchConfig(), callbacks, sends_deltas=True)
+        copies.place_engine(0, "b")
+        copies.place_engine(1, "c")
+        handle = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})
+        for version, engines in ((1, [0]), (2, [0]), (3, [0]), (3, [0, 1]), (4, [0, 1])):
+            now = replace(handle, version=version)
+            await copies.copy_to_nodes(now, lambda engines=engines: engines)
+
+    asyncio.run(story())
+    first, second, third = (1, "d"), (2, "d"), (3, "d")
+    assert bases == [
+        *(("a", None), ("b", None)),  # the start
+        *(("a", first), ("b", first)),
+        *(("a", second), ("b", second)),
+        *(("a", None), ("c", None)),  # a node joins and gets the whole weights, alone
+        *(("a", third), ("b", third), ("c", third)),
+    ]
+    assert [note for note in notes if "delta" in note] == [
+        "weights: the first delta was 1e-06 MB of 0.0001 MB"
+    ]
+
+
+SPARSE = 20 * 2**20  # bfloat16 numbers: 40 MiB, more than one bucket
+
+
+def sparse(version: int) -> torch.Tensor:
+    """Return weights of which each version changes one in a hundred, by one unit in the last place."""
+    bits = torch.arange(SPARSE, dtype=torch.int32).mul_(7919).remainder_(1 << 14)
+    for one in range(1, version + 1):
+        bits[one::100] += 1
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_deltas_give_every_node_the_same_bits_whoever_dies_or_joins_late(tmp_path: Path) -> None:
+    site = Site(tmp_path, "gloo", sends_deltas=True)
+    for engine, node in enumerate("abc"):
+        site.copies.place_engine(engine, node)
+    sent: dict[int, int] = {}
+
+    async def spread(version: int, *engines: int) -> None:
+        wanted = sparse(version)
+        handle = site.trainer.publish(version, f"d{version}", [("w", wanted)])
+        done = await site.spread(handle, *engines)
+        for engine in engines:
+            ((_, found),) = site.engine.fetch(site.copies.copy_for(engine, done))
+            assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+        sent[version] = (await site.workers["a"].call("sent"))[0]
+
+    async def story() -> None:
+        await spread(1, 0, 1)  # a cold start
+        await spread(2, 0, 1)
+        site.kill_in_the_middle("b")  # a receiver dies between two buckets of a delta
+        await spread(3, 0, 1)
+        await spread(4, 0, 1)
+        await spread(5, 0, 1, 2)  # a node joins late
+        await spread(6, 0, 1, 2)
+        site.kill_in_the_middle("a")  # the sender
+        await spread(7, 0, 1, 2)
+        await spread(8, 0, 1, 2)
+        await site.close()
+
+    asyncio.run(story())
+    whole = 2 * SPARSE
+    assert [sent[version] >= whole for version in sent] == [
+        *(True, False, True, False),  # start, delta, after the death, delta
+        *(True, False, True, False),  # the late node, delta, after the death, delta
+    ]
+    assert all(size * 20 < whole for size in sent.values() if size < whole)
 
 
 @pytest.mark.slow

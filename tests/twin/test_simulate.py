@@ -9,7 +9,7 @@ from penstock.config.source import load_config
 from penstock.errors import UserError
 from penstock.twin import simulate as twin
 from penstock.twin.models import DecodeModel, TrainModel
-from penstock.twin.plan import make_plan, parse_nodes, rank_choices
+from penstock.twin.plan import make_plan, parse_nodes, split_configs
 from penstock.twin.profile import Profile, SeenGroup, assumed
 from penstock.twin.simulate import simulate
 
@@ -67,6 +67,25 @@ def test_the_driver_is_one_core_and_the_twin_says_when_it_is_full() -> None:
     assert not simulate(config_of(), profile_of()).notes
 
 
+def test_evaluations_take_slots_from_training() -> None:
+    words = ["train.steps=6", "train.groups_per_step=4", "sampling.num_generations=2"]
+    words += [
+        "engine.max_slots=8",
+        "eval.every_steps=2",
+        "eval.blocking=true",
+        "produce.strategy=sync",
+    ]
+    config = load_config(None, words).config
+    narrow = profile_of(decode=DecodeModel(step_s=0.1, row_s=0.0, slots=8))
+    without = simulate(config, narrow)
+    assert any("evaluations of heldout are not modelled" in note for note in without.notes)
+    narrow.evaluations = {"heldout": 8}
+    result = simulate(config, narrow)
+    assert not result.notes
+    # before the first step and after steps 2 and 4, training waits a second for slots that groups hold
+    assert result.seconds == pytest.approx(without.seconds + 3.0, rel=1e-2)
+
+
 def test_refused_groups_are_generated_in_vain() -> None:
     groups = [SeenGroup((10, 10), (1.0, 1.0)), SeenGroup((10, 10), (0.0, 1.0))]
     result = simulate(config_of("algorithm.filter_groups=true"), profile_of(groups=groups))
@@ -122,6 +141,8 @@ def test_nodes_and_ranks() -> None:
     for wrong in ("x", "2x", "0x8", "-1"):
         with pytest.raises(UserError, match="--nodes"):
             parse_nodes(wrong)
-    assert rank_choices(config_of(), 8) == [1, 2, 4]
+    splits = split_configs(config_of(), 8)
+    assert [one.launch.num_consumers for one in splits] == [1, 2, 4]
+    assert [one.launch.num_producers for one in splits] == [7, 6, 4]
     with pytest.raises(UserError, match="at least 2"):
-        rank_choices(config_of(), 1)
+        split_configs(config_of(), 1)

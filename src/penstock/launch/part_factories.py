@@ -190,11 +190,13 @@ def engine_part(config: Config, index: int) -> InferenceEngine:
     return engine
 
 
-def distributor_part(folder: str, node: str, address: str, backend: str = "gloo") -> Distributor:
+def distributor_part(
+    folder: str, node: str, address: str, backend: str = "gloo", keeps_base: bool = False
+) -> Distributor:
     """Build a distributor, which sends weights from node to node."""
     from penstock.weights.distributor import Distributor
 
-    return Distributor(folder, node=node, address=address, backend=backend)
+    return Distributor(folder, node=node, address=address, backend=backend, keeps_base=keeps_base)
 
 
 def agent_part(config: Config, task: str, sampling: SamplingConfig, is_chat: bool) -> AgentPart:

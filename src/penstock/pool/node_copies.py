@@ -24,6 +24,7 @@ from penstock.types import WeightHandle
 from penstock.watch.clock import loop_time
 
 Spawn = Callable[[str, str, str], Awaitable[Worker]]  # name, node, folder of its predecessor
+Identity = tuple[int, str]  # version and digest of weights
 COLLECTIVE = "collective"  # the kind of a handle with copies on several nodes
 _TIMES_SENT = 3
 _REMOVE_TIMEOUT_S = 30.0
@@ -39,8 +40,14 @@ class NodeCopies:
         callbacks: SupervisionCallbacks,
         *,
         others_timeout_s: float = 30.0,
+        sends_deltas: bool = False,
     ) -> None:
-        """others_timeout_s: how long after one member failed the others may still be silent."""
+        """others_timeout_s: how long after one member failed the others may still be silent.
+
+        sends_deltas: where all members hold the same earlier weights, only the difference is sent.
+        """
+        self._sends_deltas, self._bases = sends_deltas, dict[str, Identity]()  # node -> it holds
+        self._told = False  # the user, of the first delta
         self._others_timeout_s = others_timeout_s
         self._spawn, self._settings, self._callbacks = spawn, settings, callbacks
         self._workers: dict[str, Worker] = {}  # distributors, by node
@@ -108,6 +115,7 @@ class NodeCopies:
             self._callbacks.note(f"{name}: it cannot be started: {error}")
             return False
         self._workers[node] = worker
+        self._bases.pop(node, None)  # it holds no weights yet
         self._callbacks.note(f"{name}: passes weights on, {worker.place}")
         return True
 
@@ -131,15 +139,34 @@ class NodeCopies:
         except WorkerDied as died:
             await self._fault(sender, died)
             return
-        calls = [self._ask(sender, "send", source, key, meeting, world)] + [
-            self._ask(node, "receive", source, key, meeting, rank, world)
+        base = self._base(members)
+        calls = [self._ask(sender, "send", source, key, meeting, world, base)] + [
+            self._ask(node, "receive", source, key, meeting, rank, world, base)
             for rank, node in enumerate(lacking, 1)
         ]
-        for node, answer in zip(members, await self._answers(calls), strict=True):
+        answers = await self._answers(calls)
+        for node, answer in zip(members, answers, strict=True):
             if isinstance(answer, WeightHandle):
                 self._copies[node] = answer
             elif answer is not None:
+                self._bases.clear()  # send the whole weights next
                 await self._fault(node, answer)
+        if not any(isinstance(answer, BaseException) for answer in answers):
+            self._bases.update(dict.fromkeys(members, _identity(source)))
+            await self._tell_of_delta(sender, base)
+
+    def _base(self, members: list[str]) -> Identity | None:
+        """Return the weights that all members hold, for a delta; None: send the whole weights."""
+        held = {self._bases.get(node) for node in members}
+        return held.pop() if self._sends_deltas and len(held) == 1 else None
+
+    async def _tell_of_delta(self, sender: str, base: Identity | None) -> None:
+        if base is not None and not self._told:
+            self._told = True
+            sent, whole = await self._ask(sender, "sent")
+            self._callbacks.note(
+                f"weights: the first delta was {sent / 1e6:.3g} MB of {whole / 1e6:.3g} MB"
+            )
 
     async def _answers(self, calls: Sequence[Awaitable[Any]]) -> list[Any]:
         """Return every result or error; TimeoutError for members that are silent after one failed."""
@@ -193,5 +220,5 @@ class NodeCopies:
         await asyncio.gather(*(one.close() for one in workers))
 
 
-def _identity(handle: WeightHandle) -> tuple[int, str]:
+def _identity(handle: WeightHandle) -> Identity:
     return handle.version, handle.digest

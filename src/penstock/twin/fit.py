@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from penstock.watch.waits import WaitKind
 
 MOST_SAMPLES = 2000
 _ROUNDS = 8  # of a fit
+_BETTER = 0.7  # of the error: what another parameter must leave of it
+_SCORED_WITHIN_S = 0.25  # after its call has ended, a group's first reward is asked for
 _REPLAYED = 600  # calls of an engine that are replayed for each set of parameters
 _TELLS = 0.5  # share of the variance of update times that tokens must explain to tell a fixed part
 
@@ -105,10 +107,20 @@ def fit(recording: Recording, name: str) -> Profile:
         before_s=before,
         after_s=after,
         checkpoint_s=_seconds(recording.calls(WaitKind.CHECKPOINT, "trainer")),
+        evaluations=_evaluations(recording),
     )
     if config.tasks and any(task.agent != "single_turn" for task in config.tasks.values()):
         profile.notes.append("a task has an agent: its calls are modelled as one response each")
     return profile
+
+
+def _evaluations(recording: Recording) -> dict[str, int]:
+    """Return how many responses an evaluation of each task asks for."""
+    times = Counter(
+        event.detail.partition(" after ")[0] for event in recording.calls(WaitKind.EVAL)
+    )
+    asked = Counter(event.lane for event in recording.calls(WaitKind.REWARD, "rewards of eval "))
+    return {name: round(asked[f"rewards of eval {name}"] / times[name]) for name in times}
 
 
 def _thinned(groups: list[SeenGroup]) -> list[SeenGroup]:
@@ -219,12 +231,15 @@ def _fit_decode(recording: Recording) -> DecodeModel:
 
 
 def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
-    """Return the least squares solution without negative parameters: of the best subset of them."""
+    """Return the least squares solution without negative parameters, of as few of them as explain the seconds.
+
+    Where rows hardly differ between calls, nothing tells what a row costs: then a decode step takes the same for all.
+    """
     best, least = np.zeros(3), math.inf
-    for chosen in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1]):
+    for chosen in ([0], [0, 1], [0, 2], [0, 1, 2], [1], [1, 2]):
         found, *_ = np.linalg.lstsq(parts[:, chosen], seconds, rcond=None)
         error = float(np.square(parts[:, chosen] @ found - seconds).sum())
-        if (found >= 0).all() and error < least * (1 - 1e-9):
+        if (found >= 0).all() and error < least * _BETTER:
             best, least = np.zeros(3), error
             best[chosen] = found
     best = np.maximum(best, [1e-9, 0.0, 1e-9])  # a replay needs time to pass
@@ -234,23 +249,29 @@ def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> tuple[float, float,
 def _calls_of_engines(recording: Recording) -> dict[str, list[_Call]]:
     """Return the generate calls of each engine with the lengths of their responses.
 
-    A group's first reward is asked for when its call has ended: that tells whose call it was.
+    A group's first reward is asked for when its call has ended: that tells whose call it was. A call of no group,
+    of an evaluation, counts as one response of the usual length.
     """
     scored: dict[str, float] = {}
     for event in recording.calls(WaitKind.REWARD):
         group = event.detail.rpartition(".")[0]
         scored[group] = min(event.start, scored.get(group, math.inf))
-    by_time = sorted((at, group) for group, at in scored.items() if group in recording.groups)
-    calls = sorted(recording.calls(WaitKind.GENERATE, "engine"), key=lambda event: event.end)
+    known = [length for group in recording.groups.values() for length in group.lengths]
+    usual = (max(1, round(sum(known) / len(known))),)
+    ended = deque(sorted(recording.calls(WaitKind.GENERATE, "engine"), key=lambda call: call.end))
     found: dict[str, list[_Call]] = defaultdict(list)
-    place = 0
-    for event in calls:
-        while place < len(by_time) and by_time[place][0] < event.end:
-            place += 1
-        if place < len(by_time):
-            lengths = recording.groups[by_time[place][1]].lengths
-            place += 1
-            found[event.lane].append(_Call(event.start, event.end, lengths))
+
+    def take(lengths: tuple[int, ...]) -> None:
+        event = ended.popleft()
+        found[event.lane].append(_Call(event.start, event.end, lengths))
+
+    for at, group in sorted((at, group) for group, at in scored.items()):
+        while ended and ended[0].end < at - _SCORED_WITHIN_S:
+            take(usual)
+        if group in recording.groups and ended and ended[0].end <= at:
+            take(recording.groups[group].lengths)
+    while ended:
+        take(usual)
     return {lane: sorted(own, key=lambda call: call.start) for lane, own in found.items()}
 
 

@@ -20,7 +20,10 @@ from penstock.engine.protocol import (
     Generation,
     GenerationRequest,
     PauseMode,
+    SamplingParams,
 )
+from penstock.evaluation.background import Evaluations
+from penstock.evaluation.evaluate import EvalTask
 from penstock.supervise.trainer import TrainerPart
 from penstock.twin.models import Rows, TrainModel
 from penstock.twin.profile import Profile, SeenGroup
@@ -411,6 +414,28 @@ class VirtualJournal:
 
     async def commit_step(self, report: StepReport) -> None:
         await self._after.wait()
+
+
+@dataclass(slots=True, kw_only=True)
+class VirtualEvaluations(Evaluations):
+    """Asks the engines for the responses of an evaluation, and throws them away."""
+
+    sizes: dict[str, int]  # task -> responses
+    sampling: SamplingParams
+
+    async def _one(self, engine: Any, task: EvalTask, step: int) -> None:
+        await engine.stats()
+        requests = [
+            GenerationRequest(
+                request_id=f"eval:{task.name}:{number}.0",
+                prompt_ids=np.array([number], np.int32),
+                sampling=self.sampling,
+                seed=number,
+            )
+            for number in range(self.sizes[task.name])
+        ]
+        if requests:
+            await engine.generate_many(requests)
 
 
 class VirtualCheckpoints:

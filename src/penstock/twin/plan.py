@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,8 +17,8 @@ from penstock.twin.simulate import Result, simulate
 from penstock.watch.waits import WaitKind
 
 TRIAL_STEPS = 30  # of a variation or a split: enough to leave the start behind
+_LEAST_STEPS, _TRIAL_GROUPS = 6, 15_000  # fewer steps of large batches: a trial takes seconds
 _MOST_SPLITS = 12
-_NEAR = 0.98  # of the best rate: the cheapest change that reaches it is advised
 _TRAINER_WORKS = (WaitKind.TRAIN, WaitKind.PUBLISH, WaitKind.CHECKPOINT)
 
 
@@ -63,7 +64,8 @@ def make_plan(
     """Simulate the config, its variations (None: the usual ones) and the splits of `gpus` GPUs."""
     total = steps or config.train.steps or TRIAL_STEPS
     plan = Plan(base=simulate(config, profile, steps=total), steps=total)
-    trial = min(total, TRIAL_STEPS)
+    few = max(_LEAST_STEPS, _TRIAL_GROUPS // config.train.groups_per_step)
+    trial = min(total, TRIAL_STEPS, few)
     given = list(_usual(config)) if variations is None else list(_expanded(variations))
     for words in given:
         try:
@@ -74,10 +76,7 @@ def make_plan(
             raise
         plan.variations[" ".join(words)] = simulate(varied, profile, steps=trial)
     if gpus:
-        plan.splits = [
-            simulate(_with_split(config, gpus - ranks, ranks), profile, steps=trial)
-            for ranks in rank_choices(config, gpus)
-        ]
+        plan.splits = [simulate(one, profile, steps=trial) for one in split_configs(config, gpus)]
     return plan
 
 
@@ -105,22 +104,20 @@ def _expanded(variations: Sequence[str]) -> Iterator[list[str]]:
         yield from ([f"{key}={value}"] for value in ([values] if whole else values.split(",")))
 
 
-def rank_choices(config: Config, gpus: int) -> list[int]:
-    """Return how many of the GPUs may train: divisors of the batch, evenly over what is possible."""
+def split_configs(config: Config, gpus: int) -> list[Config]:
+    """Return the config with so many GPUs for ranks and the others for engines, evenly over what is possible."""
     if gpus < 2:
         raise UserError(
             f"--nodes: got {gpus} GPU to split, allowed: at least 2 (on one, launch.colocate=true)"
         )
-    size = config.train.groups_per_step
-    able = [ranks for ranks in range(1, gpus) if size % ranks == 0]
-    step = max(1, -(-len(able) // _MOST_SPLITS))
-    return able[::step]
-
-
-def _with_split(config: Config, engines: int, ranks: int) -> Config:
-    words = [f"launch.num_producers={engines}", f"launch.num_consumers={ranks}"]
-    kind = [] if config.launch.kind != "inline" else ["launch.kind=local"]
-    return with_overrides(config, [*words, *kind, "launch.colocate=false"])
+    able = [ranks for ranks in range(1, gpus) if config.train.groups_per_step % ranks == 0]
+    found = []
+    for ranks in able[:: max(1, -(-len(able) // _MOST_SPLITS))]:
+        words = [f"launch.num_producers={gpus - ranks}", f"launch.num_consumers={ranks}"]
+        kind = [] if config.launch.kind != "inline" else ["launch.kind=local"]
+        with contextlib.suppress(UserError):  # ranks that train.parallel cannot use
+            found.append(with_overrides(config, [*words, *kind, "launch.colocate=false"]))
+    return found
 
 
 def parse_nodes(text: str) -> int:

@@ -46,6 +46,7 @@ class Profile:
     before_s: list[float] = field(default_factory=lambda: [0.0])  # from a batch to its update
     after_s: list[float] = field(default_factory=lambda: [0.0])  # from an update to the next wait
     checkpoint_s: list[float] = field(default_factory=lambda: [0.0])
+    evaluations: dict[str, int] = field(default_factory=dict)  # task -> responses of an evaluation
     driver_s_per_group: float = DRIVER_S_PER_GROUP
     driver_s_per_response: float = DRIVER_S_PER_RESPONSE
     notes: list[str] = field(default_factory=list)

@@ -8,12 +8,14 @@ strategies, buffer and dispatcher decide.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -23,10 +25,12 @@ from penstock.algo.method import run_settings
 from penstock.algo.settings import keep_group
 from penstock.config import Config
 from penstock.data.sampler import Sampler
+from penstock.engine.protocol import SamplingParams
 from penstock.errors import UserError
-from penstock.evaluation.background import Evaluations
+from penstock.evaluation.evaluate import EvalTask
 from penstock.job import Job
 from penstock.launch.assemble import assemble, colocated_publishes
+from penstock.launch.workers import Workers
 from penstock.produce import (
     IsValidSample,
     ProduceProgress,
@@ -44,6 +48,7 @@ from penstock.twin.parts import (
     Samples,
     VirtualCheckpoints,
     VirtualEngine,
+    VirtualEvaluations,
     VirtualJournal,
     VirtualReward,
     VirtualTrainer,
@@ -196,7 +201,7 @@ async def _run(config: Config, profile: Profile, steps: int, whole_groups: bool)
             staleness=dict(sorted(job.staleness.items())),
             drops=_drops(producer),
         )
-    result.notes = _notes(config, result)
+    result.notes = _notes(config, profile, result)
     return result
 
 
@@ -210,7 +215,7 @@ def _drops(producer: Producer) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def _notes(config: Config, result: Result) -> list[str]:
+def _notes(config: Config, profile: Profile, result: Result) -> list[str]:
     notes = []
     if result.driver_busy > DRIVER_IS_FULL:
         rate = result.groups / result.seconds
@@ -223,8 +228,9 @@ def _notes(config: Config, result: Result) -> list[str]:
         notes.append(
             f"{config.launch.num_producers} engines are modelled as {count} packs of {size}"
         )
-    if config.eval.tasks:
-        notes.append("evaluations are not modelled")
+    missing = sorted(config.eval.tasks.keys() - profile.evaluations.keys())
+    if missing:
+        notes.append(f"evaluations of {', '.join(missing)} are not modelled: the profile has none")
     return notes
 
 
@@ -238,9 +244,12 @@ async def _build(
 
     def lengths(request_id: str) -> Sequence[int]:
         task, cursor, number = place_of(request_id)
-        own = recorded[task]
+        own = recorded.get(task) or next(
+            iter(recorded.values())
+        )  # of an evaluation: as in training
         seen = own.group(cursor).lengths
-        return seen[: own.size] if whole_groups else seen[number : number + 1]
+        whole = whole_groups and task in recorded
+        return seen[: own.size] if whole else seen[number : number + 1]
 
     engines = [
         VirtualEngine(profile, lengths, engines=size, number=n, of=count) for n in range(count)
@@ -292,9 +301,7 @@ async def _build(
         ),
         journal=journal,
         checkpoints=cast(Any, VirtualCheckpoints(config.checkpoint)),
-        evaluations=Evaluations(
-            tasks=(), folder=Path(), engine=None, waits=callbacks.waits, log=lambda step, m: None
-        ),
+        evaluations=_evaluations(config, profile, made, callbacks),
         rollout_log=cast(Any, None),
         findings=cast(Any, None),
         timeline=cast(Any, None),
@@ -302,6 +309,22 @@ async def _build(
         tokens_of=tokens_of,
     )
     return job, engines, trainer, driver
+
+
+def _evaluations(
+    config: Config, profile: Profile, workers: Workers, callbacks: SupervisionCallbacks
+) -> VirtualEvaluations:
+    sizes = {name: size for name, size in profile.evaluations.items() if name in config.eval.tasks}
+    return VirtualEvaluations(
+        tasks=[cast(EvalTask, SimpleNamespace(name=name)) for name in sizes],
+        folder=Path(os.devnull, "eval"),  # nothing was evaluated before
+        engine=workers.engine,
+        waits=callbacks.waits,
+        log=lambda step, metrics: None,
+        set_aside=workers.set_aside,
+        sizes=sizes,
+        sampling=SamplingParams(max_tokens=config.sampling.max_tokens),
+    )
 
 
 def _recorded(config: Config, profile: Profile, task: str) -> Recorded:

@@ -10,9 +10,10 @@ from penstock.config import Config
 from penstock.errors import UserError
 
 SHARED = "auto"  # memory that processes of one machine share: the GPU's or the host's
+DELTA = "delta"  # `collective`, with only what changed between two versions sent from node to node
 SYNC_KINDS = {  # what each launcher can use; `auto` is the first
-    "local": (SHARED, "shared_memory", "cuda_ipc", "collective"),
-    "ray": ("collective",),
+    "local": (SHARED, "shared_memory", "cuda_ipc", "collective", DELTA),
+    "ray": ("collective", DELTA),
     "inline": ("in_process",),
 }
 

@@ -5,25 +5,35 @@ broadcasts it (`broadcast.py`); the others receive it into weight buffers of the
 (`buffer.py`), which its engines read as they would on the trainer's node. Engines decode meanwhile and
 are not in the group: only a distributor that joins or leaves makes a new one. With NCCL each bucket
 passes through a GPU of the distributor's node.
+
+With `sync.kind = delta` only the difference to the weights that all members hold already is sent (`delta.py`), bucket by
+bucket; a bucket of which much changed is sent whole. Engines check the digest of what came out.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.errors import RunError, UserError
 from penstock.scratch import ScratchFolder, weight_folder
 from penstock.types import WeightHandle
+from penstock.weights import delta
 from penstock.weights.broadcast import BUCKET_BYTES, WeightGroup, connect_store, open_store
+from penstock.weights.digest import THREADS
 from penstock.weights.shared_memory import SharedMemorySync, location_of
 
 Meeting = tuple[str, int]  # address and port at which the members of a group meet
+Identity = tuple[int, str]  # version and digest of weights
+_WHOLE = -1  # in the place of a delta's size: the whole bucket follows
 
 
 class Distributor:
@@ -37,8 +47,12 @@ class Distributor:
         address: str = "127.0.0.1",
         backend: str = "gloo",
         timeout_s: float = 10,
+        keeps_base: bool = False,
     ) -> None:
-        """`folder`: that of a dead predecessor, whose weights are kept. `timeout_s`: of one bucket."""
+        """`folder`: that of a dead predecessor, whose weights are kept. `timeout_s`: of one bucket.
+
+        `keeps_base`: hold the newest weights for the difference to the next.
+        """
         if backend == "nccl":
             _prepare_nccl(node)
         self._backend, self._node = backend, node
@@ -48,6 +62,9 @@ class Distributor:
         self._store: Any = None
         self._key = ""
         self._group: WeightGroup | None = None  # kept while its members stay the same
+        self._keeps_base = keeps_base
+        self._held: tuple[Identity, torch.Tensor] | None = None  # the newest weights of this node
+        self._sent = (0, 0)  # bytes of the newest sending, and of its weights
 
     async def folder(self) -> str:
         return str(self._folder.path)
@@ -58,28 +75,64 @@ class Distributor:
             self._store = open_store(self._address, self._timeout_s)
         return self._address, self._store.port
 
-    def send(self, handle: WeightHandle, key: str, meeting: Meeting, world: int) -> None:
-        """Send this node's copy, each bucket as soon as it is written."""
+    def send(
+        self,
+        handle: WeightHandle,
+        key: str,
+        meeting: Meeting,
+        world: int,
+        base: Identity | None = None,
+    ) -> None:
+        """Send this node's copy, each bucket as soon as it is written; with `base`, what differs from it."""
         reader = self._sync.open_buffer(handle)
         octets = reader.tensor(0, (handle.location["size"],), torch.uint8)
-        self._broadcast(octets, key, meeting, 0, world, reader.wait_until_written)
+        held = self._base(base, len(octets))
+        self._sent = (0, len(octets))
+        self._broadcast(octets, key, meeting, 0, world, held, reader.wait_until_written)
+        self._keep(handle, octets)
 
     def receive(
-        self, handle: WeightHandle, key: str, meeting: Meeting, rank: int, world: int
+        self,
+        handle: WeightHandle,
+        key: str,
+        meeting: Meeting,
+        rank: int,
+        world: int,
+        base: Identity | None = None,
     ) -> WeightHandle:
         """Receive the weights of `handle`; return the handle of this node's copy."""
         size = handle.location["size"]
+        held = self._base(base, size)
         writer = self._sync.begin_buffer(size)
         try:
-            self._broadcast(writer.bytes, key, meeting, rank, world, lambda end: None)
+            self._broadcast(writer.bytes, key, meeting, rank, world, held, lambda end: None)
             writer.mark_written(size)
         finally:
             writer.abandon()
+        self._keep(handle, writer.bytes)
         location = location_of(writer, handle.location["tensors"], size, self._node)
         return replace(handle, location=location)
 
+    async def sent(self) -> tuple[int, int]:
+        """Return the bytes that the newest sending took, and those of its weights."""
+        return self._sent
+
+    def _base(self, wanted: Identity | None, size: int) -> torch.Tensor | None:
+        """Return the weights that a delta builds on; raise a RunError if this node does not hold them."""
+        if wanted is None:
+            return None
+        if self._held is None or self._held[0] != wanted or len(self._held[1]) != size:
+            raise RunError(f"weights of version {wanted[0]}, which a delta builds on, are not here")
+        return self._held[1]
+
+    def _keep(self, handle: WeightHandle, octets: torch.Tensor) -> None:
+        """Hold the newest weights; a buffer with the newest whole copy is not written again."""
+        if self._keeps_base:
+            self._held = ((handle.version, handle.digest), octets)
+
     async def remove(self) -> None:
         """Free this node's weights at the end of the run."""
+        self._held = None
         self._sync.close()
         self._folder.remove()
 
@@ -90,6 +143,7 @@ class Distributor:
         meeting: Meeting,
         rank: int,
         world: int,
+        base: torch.Tensor | None,
         wait_until_written: Callable[[int], None],
     ) -> None:
         """Broadcast all buckets. A member that sees another one die leaves, so that all fail."""
@@ -97,10 +151,16 @@ class Distributor:
         try:
             self._join(key, meeting, rank, world)
             assert self._group is not None
-            for start in range(0, len(octets), BUCKET_BYTES):
-                bucket = octets[start : start + BUCKET_BYTES]
-                wait_until_written(start + len(bucket))
-                self._group.broadcast_bucket(bucket)
+            if base is not None and rank == 0:
+                self._send_deltas(octets, base, wait_until_written)
+            else:
+                for start in range(0, len(octets), BUCKET_BYTES):
+                    bucket = octets[start : start + BUCKET_BYTES]
+                    wait_until_written(start + len(bucket))
+                    if base is None:
+                        self._pass_on(bucket, rank)
+                    else:
+                        self._receive_delta(base[start : start + BUCKET_BYTES], bucket)
         except RunError:
             self._leave()
             raise
@@ -109,6 +169,45 @@ class Distributor:
         if fault:
             self._leave()
             raise RunError(f"broadcast {key} ended: {fault}")
+
+    def _pass_on(self, octets: torch.Tensor, rank: int) -> None:
+        assert self._group is not None
+        self._group.broadcast_bucket(octets)
+        if rank == 0:
+            self._sent = (self._sent[0] + len(octets), self._sent[1])
+
+    def _send_deltas(
+        self, octets: torch.Tensor, base: torch.Tensor, wait_until_written: Callable[[int], None]
+    ) -> None:
+        """Send the delta of each bucket; threads make those of the next ones meanwhile."""
+        ahead: deque[tuple[torch.Tensor, Future[bytes | None]]] = deque()
+        with ThreadPoolExecutor(THREADS) as pool:
+            for start in range(0, len(octets), BUCKET_BYTES):
+                bucket, old = (all_[start : start + BUCKET_BYTES] for all_ in (octets, base))
+                wait_until_written(start + len(bucket))
+                ahead.append((bucket, pool.submit(delta.encode, old.numpy(), bucket.numpy())))
+                if len(ahead) > THREADS:
+                    self._send_delta(*ahead.popleft())
+            while ahead:
+                self._send_delta(*ahead.popleft())
+
+    def _send_delta(self, bucket: torch.Tensor, making: Future[bytes | None]) -> None:
+        found = making.result()
+        size = torch.tensor([_WHOLE if found is None else len(found)])
+        self._pass_on(size.view(torch.uint8), 0)
+        sent = bucket if found is None else torch.frombuffer(bytearray(found), dtype=torch.uint8)
+        self._pass_on(sent, 0)
+
+    def _receive_delta(self, base: torch.Tensor, bucket: torch.Tensor) -> None:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._pass_on(size.view(torch.uint8), 1)
+        if (count := int(size)) == _WHOLE:
+            self._pass_on(bucket, 1)
+            return
+        found = torch.empty(count, dtype=torch.uint8)
+        self._pass_on(found, 1)
+        bucket.copy_(base)
+        delta.apply(found.numpy().tobytes(), bucket.numpy().view(np.uint16))
 
     def _leave(self) -> None:
         if self._group is not None:

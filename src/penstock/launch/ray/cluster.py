@@ -30,7 +30,7 @@ from penstock.supervise.supervised import Call, Supervised, SupervisionCallbacks
 from penstock.supervise.trainer import RankGroup
 from penstock.supervise.worker import Worker
 from penstock.watch.waits import Waits
-from penstock.weights import sync_kind
+from penstock.weights import DELTA, sync_kind
 
 
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
@@ -171,7 +171,9 @@ class _Actors:
 
     def __post_init__(self) -> None:
         spawn = self._spawn_distributor
-        self.copies = NodeCopies(spawn, self.config.launch, self.callbacks)
+        self.copies = NodeCopies(
+            spawn, self.config.launch, self.callbacks, sends_deltas=self.sync == DELTA
+        )
 
     async def create(self, name: str, threads: int, options: dict[str, Any]) -> ActorWorker:
         timeout_s, log = self.config.launch.start_timeout_s, self.log_folder / f"{name}.log"
@@ -200,8 +202,8 @@ class _Actors:
 
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         worker = await self.create(name, 1, {"num_cpus": 0, "scheduling_strategy": where})
-        backend = self.config.sync.backend
-        return await self.build(worker, "distributor_part", folder, node, worker.address, backend)
+        how = (worker.address, self.config.sync.backend, self.sync == DELTA)
+        return await self.build(worker, "distributor_part", folder, node, *how)
 
 
 def _spawn_engine(
