@@ -171,11 +171,9 @@ def test_check_says_what_would_be_found(server: CrashServer) -> None:
     assert "sampling.max_tokens=4" in said
 
 
-@pytest.mark.parametrize(
-    ("second_per_token", "kept"), [(0.01, (8, 512)), (0.125, (2, 64)), (9.0, (2, 16))]
-)
-def test_a_slow_machine_samples_fewer_and_shorter_responses_in_a_check(
-    monkeypatch: pytest.MonkeyPatch, second_per_token: float, kept: tuple[int, int]
+@pytest.mark.parametrize(("second_per_token", "kept"), [(0.01, 512), (0.125, 48), (9.0, 16)])
+def test_a_slow_machine_samples_shorter_responses_in_a_check(
+    monkeypatch: pytest.MonkeyPatch, second_per_token: float, kept: int
 ) -> None:
     """So that a check takes half a minute there too."""
     now, asked = [0.0], []
@@ -190,8 +188,8 @@ def test_a_slow_machine_samples_fewer_and_shorter_responses_in_a_check(
     monkeypatch.setattr(rehearsal, "time", SimpleNamespace(monotonic=lambda: now[0]))
     sampling = SamplingConfig(num_generations=8, max_tokens=512)
     found = asyncio.run(rehearsal._bearable(Engine(), sampling, np.arange(4), 24))  # type: ignore[arg-type]
-    assert (found.num_generations, found.max_tokens) == kept
-    assert len(asked) == (24 if kept == (8, 512) else 48)  # a slow first try may be a warm-up
+    assert (found.num_generations, found.max_tokens) == (8, kept)
+    assert len(asked) == (24 if kept == 512 else 48)  # a slow first try may be a warm-up
 
 
 def test_a_check_with_shorter_responses_says_so_and_estimates_for_whole_ones() -> None:

@@ -40,8 +40,8 @@ from penstock.watch.memory_use import available_mib
 _PROMPTS = 3
 _LONGEST_S = 15.0  # a slower first sampling leaves out the update: a check takes half a minute
 _MEASURED_S = 5.0  # what may be spent on each measurement, after a first pass that warms up
-_SAMPLING_S = 8.0  # a machine that would sample longer gets fewer and shorter responses
-_TRIED_TOKENS, _FEWEST_TOKENS, _FEWEST_RESPONSES = 4, 16, 2
+_SAMPLING_S = 6.0  # a machine that would sample longer gets shorter responses
+_TRIED_TOKENS, _FEWEST_TOKENS = 4, 16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,7 +186,7 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
 async def _bearable(
     engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, count: int
 ) -> SamplingConfig:
-    """Return the sampling, with fewer and shorter responses if `count` of them would take too long."""
+    """Return the sampling, with shorter responses if `count` of them at once would take too long."""
     for _ in range(2):  # the first try warms the engine up
         started = time.monotonic()
         params = SamplingParams.from_config(sampling, max_tokens=_TRIED_TOKENS, min_tokens=0)
@@ -198,12 +198,10 @@ async def _bearable(
         token_s = (time.monotonic() - started) / _TRIED_TOKENS
         if token_s * sampling.max_tokens <= _SAMPLING_S:
             return sampling
-    fewer = min(sampling.num_generations, _FEWEST_RESPONSES)
     tokens = max(_FEWEST_TOKENS, int(_SAMPLING_S / token_s))
     most = min(tokens, sampling.max_tokens)
     least = min(sampling.min_tokens, most)
-    cut = {"num_generations": fewer, "max_tokens": most, "min_tokens": least}
-    return sampling.model_copy(update=cut)
+    return sampling.model_copy(update={"max_tokens": most, "min_tokens": least})
 
 
 async def _generate(
