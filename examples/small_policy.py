@@ -5,6 +5,7 @@ Used by `make_policy.py` of the recipes, and by the tests.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,6 +85,7 @@ def teach(
 ) -> float:
     """Train the model on made conversations, on what the policy said in them; return the last loss."""
     choice = random.Random(0)
+    encode = functools.cache(lambda text: tokens(text, add_special_tokens=False)["input_ids"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     loss = torch.zeros(())
@@ -92,7 +94,7 @@ def teach(
         for _ in range(batch):
             row, target = [], []
             for text, is_said in conversation(choice):
-                part = tokens(text, add_special_tokens=False)["input_ids"]
+                part = encode(text)
                 row += part
                 target += part if is_said else [-100] * len(part)
             ids.append(torch.tensor(row))
