@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs agents written for other frameworks and environments, each under a Python of its own.
 #   scripts/test_agents.sh [pytest arguments]
-# The environments (examples/*/.venv) are built once and kept.
+# The environments (examples/*/.venv, .venv-games) are built once and kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,4 +9,12 @@ export PYTHON="${PYTHON:-$PWD/.venv/bin/python}" PENSTOCK_TEST_AGENTS=1
 for requirements in examples/*/requirements.txt; do
     examples/setup.sh "$(basename "$(dirname "$requirements")")"
 done
+games="${GAMES_VENV:-.venv-games}"
+if [ ! -f "$games/.ready" ]; then
+    "$PYTHON" -m venv --clear "$games"
+    "$games/bin/pip" install --quiet textarena==0.7.4 skyrl-gym==0.4.0 numpy pydantic rich
+    "$games/bin/pip" install --quiet gem-llm==0.1.0 || echo "gem-llm is not offered for this Python"
+    touch "$games/.ready"
+fi
+export PENSTOCK_TEST_GAMES="$PWD/$games/bin/python"
 exec "$PYTHON" -m pytest tests/agent/test_frameworks.py -p no:cacheprovider "$@"

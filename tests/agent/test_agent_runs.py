@@ -13,6 +13,7 @@ import pytest
 
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
+from stages.browser import BROWSER, open_page
 from stages.chat_policy import NO_END, TEMPLATE, save_chat_policy
 from stages.tiny_run import KILLED, SEED, CrashServer, assert_sound, digests
 
@@ -157,6 +158,71 @@ def test_a_fork_scores_the_recorded_trees_again_and_samples_nothing(
     assert server.run("replay", str(whole.path), "run.name=asks", options) == 2
     assert "got 0 recorded groups" in server.output()
     assert "16 rollouts could not be scored: agent: EngineError: the agent asks" in server.output()
+
+
+TALKER = """
+async def rollout(task, model, payload):
+    call = {"id": payload, "type": "function", "function": {"name": payload, "arguments": payload}}
+    messages = [
+        *task.messages,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": payload, "content": payload},
+    ]
+    said = await model.chat(messages)
+    model.reward(0.25)
+    await model.chat([*messages, said, {"role": "user", "content": "and?"}])
+    await model.chat(task.messages)
+    return 0.5
+"""
+PAYLOAD = "</script><img src=x onerror=document.documentElement.dataset.pwned=1>"
+
+
+@pytest.fixture(scope="module")
+def talked(server: CrashServer) -> RunFolder:
+    """A run of an agent with tool calls, a reward of a turn and a branch, all of them hostile."""
+    (server.folder / "talker.py").write_text(TALKER)
+    more = {
+        "tasks.train.agent": f"{server.folder / 'talker.py'}:rollout",
+        "tasks.train.agent_options": json.dumps({"payload": PAYLOAD}).replace('":', '" ='),
+        "tasks.train.max_prompt_tokens": "400",
+        "train.steps": "1",
+    }
+    run, code = server.train("talked", *overrides(server, **more))
+    assert code == 0, server.output()
+    return run
+
+
+def test_a_conversation_shows_tool_calls_rewards_and_branches(
+    server: CrashServer, talked: RunFolder
+) -> None:
+    assert server.run("rollouts", str(talked.path), "--limit", "1") == 0
+    shown = [line.strip() for line in server.output().splitlines()]
+    assert f"assistant calls {PAYLOAD}({PAYLOAD})" in shown
+    assert f"tool: {PAYLOAD}" in shown
+    reward, branch = (
+        shown.index("-- reward 0.25 so far"),
+        shown.index("-- call 2: a new conversation"),
+    )
+    assert shown[reward + 1] == "user: and?"
+    assert reward < branch
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
+def test_the_report_draws_a_conversation_as_turns_and_runs_nothing_of_it(
+    server: CrashServer, talked: RunFolder, tmp_path: Path
+) -> None:
+    out = tmp_path / "report.html"
+    assert server.run("report", str(talked.path), "--out", str(out)) == 0, server.output()
+    page = open_page(out, tmp_path / "profile")
+    assert (page.root.get("data-ready"), page.root.get("data-error")) == ("yes", None)
+    assert "data-pwned" not in page.root
+    assert not page.all("img")
+    assert set(page.texts["tool-call"]) == {f"{PAYLOAD}({PAYLOAD})"}
+    assert page.texts["said"].count(PAYLOAD) == len(page.texts["tool-call"])  # the tool's result
+    assert set(page.texts["earned"]) == {"reward 0.25 so far"}
+    assert set(page.texts["branch"]) == {"call 2: a new conversation"}
+    kinds = [given["class"] for given in page.all("li", call="0")][:4]
+    assert kinds == ["turn user", "turn assistant", "turn tool", "turn assistant"]
 
 
 def test_a_template_that_cannot_be_bridged_trains_a_row_per_turn(server: CrashServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ SMALL = [
     "train.groups_per_step=2",
     "track.trackers=[]",
     "tasks.sums.agent_options.processes=1",
+    "tasks.sums.agent_options.timeout_s=600",  # a start of a process counts, and imports are slow
 ]
 # the same agent without a framework, a process or HTTP
 PLAIN = """
@@ -71,7 +73,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashServer]:
     folder = tmp_path_factory.mktemp("frameworks")
     hidden = shutil.ignore_patterns(".venv", "*.jsonl")
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=hidden)
-    (folder / "examples/frameworks/.venv").symlink_to(ROOT / "examples/frameworks/.venv")
+    for requirements in (ROOT / "examples").glob("*/requirements.txt"):
+        own = requirements.with_name(".venv")
+        (folder / own.relative_to(ROOT)).symlink_to(own)
     subprocess.run([sys.executable, folder / "examples/calculator/make_data.py"], check=True)
     (folder / "plain.py").write_text(PLAIN)
     made = CrashServer(folder)
@@ -79,11 +83,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashServer]:
     made.close()
 
 
-def train(server: CrashServer, name: str, **task: Any) -> RunFolder:
+def train(
+    server: CrashServer, name: str, recipe: str = "frameworks/calculator.toml", **task: Any
+) -> RunFolder:
     """Train with the documented config; return the run's folder."""
     words = [f"tasks.sums.{key.replace('__', '.')}={value}" for key, value in task.items()]
-    recipe = ["train", "examples/frameworks/calculator.toml", f"run.name={name}"]
-    assert server.run(*recipe, *SMALL, *words) == 0, server.output()
+    given = ["train", f"examples/{recipe}", f"run.name={name}", *SMALL, *words]
+    assert server.run(*given) == 0, server.output()
     return RunFolder(server.folder / "runs" / name)
 
 
@@ -127,8 +133,34 @@ def test_an_agent_of_a_framework_trains_to_the_same_weights(
         agent=f"examples/frameworks/with_{name}.py:rollout",
         **{f"agent_options__{key}": value for key, value in options.items()},
     )
+    assert_equal(run, plain)
+
+
+def assert_equal(run: RunFolder, plain: RunFolder) -> None:
+    """Assert that two runs made the same calls and have the same weights after every step."""
     expected = trees(plain)
     assert any(call[0] == 0 for calls in expected.values() for call in calls)  # a tool was called
     assert trees(run) == expected
     assert digests(run) == digests(plain)
     assert len(set(digests(run))) == STEPS  # every step changed the weights
+
+
+@pytest.mark.parametrize("name", ["textarena", "gem", "skyrl_gym"])
+def test_a_game_of_another_package_is_played_through_the_gym(name: str) -> None:
+    """By halves: every observation says only what is new, and the last step has the reward."""
+    python = os.environ["PENSTOCK_TEST_GAMES"]
+    if subprocess.run([python, "-c", f"import {name}"], capture_output=True).returncode:
+        pytest.skip(f"{name} is not offered for this Python")
+    command = [python, str(ROOT / "tests/stages/real_games.py"), name]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    first, *steps = json.loads(done.stdout.splitlines()[-1])
+    assert [end for _, _, end in steps] == [*(False for _ in steps[1:]), True]
+    assert [reward for _, reward, _ in steps[:-1]] == [0.0] * (len(steps) - 1)
+    if name == "skyrl_gym":
+        assert (first, steps) == ([], [["", 1.0, True]])  # one turn: the answer is right
+        return
+    assert "Guess The Number" in first[0]["content"]
+    assert len(steps) > 1
+    assert all(text.count("target number is") == 1 for text, _, end in steps if not end)
+    assert steps[-1][1] == 1.0

@@ -175,11 +175,11 @@ class TextArena:
         return 0, self.last
 
     def step(self, action: str) -> tuple[bool, dict]:
-        self.last = action * 2
+        self.last += action * 2  # as TextArena does: everything so far
         return action == "end", {}
 
-    def close(self) -> dict[int, float]:
-        return {0: 0.75}
+    def close(self) -> tuple[dict[int, float], dict]:
+        return {0: 0.75}, {}
 
 
 class Gem:

@@ -133,7 +133,7 @@ def test_the_report_of_a_hostile_run_is_drawn_and_runs_no_script_of_it(
     assert not tags & {"img", "iframe", "a", "base", "object", "embed", "link"}
     assert sum(tag == "script" for tag, _ in page.elements) == 2  # the data and our own
     assert all(not name.startswith("on") for _, given in page.elements for name in given)
-    for field in ("prompt", "response"):
+    for field in ("prompt", "response", "said", "tool-call", "role"):
         assert any(MARKUP in text for text in page.texts[field]), field
     everything = "".join(text for texts in page.texts.values() for text in texts)
     assert everything.count("javascript:") >= 8  # shown as text, in every place that has it

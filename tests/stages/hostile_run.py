@@ -15,7 +15,17 @@ from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.track.jsonl import JsonlTracker
 from penstock.track.rollout_log import RolloutLog
-from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, StepReport, VersionSegment
+from penstock.types import (
+    Batch,
+    Group,
+    ModelCall,
+    Prompt,
+    Rollout,
+    Score,
+    Status,
+    StepReport,
+    VersionSegment,
+)
 
 # clears the screen, sets the window's title and the clipboard, moves up, overrides the direction of text
 TERMINAL = "\x1b[2J\x1b]0;pwned\x07\x1b]52;c;cHduZWQ=\x07\x9b1A\r\x08\u202epwned[/][red][/dim]"
@@ -69,6 +79,7 @@ async def _write(folder: RunFolder, config: str) -> None:
     for step in (1, 2):
         group = _group(step)
         journal.drawn(group)
+        await journal.record_call(group.rollouts[0], _call())
         await journal.landed(group)
         await journal.begin_step(step, [group])
         metrics = {"reward/mean": 0.5, "time/step_s": 1.0, **dict.fromkeys(KEYS, 1.0)}
@@ -87,6 +98,27 @@ async def _write(folder: RunFolder, config: str) -> None:
     await journal.flush()
     tracker.close()
     journal.close()
+
+
+def _call() -> ModelCall:
+    """Return a call of an agent, with tool calls of the policy and of its past."""
+    call = {"id": PAYLOAD, "function": {"name": PAYLOAD, "arguments": PAYLOAD}}
+    said = {"role": "assistant", "content": PAYLOAD, "tool_calls": [call]}
+    return ModelCall(
+        number=0,
+        parent=None,
+        context_ids=np.arange(1, 6, dtype=np.int32),
+        token_ids=np.arange(4, dtype=np.int32),
+        logprobs=np.zeros(4, dtype=np.float32),
+        segments=(VersionSegment(0, 4),),
+        finish_reason="stop",
+        messages=(
+            {"role": PAYLOAD, "content": PAYLOAD},
+            said,
+            {"role": "tool", "content": PAYLOAD},
+        ),
+        answer={**said, "reasoning_content": PAYLOAD},
+    )
 
 
 def _group(number: int) -> Group:

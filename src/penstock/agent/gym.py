@@ -76,6 +76,7 @@ class World:
 
     def __init__(self, env: Any) -> None:
         self._env = env
+        self._shown = ""  # TextArena's observations repeat those before
 
     async def start(self, task: Task, seed: int) -> list[dict[str, Any]]:
         """Reset the environment; return the messages that the policy sees first."""
@@ -87,7 +88,7 @@ class World:
         parameters = inspect.signature(env.reset).parameters
         first = await _finish(env.reset(**{n: v for n, v in row.items() if n in parameters}))
         if hasattr(env, "get_observation"):  # TextArena
-            first = env.get_observation()[1]
+            first = self._new_text()
         text = _text(first[0] if isinstance(first, tuple) else first)
         return [{"role": "user", "content": text}] if text else []
 
@@ -97,9 +98,11 @@ class World:
         found = await _finish(env.step(action))
         if hasattr(env, "get_observation"):  # TextArena: rewards come at the end
             done = bool(found[0])
-            rewards = env.close() if done else {}
-            reward = rewards.get(0, 0.0) if isinstance(rewards, Mapping) else float(rewards or 0)
-            return _checked("" if done else _text(env.get_observation()[1]), reward, done)
+            rewards = env.close() if done else None
+            if isinstance(rewards, tuple):  # with what happened in the game
+                rewards = rewards[0]
+            reward = rewards.get(0) if isinstance(rewards, Mapping) else rewards
+            return _checked("" if done else self._new_text(), reward, done)
         if isinstance(found, Mapping):  # SkyRL-gym
             shown = "\n".join(_text(message) for message in found.get("observations") or ())
             return _checked(shown, found.get("reward"), found.get("done"))
@@ -108,6 +111,12 @@ class World:
             ends = ends[:2] if len(found) == 5 else ends[:1]  # terminated, truncated; or done
             return _checked(_text(observation), reward, any(ends))
         return _checked(_text(found.observation), found.reward, found.done)  # OpenEnv
+
+    def _new_text(self) -> str:
+        """Return what TextArena's observation adds to the one before."""
+        text = _text(self._env.get_observation()[1])
+        new, self._shown = text.removeprefix(self._shown), text
+        return new
 
     async def close(self) -> None:
         env = self._env

@@ -21,6 +21,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from penstock import terminal
+from penstock.agent.tree import CallTree
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import RunError, UserError
 from penstock.journal import Journal
@@ -64,7 +65,7 @@ class RolloutView:
     staleness: int | None  # staleness at that step, by the group's oldest token
     drop_reason: str | None
     error: str
-    turns: list[dict[str, Any]]  # of an agent: call, parent, role and text of each message in turn
+    turns: list[dict[str, Any]]  # of an agent, as `turns_of` makes them
 
     @property
     def fate(self) -> str:
@@ -149,7 +150,7 @@ def views_of_group(
     return [
         _view(
             rollout,
-            turns_of(calls.get((rollout.rollout_id, rollout.seed), [])),
+            turns_of(calls.get((rollout.rollout_id, rollout.seed), []), rollout.earned),
             *(group.group_id, group.task, rendered),
             *row,
         )
@@ -157,14 +158,25 @@ def views_of_group(
     ]
 
 
-def turns_of(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
-    """Return the messages of an agent's calls in turn; `parent` is the call that each one continues."""
+def turns_of(
+    calls: Sequence[ModelCall], earned: Sequence[tuple[int, float]] = ()
+) -> list[dict[str, Any]]:
+    """Return the messages of an agent's calls in turn.
+
+    `parent` is the call that a message's call continues, `tools` are its tool calls, and `earned` is the
+    reward that the rollout had before its call, from the rollout's `earned`.
+    """
+    tree = CallTree(list(calls))
+    order = [call.number for leaf in tree.leaves() for call in tree.path(leaf)]
+    before = dict(zip(order, (value for _, value in earned), strict=False))
     return [
         {
             "call": call.number,
             "parent": call.parent,
             "role": str(message.get("role", "")),
             "text": _said(message),
+            "tools": [_tool(one) for one in message.get("tool_calls") or ()],
+            "earned": before.get(call.number, 0.0),
         }
         for call in calls
         for message in (*call.messages, call.answer)
@@ -172,25 +184,34 @@ def turns_of(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, with its reasoning and its tool calls."""
-    calls = [
-        f"{call['function'].get('name')}({call['function'].get('arguments')})"
-        for call in message.get("tool_calls") or ()
-    ]
+    """Return the text of a message, with its reasoning."""
     thought = message.get("reasoning_content")
-    parts = [f"<think>{thought}</think>" if thought else "", message_text(dict(message)), *calls]
+    parts = [f"<think>{thought}</think>" if thought else "", message_text(dict(message))]
     return "\n".join(part for part in parts if part)
 
 
+def _tool(call: Mapping[str, Any]) -> dict[str, str]:
+    """Return a tool call as name and arguments; arguments that are no text become JSON."""
+    function = call.get("function") or {}
+    given = function.get("arguments", "")
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return {"name": str(function.get("name")), "arguments": text}
+
+
 def transcript(turns: Sequence[Mapping[str, Any]]) -> str:
-    """Return turns as text, with a line where a call starts a branch."""
-    lines, last = [], None
+    """Return turns as text, with a line where a call starts a branch or a reward was earned."""
+    lines, last, earned = [], None, 0.0
     for turn in turns:
         number, parent = turn["call"], turn["parent"]
         if number != last and number and parent != number - 1:
             where = "a new conversation" if parent is None else f"continues call {parent}"
             lines.append(f"-- call {number}: {where}")
-        lines.append(f"{turn['role']}: {turn['text']}")
+        if turn["earned"] != earned:
+            earned = turn["earned"]
+            lines.append(f"-- reward {earned:g} so far")
+        said = f"{turn['role']}: {turn['text']}" if turn["text"] or not turn["tools"] else ""
+        calls = [f"{turn['role']} calls {t['name']}({t['arguments']})" for t in turn["tools"]]
+        lines += [line for line in (said, *calls) if line]
         last = number
     return "\n".join(lines)
 

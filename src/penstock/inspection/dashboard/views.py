@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.config.changes import flat
 from penstock.errors import PenstockError, RunError, UserError
-from penstock.inspection.report.data import RunRecord, clip, read_run
+from penstock.inspection.report.data import RunRecord, clip, clip_turns, read_run
 from penstock.inspection.report.figures import take_figures
 from penstock.inspection.rollout_viewer import message_text, views_of_group
 from penstock.inspection.timeline import Event, lanes, read_events, sessions, split_waits
@@ -134,8 +134,7 @@ def _group(journal: Journal, group_id: str) -> dict[str, Any]:
         row = sample.plain()
         row |= {"fate": sample.fate, "response": clip(sample.response)}
         row["prompt"] = clip("\n".join(message_text(message) for message in sample.prompt))
-        for turn in row["turns"]:
-            turn["text"] = clip(turn["text"])
+        clip_turns(row)
         answers.append(row)
     return {"group_id": group_id, "answers": answers}
 

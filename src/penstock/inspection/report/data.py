@@ -20,7 +20,7 @@ from penstock.config.source import to_toml
 from penstock.errors import PenstockError, RunError
 from penstock.findings import find
 from penstock.findings.observed import read_observed
-from penstock.inspection.rollout_viewer import message_text, transcript, views_of_group
+from penstock.inspection.rollout_viewer import message_text, views_of_group
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.types import Finding
@@ -47,6 +47,7 @@ MAX_TRAINED_GROUPS = 30
 MAX_DROPPED_GROUPS = 8
 MAX_PER_GROUP = 8
 MAX_TEXT = 6000  # characters of a prompt or a response that are embedded
+MAX_CONVERSATION = 30_000  # characters of an agent's conversation
 MAX_LENGTH_BINS = 400
 _OVER_STEPS: dict[str, Callable[[list[float]], float]] = {  # figures of a task that are no counts
     "temperature": lambda values: values[-1],
@@ -228,8 +229,8 @@ def _read_samples(journal: Journal, record: RunRecord) -> None:
         for sample in samples:
             row = sample.plain() | {"fate": sample.fate}
             row["prompt"] = clip("\n".join(message_text(m) for m in sample.prompt))
-            turns = row.pop("turns")
-            row["response"] = clip(transcript(turns) if turns else sample.response)
+            row["response"] = clip(sample.response)
+            clip_turns(row)
             record.samples.append(row)
     if damaged:
         record.missing.append(f"{len(damaged)} groups were left out of the samples: {damaged[0]}")
@@ -272,6 +273,7 @@ def _logged_sample(row: dict[str, Any]) -> dict[str, Any]:
         "state": "trained",
         "step": step if isinstance(step, int) else None,
         "fate": f"trained in step {step}",
+        "turns": [],
     }
 
 
@@ -315,6 +317,22 @@ def _number(value: Any) -> float | None:
 def clip(text: str) -> str:
     """Return a text as long as a page may hold."""
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}\n[cut: {len(text)} characters]"
+
+
+def clip_turns(row: dict[str, Any]) -> None:
+    """Shorten the conversation of a sample to what a page may hold; the last turn says what was left out."""
+    turns, left = row["turns"], MAX_CONVERSATION
+    for number, turn in enumerate(turns):
+        turn["text"] = clip(turn["text"])
+        for tool in turn["tools"]:
+            tool["name"], tool["arguments"] = clip(tool["name"]), clip(tool["arguments"])
+        left -= len(turn["text"]) + sum(
+            len(text) for tool in turn["tools"] for text in tool.values()
+        )
+        if left < 0:
+            words = f"[cut: {len(turns) - number - 1} further messages]"
+            row["turns"] = [*turns[: number + 1], {**turn, "text": words, "tools": []}]
+            return
 
 
 def _reason(error: Exception) -> str:

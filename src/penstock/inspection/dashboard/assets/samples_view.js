@@ -1,26 +1,9 @@
-// Samples grouped by prompt with the answers ranked; agents' conversations as turns; first against last answers.
-
-// One message after the other; a line says where a call starts another branch.
-function turnList(turns) {
-  const list = html("ol", { class: "turns" });
-  let last = null;
-  for (const turn of turns) {
-    if (turn.call !== last && turn.call && turn.parent !== turn.call - 1) {
-      const where = turn.parent === null ? "a new conversation" : `continues call ${turn.parent}`;
-      list.append(html("li", { class: "branch" }, `call ${turn.call}: ${where}`));
-    }
-    const kind = ["assistant", "user", "tool", "system"].includes(turn.role) ? turn.role : "other";
-    list.append(html("li", { class: `turn ${kind}` }, html("span", { class: "role" }, turn.role), html("pre", {}, turn.text)));
-    last = turn.call;
-  }
-  return list;
-}
+// Samples grouped by prompt with the answers ranked; first against last answers.
 
 function answerCard(sample, rank, count) {
   const node = sampleCard(sample);
   node.prepend(html("span", { class: "rank" }, String(rank)));
   if (count > 1) node.querySelector(".facts").prepend(html("b", { class: "equal" }, `${count} equal answers`));
-  if (sample.turns.length) node.querySelector(".response").replaceWith(turnList(sample.turns));
   return node;
 }
 

@@ -46,7 +46,8 @@ function filterFields(runs, samples) {
     fields.push(choice("Run", "run", ["any", ...names], (sample, value) => sample.run.name === value));
   }
   const text = html("input", { type: "search", name: "text", placeholder: "words" });
-  const holds = (sample) => `${sample.prompt}\n${sample.response}`.toLowerCase().includes(text.value.toLowerCase());
+  const said = (turn) => [turn.text, ...turn.tools.flatMap((tool) => [tool.name, tool.arguments])];
+  const holds = (sample) => [sample.prompt, sample.response, ...sample.turns.flatMap(said)].join("\n").toLowerCase().includes(text.value.toLowerCase());
   return [...fields, { label: "Text", input: text, keeps: (sample) => !text.value || holds(sample) }];
 }
 
@@ -95,6 +96,26 @@ function sampleCard(sample) {
     "div",
     { class: "sample", "data-rollout": sample.rollout_id, "data-reward": sample.reward, "data-step": sample.step },
     html("span", { class: `reward ${good ? "good" : "poor"}` }, sample.reward === null ? "no reward" : `${good ? "▲" : "▽"} ${number(sample.reward)}`),
-    html("div", {}, html("pre", { class: "response" }, sample.response), html("p", { class: "facts" }, ...parts, facts.filter(Boolean).join(" · "))),
+    html("div", {}, sample.turns.length ? turnList(sample.turns) : html("pre", { class: "response" }, sample.response), html("p", { class: "facts" }, ...parts, facts.filter(Boolean).join(" · "))),
   );
+}
+
+// An agent's messages in turn, with their tool calls; a line says where a call starts a branch or a reward was earned.
+function turnList(turns) {
+  const list = html("ol", { class: "turns" });
+  const line = (name, text) => list.append(html("li", { class: name }, text));
+  let last = null;
+  let earned = 0;
+  for (const turn of turns) {
+    if (turn.call !== last && turn.call && turn.parent !== turn.call - 1) {
+      line("branch", `call ${turn.call}: ${turn.parent === null ? "a new conversation" : `continues call ${turn.parent}`}`);
+    }
+    if (turn.earned !== earned) line("earned", `reward ${number(turn.earned)} so far`);
+    const kind = ["assistant", "user", "tool", "system"].includes(turn.role) ? turn.role : "other";
+    const tools = turn.tools.map((tool) => html("pre", { class: "tool-call" }, `${tool.name}(${tool.arguments})`));
+    const said = turn.text || !tools.length ? [html("pre", { class: "said" }, turn.text)] : [];
+    list.append(html("li", { class: `turn ${kind}`, "data-call": turn.call }, html("span", { class: "role" }, turn.role), ...said, ...tools));
+    [last, earned] = [turn.call, turn.earned];
+  }
+  return list;
 }
