@@ -153,7 +153,8 @@ class ActorAgentLoop(AgentLoop):
         actor = min(self._groups, key=self._by_load)
         self._groups[actor] += 1
         try:
-            await actor.ready()
+            if actor.worker is None:
+                await actor.ready()
             return await self._generate_in(actor, rollouts, enable_partial_rollout)
         finally:
             self._groups[actor] -= 1
