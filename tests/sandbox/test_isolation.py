@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from hypothesis import strategies as st
 from penstock import sandbox
 from penstock.errors import SandboxError
 from penstock.sandbox import layers
-from penstock.sandbox.host import Mode
+from penstock.sandbox.host import Mode, Sandbox
 from penstock.sandbox.inside import codec, kernel, landlock, seccomp
 from penstock.sandbox.layers import Isolation, Search, find_isolation
 from penstock.sandbox.settings import ACCEPT_WEAKER, SandboxSettings, job_limits
@@ -322,3 +325,44 @@ def test_nothing_else_of_the_package_is_inside(mode: str) -> None:
 
 def test_this_machine_is_known() -> None:
     assert kernel.ARCH in (None, "x86_64", "aarch64")
+
+
+def test_a_submission_can_be_made_to_stand_back() -> None:
+    """Its process is nicer than others when it runs the first line of the solution."""
+    pool = make_pool("namespaces")
+    ours, theirs = socket.socketpair()
+    try:
+        with ours, theirs, pool.sandbox() as solution:
+            job = {"job": "solution", "source": "x = 1"}
+            solution.start(job, job_limits(pool.settings, 20, nice=7), [theirs.fileno()])
+            ask = json.dumps({"op": "names", "names": ["x"]}).encode()
+            ours.sendall(struct.pack("!I", len(ask)) + ask)
+            assert ours.recv(1 << 16)  # so the solution was loaded
+            children = Path(f"/proc/{solution.pid}/task/{solution.pid}/children").read_text()
+            (running,) = map(int, children.split())
+            assert os.getpriority(os.PRIO_PROCESS, running) == 7
+            assert os.getpriority(os.PRIO_PROCESS, solution.pid) == 0
+    finally:
+        pool.close()
+    assert left_over() == []
+
+
+def test_a_verdict_does_not_wait_for_the_end_of_its_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, ended = threading.Event(), []
+    end = Sandbox.end
+
+    def slow_end(self: Sandbox) -> None:
+        gate.wait(60)
+        end(self)
+        ended.append(self.pid)
+
+    monkeypatch.setattr(Sandbox, "end", slow_end)
+    pool = make_pool("namespaces", workers=1)
+    assert verify(pool, TESTS, "print(input())").passed
+    assert ended == []
+    gate.set()
+    pool.close()
+    assert ended
+    assert left_over() == []

@@ -454,7 +454,7 @@ def test_slow_submissions_of_one_client_do_not_hold_up_another() -> None:
         await b_first
         waiting = [asyncio.create_task(turns.run("a", slow, f"a{i}")) for i in range(4)]
         await asyncio.sleep(0)
-        await asyncio.wait_for(turns.run("b", order.append, "b1"), 60)  # one worker is left for b
+        await asyncio.wait_for(turns.run("b", order.append, "b1"), 60)  # one worker more than a has
         assert turns.room("a") <= 5
         gate.set()
         await asyncio.gather(*waiting)
@@ -462,7 +462,30 @@ def test_slow_submissions_of_one_client_do_not_hold_up_another() -> None:
 
     asyncio.run(run())
     assert order[0] == "b0"
-    assert order.index("b1") < order.index("a1")
+    assert order.index("b1") < order.index("a2")
+
+
+def test_a_client_that_used_more_than_its_share_stands_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, seen = [0.0], []
+    monkeypatch.setattr("penstock.sandbox.turns.time.monotonic", lambda: now[0])
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    async def run() -> None:
+        turns = Turns(workers=2, places=10)
+        await turns.run("a", spend, 9.0)
+        seen.append(turns.is_ahead("a"))  # nobody else is there
+        await turns.run("b", spend, 0.1)  # begins where the least of the others stands
+        seen.append(turns.is_ahead("a"))
+        await turns.run("a", spend, 12.0)
+        seen.append((turns.is_ahead("a"), turns.is_ahead("b")))
+        await turns.close()
+
+    asyncio.run(run())
+    assert seen == [False, False, (True, False)]
 
 
 def test_verdicts_of_good_clients_stay_right_beside_hostile_ones() -> None:

@@ -239,7 +239,7 @@ class Nursery:
         return Sandbox(self, int(reply["pid"]), ours)
 
     def end(self, pid: int) -> None:
-        """Kill a sandbox and every process in it; return when they have ended."""
+        """Kill a sandbox and every process in it; they end at once, and `close` waits for the last."""
         with self._lock:
             try:
                 wire.send(self._link, {"op": "end", "pid": pid})
@@ -361,7 +361,7 @@ class Sandbox:
         }
 
     def end(self) -> None:
-        """Kill every process of the sandbox and wait until they have ended."""
+        """Kill every process of the sandbox."""
         self._link.close()
         self._nursery.end(self.pid)
 

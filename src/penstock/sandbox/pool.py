@@ -1,6 +1,6 @@
 """Warm sandboxes for worker threads: one per submission, never used for two; and referees.
 
-A sandbox ends with its submission; the next one is set up meanwhile. A dead nursery is replaced. Referees run
+A sandbox ends after its submission; the next one is set up meanwhile. A dead nursery is replaced. Referees run
 no solution and are used again.
 Blocking; the number of callers bounds the number of sandboxes.
 """
@@ -35,6 +35,7 @@ class SandboxPool:
         self._referees: list[Referee] = []  # those that nobody uses
         self._isolation = isolation
         self._closed = False
+        self._ending = 0  # used sandboxes that the gardener has still to end
         self._gardener = ThreadPoolExecutor(1, thread_name_prefix="sandbox-refill")
 
     @property
@@ -51,10 +52,13 @@ class SandboxPool:
         try:
             yield sandbox
         finally:
-            sandbox.end()
             with self._lock:
-                if not self._closed:
-                    self._gardener.submit(self._refill)
+                later = not self._closed and self._ending <= self.settings.workers
+                if later:  # the verdict does not wait for the end of the solution's processes
+                    self._ending += 1
+                    self._gardener.submit(self._replace, sandbox)
+            if not later:
+                sandbox.end()
 
     @contextmanager
     def referee(self) -> Iterator[Referee]:
@@ -118,11 +122,20 @@ class SandboxPool:
                 self._warm.clear()
         nursery.close()
 
+    def _replace(self, used: Sandbox) -> None:
+        """Set up the next sandbox, then end a used one. Woken by each use of one."""
+        try:
+            self._refill()
+        finally:
+            used.end()
+            with self._lock:
+                self._ending -= 1
+
     def _refill(self) -> None:
-        """Keep as many sandboxes ready as may be asked for at once. Woken by each use of one."""
+        """Keep as many sandboxes ready as may be asked for at once."""
         with self._lock:
             nursery = self._nursery
-            if nursery is None or len(self._warm) > self.settings.workers:
+            if self._closed or nursery is None or len(self._warm) > self.settings.workers:
                 return
         try:
             fresh = nursery.spawn()
@@ -146,6 +159,6 @@ class SandboxPool:
             sandbox.end()
         for referee in referees:
             referee.end()
-        self._gardener.shutdown(wait=True, cancel_futures=True)
+        self._gardener.shutdown(wait=True)
         if nursery is not None:
             nursery.close()

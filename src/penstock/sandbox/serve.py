@@ -4,8 +4,8 @@
     POST /check_correctness_batch  {items: [...]}                 -> {items: [...]}
     GET  /healthz
 
-At most `workers` submissions run and `queue_size` wait; more get a 429. Clients take turns (`turns.py`); what a
-connection may hold is bounded by `listener.py`.
+At most `workers` submissions run (one more while several clients ask) and `queue_size` wait; more get a 429.
+Clients take turns (`turns.py`); what a connection may hold is bounded by `listener.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from penstock.sandbox.turns import Turns
 from penstock.sandbox.verify import Verdict, verify
 
 M = TypeVar("M", bound=BaseModel)
+NICE_IF_AHEAD = 10  # of the processes of a client that has used more than its share
 
 
 class ServerSettings(Section):
@@ -169,6 +170,7 @@ class VerificationService:
                 request.timeout,
                 stop,
                 self.settings.max_tests,
+                NICE_IF_AHEAD if self._turns.is_ahead(sender.client) else 0,
             )
 
         try:

@@ -53,9 +53,10 @@ class SandboxSettings(Section):
         return self
 
 
-def job_limits(settings: SandboxSettings, wall_s: float) -> dict[str, Any]:
+def job_limits(settings: SandboxSettings, wall_s: float, nice: int = 0) -> dict[str, Any]:
     """Return the limits that the process of one test sets on itself before it runs any code."""
     return {
+        "nice": nice,
         "wall_s": wall_s,
         "cpu_s": math.ceil(wall_s) + 1,
         "memory_bytes": settings.memory_mb << 20,

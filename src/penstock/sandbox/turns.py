@@ -1,8 +1,9 @@
 """Whose submission runs next: fair among clients, by the time that their submissions have used.
 
-A free worker takes the submission of the client that has used least. While others take part, one client
-gets at most all workers but one and half of the places, so that slow submissions delay their own
-client's. Blocking work in threads; called from one event loop.
+A free worker takes the submission of the client that has used least. While several clients take part there is
+one worker more than one client may have, and a client that has used much more than another may have one
+less: slow submissions delay their own client's. A client gets at most half of the places then.
+Blocking work in threads; called from one event loop.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from penstock.errors import SandboxError
 P = ParamSpec("P")
 T = TypeVar("T")
 REMEMBERED_S = 60.0  # a client takes part until so long after its last submission
+AHEAD, AHEAD_S = 2.0, 1.0  # a client is ahead that has used so many times another's time, and more
 
 
 class Turns:
@@ -26,7 +28,7 @@ class Turns:
 
     def __init__(self, workers: int, places: int) -> None:
         self._workers, self._places = workers, places
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verify")
+        self._threads = ThreadPoolExecutor(workers + 1, thread_name_prefix="verify")
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._running: Counter[str] = Counter()
         self._admitted: Counter[str] = Counter()
@@ -45,6 +47,12 @@ class Turns:
         if len(self._seen) > 1:
             own -= self._places // 2
         return max(0, min(own, self._places - self.admitted))
+
+    def is_ahead(self, client: str) -> bool:
+        """Return whether this client has used much more than another that takes part; thread-safe."""
+        used = dict(self._used_s)
+        own = used.pop(client, 0.0)
+        return bool(used) and own > AHEAD_S + AHEAD * min(used.values())
 
     def admit(self, client: str, count: int) -> None:
         self._admitted[client] += count
@@ -94,18 +102,23 @@ class Turns:
 
     def _wake(self) -> None:
         """Give free workers to the clients that have used least."""
-        while self._running.total() < self._workers:
-            most = max(1, self._workers - (len(self._seen) > 1))
-            ready = [c for c, turns in self._waiting.items() if turns and self._running[c] < most]
+        while self._running.total() < self._workers + (len(self._seen) > 1):
+            ready = [c for c, turns in self._waiting.items() if turns and self._may_run(c)]
             if not ready:
                 return
-            client = min(ready, key=lambda one: (self._running[one], self._used_s.get(one, 0.0)))
+            client = min(ready, key=self._claim)
             turn = self._waiting[client].popleft()
             if not self._waiting[client]:
                 del self._waiting[client]
             if not turn.done():
                 self._running[client] += 1
                 turn.set_result(None)
+
+    def _may_run(self, client: str) -> bool:
+        return self._running[client] < max(1, self._workers - self.is_ahead(client))
+
+    def _claim(self, client: str) -> tuple[bool, int, float]:
+        return self.is_ahead(client), self._running[client], self._used_s.get(client, 0.0)
 
     async def close(self) -> None:
         """Wait for what runs; what waits raises SandboxError."""

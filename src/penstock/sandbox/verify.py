@@ -69,25 +69,34 @@ def verify(
     timeout_s: float | None = None,
     stop_at_failure: bool = False,
     max_tests: int = MAX_TESTS,
+    nice: int = 0,
 ) -> Verdict:
-    """Run every test and return the verdict. Raises RewardError for broken test cases or sandboxes."""
+    """Run every test and return the verdict. Raises RewardError for broken test cases or sandboxes.
+
+    `nice`: how far its processes stand back behind others where the processor is short.
+    """
     tests = read_tests(test_cases, parse=False)
     settings = pool.settings
     budget = _Budget(settings.submission_timeout_s, timeout_s or settings.timeout_s)
     if isinstance(tests, AssertTests):
-        return _verify_asserts(pool, tests, source, budget.next_limit(), max_tests)
+        return _verify_asserts(pool, tests, source, budget.next_limit(), max_tests, nice)
     check_number(len(tests.inputs), max_tests)
-    return _verify_pairs(pool, tests, source, budget, stop_at_failure)
+    return _verify_pairs(pool, tests, source, budget, stop_at_failure, nice)
 
 
 def _verify_pairs(
-    pool: SandboxPool, tests: StdioTests | CallTests, source: str, budget: _Budget, stop: bool
+    pool: SandboxPool,
+    tests: StdioTests | CallTests,
+    source: str,
+    budget: _Budget,
+    stop: bool,
+    nice: int,
 ) -> Verdict:
     verdict, total, lost = Verdict(), len(tests.inputs), 0
     while len(verdict.result) < total:
         with pool.sandbox() as sandbox:
             try:
-                if _run_in(sandbox, pool, tests, source, budget, stop, verdict):
+                if _run_in(sandbox, pool, tests, source, budget, stop, nice, verdict):
                     break
                 lost = 0
             except SandboxLost:
@@ -104,6 +113,7 @@ def _run_in(
     source: str,
     budget: _Budget,
     stop: bool,
+    nice: int,
     verdict: Verdict,
 ) -> bool:
     """Run the remaining tests; return False if the rest needs another sandbox."""
@@ -113,7 +123,8 @@ def _run_in(
         if limit_s <= 0:
             _fill(verdict, total, ERROR, "not run: the submission's time limit has passed")
             return True
-        outcome = sandbox.run(_job(tests, index, source), job_limits(pool.settings, limit_s))
+        limits = job_limits(pool.settings, limit_s, nice)
+        outcome = sandbox.run(_job(tests, index, source), limits)
         budget.spend(outcome.wall_s)
         code, note = _judge(pool, tests, index, outcome, limit_s)
         if code == COMPILE_ERROR:
@@ -179,9 +190,9 @@ def check_number(total: int, allowed: int) -> None:
 
 
 def _verify_asserts(
-    pool: SandboxPool, tests: AssertTests, source: str, test_s: float, max_tests: int
+    pool: SandboxPool, tests: AssertTests, source: str, test_s: float, max_tests: int, nice: int
 ) -> Verdict:
-    limits = job_limits(pool.settings, pool.settings.submission_timeout_s)
+    limits = job_limits(pool.settings, pool.settings.submission_timeout_s, nice)
     for _ in range(ATTEMPTS):
         with pool.sandbox() as solution, pool.sandbox() as judge:
             try:

@@ -35,22 +35,30 @@ def main(descriptor: int) -> None:
                 reply = _spawn(host, request, descriptors[0])
                 alive.update([reply["pid"]] if "pid" in reply else [])
             else:
-                reply = _end(int(request["pid"]))
-                alive.discard(int(request["pid"]))
+                reply = {"killed": _kill(int(request["pid"]))}
             wire.send(host, reply)
+            # no spawn waits for the kernel to take down a sandbox that was large
+            alive = {pid for pid in alive if not _has_ended(pid, os.WNOHANG)}
     except wire.Closed:
         for pid in alive:
-            _end(pid)
+            _kill(pid)
+            _has_ended(pid)
 
 
-def _end(pid: int) -> dict[str, Any]:
-    """Kill the sandbox; once its first process is reaped, every other process in it has ended."""
+def _kill(pid: int) -> bool:
     try:
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    except (ProcessLookupError, ChildProcessError):
-        return {"ended": False}
-    return {"ended": True}
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _has_ended(pid: int, how: int = 0) -> bool:
+    """Reap a sandbox: once its first process is reaped, every other process in it has ended."""
+    try:
+        return os.waitpid(pid, how)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 def _spawn(host: socket.socket, request: dict[str, Any], descriptor: int) -> dict[str, Any]:
@@ -110,7 +118,9 @@ def _become_sandbox(
 ) -> NoReturn:
     link = socket.socket(fileno=descriptor)
     try:
-        os.setsid()
+        # A group of its own for signals, in the nursery's session: Linux shares the processor among
+        # sessions first, and only then by the niceness that a submission was given.
+        os.setpgid(0, 0)
         if plan.namespaces:
             namespaces.enter(plan)
             os.write(up, b"n")
