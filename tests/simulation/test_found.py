@@ -161,6 +161,14 @@ def test_weights_that_died_with_a_trainer_that_was_past_them_are_replaced_by_its
     assert result.violations == [], result.lives
 
 
+def test_an_agent_that_failed_before_a_pause_is_not_continued_with_its_spent_calls() -> None:
+    """Its call was sampled and recorded a second time, and the journal refused it and ended the run."""
+    result = run_seed(1289)
+    assert "abort), " in result.settings
+    assert "1 with an agent" in result.settings
+    assert result.violations == [], result.lives
+
+
 def test_an_update_that_vanishes_is_found() -> None:
     """About one schedule in 500 finds it: an engine stalls after the update, and the trainer dies."""
     stall = at("stall", "engine-0", "stats", "begun", 3, seconds=40.0)

@@ -218,7 +218,7 @@ class FunctionAgent(AgentLoop):
             if session.aborted:
                 self._set_aside(session)
                 return
-            rollout.finish_reason = ""  # a retry calls the function again
+            rollout.restart()  # its calls are spent: a retry needs another seed
             rollout.fail(f"agent: {type(error).__name__}: {error}")
             return
         rollout.move_to(Status.COMPLETED)
