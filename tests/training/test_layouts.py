@@ -158,8 +158,8 @@ def test_every_job_in_every_layout(tmp_path, warm_workers, world, axes) -> None:
             assert torch.equal(several["published"][name], tensor), name
         for name, master in several["masters"].items():
             assert torch.equal(master, one["masters"][name]), name
-        for name, tensor in one["after"].items():  # one step of the grid
-            torch.testing.assert_close(several["after"][name], tensor, rtol=2**-7, atol=1e-5)
+        for name, tensor in one["after"].items():  # two steps of the grid, or of Adam (lr 1e-4)
+            torch.testing.assert_close(several["after"][name], tensor, rtol=2**-6, atol=3e-4)
 
 
 def test_dithered_masters_are_the_same_in_every_layout(folder) -> None:
