@@ -68,7 +68,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     command = [sys.executable, "-m", "stages.recorded_run", str(root), str(policy)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    journal = Journal.open(root / "runs" / NAME / "journal.db", readonly=True)
+    journal = Journal.look(root / "runs" / NAME / "journal.db")
     try:
         digests = {report.step: report.digest for report in journal.steps()}
         batches = {step: ids_of(journal, step) for step in digests}
