@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -143,6 +144,34 @@ def assert_equal(run: RunFolder, plain: RunFolder) -> None:
     assert trees(run) == expected
     assert digests(run) == digests(plain)
     assert len(set(digests(run))) == STEPS  # every step changed the weights
+
+
+def own_python(server: CrashServer, example: str, *words: str) -> list[str]:
+    """Return a command under the Python of an example."""
+    folder = server.folder / "examples" / example
+    return [str(folder / ".venv/bin/python"), str(folder / words[0]), *words[1:]]
+
+
+def test_a_taskset_of_verifiers_trains_to_the_same_weights(
+    server: CrashServer, plain: RunFolder
+) -> None:
+    subprocess.run(own_python(server, "verifiers", "agent.py"), check=True)
+    assert_equal(train(server, "verifiers", "verifiers/sums.toml"), plain)
+
+
+def test_an_environment_of_openenv_trains_to_the_same_weights(
+    server: CrashServer, plain: RunFolder
+) -> None:
+    command = own_python(server, "openenv", "sums_server.py", "0")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as world:
+        try:
+            assert world.stderr is not None
+            said = next(line for line in world.stderr if "running on" in line)
+            (url,) = re.findall(r"http://\S+", said)
+            run = train(server, "openenv", "openenv/sums.toml", agent_options__url=url)
+        finally:
+            world.kill()
+    assert_equal(run, plain)
 
 
 @pytest.mark.parametrize("name", ["textarena", "gem", "skyrl_gym"])

@@ -48,6 +48,11 @@ async def keeps(task, model):  # as client libraries keep connections, which bel
     loops.append(asyncio.get_running_loop())
     return float(not loops[0].is_closed() and loops[0] is loops[-1])
 
+def imports(task, model):
+    model.chat(task.messages)
+    import gym, mcp, tools
+    return float(gym.mine + mcp.mine + tools.mine)
+
 def names_python(task, model):
     model.chat(task.messages)
     return float(sys.executable.endswith("python-of-its-own"))
@@ -158,6 +163,18 @@ def test_a_function_runs_in_processes_of_its_own(file: Path, name: str) -> None:
 def test_rollouts_of_a_process_share_its_event_loop_and_no_task(file: Path) -> None:
     for rollout in run(Pool(f"{file}:keeps", 1), 3):
         assert rollout.reward == 1.0, rollout.error
+
+
+def test_an_agent_imports_its_own_modules_and_none_of_ours(file: Path) -> None:
+    """Penstock's files beside inside.py have names that agents' packages have too."""
+    for name in ("gym", "mcp", "tools"):
+        file.with_name(f"{name}.py").write_text("mine = 1")
+    (rollout,) = run(Pool(f"{file}:imports", 1), 1)
+    assert (rollout.error, rollout.reward) == ("", 3.0)
+    for name in ("gym", "mcp"):
+        file.with_name(f"{name}.py").unlink()
+    (rollout,) = run(Pool(f"{file}:imports", 1), 1)
+    assert "No module named 'gym'" in rollout.error
 
 
 def test_another_python_runs_the_function(file: Path, tmp_path: Path) -> None:

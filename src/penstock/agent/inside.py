@@ -299,6 +299,8 @@ def serve(target: str) -> None:
 
 
 if __name__ == "__main__":
+    # a script's folder comes first: `import gym` of an agent would find the module beside this file
+    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
     end_with_driver(int(sys.argv[1]))
     if sys.argv[2] == "exec":
         os.execvp(sys.argv[3], sys.argv[3:])
