@@ -284,7 +284,7 @@ async def rollout(task, model):
 def test_a_check_passes_a_good_agent_and_names_what_a_bad_one_does(server: CrashServer) -> None:
     settings = overrides(server, **{"tasks.train.data": str(DATA)})
     assert server.run("agent", "check", *settings) == 0, server.output()
-    assert server.output().count("ok   train: ") == 8
+    assert server.output().count("ok   train: ") == 9
     (server.folder / "shared.py").write_text(SHARED)
     bad = f"tasks.train.agent={server.folder / 'shared.py'}:rollout"
     assert server.run("agent", "check", *settings, bad, "tasks.train.agent_options={}") == 1

@@ -127,7 +127,7 @@ def test_trackers_get_the_same(run: CommandRun) -> None:
 def test_the_live_panel_shows_the_batch_and_each_task(run: CommandRun) -> None:
     last = Recorder.panels[-1]
     assert re.search(r"step +4/4", last)
-    assert re.search(r"batch +\d+/2", last)
+    assert re.search(r"next +\d+/2", last)
     assert re.search(
         r"other, last step: \d+ samples, \d+ tokens, reward [\d.]+, think_answer_tags", last
     )
