@@ -17,6 +17,7 @@ from penstock.track.protocol import RunInfo
 from penstock.types import VersionSegment, WeightHandle
 
 HELD_ENGINE = "stages.held_engine:HeldEngine"  # as a config names it
+DEAF_ENGINE = "stages.held_engine:DeafEngine"
 STEP_ENDS = "stages.held_engine:StepEnds"
 HALF = 2  # tokens of a held response before and after it is held
 
@@ -110,6 +111,15 @@ class HeldEngine:
     async def close(self) -> None:
         for request_id in list(self._held):
             await self.abort(request_id)
+
+
+class DeafEngine(HeldEngine):
+    """Ignores aborts, so that a pause ends at its time-out."""
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def close(self) -> None:
+        self.release()
 
 
 class StepEnds:
