@@ -232,7 +232,12 @@ def _look(path: Path) -> sqlite3.Connection:
     """
     log, index = (path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))
     if log.exists() and index.exists():
-        return _link(path, "mode=ro&readonly_shm=1")
+        database = _link(path, "mode=ro&readonly_shm=1")
+        try:
+            database.execute("PRAGMA user_version").fetchone()
+            return database
+        except sqlite3.OperationalError:  # an index that a loss of power left unusable
+            database.close()
     if not log.exists() or not log.stat().st_size:
         return _link(path, "immutable=1")
     return _link_to_copy(path, log)

@@ -3,7 +3,8 @@
 Sits between `flat_batch.py` (arrays of the batch) and `policy.py` (the forward pass). Decides which
 sequences share a forward pass; the loss does not depend on it. Rows that begin with the same tokens
 before their first trained one (a group's prompt) share these: the pack holds them once, as a segment
-that the rows' own segments attend to. Tokens after a row's last predictor are left out.
+that the rows' own segments attend to. Tokens after a row's last predictor are left out,
+except in a pack of one row: there the model sees the sequence as it was sampled.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ def _lay_out(
             segments.append(context)
         for number in rows:
             first = 0 if context is None else shared
-            own = _Segment(token_ids[number][first : predictors[number][-1] + 1], context)
+            end = None if len(ordered) == 1 else int(predictors[number][-1]) + 1
+            own = _Segment(token_ids[number][first:end], context)
             if len(own.ids):  # else only the context's last token predicts
                 segments.append(own)
             ends[number] = own

@@ -21,7 +21,7 @@ from penstock.config import LoraConfig, ModelConfig
 from penstock.demo import resolve_model_path
 from penstock.errors import UserError
 from penstock.models.loading import choose_device, end_ids, format_of, load_causal_lm
-from penstock.models.norms import fuse_norms
+from penstock.models.norms import fuse_norms, restore_norms
 from penstock.models.parallel_plan import check_stages, tensor_plan
 from penstock.training import packed_attention
 from penstock.training.context_parallel import share_pack
@@ -57,13 +57,14 @@ class Policy(nn.Module):
         self.end_ids = end_ids(model)
         self._own_attention = model.config._attn_implementation
         assert self._own_attention != packed_attention.ATTENTION_NAME, "one policy per model"
-        if model.dtype != torch.float64:  # transformers' norms round to float32
-            fuse_norms(model)
         self.pack_sequences(True)
 
     def pack_sequences(self, packs: bool) -> None:
-        """Choose packed attention, or the model's own for packs of one sequence."""
+        """Choose packed attention and fused norms, or the model's own code for packs of one sequence."""
         self.packs = packs
+        restore_norms(self.model)
+        if packs and self.model.dtype != torch.float64:  # transformers' norms round to float32
+            fuse_norms(self.model)
         self.model.set_attn_implementation(
             packed_attention.ATTENTION_NAME if packs else self._own_attention
         )
