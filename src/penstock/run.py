@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from functools import partial
 
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import RunError, StopRequested
@@ -44,7 +45,8 @@ class Loop:
 
     async def _all_steps(self) -> None:
         job = self._job
-        job.workers.callbacks.first_loaded = self._confirmed
+        job.workers.callbacks.first_loaded = self._loaded
+        job.workers.callbacks.confirmed = partial(job.journal.record_confirmed, "engine")
         job.workers.callbacks.replaced = job.journal.record_published
         async with asyncio.TaskGroup() as self._tasks:
             producing = self._tasks.create_task(job.source.run(), name="produce")
@@ -114,7 +116,8 @@ class Loop:
             await self._pause_producer()
         digest = await engine.update_weights(handle.version, handle)
         if self._newest <= handle.version:  # else: a restarted trainer was past it
-            self._confirmed(handle.version, digest)
+            self._job.journal.record_confirmed("engine", handle.version, digest)
+            self._loaded(handle.version, digest)
         self._job.source.resume()
 
     async def _pause_producer(self) -> None:
@@ -126,10 +129,9 @@ class Loop:
     def _publishes(self, step: int) -> bool:
         return self._job.config.publishes_after(step, self._job.total_steps)
 
-    def _confirmed(self, version: int, digest: str) -> None:
+    def _loaded(self, version: int, digest: str) -> None:
         """Called when the first engine has loaded a version, and again when all have."""
         self._newest = version
-        self._job.journal.record_confirmed("engine", version, digest)
         self._job.source.weights_updated(version)
 
     async def _start_evaluation(self) -> None:

@@ -169,6 +169,14 @@ def test_an_agent_that_failed_before_a_pause_is_not_continued_with_its_spent_cal
     assert result.violations == [], result.lives
 
 
+def test_tokens_confirm_weights_whose_load_was_never_answered() -> None:
+    """They were trained, the run stopped, and no engine had confirmed the weights that they name."""
+    result = run_seed(2656)
+    assert any("lose engine-0" in fault for fault in result.happened)
+    assert "stuck: engine-0 has not answered sync" in result.lives[0]
+    assert result.violations == [], result.lives
+
+
 def test_an_update_that_vanishes_is_found() -> None:
     """About one schedule in 500 finds it: an engine stalls after the update, and the trainer dies."""
     stall = at("stall", "engine-0", "stats", "begun", 3, seconds=40.0)

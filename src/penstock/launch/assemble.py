@@ -94,6 +94,7 @@ def assemble(
         update=settings.update,
         note=lambda line: callbacks.note(line),  # the job sets these callbacks later
         first_loaded=lambda version, digest: callbacks.first_loaded(version, digest),
+        confirmed=lambda version, digest: callbacks.confirmed(version, digest),
     )
     part = RestartingTrainer(trainer, announces=announces)
     if publishes is not None:

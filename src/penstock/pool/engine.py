@@ -9,6 +9,7 @@ from enum import StrEnum
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
 from penstock.errors import EngineError, WorkerDied
 from penstock.supervise.supervised import Supervised
+from penstock.types import WeightHandle
 
 
 class EngineState(StrEnum):
@@ -41,6 +42,7 @@ class Engine:
     state: EngineState = EngineState.SERVING
     reason: str = ""  # why it is dead
     loaded: tuple[int, str] | None = None  # version and digest that its worker confirmed
+    loading: WeightHandle | None = None  # what its worker was asked to load and has not confirmed
     slots: int = 0  # requests that it runs at once, from its last stats; 0: unknown
     tokens: int = 0  # tokens that the current worker generated, from its last stats
     earlier_tokens: int = 0  # tokens that its dead workers generated

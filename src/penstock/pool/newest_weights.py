@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
+from penstock.engine.protocol import Generation
 from penstock.errors import EngineError, WeightsGone
 from penstock.pool.engine import Engine
 from penstock.pool.node_copies import NodeCopies
@@ -25,10 +26,19 @@ _TIMES_RENEWED = 3  # the run fails if weights cannot be read after so many publ
 class NewestWeights:
     """Consumes published handles, produces engines that have loaded them."""
 
-    def __init__(self, copies: NodeCopies | None, renew: Renew | None) -> None:
-        """copies: needed if engines are on several nodes. renew: publishes weights again."""
+    def __init__(
+        self,
+        copies: NodeCopies | None,
+        renew: Renew | None,
+        confirmed: Callable[[int, str], None] = lambda version, digest: None,
+    ) -> None:
+        """copies: needed if engines are on several nodes. renew: publishes weights again.
+
+        confirmed: called once for each version and digest that an engine has.
+        """
         self.handle: WeightHandle | None = None
-        self._copies, self._renew = copies, renew
+        self._copies, self._renew, self._when_confirmed = copies, renew, confirmed
+        self._confirmed: tuple[int, str] | None = None
         self._times_renewed = 0
         self.is_ahead = False  # the handle is of a later version than the one that was published
         self._renewing = asyncio.Lock()  # engines that miss the same weights renew them once
@@ -58,9 +68,31 @@ class NewestWeights:
         engine.loaded = None
         if self._copies is not None:
             handle = self._copies.copy_for(engine.index, handle)
-        digest: str = await call("update_weights", handle.version, handle)
+        engine.loading = handle
+        try:
+            digest: str = await call("update_weights", handle.version, handle)
+        finally:
+            engine.loading = None
         engine.loaded = (handle.version, digest)
+        self._confirm(handle.version, digest)
         return digest
+
+    def sampled(self, engine: Engine, made: list[Generation]) -> None:
+        """Take tokens as the confirmation of a load whose answer is late or lost.
+
+        An engine labels tokens with a version only after it has compared the digest. Without this a
+        run that ends here would have trained tokens of weights that no engine confirmed.
+        """
+        handle = engine.loading
+        if handle is not None and any(
+            segment.version == handle.version for one in made for segment in one.segments
+        ):
+            self._confirm(handle.version, handle.digest)
+
+    def _confirm(self, version: int, digest: str) -> None:
+        if self._confirmed != (version, digest):
+            self._confirmed = (version, digest)
+            self._when_confirmed(version, digest)
 
     async def renewing(
         self,

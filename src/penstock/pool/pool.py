@@ -59,18 +59,20 @@ class EnginePool:
         update: UpdateOrder = "together",
         note: Callable[[str], None] = lambda line: None,
         first_loaded: Callable[[int, str], None] = lambda version, digest: None,
+        confirmed: Callable[[int, str], None] = lambda version, digest: None,
     ) -> None:
         """Build the pool of workers that have started.
 
         make: returns a further engine, by its index. copies: one copy of the weights per node.
         renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
         note: takes lines to the user. first_loaded: called when the first engine has new weights; requests
-        that come from then on go only to engines that have them.
+        that come from then on go only to engines that have them. confirmed: called when an engine answered that
+        it loaded weights, or returned tokens that it sampled from them.
         """
         if not supervised:
             raise EngineError("engine pool: got 0 engines, allowed: at least 1")
         self._waits, self._make = waits, make
-        self._weights = NewestWeights(copies, renew)
+        self._weights = NewestWeights(copies, renew, confirmed)
         self._update, self._first_loaded = update, first_loaded
         self._engines: list[Engine] = []
         self._asks_for_slots = not slots
@@ -340,6 +342,7 @@ class EnginePool:
             return [empty_answer(r.request_id, "error", str(error)) for r in requests], True
         except EngineError as error:
             made = [empty_answer(request.request_id, "error", str(error)) for request in requests]
+        self._weights.sampled(engine, made)
         failed = any(one.finish_reason == "error" for one in made)
         return made, failed and not await self._is_alive(engine)
 
