@@ -69,6 +69,19 @@ def serve(main: Callable[[Endpoint], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("size", ["\u00b2", "9" * 5000, "-1", "1_0"])
+def test_a_size_that_is_no_number_is_refused(size: str) -> None:
+    async def main(endpoint: Endpoint) -> None:
+        host, port = endpoint.base_url.removeprefix("http://").split("/")[0].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {size}\r\n\r\n"
+        writer.write(head.encode("latin-1"))
+        assert (await reader.readuntil(b"\r\n")).split()[1] == b"400"
+        writer.close()
+
+    serve(main)
+
+
 def test_a_client_gets_openais_answer_and_the_call_is_recorded() -> None:
     async def main(endpoint: Endpoint) -> None:
         session = make_session(lambda prompt: CALL if prompt.count("<turn>") < 4 else "done")

@@ -149,6 +149,11 @@ def test_after_a_crash_a_call_is_made_as_its_server_says(
         ([{"url": "ftp://b"}], "allowed: http:// or https://"),
         ([{"command": ["a"], "colour": 1}], "got 'colour', allowed: command, url"),
         ([{"command": ["a"], "unknown": "maybe"}], "got 'maybe', allowed: fail, retry, rebuild"),
+        ([{"command": ["a"], "token_variable": "HOME"}], "got 'HOME', allowed: only with a url"),
+        (
+            [{"url": "http://b", "token_variable": "NO_SUCH_TOKEN"}],
+            "got 'NO_SUCH_TOKEN', allowed: an environment variable that is set",
+        ),
     ],
 )
 def test_a_mistake_in_the_option_is_named(given: Any, words: str) -> None:

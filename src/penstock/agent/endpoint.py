@@ -172,7 +172,8 @@ async def _read_request(reader: asyncio.StreamReader) -> _Request | None:
         for name, _, value in (line.partition(":") for line in lines)
     }
     size = headers.get("content-length", "0")
-    if headers.get("transfer-encoding") or not size.isdigit() or int(size) > _MOST_BYTES:
+    is_number = size.isdecimal() and len(size) < 16
+    if headers.get("transfer-encoding") or not is_number or int(size) > _MOST_BYTES:
         raise Refused(400, f"allowed: a body with a Content-Length of at most {_MOST_BYTES}")
     body = await reader.readexactly(int(size))
     path = words[1].partition("?")[0].rstrip("/")

@@ -62,6 +62,12 @@ def read_servers(where: str, given: Any) -> list[ServerConfig]:
             raise UserError(f"{where}: got {one!r}, allowed: a command, a list of words, or a url")
         if url and not url.startswith(("http://", "https://")):
             raise UserError(f"{where}.url: got {url!r}, allowed: http:// or https://")
+        if (variable := one.get("token_variable", "")) and not url:
+            raise UserError(f"{where}.token_variable: got {variable!r}, allowed: only with a url")
+        if variable and not (isinstance(variable, str) and os.environ.get(variable)):
+            raise UserError(
+                f"{where}.token_variable: got {variable!r}, allowed: an environment variable that is set"
+            )
         if one.get("unknown", "fail") not in _POLICIES:
             raise UserError(
                 f"{where}.unknown: got {one['unknown']!r}, allowed: {', '.join(_POLICIES)}"
@@ -124,12 +130,7 @@ class Http:
             "Accept": "application/json, text/event-stream",
         }
         if config.token_variable:
-            token = os.environ.get(config.token_variable)
-            if not token:
-                raise UserError(
-                    f"mcp.token_variable: got {config.token_variable}, which is not set"
-                )
-            self._headers["Authorization"] = f"Bearer {token}"
+            self._headers["Authorization"] = f"Bearer {os.environ[config.token_variable]}"
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         for told in await asyncio.to_thread(self._post, message):
