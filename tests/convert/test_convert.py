@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from penstock import cli
 from penstock.config import Config
 from penstock.config.source import load_config
+from penstock.convert import write
 from penstock.convert.tables import DEFAULTS, WORDS
 from penstock.errors import UserError
 
@@ -246,6 +247,23 @@ def test_a_python_config_is_not_executed(line: str, folder: Path) -> None:
     )
     converted("xtuner")
     assert not (folder / "made").exists()
+
+
+def test_the_text_of_a_variable_is_not_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "hf_secret")
+    text = (folder / "xtuner.py").read_text()
+    words = """header=f"Bearer {os.environ['HUB_TOKEN']}", more="Bearer " + os.environ["HUB_TOKEN"],
+    seed=os.environ["HUB_TOKEN"], checkpoint_interval=os.environ["HUB_TOKEN"], new_word=3"""
+    (folder / "xtuner.py").write_text(text.replace("new_word=3", words))
+    shown = write.convert("xtuner", folder / "xtuner.py").splitlines()
+    assert [line for line in shown if "hf_secret" in line] == ['seed = "hf_secret"  # Trainer.seed']
+
+
+@pytest.mark.parametrize("line", ["'x' * 1000000000000", "'%999999999999d' % 1", "2 ** 'x'"])
+def test_a_config_computes_no_endless_text(line: str, folder: Path) -> None:
+    text = (folder / "xtuner.py").read_text()
+    (folder / "xtuner.py").write_text(text.replace("new_word=3", f"new_word={line}"))
+    assert f"Trainer.new_word = {line}: not known" in converted("xtuner")[1]
 
 
 @pytest.mark.usefixtures("folder")

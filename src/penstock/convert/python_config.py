@@ -1,8 +1,9 @@
 """Reads a Python config of XTuner as words and values, from its syntax tree: nothing is executed.
 
-A word is a class and its field, such as SampleParams.max_tokens; words of the evaluation begin with `eval:`. Read are
-literals, names, arithmetic, dict(...), calls of config classes with named fields, f-strings, comparisons and environment variables. Whatever
-only code could tell (a call, a name that an `if` assigns) is `Unread`, and the conversion says so.
+A word is a class and its field, such as SampleParams.max_tokens; words of the evaluation begin with
+`eval:`. Read are literals, names, arithmetic, dict(...), calls of config classes with named fields,
+f-strings, comparisons and environment variables. Whatever only code could tell (a call, a name that an
+`if` assigns) is `Unread`, and the conversion says so.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ast
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
+_OF_TEXTS = (ast.Add, ast.Eq, ast.NotEq)
 _KINDS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "Path": str}
 _LARGEST = 1 << 40  # an operand; a config computes sizes and rates
 _LONGEST = 4096  # a text that is computed with
@@ -141,12 +143,15 @@ def _computed(node: ast.expr, names: dict[str, Any]) -> Any:
     values = [_value(side, names) for side in sides]
     if kind not in _OPERATORS or not all(_is_small(value) for value in values):
         return unread
+    if any(isinstance(value, str) for value in values) and kind not in _OF_TEXTS:
+        return unread  # "x" * n and "%9d" % n can be of any length
     if kind is ast.Pow and abs(values[1]) > 64:
         return unread
     try:
-        return _OPERATORS[kind](*values)
+        found = _OPERATORS[kind](*values)
     except (TypeError, ValueError, ArithmeticError):
         return unread
+    return _from_same(values, found, unread.source)
 
 
 def _is_small(value: Any) -> bool:
@@ -161,8 +166,16 @@ def _joined(node: ast.JoinedStr, names: dict[str, Any]) -> Any:
         for one in node.values
     ]
     if all(isinstance(part, str | int | float) for part in parts):
-        return "".join(map(str, parts))
+        return _from_same(parts, "".join(map(str, parts)), ast.unparse(node))
     return Unread(ast.unparse(node))
+
+
+def _from_same(values: Sequence[Any], found: Any, source: str) -> Any:
+    """Return a text that is made with that of an environment variable as one that comes from there."""
+    if isinstance(found, str) and any(isinstance(value, FromEnvironment) for value in values):
+        found = FromEnvironment(found)
+        found.source = source
+    return found
 
 
 def _called(node: ast.Subscript | ast.Call, names: dict[str, Any]) -> Any:

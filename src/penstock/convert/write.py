@@ -95,7 +95,7 @@ def _translate(made: Conversion, word: str, value: Any, rule: Rule | None) -> No
     try:
         translated = rule.value(value)
     except (TypeError, ValueError):
-        made.left.append(f"{word} = {value}: cannot be read as {rule.key}")
+        made.left.append(f"{word} = {_shown(value)}: cannot be read as {rule.key}")
         return
     if translated is None:
         return
