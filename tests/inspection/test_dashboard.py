@@ -282,6 +282,32 @@ def test_damage_is_a_sentence_and_the_other_runs_are_shown(folder: Path, tmp_pat
         assert client.read(f"/api/run/{lines['b']['id']}/samples")["groups"]
 
 
+@pytest.mark.parametrize(
+    ("row", "state"),
+    [
+        ('{"step": 4, "reward/mean": NaN, "findings/open": Infinity}', "finished"),
+        ('{"step": 4, "findings/open": "many"}', "finished"),
+        ("[" * 100_000, "damaged"),
+    ],
+)
+def test_numbers_that_are_none_do_not_end_the_list(
+    folder: Path, tmp_path: Path, row: str, state: str
+) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(folder, runs)
+    (runs / "a" / "metrics.jsonl").write_text(f"{row}\n")
+    with serving(runs) as client:
+        lines = client.lines()
+        assert (lines["a"]["state"], lines["b"]["state"]) == (state, "finished")
+        json.dumps(lines, allow_nan=False)  # a browser reads no NaN
+        assert client.lines().keys() == {"a", "b"}  # the server is alive
+
+
+def test_a_run_may_go_while_it_is_read(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):  # which the list takes for "gone"
+        ShownRun("id", RunFolder(tmp_path / "gone")).renew()
+
+
 # -- who may look ------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -48,13 +49,15 @@ def list_runs(folder: Path) -> list[RunLine]:
 
 def read_line(folder: RunFolder) -> RunLine:
     """Return the line of one run; what cannot be read is left out."""
-    changed = max(file.stat().st_mtime for file in (folder.metrics, folder.path) if file.exists())
+    changed = folder.path.stat().st_mtime
+    if folder.metrics.exists():
+        changed = max(changed, folder.metrics.stat().st_mtime)
     line = RunLine(name=folder.name, state="stopped", changed_at=changed)
     rows = read_rows(folder)
     line.steps = int(rows[-1]["step"]) if rows else 0
     line.rewards = tuple(_numbers(rows, "reward/mean"))
     line.reward = line.rewards[-1] if line.rewards else None
-    line.findings = int(rows[-1].get("findings/open") or 0) if rows else 0
+    line.findings = int(sum(_numbers(rows[-1:], "findings/open")))
     line.held_out = _held_out(folder)
     try:
         total = folder.record().get(TOTAL_STEPS)
@@ -72,7 +75,8 @@ def read_line(folder: RunFolder) -> RunLine:
 
 
 def _numbers(rows: Sequence[Row], name: str) -> list[float]:
-    return [row[name] for row in rows if isinstance(row.get(name), int | float)]
+    found = (row.get(name) for row in rows)
+    return [one for one in found if isinstance(one, int | float) and math.isfinite(one)]
 
 
 def _held_out(folder: RunFolder) -> str:

@@ -74,10 +74,13 @@ class ShownRun:
     def renew(self) -> bool:
         """Read the line of the list again if the run has changed; return whether the line did."""
         odd = odd_file(self.folder.path)
-        if odd:
-            line, wait = RunLine(name=self.folder.name, state="refused"), 0.0
-        else:
-            line, wait = self.value("line", read_line)
+        line, wait = RunLine(name=self.folder.name, state="refused" if odd else "damaged"), 0.0
+        try:
+            if not odd:
+                line, wait = self.value("line", read_line)
+        except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+            # damage can put anything anywhere: one such run must not end the look at the others
+            odd = f"its files cannot be read: {type(error).__name__}: {error}"
         if wait and self.line:
             return False
         new = {
@@ -118,7 +121,8 @@ class ShownRuns:
     def changes(self) -> Iterator[dict[str, Any]]:
         """Yield the line of every run that is new or has changed, as soon as it is read; and {"gone": id}."""
         found = {_id(path): path for path in self._paths()}
-        for run_id in [one for one in self._runs if one not in found]:
+        known = list(self._runs)  # at once: `find` adds runs in other threads
+        for run_id in (one for one in known if one not in found):
             del self._runs[run_id]
             yield {"gone": run_id}
         for run_id, path in found.items():
