@@ -51,11 +51,24 @@ def read_recording_of(run: Path):  # type: ignore[no-untyped-def]
 
 def test_a_profile_survives_its_file(run: Path, tmp_path: Path) -> None:
     profile = read_profile(str(run))
-    profile.save(tmp_path / "profile.json")
+    (tmp_path / "profile.json").write_text(profile.to_json())
     assert read_profile(str(tmp_path / "profile.json")) == profile
-    (tmp_path / "wrong.json").write_text('{"groups": 3}')
-    with pytest.raises(UserError, match="--save-profile"):
-        read_profile(str(tmp_path / "wrong.json"))
+    for wrong in (b'{"groups": 3}', b"\xff\xfe"):
+        (tmp_path / "wrong.json").write_bytes(wrong)
+        with pytest.raises(UserError, match="--save-profile"):
+            read_profile(str(tmp_path / "wrong.json"))
+
+
+def test_calls_that_took_no_time_are_fitted(tmp_path: Path) -> None:
+    """A clock of coarse ticks shows none for a call of a tiny model."""
+    folder = make_run(tmp_path / "made", steps=2)
+    make_timeline(folder)
+    path = folder.path / "timeline" / "events.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in events:
+        event["start"] = event["end"] if event["what"] == "generate" else event["start"]
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    assert 0 < read_profile(str(folder.path)).decode.seconds(1) < 1e-6
 
 
 def test_a_run_is_predicted_from_its_own_profile(run: Path) -> None:
@@ -128,5 +141,8 @@ def test_the_command_answers_as_table_json_and_picture(
     assert set(figures["as_it_is"]["staleness"]) <= {"0", "1"}
     assert penstock(monkeypatch, "--check", str(run)) == 0
     assert "points" in capsys.readouterr().out
+    for option in ("--picture", "--save-profile"):
+        assert penstock(monkeypatch, "--profile", "p.json", "--steps", "1", option, "no/x") == 2
+        assert "cannot write no/x" in capsys.readouterr().err
     assert penstock(monkeypatch, "--profile", "p.json", "--nodes", "none") == 2
     assert penstock(monkeypatch, "--profile", "p.json", "--vary", "max_staleness") == 2

@@ -65,11 +65,19 @@ def simulate(
     for line in [show.json_of(found, made)] if as_json else show.text_of(found, made):
         say(line)
     if picture is not None:
-        picture.write_text(show.picture(made), encoding="utf-8")
-        say(f"picture: {picture}", error=True)
+        _write("picture", picture, show.picture(made))
     if save_profile is not None:
-        found.save(save_profile)
-        say(f"profile: {save_profile}", error=True)
+        _write("profile", save_profile, found.to_json())
+
+
+def _write(what: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"simulate: cannot write {path}: {error.strerror}, allowed: a file that can be written"
+        ) from None
+    say(f"{what}: {path}", error=True)
 
 
 def _config(arguments: list[str], profile: str):  # type: ignore[no-untyped-def]

@@ -30,6 +30,7 @@ _ROUNDS = 8  # of a fit
 _BETTER = 0.7  # of the error: what another parameter must leave of it
 _SCORED_WITHIN_S = 0.25  # after its call has ended, a group's first reward is asked for
 _REPLAYED = 600  # calls of an engine that are replayed for each set of parameters
+_LEAST_S = 1e-9  # of a decode step and of a prefill: a replay needs time to pass
 _TELLS = 0.5  # share of the variance of update times that tokens must explain to tell a fixed part
 
 
@@ -51,7 +52,7 @@ class Recording:
 def read_profile(path: str) -> Profile:
     """Return the profile of a run folder, or of a file that `--save-profile` wrote."""
     if Path(path).is_file() and Path(path).suffix == ".json":
-        return Profile.from_json(Path(path).read_text(encoding="utf-8"), path)
+        return Profile.from_json(Path(path).read_bytes(), path)
     folder = find(path)
     return fit(read_recording(folder), folder.name)
 
@@ -213,6 +214,7 @@ def _fit_decode(recording: Recording) -> DecodeModel:
         raise UserError("--profile: got no generate call of a group, allowed: a run that trained")
     seconds = np.array([call.end - call.start for call in calls])
     pace = float(np.median(seconds / [max(call.lengths) for call in calls]))
+    pace = max(pace, _LEAST_S)
     tried = [
         DecodeModel(step_s=pace * share, row_s=0.0, prefill_s=pace * 0.01, slots=slots)
         for share in (0.5, 1.0)
@@ -242,7 +244,7 @@ def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> tuple[float, float,
         if (found >= 0).all() and error < least * _BETTER:
             best, least = np.zeros(3), error
             best[chosen] = found
-    best = np.maximum(best, [1e-9, 0.0, 1e-9])  # a replay needs time to pass
+    best = np.maximum(best, [_LEAST_S, 0.0, _LEAST_S])
     return float(best[0]), float(best[1]), float(best[2])
 
 

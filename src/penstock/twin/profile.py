@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,7 @@ class Profile:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str, name: str) -> Profile:
+    def from_json(cls, text: str | bytes, name: str) -> Profile:
         try:
             given: dict[str, Any] = json.loads(text)
             groups = [
@@ -83,9 +82,6 @@ class Profile:
         """Raise a UserError unless there is something to draw from."""
         if not self.groups or not all(one.lengths for one in self.groups):
             raise UserError(f"--profile: {name} got no finished group, allowed: a run that trained")
-
-    def save(self, path: Path) -> None:
-        path.write_text(self.to_json(), encoding="utf-8")
 
 
 def assumed(config: Config) -> Profile:
