@@ -81,6 +81,8 @@ def test_the_resolved_tree_survives_toml() -> None:
         (["train.group_per_step=1"], ["did you mean train.groups_per_step?"]),
         (["train.lr=fast"], ["train.lr: got 'fast'", "number"]),
         (["train.lr=-1"], ["train.lr: got -1", "greater than 0"]),
+        (["train.steps=1.5"], ["train.steps: got 1.5, allowed: a valid integer"]),
+        (["train.steps=many"], ["train.steps: got 'many', allowed: a valid integer"]),
         (["train.steps=2", "train.episodes=1"], ["train.steps and train.episodes: got both"]),
         (
             ["train.groups_per_step=6", "train.mini_batches=4"],
@@ -106,6 +108,7 @@ def test_a_mistake_is_one_line_that_names_key_value_and_what_is_allowed(
         load_config(None, overrides)
     message = str(caught.value)
     assert "\n" not in message
+    assert message.count("got ") <= 1 + message.count("; ")
     for word in words:
         assert word in message
 

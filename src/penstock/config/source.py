@@ -146,6 +146,8 @@ def _explain(error: ErrorDetails, tree: type[BaseModel]) -> str:
     if error["type"] == "value_error":
         return f"{key}: {message}" if key else message
     allowed = message.removeprefix("Input should be ")
+    if error["type"].endswith(("_parsing", "_from_float")):
+        allowed = allowed.partition(", ")[0]  # without how it failed: the value is in the line
     return f"{key}: got {error['input']!r}, allowed: {allowed}"
 
 
