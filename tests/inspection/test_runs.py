@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
-from penstock.inspection.compare import compare, interval
+from penstock.inspection.compare import compare, interval, read_samples
+from penstock.inspection.rollout_viewer import find_evaluated
 from penstock.run_folder import RunFolder
 from stages.made_run import make_run
 
@@ -96,6 +97,23 @@ def test_compare_pairs_the_problems_of_the_newest_evaluations(
     assert "no difference is shown" in said  # four prompts prove nothing
     assert "B wins 2, A wins 0, 2 equal" in said
     assert "A 0.00  answer of a" in said
+
+
+def test_answers_with_any_line_break_are_read_and_cut_lines_are_not(tmp_path: Path) -> None:
+    """A file of samples has a line for each answer as written, and an answer may hold U+2028 or U+0085."""
+    line = {
+        **{"prompt_id": "p", "prompt": [], "prediction": "one\u2028two\x85three", "gold": "3"},
+        **{"note": "", "format_valid": True, "ans_valid": True, "response_length": 3, "error": ""},
+        **{"reward": 1.0, "finish_reason": "stop", "policy_version": 4},
+    }
+    path = tmp_path / "eval" / "heldout-step-4.jsonl"
+    path.parent.mkdir()
+    text = json.dumps(line, ensure_ascii=False)
+    path.write_text(f"{text}\n{text[:20]}", encoding="utf-8")
+    assert read_samples(path) == [line]
+    options = {"where": None, "step": None, "limit": 9}
+    (shown,) = find_evaluated(RunFolder(tmp_path), "eval/heldout", **options)
+    assert shown.response == line["prediction"]
 
 
 def test_a_difference_is_shown_when_its_interval_leaves_zero_out(

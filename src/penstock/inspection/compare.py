@@ -98,9 +98,9 @@ def evaluations(folder: RunFolder) -> dict[str, list[tuple[int, Path]]]:
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """Return the scored lines of an evaluation; damaged ones are left out."""
     rows = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_bytes().splitlines():  # as text it would end at U+2028 too
         try:
-            row = json.loads(text)
+            row = json.loads(line)
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("reward"), int | float):

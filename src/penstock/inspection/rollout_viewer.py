@@ -24,6 +24,7 @@ from penstock import terminal
 from penstock.agent.tree import CallTree
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import RunError, UserError
+from penstock.inspection.compare import read_samples
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
 from penstock.types import ModelCall, Rollout
@@ -278,9 +279,9 @@ def find_evaluated(
     step = max(found) if step is None else step
     if step not in found:
         raise UserError(f"step: got {step}, allowed: {', '.join(map(str, sorted(found)))}")
-    lines = found[step].read_text(encoding="utf-8").splitlines()
+    lines = read_samples(found[step])
     return [
-        _evaluated(json.loads(line), f"{task} {number}", task, step)
+        _evaluated(line, f"{task} {number}", task, step)
         for number, line in enumerate(lines[:limit])
     ]
 
