@@ -60,6 +60,35 @@ def page(tmp_path: Path) -> Iterator[LivePage]:
         yield page
 
 
+def ask_twice_and_be_answered_in_the_other_order(page: LivePage) -> None:
+    """Samples of words that no answer has: none is shown, though an older question is answered later."""
+    page.value(
+        """(() => {
+          const real = window.fetch;
+          window.held = new Promise((hold) => {
+            window.fetch = (path, how) => path.includes("order=oldest")
+              ? new Promise((give) => hold(() => real(path, how).then((reply) => {
+                  give(reply.clone());
+                  return reply.text();
+                })))
+              : real(path, how);
+          });
+          window.ask = (order, words) => {
+            document.querySelector("select[name=order]").value = order;
+            document.querySelector("input[name=words]").value = words;
+            document.querySelector("form.filters").dispatchEvent(new Event("input"));
+          };
+          ask("oldest", "");
+        })()"""
+    )
+    page.value("window.held.then((answer) => void (window.answerLate = answer))")
+    page.value("ask('newest', 'words that no answer has')")
+    page.until(f"{count('.group')} === 0")
+    drawn = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    page.value(f"answerLate().then(() => {drawn})")
+    assert page.value(count(".group")) == 0
+
+
 def test_every_view_is_drawn_and_the_keys_lead_through_them(runs: Path, page: LivePage) -> None:
     with serving(runs) as client:
         page.open(client.address)
@@ -91,6 +120,7 @@ def test_every_view_is_drawn_and_the_keys_lead_through_them(runs: Path, page: Li
         page.press("n")
         page.press("n")
         assert page.value("[...document.querySelectorAll('.walk')][1].classList.contains('here')")
+        ask_twice_and_be_answered_in_the_other_order(page)
         page.press("3")
         page.until(f"{count('.sides')} === 1")
         assert page.value("document.querySelector('.sides').innerText").split() == [

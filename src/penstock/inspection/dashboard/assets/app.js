@@ -17,6 +17,16 @@ async function read(path) {
   return null;
 }
 
+// Return a `read` for one view: only its newest question is answered, whichever answer comes last.
+function newest() {
+  let asked = 0;
+  return async (path) => {
+    const own = ++asked;
+    const found = await read(path);
+    return own === asked ? found : null;
+  };
+}
+
 function showProblem(text) {
   byId("page").querySelector(".problem")?.remove();
   byId("page").prepend(html("aside", { class: "notice problem", role: "alert" }, text));

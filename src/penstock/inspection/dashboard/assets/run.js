@@ -144,11 +144,14 @@ function timelineView(run) {
   const body = html("div", { class: "lanes" }, reading());
   const whole = html("button", { type: "button", hidden: "" }, "Whole run");
   const note = html("p", { class: "quiet-text" });
+  const readNewest = newest();
   let range = { from: 0, to: 0 };
   let found = null;
   async function load() {
-    found = await read(`/api/run/${run}/timeline?${new URLSearchParams(range)}`);
-    if (found && body.isConnected) draw();
+    const answer = await readNewest(`/api/run/${run}/timeline?${new URLSearchParams(range)}`);
+    if (!answer || !body.isConnected) return;
+    found = answer;
+    draw();
   }
   whole.addEventListener("click", () => zoom(0, 0));
   const zoom = (from, to) => {

@@ -50,12 +50,13 @@ function samplesView(run) {
   const fate = select("state", [["trained", "trained"], ["buffered", "waiting"], ["taken", "being trained"], ["dropped", "dropped"]], asked.state);
   const form = html("form", { class: "filters" }, field("Step", step), field("Order", order), field("Outcome", fate), taskField, field("Text", words));
   form.addEventListener("submit", (event) => event.preventDefault());
+  const readNewest = newest();
   let shown = 0;
 
   async function load(again) {
     Object.assign(asked, { step: step.value, state: fate.value, order: order.value, words: words.value, task: task.value });
     const offset = again ? shown : 0;
-    const found = await read(`/api/run/${run}/samples?${new URLSearchParams({ ...asked, offset })}`);
+    const found = await readNewest(`/api/run/${run}/samples?${new URLSearchParams({ ...asked, offset })}`);
     if (!found) return;
     const cards = found.groups.map(promptCard).filter(Boolean);
     if (again) list.append(...cards);
@@ -90,11 +91,12 @@ function pairsView(run) {
   const source = select("source", [], "");
   const form = html("form", { class: "filters" }, field("Prompts of", source), tabs);
   form.addEventListener("submit", (event) => event.preventDefault());
+  const readNewest = newest();
   let shown = 0;
 
   async function load(again) {
     const offset = again ? shown : 0;
-    const found = await read(`/api/run/${run}/pairs?${new URLSearchParams({ ...pairsAsked, offset })}`);
+    const found = await readNewest(`/api/run/${run}/pairs?${new URLSearchParams({ ...pairsAsked, offset })}`);
     if (!found) return;
     pairsAsked.source = found.source;
     source.replaceChildren(...found.sources.map((name) => html("option", { value: name }, name)));
