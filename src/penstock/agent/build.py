@@ -38,7 +38,7 @@ _OUTSIDE = ("python", "processes")  # options of a function that runs in process
 def check_agent(where: str, task: TaskDataConfig, sampling: SamplingConfig) -> None:
     """Raise a UserError for the first thing that the task's agent cannot use."""
     check_name(f"{where}.agent", task.agent, AGENTS)
-    if _loop_class(where, task) is not None:
+    if loop_class(where, task) is not None:
         return
     if isinstance(task, TaskConfig) and task.agent_actors:
         raise UserError(
@@ -58,7 +58,7 @@ def check_agent(where: str, task: TaskDataConfig, sampling: SamplingConfig) -> N
         )
 
 
-def _loop_class(where: str, task: TaskDataConfig) -> Any:
+def loop_class(where: str, task: TaskDataConfig) -> Any:
     """Return the class of an agent loop, if the task names one."""
     if task.agent_options.get("python") or task.agent == "command":
         return None  # nothing of it is imported here
@@ -81,7 +81,7 @@ def build_agent(
     interrupted: Interrupted | None = None,
 ) -> AgentLoop:
     """Return the task's agent loop; `positions` is the model's context, if it is known."""
-    if _loop_class(where, task) is not None:
+    if loop_class(where, task) is not None:
         return build_loop(where, task, sampling, engine=engine, reward=reward, decode=chat.decode)
     bridge = Bridge(chat, task.chat_template_kwargs)
     for turn, reason in bridge.proof.items():
@@ -141,7 +141,7 @@ def build_loop(
     where: str, task: TaskDataConfig, sampling: SamplingConfig, **parts: Any
 ) -> AgentLoop:
     """Return the agent loop of a task that names a class; `parts`: its engine, reward and decode."""
-    made: AgentLoop = _loop_class(where, task)(sampling=sampling, **parts, **task.agent_options)
+    made: AgentLoop = loop_class(where, task)(sampling=sampling, **parts, **task.agent_options)
     return made
 
 
@@ -154,7 +154,7 @@ async def try_agent(
     positions: int | None,
 ) -> list[CheckResult]:
     """Check the task's agent against a made-up policy (`check.py`)."""
-    if _loop_class(where, task) is not None:
+    if loop_class(where, task) is not None:
         raise UserError(
             f"{where}.agent: got {task.agent!r}, allowed: a function, tools, gym, command"
         )

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.agent.build import build_agent, check_agent
+from penstock.agent.build import build_agent, check_agent, loop_class
 from penstock.agent.function import FunctionAgent, Interrupted
 from penstock.config import Config, EvalConfig
 from penstock.data.context import context_length
 from penstock.disk import write_whole
 from penstock.engine.protocol import Generation, GenerationRequest
-from penstock.errors import EngineError, RewardError
+from penstock.errors import EngineError, RewardError, UserError
 from penstock.evaluation.agents import KeptCalls
 from penstock.job import serve_agents
 from penstock.journal import Journal
@@ -52,7 +52,7 @@ def scored_again(overrides: Sequence[str]) -> dict[str, str]:
     for word in overrides:
         table, _, rest = word.partition("=")[0].partition(".")
         name, _, key = rest.partition(".")
-        if table == "tasks" and key.startswith("agent"):
+        if table == "tasks" and (key == "agent" or key.startswith("agent_options")):
             found[name] = "agent"
         elif table == "tasks" and key.startswith("rewards"):
             found.setdefault(name, "rewards")
@@ -63,8 +63,14 @@ async def score_groups(
     config: Config, journal: Journal, groups: Iterable[Group], tasks: dict[str, str]
 ) -> NewScores:
     """Score the recorded rollouts of these tasks as the fork's config says."""
-    for name in tasks:
-        check_agent(f"tasks.{name}", config.tasks[name], config.task_sampling(name))
+    for name, how in tasks.items():
+        where, task = f"tasks.{name}", config.tasks[name]
+        check_agent(where, task, config.task_sampling(name))
+        if how == "agent" and loop_class(where, task) is not None:
+            raise UserError(
+                f"{where}.agent: got {task.agent!r} for a fork, allowed: an agent whose model calls are "
+                f"recorded (a function, tools, gym, command); {where}.rewards scores recorded answers"
+            )
     config = config.model_copy(update={"eval": EvalConfig()})
     found: NewScores = {}
     async with AsyncExitStack() as closing:
