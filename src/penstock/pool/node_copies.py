@@ -161,9 +161,13 @@ class NodeCopies:
         return held.pop() if self._sends_deltas and len(held) == 1 else None
 
     async def _tell_of_delta(self, sender: str, base: Identity | None) -> None:
-        if base is not None and not self._told:
-            self._told = True
+        if base is None or self._told:
+            return
+        with contextlib.suppress(
+            WorkerDied
+        ):  # the weights are there; the next sending finds it dead
             sent, whole = await self._ask(sender, "sent")
+            self._told = True
             self._callbacks.note(
                 f"weights: the first delta was {sent / 1e6:.3g} MB of {whole / 1e6:.3g} MB"
             )
