@@ -75,6 +75,10 @@ def make(job: str, ranks: Ranks) -> Consumer:
 
 def train(consumer: Consumer, step: int) -> dict[str, float]:
     batch = tricky_batch() if step == 1 else random_batch(step, seed=step)
+    if step == 2 and consumer.settings.mask_truncated:  # a step that trains nothing
+        for group in batch.groups:
+            for rollout in group.rollouts:
+                rollout.finish_reason = "length"
     share = tuple(rank_share(batch.groups, consumer.ranks))
     return consumer.train(dataclasses.replace(batch, step=step, groups=share)).metrics
 

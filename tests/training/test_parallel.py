@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from penstock.launch.processes.process_worker import ProcessWorker
-from penstock.training.ranks import Ranks, digest_over, rank_share
+from penstock.training.ranks import Axis, Ranks, digest_over, rank_share
+from penstock.training.sharding import Sharding
 from penstock.weights.model_weights import digest_of
 from stages import rank_program
 
@@ -27,6 +28,9 @@ class OneOfTwo(Ranks):
         self.given = values
         return values if self._partner is None else values + self._partner.given
 
+    def max(self, values: np.ndarray) -> np.ndarray:
+        return values
+
 
 def test_ranks_hash_a_share_each_and_agree_with_one() -> None:
     weights = [(f"layer.{n}", torch.randn(5, n + 1).bfloat16()) for n in range(7)]
@@ -36,6 +40,17 @@ def test_ranks_hash_a_share_each_and_agree_with_one() -> None:
     assert digest_over(second, weights) == digest_of(weights)
     hashed = [set(np.flatnonzero(one.given.any(axis=1))) for one in (first, second)]
     assert hashed == [{0, 2, 4, 6}, {1, 3, 5}]
+
+
+def test_the_norm_of_ranks_that_hold_no_gradient() -> None:
+    idle, trained = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    trained.grad = torch.tensor([3.0, 4.0])
+    first = Sharding(OneOfTwo(0))
+    assert first.gradient_norm({"w": idle}) is None
+    assert float(first.gradient_norm({"w": trained})) == 5
+    second = Sharding(OneOfTwo(1, first.ranks))
+    second.ranks.tensor = Axis(index=1, size=2)  # the first rank counts what is not cut
+    assert float(second.gradient_norm({"w": trained})) == 5
 
 
 async def run_two_ranks(folder: Path) -> None:

@@ -48,9 +48,8 @@ class Sharding:
         self.ranks = ranks
         self.stages = Stages()
         self.cuts: dict[str, Cut] = {}
-        self.summed: set[str] = (
-            set()
-        )  # uncut parameters, of whose gradient each tensor rank has a part
+        # uncut parameters, of whose gradient each tensor rank has a part
+        self.summed: set[str] = set()
 
     def part(self, name: str, tensor: Tensor) -> Part:
         """Return the part of a tensor of parameter `name` that this rank holds."""
@@ -107,8 +106,9 @@ class Sharding:
         named = {name: one.grad for name, one in parameters.items() if one.grad is not None}
         if self.ranks.world == 1:
             return nn.utils.get_total_norm(named.values()) if named else None
-        own = [local(grad) for name, grad in named.items() if self.is_counted(name)]
-        norms = torch._foreach_norm([part for part in own if part.numel()])
+        counted = (local(grad) for name, grad in named.items() if self.is_counted(name))
+        own = [part for part in counted if part.numel()]
+        norms = torch._foreach_norm(own) if own else ()
         squares = sum(float(norm.double().square()) for norm in norms)
         if not self.ranks.max_of(len(named)):
             return None
