@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,19 @@ def _make_model(kind: str, seed: int, dtype: torch.dtype, fields: dict[str, Any]
             if parameter.ndim > 1:
                 parameter.normal_(std=0.3)
     return model.to(dtype).eval()
+
+
+def exact_model(kind: str = "Qwen3", **fields: Any) -> Any:
+    """Make a tiny model whose norms keep all digits of float64: transformers' own round to float32."""
+    model = tiny_model(kind, **fields)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(_exact_norm, module)
+    return model
+
+
+def _exact_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def rollout(name: str, prompt_ids, length: int, generator, **fields: Any) -> Rollout:

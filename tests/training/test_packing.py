@@ -12,7 +12,15 @@ from penstock.training.model_check import check_model
 from penstock.training.pack import empty_pack, join_by_context, make_pack, split_by_tokens
 from penstock.training.packed_attention import fits_flash
 from penstock.training.policy import Policy
-from stages.training_data import VOCABULARY, from_disk, random_batch, tiny_model
+from penstock.types import VersionSegment
+from stages.training_data import (
+    VOCABULARY,
+    config_of,
+    consumer_of,
+    from_disk,
+    random_batch,
+    tiny_model,
+)
 
 CPU = torch.device("cpu")
 ARCHITECTURES = [
@@ -192,6 +200,18 @@ def test_a_model_that_mixes_packed_sequences_trains_them_one_by_one(tmp_path, ca
         metrics = consumer.train(batch).metrics
         assert metrics["ratio/max"] == pytest.approx(1.0, abs=1e-4)
         assert metrics["clip/fraction"] == 0.0
+
+
+def test_answers_of_one_token_do_not_share_the_pass_of_a_model_that_cannot_pack() -> None:
+    """A prompt and an answer of one token each: the second row adds nothing to the first one's cost."""
+    consumer = consumer_of(config_of())
+    consumer.policy.pack_sequences(False)
+    batch = random_batch(groups=1)
+    for rollout in batch.groups[0].rollouts:
+        rollout.prompt_ids = np.array([5], np.int32)
+        rollout.response_ids, rollout.logprobs = rollout.response_ids[:1], rollout.logprobs[:1]
+        rollout.loss_mask, rollout.segments = np.ones(1, bool), (VersionSegment(0, 1),)
+    assert consumer.train(batch).metrics["tokens/trained"] == 4
 
 
 @pytest.mark.parametrize("kind", ["Qwen3", "Gemma2"])

@@ -17,10 +17,10 @@ from penstock.training.ranks import Ranks
 from stages.training_data import (
     config_of,
     consumer_of,
+    exact_model,
     gradient_of,
     random_batch,
     relative_gap,
-    tiny_model,
 )
 
 
@@ -37,7 +37,7 @@ def ptx(coefficient: float, **fields):
 
 def test_the_loss_is_a_mix_of_policy_loss_and_cross_entropy() -> None:
     texts, batch = some_texts(), random_batch()
-    model = tiny_model()
+    model = exact_model()
     losses, num_tokens = 0, 0
     for text in texts[:3]:
         ids = torch.from_numpy(text.token_ids).long()
@@ -45,11 +45,12 @@ def test_the_loss_is_a_mix_of_policy_loss_and_cross_entropy() -> None:
         losses = losses - log_all.gather(-1, ids[1:, None]).sum()
         num_tokens += len(ids) - 1
     (losses / num_tokens).backward()
-    policy = gradient_of(config_of(), batch)
+    policy = gradient_of(config_of(), batch, model=exact_model())
     expected = {n: 0.75 * policy[n] + 0.25 * p.grad for n, p in model.named_parameters()}
     for tokens in (1, 10_000):
-        got = gradient_of(ptx(0.25, micro_batch_tokens=tokens), batch, texts=TextStream(texts))
-        assert relative_gap(got, expected) < 1e-6  # the model's norms are float32 inside
+        config, stream = ptx(0.25, micro_batch_tokens=tokens), TextStream(texts)
+        got = gradient_of(config, batch, model=exact_model(), texts=stream)
+        assert relative_gap(got, expected) < 1e-12
 
 
 def test_the_stream_goes_round_and_resumes(tmp_path) -> None:
@@ -109,10 +110,21 @@ def test_a_text_begins_as_the_tokenizer_begins_one(tmp_path, adds) -> None:
     assert text.predictors.tolist() == list(range(len(text.token_ids) - 1))
 
 
-@pytest.mark.parametrize("content", ["", '{"question": "x"}\n'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"question": "x"}\n',
+        b'{"text": "cut off',
+        b'["text"]',
+        b'{"messages": ["1+2=", "3"]}',
+        b'{"messages": [{"role": "user"}, {"role": "assistant"}]}',
+        b'{"text": "\xff"}',
+    ],
+)
 def test_a_stream_without_texts_is_refused(tmp_path, content) -> None:
     path = tmp_path / "texts.jsonl"
-    path.write_text(content)
+    path.write_bytes(content)
     template = ChatTemplate(load_tokenizer("demo"))
     with pytest.raises(UserError, match=r"train\.ptx\.data"):
         read_texts(PtxConfig(coefficient=0.1, data=str(path)), template)

@@ -337,8 +337,12 @@ class Consumer:
             result_N[torch.from_numpy(pack.token_N).to(result_N.device)] = logprobs_N
 
         packs = self._packs(flat, np.arange(len(flat.rollouts)))
-        run_passes(policy, packs, self._counted(inputs.sampled_for), keep, check=self._check_stop)
-        policy.release()
+        try:
+            run_passes(
+                policy, packs, self._counted(inputs.sampled_for), keep, check=self._check_stop
+            )
+        finally:
+            policy.release()
         return result_N
 
     def _advantages(self, batch: Batch, flat: FlatBatch, inputs: TokenInputs) -> np.ndarray:
@@ -512,11 +516,13 @@ class Consumer:
     ) -> Iterator[Pack]:
         """Yield packs of the rows in `units`, and empty packs up to the largest rank's count.
 
-        No unit is split. Units of one context (a group's prompt) share a pack where they fit. A sharded forward pass needs all ranks, so every rank makes as many passes.
+        No unit is split. Units of one context (a group's prompt) share a pack where they fit. A
+        sharded forward pass needs all ranks, so every rank makes the same number of passes.
         """
-        device = self.policy.device
-        units, lengths = join_by_context(units, token_ids, predictors, self._token_budget)
-        bins = split_by_tokens(lengths, self._token_budget)
+        device, budget = self.policy.device, self._token_budget
+        joined = budget if self._can_pack else 0
+        units, lengths = join_by_context(units, token_ids, predictors, joined)
+        bins = split_by_tokens(lengths, budget)
         missing = int(self.ranks.max_of(len(bins))) - len(bins)
         packs = (
             make_pack(

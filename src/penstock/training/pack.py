@@ -47,7 +47,7 @@ def join_by_context(
     predictors: Sequence[np.ndarray],
     budget: int,
 ) -> tuple[list[list[int]], list[int]]:
-    """Join units (rows that stay together) of one context, up to `budget` tokens.
+    """Join units (rows that stay together) of one context, up to `budget` tokens; 0 joins none.
 
     Return the joined units and the tokens of each; a context is counted once in a unit. The first row
     of a unit says to which context the unit belongs.

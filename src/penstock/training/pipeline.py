@@ -147,17 +147,15 @@ class _Schedule:
     def _hand_out_scores(self) -> None:
         """Send the log-probs of the last stage to the others, which finish the packs with them too."""
         stages, counts = self.policy.sharding.stages, [len(pack.target_N) for pack in self.packs]
-        if not sum(counts):
-            table_2N = torch.zeros(2, 0, dtype=stages.exact_dtype)
-        else:
-            device = self.packs[0].input_ids_T.device
-            table_2N = torch.empty(2, sum(counts), dtype=stages.exact_dtype, device=device)
-            if stages.is_last:
-                for row, one in enumerate(zip(*self.scores.values(), strict=True)):
-                    table_2N[row] = torch.cat(one)
+        device = self.packs[0].input_ids_T.device
+        table_2N = torch.empty(2, sum(counts), dtype=stages.exact_dtype, device=device)
+        if stages.is_last:
+            for row, one in enumerate(zip(*self.scores.values(), strict=True)):
+                table_2N[row] = torch.cat(one)
+        if sum(counts):
             dist.broadcast(table_2N, group=self.axis.group, group_src=self.axis.size - 1)
         if stages.is_last:
             return
         with torch.no_grad():
             for pack, part_2N in zip(self.packs, table_2N.split(counts, 1), strict=True):
-                self.finish(pack, part_2N[0].to(pack.input_ids_T.device), part_2N[1])
+                self.finish(pack, *part_2N)

@@ -61,10 +61,10 @@ def read_texts(config: PtxConfig, template: ChatTemplate) -> list[Text]:
     if not path.is_file():
         raise UserError(f"train.ptx.data: got {config.data!r}, allowed: a JSONL file that exists")
     texts = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                text = _encode(json.loads(line), template, f"{config.data}:{number}")
+                text = _encode(line, template, f"{config.data}:{number}")
                 cut = text.token_ids[: config.max_tokens]
                 predictors = text.predictors[text.predictors < len(cut) - 1]
                 if len(predictors):
@@ -76,19 +76,37 @@ def read_texts(config: PtxConfig, template: ChatTemplate) -> list[Text]:
     return texts
 
 
-def _encode(record: dict[str, Any], template: ChatTemplate, where: str) -> Text:
+def _encode(line: str, template: ChatTemplate, where: str) -> Text:
+    record = _read_line(line, where)
     end = np.array(template.eos_ids[:1], dtype=np.int32)
+    messages = record.get("messages")
     if isinstance(record.get("text"), str):
         start = template.begin
         learned = template.encode_text(record["text"])
-    elif isinstance(record.get("messages"), list) and len(record["messages"]) > 1:
-        start = template.encode(record["messages"][:-1])
-        learned = template.encode_text(str(record["messages"][-1]["content"]))
+    elif isinstance(messages, list) and len(messages) > 1 and all(map(_is_message, messages)):
+        start = template.encode(messages[:-1])
+        learned = template.encode_text(str(messages[-1]["content"]))
     else:
         raise UserError(
-            f"train.ptx.data: {where} got fields {sorted(record)}, allowed: `text`, "
-            "or `messages` with at least two entries"
+            f"train.ptx.data: {where} got fields {sorted(record)}, allowed: `text`, or `messages` "
+            "with at least two entries, each with `role` and `content`"
         )
     token_ids = np.concatenate([start, learned, end])
     first = max(len(start) - 1, 0)
     return Text(token_ids, np.arange(first, len(token_ids) - 1))
+
+
+def _read_line(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.encode("utf-8", "surrogateescape"))  # bytes that are no text too
+    except ValueError as error:
+        raise UserError(f"train.ptx.data: {where} is no JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise UserError(
+            f"train.ptx.data: {where} got {type(record).__name__}, allowed: a JSON object"
+        )
+    return record
+
+
+def _is_message(entry: Any) -> bool:
+    return isinstance(entry, dict) and "role" in entry and "content" in entry
