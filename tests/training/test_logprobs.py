@@ -1,6 +1,8 @@
 """Chunked log-probs and entropies equal those from full logits, and need far less memory."""
 
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.training import logprobs
-from penstock.training.logprobs import LogitRule, token_logprobs
+from penstock.training.logprobs import LogitRule, VocabularySlice, token_logprobs
 from penstock.training.policy import Policy
+from penstock.training.ranks import Axis
 from stages.training_data import tiny_model
 
 
@@ -60,6 +63,56 @@ def test_equal_to_full_logits(monkeypatch, kept, chunk, bias, rule, bans) -> Non
     expected_grads = torch.autograd.grad((expected * factors).sum(), leaves)
     for own, other in zip(got_grads, expected_grads, strict=True):
         torch.testing.assert_close(own, other)
+
+
+class Meeting:
+    """Two ranks as two threads: what each gives is summed, or its maximum taken, when both have come."""
+
+    def __init__(self, monkeypatch) -> None:
+        self._given: list[torch.Tensor] = [torch.zeros(0)] * 2
+        self._all = threading.Barrier(2, timeout=20)
+        monkeypatch.setattr(logprobs, "all_sum", lambda given, axis: self._join(given, axis).sum(0))
+        monkeypatch.setattr(
+            logprobs, "all_max", lambda given, axis: self._join(given, axis).amax(0)
+        )
+
+    def _join(self, given, axis) -> torch.Tensor:
+        self._given[axis.index] = given
+        self._all.wait()
+        joined = torch.stack(self._given)
+        self._all.wait()
+        return joined
+
+    def run(self, of_rank) -> list:
+        with ThreadPoolExecutor(2) as pool:
+            return [one.result() for one in [pool.submit(of_rank, rank) for rank in range(2)]]
+
+
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.3), LogitRule(softcap=2.0)])
+@pytest.mark.parametrize("bans", [False, True])
+def test_slices_of_the_vocabulary_give_what_the_whole_gives(monkeypatch, rule, bans) -> None:
+    """Slices of 6 and 5 columns: by its own size the second rank would make larger chunks."""
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS_CPU", 30)
+    hidden, weight, bias, targets, temperatures = case(True)
+    banned = (torch.arange(13) % 3 == 0, [4, 9, 10]) if bans else None
+    if bans:
+        targets = torch.where(torch.isin(targets, torch.tensor([4, 9, 10])), 3, targets)
+    expected, entropies = full_logprobs(hidden, weight, bias, targets, temperatures, rule, banned)
+    factors = torch.randn(13, dtype=torch.float64)
+    grads = torch.autograd.grad((expected * factors).sum(), [hidden, weight, bias])
+
+    def of_rank(rank):
+        part = slice(6 * rank, 6 * rank + 6)
+        leaves = [
+            one.detach().clone().requires_grad_() for one in (hidden, weight[part], bias[part])
+        ]
+        share = VocabularySlice(first=6 * rank, largest=6, axis=Axis(rank, 2))
+        got = token_logprobs(*leaves, targets, temperatures, rule, banned=banned, share=share)
+        return part, got, torch.autograd.grad((got[0] * factors).sum(), leaves)
+
+    for part, got, own in Meeting(monkeypatch).run(of_rank):
+        torch.testing.assert_close(got, (expected, entropies))
+        torch.testing.assert_close(own, (grads[0], grads[1][part], grads[2][part]))
 
 
 def test_the_form_for_a_gpu_is_the_same() -> None:

@@ -1,10 +1,11 @@
 """Log-probs and entropies of chosen tokens from hidden states, without holding all logits.
 
-The vocabulary is the largest axis of a language model, so the output head runs over chunks of tokens. The
-gradient of a token's log-prob with respect to its logits needs nothing that comes later: the forward pass
-computes it beside the log-probs, and keeps it if it fits; the backward pass only has to scale the hidden states
-and the result of its two matrix products. Otherwise each chunk's logits are computed again in backward. On a GPU the
-arithmetic around the products is compiled. Entropies are for metrics and carry no gradient.
+The vocabulary is the largest axis of a language model, so the output head runs over chunks of tokens.
+The gradient of a token's log-prob with respect to its logits needs nothing that comes later: the forward
+pass computes it beside the log-probs and keeps it if it fits; the backward pass only scales the hidden
+states and the result of its two matrix products. Otherwise each chunk's logits are computed again in
+backward. On a GPU the arithmetic around the products is compiled. If each tensor rank has a slice of the
+vocabulary, no rank holds a whole row of logits: maxima and sums are taken over the ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+from penstock.training.collectives import all_max, all_sum
+from penstock.training.ranks import Axis
 
 KEEP_ELEMENTS_CPU = 1 << 27  # gradients of logits up to this many are kept for the backward pass
 KEEP_SHARE_GPU = 0.04  # of the device's memory
@@ -49,6 +53,15 @@ class LogitRule:
 PLAIN_LOGITS = LogitRule()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularySlice:
+    """This rank's slice of the head, where the ranks of an axis have one each."""
+
+    first: int  # id of its first token
+    largest: int  # rows of the largest slice; all ranks must agree on the chunks
+    axis: Axis
+
+
 def token_logprobs(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -58,35 +71,40 @@ def token_logprobs(
     rule: LogitRule = PLAIN_LOGITS,
     chunk_tokens: int | None = None,
     banned: tuple[Tensor, Sequence[int]] | None = None,
+    share: VocabularySlice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (log-prob of each target, entropy of each distribution) at the tokens' temperatures.
 
-    `banned` holds a flag for each token, and ids that have no probability where the flag is set.
+    `banned` holds a flag for each token, and ids that have no probability where the flag is set. With
+    a `share`, `weight_VD` and `bias_V` are this rank's slice, and hidden states are equal on all ranks.
+    Entropies are for metrics and carry no gradient.
     """
+    first, largest = (0, len(weight_VD)) if share is None else (share.first, share.largest)
     if chunk_tokens is None:
         budget = CHUNK_ELEMENTS_GPU if hidden_ND.is_cuda else CHUNK_ELEMENTS_CPU
-        chunk_tokens = max(1, budget // weight_VD.shape[0])
+        chunk_tokens = max(1, budget // largest)
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
         hidden_ND,
         weight_VD,
         bias_V,
-        targets_N,
+        targets_N - first if first else targets_N,
         temperatures_N,
         rule,
         chunk_tokens,
-        _banned_columns(banned, weight_VD),
+        _banned_columns(banned, weight_VD, first),
+        None if share is None else share.axis,
     )
     return result
 
 
 def _banned_columns(
-    banned: tuple[Tensor, Sequence[int]] | None, weight_VD: Tensor
+    banned: tuple[Tensor, Sequence[int]] | None, weight_VD: Tensor, first: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the flags of the tokens, and of the columns of the vocabulary."""
+    """Return the flags of the tokens, and of the columns of the vocabulary (of this rank's slice)."""
     if banned is None:
         return None
-    columns_V = torch.zeros(weight_VD.shape[0], dtype=torch.bool, device=weight_VD.device)
-    columns_V[list(banned[1])] = True
+    columns_V = torch.zeros(len(weight_VD), dtype=torch.bool, device=weight_VD.device)
+    columns_V[[one - first for one in banned[1] if 0 <= one - first < len(weight_VD)]] = True
     return banned[0], columns_V
 
 
@@ -104,13 +122,14 @@ class _TokenLogprobs(torch.autograd.Function):
         rule: LogitRule,
         chunk_tokens: int,
         banned: tuple[Tensor, Tensor] | None,
+        axis: Axis | None,
     ) -> tuple[Tensor, Tensor]:
         count, vocabulary = len(hidden_ND), weight_VD.shape[0]
         exact = torch.promote_types(hidden_ND.dtype, torch.float32)
         logprobs_N = torch.empty(count, dtype=exact, device=hidden_ND.device)
         entropies_N = torch.empty_like(logprobs_N)
-        keep = any(ctx.needs_input_grad[:3]) and _fits(hidden_ND, vocabulary)
-        chunk_logprobs = _compiled(_chunk_logprobs, _is_worth_it(hidden_ND, vocabulary))
+        keep = any(ctx.needs_input_grad[:3]) and axis is None and _fits(hidden_ND, vocabulary)
+        chunk_logprobs = _chunk_function(hidden_ND, vocabulary, axis)
         kept: list[Tensor] = []
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -123,11 +142,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 rule.softcap,
                 _part(banned, part),
                 keep,
+                axis,
             )
             if gradient_CV is not None:
                 kept.append(gradient_CV)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, *kept)
-        ctx.rule, ctx.chunk_tokens, ctx.banned = rule, chunk_tokens, banned
+        ctx.rule, ctx.chunk_tokens, ctx.banned, ctx.axis = rule, chunk_tokens, banned, axis
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
@@ -139,7 +159,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight_VD: Tensor | None = None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         count, chunk = len(hidden_ND), ctx.chunk_tokens
-        chunk_logprobs = _compiled(_chunk_logprobs, _is_worth_it(hidden_ND, len(weight_VD)))
+        chunk_logprobs = _chunk_function(hidden_ND, len(weight_VD), ctx.axis)
         for index, start in enumerate(range(0, count, chunk)):
             part = slice(start, start + chunk)
             factor_C1 = factor_N[part, None]
@@ -154,6 +174,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     ctx.rule.softcap,
                     _part(ctx.banned, part),
                     True,
+                    ctx.axis,
                 )
             grad_hidden_ND[part] = (gradient_CV @ weight_VD) * factor_C1
             if grad_bias_V is not None:
@@ -167,7 +188,9 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_weight_VD is None:  # no tokens: sharded ranks still reduce a gradient
                 grad_weight_VD = torch.zeros_like(weight_VD)
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, grad_bias_V, None, None, None, None, None
+        if ctx.axis is not None:
+            grad_hidden_ND = all_sum(grad_hidden_ND, ctx.axis)
+        return grad_hidden_ND, grad_weight_VD, grad_bias_V, *(None,) * 6
 
 
 def warm_up(
@@ -195,9 +218,12 @@ def warm_up(
     logprobs_N.sum().backward()
 
 
-def _is_worth_it(hidden_ND: Tensor, vocabulary: int) -> bool:
-    """Return whether to compile the arithmetic for so many logits."""
-    return hidden_ND.is_cuda and len(hidden_ND) * vocabulary > COMPILE_ELEMENTS
+def _chunk_function(
+    hidden_ND: Tensor, vocabulary: int, axis: Axis | None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+    """Return `_chunk_logprobs`, compiled if that is worth it for so many logits and no rank is asked."""
+    many = hidden_ND.is_cuda and len(hidden_ND) * vocabulary > COMPILE_ELEMENTS
+    return _compiled(_chunk_logprobs, many and axis is None)
 
 
 def _fits(hidden_ND: Tensor, vocabulary: int) -> bool:
@@ -221,8 +247,9 @@ def _chunk_logprobs(
     softcap: float | None,
     banned: tuple[Tensor, Tensor] | None,
     gradient: bool,
+    axis: Axis | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (log-probs, entropies, gradient or None) of one chunk.
+    """Return (log-probs, entropies, gradient or None) of one chunk; with an axis, over its ranks.
 
     The gradient is that of each token's log-prob with respect to its logits, before the factors of
     temperature and scale: one at the target, minus the probabilities.
@@ -237,18 +264,31 @@ def _chunk_logprobs(
         logits_CV = capped_CV / temperatures_C[:, None]
     if banned is not None:
         logits_CV = logits_CV.masked_fill(banned[0][:, None] & banned[1][None, :], NO_CHANCE)
-    shifted_CV = logits_CV - logits_CV.amax(-1, keepdim=True)
+    peak_C1 = logits_CV.amax(-1, keepdim=True)
+    shifted_CV = logits_CV - (peak_C1 if axis is None else all_max(peak_C1, axis))
     weight_CV = shifted_CV.exp()  # the costliest operation on a CPU: once per logit
-    total_C = weight_CV.sum(-1)
+    total_C, weighted_C = weight_CV.sum(-1), _row_products(weight_CV, shifted_CV)
+    if axis is None:
+        target_C = shifted_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+    else:
+        target_C = _own_targets(shifted_CV, targets_C)
+        total_C, weighted_C, target_C = all_sum(torch.stack([total_C, weighted_C, target_C]), axis)
     log_total_C = total_C.log()
-    logprob_C = shifted_CV.gather(-1, targets_C[:, None]).squeeze(-1) - log_total_C
-    entropy_C = log_total_C - _row_products(weight_CV, shifted_CV) / total_C
+    logprob_C, entropy_C = target_C - log_total_C, log_total_C - weighted_C / total_C
     if not gradient:
         return logprob_C, entropy_C, None
-    gradient_CV = _minus_probabilities(weight_CV, total_C, targets_C, fused=raw_CV.is_cuda)
+    fused = raw_CV.is_cuda or axis is not None  # targets of other ranks have no column
+    gradient_CV = _minus_probabilities(weight_CV, total_C, targets_C, fused=fused)
     if softcap is not None:
         gradient_CV = gradient_CV * (1 - (capped_CV / softcap).square())
     return logprob_C, entropy_C, gradient_CV.to(raw_CV.dtype)
+
+
+def _own_targets(values_CV: Tensor, targets_C: Tensor) -> Tensor:
+    """Return the values at the targets in this rank's slice; 0 for the targets of other ranks."""
+    own_C = (targets_C >= 0) & (targets_C < values_CV.shape[1])
+    found_C1 = values_CV.gather(-1, targets_C.masked_fill(~own_C, 0)[:, None])
+    return found_C1.squeeze(-1).masked_fill(~own_C, 0)
 
 
 def _row_products(left_CV: Tensor, right_CV: Tensor) -> Tensor:

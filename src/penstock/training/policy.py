@@ -26,14 +26,13 @@ from penstock.models.parallel_plan import check_stages, tensor_plan
 from penstock.training import packed_attention
 from penstock.training.context_parallel import share_pack
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
-from penstock.training.logprobs import LogitRule, token_logprobs, warm_up
+from penstock.training.logprobs import LogitRule, VocabularySlice, token_logprobs, warm_up
 from penstock.training.pack import Pack, empty_pack
 from penstock.training.pipeline import run_passes
 from penstock.training.ranks import Ranks
-from penstock.training.sharding import Cut, Sharding, split_modules, split_over_data
+from penstock.training.sharding import Sharding, split_modules, split_over_data
 from penstock.training.stages import take_stage
 from penstock.training.tensor_parallel import cut_model
-from penstock.training.vocabulary import sliced_logprobs
 
 ADAPTER = "default"
 
@@ -51,7 +50,7 @@ class Policy(nn.Module):
         self.model = model
         self.merge_seed: int | None = None  # of the dither under merged adapters; None: no dither
         self.sharding = Sharding(Ranks())
-        self.head_cut: Cut | None = None  # this rank's slice of the vocabulary; None: all of it
+        self.head_share: VocabularySlice | None = None  # None: all of the vocabulary
         self._delays_gradients = False  # until the end of an update
         self.rule = LogitRule.from_config(model.config.get_text_config())
         self.end_ids = end_ids(model)
@@ -130,12 +129,8 @@ class Policy(nn.Module):
         hidden_ND = output.last_hidden_state[0].index_select(0, pack.predictor_N)
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        score = token_logprobs
-        if self.head_cut is not None:
-            axis = self.sharding.ranks.tensor
-            score = functools.partial(sliced_logprobs, cut=self.head_cut, axis=axis)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            return score(
+            return token_logprobs(
                 hidden_ND,
                 head.weight,
                 bias,
@@ -143,6 +138,7 @@ class Policy(nn.Module):
                 temperatures_N,
                 self.rule,
                 banned=None if early_N is None else (early_N, self.end_ids),
+                share=self.head_share,
             )
 
     def warm_up(self, *, bans_ends: bool) -> None:
@@ -196,7 +192,9 @@ class Policy(nn.Module):
         self.sharding = Sharding(ranks)
         if ranks.tensor.size > 1:
             plan = tensor_plan(self.model.config, ranks.tensor.size, path)
-            self.head_cut = cut_model(self.model, self.body, plan, self.sharding)
+            cut = cut_model(self.model, self.body, plan, self.sharding)
+            largest = -(-cut.total // ranks.tensor.size)
+            self.head_share = VocabularySlice(first=cut.first, largest=largest, axis=ranks.tensor)
         if ranks.pipeline.size > 1:
             check_stages(self.model.config, ranks.pipeline.size, path)
             shape = self.sharding.whole_shape

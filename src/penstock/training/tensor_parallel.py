@@ -2,7 +2,7 @@
 
 Follows the plan that transformers has for the architecture. A `colwise` layer has a slice of the outputs,
 a `rowwise` layer a slice of the inputs and a partial sum of the outputs; between the two no rank needs
-another. The embedding and the head are cut by the vocabulary (`vocabulary.py` scores tokens with a
+another. The embedding and the head are cut by the vocabulary (`logprobs.py` scores tokens with a
 slice of it). Layers keep their classes and names; hooks around them talk to the other ranks.
 """
 
