@@ -158,14 +158,31 @@ def test_every_job_in_every_layout(tmp_path, warm_workers, world, axes) -> None:
             assert torch.equal(several["published"][name], tensor), name
         for name, master in several["masters"].items():
             assert torch.equal(master, one["masters"][name]), name
-        for name, tensor in one["after"].items():  # two steps of the grid, or of Adam (lr 1e-4)
-            torch.testing.assert_close(several["after"][name], tensor, rtol=2**-6, atol=3e-4)
+        assert_same_moves(one, several)
+
+
+def assert_same_moves(one: dict, several: dict) -> None:
+    """Compare the weights after one update: those that moved have moved to the same bits, but for a few.
+
+    Partial sums in half precision move a weight only where a master is near a border of the grid, or a
+    gradient is zero but for rounding: Adam makes a step of lr (1e-4) of it, in either direction. So no
+    weight differs by more than two such steps and one step of the grid.
+    """
+    parts = ((one, "published"), (one, "after"), (several, "after"))
+    before, own, other = (
+        torch.cat([run[part][name].flatten() for name in one[part]]) for run, part in parts
+    )
+    torch.testing.assert_close(other, own, rtol=2**-7, atol=3e-4)
+    moved = (own != before) | (other != before)
+    assert moved.sum() > 1000
+    assert (own == other)[moved].double().mean() > 0.95  # 0.97 or more in every layout
 
 
 def test_dithered_masters_are_the_same_in_every_layout(folder) -> None:
     one, two = (torch.load(folder / f"start-full-{layout}.pt") for layout in ("1", "2-tensor2"))
     for part in ("masters", "published"):
         assert all(torch.equal(one[part][name], two[part][name]) for name in one[part]), part
+    assert_same_moves(one, two)
 
 
 def shared_row() -> tuple[PackLayout, int]:
