@@ -1,7 +1,8 @@
 """`penstock check`: rehearse a run on three prompts, and estimate what the whole run will take.
 
-Loads the data, renders the first prompts of the run as the model gets them, samples and scores a group for each,
-and trains on them; then measures as much of a step as a few seconds allow. The updates are thrown away. Writes nothing outside a temporary folder.
+Loads the data, renders the first prompts of the run as the model gets them, samples and scores a group
+for each, and trains on them; then measures as much of a step as a few seconds allow. The updates are
+thrown away. Writes nothing outside a temporary folder.
 """
 
 from __future__ import annotations
@@ -50,17 +51,13 @@ class Rehearsal:
 
     config: Config
     total_steps: int
-    prompts: dict[str, str] = field(
-        default_factory=dict
-    )  # group id -> the prompt as the model gets it
+    # group id -> the prompt as the model gets it
+    prompts: dict[str, str] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)  # of these prompts
     measured: list[Group] = field(default_factory=list)  # as many groups of a step as time allows
-    lengths: dict[str, str] = field(
-        default_factory=dict
-    )  # task -> lengths of its prompts, in words
-    cut: dict[str, int] = field(
-        default_factory=dict
-    )  # task -> most tokens of a response here, where that is less than in the run
+    lengths: dict[str, str] = field(default_factory=dict)  # task -> of its prompts, in words
+    # task -> most tokens of a response here, where that is less than in the run
+    cut: dict[str, int] = field(default_factory=dict)
     sampling_s: float = 0.0
     training_s: float | None = None  # None: not measured
     metrics: dict[str, float] = field(default_factory=dict)  # of the update

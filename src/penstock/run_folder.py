@@ -310,9 +310,8 @@ def create(
     path = parent / (name or _automatic_name(config))
     for number in itertools.count(2):
         try:
-            path.mkdir(
-                mode=0o700
-            )  # prompts and answers are its owner's; exclusive: if two runs start with one name, one is refused
+            # for its owner alone, and exclusive: of two runs that start with one name, one is refused
+            path.mkdir(mode=0o700)
             break
         except FileExistsError:
             if name:

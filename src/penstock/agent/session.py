@@ -91,9 +91,8 @@ class Session:
         self.tree = CallTree(list(calls))
         self.limits = limits
         self.refused = ""  # why a call was refused: its length or its number
-        self.aborted = (
-            False  # an engine was told to end a call: the rollout is interrupted, not failed
-        )
+        # an engine was told to end a call: the rollout is interrupted, not failed
+        self.aborted = False
         self.fault: EnginesLost | None = None  # it ends the run, whatever the agent made of it
         self.earned = 0.0  # the rewards of turns so far
         self.earned_before: dict[int, float] = {}  # by call, where it is not 0

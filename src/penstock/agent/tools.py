@@ -100,9 +100,7 @@ def schemas_of(where: str, functions: Sequence[Callable[..., Any]]) -> list[dict
         raise UserError(f"{where}: got no tool, allowed: at least one public method")
     try:
         return [get_json_schema(_as_shown(function)) for function in functions]
-    except (
-        Exception
-    ) as error:  # transformers raises several kinds for a docstring that it cannot read
+    except Exception as error:  # transformers raises several kinds for a docstring it cannot read
         raise UserError(
             f"{where}: got {error}, allowed: functions with types and a docstring that names every argument"
         ) from error

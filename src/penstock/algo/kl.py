@@ -1,9 +1,9 @@
 """Estimators of the KL divergence from the log-probs of sampled tokens.
 
-k1 is unbiased but may be negative, k3 is unbiased and never negative. Their gradients as terms of the loss
-differ: that of k1 is zero in the mean, that of k2 is the gradient of KL(policy || reference) where the policy
-sampled the tokens, that of k3 is the gradient of KL(reference || policy). k3 times the ratio policy / sampler
-(`k3_weighted`) has the gradient of KL(policy || reference), whoever sampled.
+k1 is unbiased but may be negative, k3 is unbiased and never negative. Their gradients as terms of the
+loss differ: that of k1 is zero in the mean, that of k2 is the gradient of KL(policy || reference) where
+the policy sampled the tokens, that of k3 is the gradient of KL(reference || policy). k3 times the ratio
+policy / sampler (`k3_weighted`) has the gradient of KL(policy || reference), whoever sampled.
 """
 
 from __future__ import annotations

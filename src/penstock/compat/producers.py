@@ -1,8 +1,8 @@
 """`BaseProducer` and `SimpleProducer`: generate and score from plain Python, here or as a Ray actor.
 
 For users who drive producers themselves, e.g. with `ray.remote(SimpleProducer)`: a thin layer over the
-engine, agent loop, reward and dataset of a run. Methods block; an event loop on a thread serves them. A run
-needs none of this: its producing side is `produce/`, with staleness, journal and retries.
+engine, agent loop, reward and dataset of a run. Methods block; an event loop on a thread serves them. A
+run needs none of this: its producing side is `produce/`, with staleness, journal and retries.
 """
 
 from __future__ import annotations

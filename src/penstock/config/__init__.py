@@ -1,8 +1,8 @@
 """The settings of a run: one typed tree, read from a TOML file and `key=value` overrides.
 
-`tree.py` and `producing.py` declare every key, `source.py` reads files and overrides, `changes.py` decides which keys a
-resumed run may change. A new key goes into its table and is read where it acts. Nothing here builds a
-part or imports torch.
+`tree.py` and `producing.py` declare every key, `source.py` reads files and overrides, `changes.py`
+decides which keys a resumed run may change. A new key goes into its table and is read where it acts.
+Nothing here builds a part or imports torch.
 """
 
 from __future__ import annotations

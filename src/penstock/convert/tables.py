@@ -1,7 +1,7 @@
 """What each word of another system means here.
 
-`WORDS[system]` maps a word to a `Rule`; `DEFAULTS[system]` lists defaults of theirs that differ from ours and
-so must be written down. A rule without a key has no counterpart; its note says why.
+`WORDS[system]` maps a word to a `Rule`; `DEFAULTS[system]` lists defaults of theirs that differ from
+ours and so must be written down. A rule without a key has no counterpart; its note says why.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Reads the settings of a command line (a shell script) or of a YAML, JSON or Python file as words and values.
 
-Words lose their leading dashes, and dashes inside them become underscores: `--top-p 0.9`, `top_p: 0.9` and
-`top_p=0.9` are one word. Nothing is executed: a shell variable is replaced if the script assigns it plainly.
+Words lose their leading dashes, and dashes inside them become underscores: `--top-p 0.9`, `top_p: 0.9`
+and `top_p=0.9` are one word. Nothing is executed: a shell variable is replaced if the script assigns it
+plainly.
 """
 
 from __future__ import annotations

@@ -40,9 +40,8 @@ class Evaluations:
     log: Callable[[int, dict[str, float]], None]
     set_aside: SetAside | None = None  # reserves an engine that keeps its weights
     _running: asyncio.Task[None] | None = None
-    _pinned: asyncio.Event | None = (
-        None  # set when newer weights cannot disturb the newest evaluation
-    )
+    # set when newer weights cannot disturb the newest evaluation
+    _pinned: asyncio.Event | None = None
 
     def begin(
         self,

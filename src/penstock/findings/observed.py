@@ -1,6 +1,7 @@
 """What the rules look at: the config, the metrics of every step, the newest batch, and facts of the start.
 
-Plain values: the driver makes an `Observed` after every step, `read_observed` makes the same from a run folder.
+Plain values: the driver makes an `Observed` after every step, `read_observed` makes the same from a run
+folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`penstock compare A B`: the same prompts answered by two runs: which run is better, by how much, how surely.
 
-Pairs the problems of the newest evaluations; where the runs have no evaluation in common, the newest trained group of
-each prompt. The interval is that of the mean difference over pairs, which leaves out how hard the prompts are.
+Pairs the problems of the newest evaluations; where the runs have no evaluation in common, the newest
+trained group of each prompt. The interval is that of the mean difference over pairs, which leaves out
+how hard the prompts are.
 """
 
 from __future__ import annotations
@@ -53,9 +54,8 @@ class Comparison:
     high: float
     first_wins: int
     second_wins: int
-    examples: list[tuple[Answered, Answered]] = field(
-        default_factory=list
-    )  # the largest differences
+    # the largest differences
+    examples: list[tuple[Answered, Answered]] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -175,7 +175,8 @@ def _pair(
 def interval(gaps: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the mean of paired differences.
 
-    One pair that differs by one, each way, is added to the spread, so that equal answers to a few prompts are no proof.
+    One pair that differs by one, each way, is added to the spread, so that equal answers to a few
+    prompts are no proof.
     """
     size, mean = len(gaps), sum(gaps) / len(gaps)
     spread = (sum((gap - mean) ** 2 for gap in gaps) + 2.0) / size

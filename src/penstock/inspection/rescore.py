@@ -1,8 +1,8 @@
 """Other rewards for a fork: scores recorded rollouts again, without sampling.
 
-A task whose `rewards` the fork's settings name is scored by them. A task whose `agent` they name is played
-again by it: its requests are answered from the recorded tree of calls, its tools from the recorded
-results. The scores are written to a file of the fork before it trains.
+A task whose `rewards` the fork's settings name is scored by them. A task whose `agent` they name is
+played again by it: its requests are answered from the recorded tree of calls, its tools from the
+recorded results. The scores are written to a file of the fork before it trains.
 """
 
 from __future__ import annotations

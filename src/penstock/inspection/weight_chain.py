@@ -19,9 +19,8 @@ def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
     faults = [
         f"weights {version}: an engine confirmed digest {digest}, the trainer published "
         f"{_words(published.get(version))}"
-        for version, digests in sorted(
-            confirmed.items()
-        )  # a restarted trainer publishes what it redid
+        # a restarted trainer publishes what it redid
+        for version, digests in sorted(confirmed.items())
         for digest in sorted(digests - published.get(version, set()) - redone.get(version, set()))
     ]
     if not recorded:

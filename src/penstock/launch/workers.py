@@ -33,12 +33,10 @@ class Workers:
     description: str  # the place of every worker, in one line
     callbacks: SupervisionCallbacks  # the open waits, and where notes to the user go
     supervised: dict[str, Supervised] = field(default_factory=dict)  # by worker name
-    scale: Callable[[int], Awaitable[str]] | None = (
-        None  # changes the number of engines; returns what was done
-    )
-    start_agent: StartAgent | None = (
-        None  # starts the actors of a task's agent loop; only Ray has it
-    )
+    # changes the number of engines; returns what was done
+    scale: Callable[[int], Awaitable[str]] | None = None
+    # starts the actors of a task's agent loop; only Ray has it
+    start_agent: StartAgent | None = None
     set_aside: SetAside | None = None  # lends out an engine, which keeps its weights meanwhile
 
     @property

@@ -1,8 +1,8 @@
 """RMS norms as one operation, for engine and trainer.
 
-transformers writes an RMS norm as eight operations, and rounds twice in half precision; torch's `rms_norm` is
-one kernel forward and one backward on a GPU, and rounds once. Engine and trainer use the same, so that
-their log-probs agree.
+transformers writes an RMS norm as eight operations, and rounds twice in half precision; torch's
+`rms_norm` is one kernel forward and one backward on a GPU, and rounds once. Engine and trainer use the
+same, so that their log-probs agree.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The trainer as the loop sees it: one or several rank workers that are restarted when they die.
 
 `RankGroup` presents several rank workers as one worker: each rank gets its share of a batch's
-groups (ranks of one copy of the model get the same share), and the end of one rank ends all of them. `RestartingTrainer` repeats a call after a
-restart; `Supervised.prepare` (newest checkpoint, then redo from the journal) has brought the new
-worker to the state of the old one.
+groups (ranks of one copy of the model get the same share), and the end of one rank ends all of them.
+`RestartingTrainer` repeats a call after a restart; `Supervised.prepare` (newest checkpoint, then redo
+from the journal) has brought the new worker to the state of the old one.
 """
 
 from __future__ import annotations

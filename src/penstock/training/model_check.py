@@ -1,10 +1,10 @@
 """The check of a model at the start of a run: the trainer's log-probs must be the model's own.
 
-A few short sequences, two of which share a context, are scored by the unchanged model, each alone, and by
-the policy, packed. A model
-that mixes packed sequences (convolutions, state-space layers) trains one sequence per forward pass; a
-model whose log-probs the policy cannot give is refused. Attention windows longer than these sequences
-are not covered here; tests/training/test_architectures.py covers windows for every architecture.
+A few short sequences, two of which share a context, are scored by the unchanged model, each alone,
+and by the policy, packed. A model that mixes packed sequences (convolutions, state-space layers) trains
+one sequence per forward pass; a model whose log-probs the policy cannot give is refused. Attention windows
+longer than these sequences are not covered here; tests/training/test_architectures.py covers windows for
+every architecture.
 `lay_out` divides a checked model over the ranks of one copy, and checks that this changed nothing.
 """
 

@@ -5,8 +5,9 @@
     shards/rank-R-of-W.safetensors   several ranks: masters and moments, the part that each rank holds
     config.toml                      the config that was in force
 
-No file is a pickle, so that loading one executes nothing. Each rank writes and reads without the others,
-and ranks of any number and layout can load what others wrote. `checkpoint.py` makes the folder atomic and writes its manifest.
+No file is a pickle, so that loading one executes nothing. Each rank writes and reads without the
+others, and ranks of any number and layout can load what others wrote. `checkpoint.py` makes the folder
+atomic and writes its manifest.
 """
 
 from __future__ import annotations

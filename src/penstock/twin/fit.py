@@ -1,7 +1,7 @@
 """Read a profile out of a run: its journal (lengths, rewards, refusals) and its timeline (every finished call).
 
-The engine's model is found by replaying the recorded requests through `Rows`, at the times at which they came: the
-parameters whose calls end when the recorded ones did. Reads files only.
+The engine's model is found by replaying the recorded requests through `Rows`, at the times at which
+they came: the parameters whose calls end when the recorded ones did. Reads files only.
 """
 
 from __future__ import annotations
@@ -204,8 +204,9 @@ class _Call:
 def _fit_decode(recording: Recording) -> DecodeModel:
     """Find the engine's parameters by replaying its calls.
 
-    In a replay each call lasts through so many decode steps, rows of these steps and prefills: the parameters
-    are those which give the recorded seconds. Other parameters change the replay, so this is repeated.
+    In a replay each call lasts through so many decode steps, rows of these steps and prefills: the
+    parameters are those which give the recorded seconds. Other parameters change the replay, so this is
+    repeated.
     """
     lanes = [calls[:_REPLAYED] for calls in _calls_of_engines(recording).values()]
     slots = recording.config.engine.max_slots or 64
@@ -235,7 +236,8 @@ def _fit_decode(recording: Recording) -> DecodeModel:
 def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
     """Return the least squares solution without negative parameters, of as few of them as explain the seconds.
 
-    Where rows hardly differ between calls, nothing tells what a row costs: then a decode step takes the same for all.
+    Where rows hardly differ between calls, nothing tells what a row costs: then a decode step takes the
+    same for all.
     """
     best, least = np.zeros(3), math.inf
     for chosen in ([0], [0, 1], [0, 2], [0, 1, 2], [1], [1, 2]):
@@ -251,8 +253,8 @@ def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> tuple[float, float,
 def _calls_of_engines(recording: Recording) -> dict[str, list[_Call]]:
     """Return the generate calls of each engine with the lengths of their responses.
 
-    A group's first reward is asked for when its call has ended: that tells whose call it was. A call of no group,
-    of an evaluation, counts as one response of the usual length.
+    A group's first reward is asked for when its call has ended: that tells whose call it was. A call of
+    no group, of an evaluation, counts as one response of the usual length.
     """
     scored: dict[str, float] = {}
     for event in recording.calls(WaitKind.REWARD):

@@ -1,8 +1,8 @@
 """How long an engine decodes and a trainer trains: the two models that a profile fits and the twin runs on.
 
-An engine makes one token for each of its rows in a decode step; a step with n rows takes
-`step_s + n * row_s`. A group's prompt is computed once, in `prefill_s`. A trainer needs `fixed_s` for an update
-and `token_s` for each response token, divided by its ranks.
+An engine makes one token for each of its rows in a decode step; a step with n rows takes `step_s + n *
+row_s`. A group's prompt is computed once, in `prefill_s`. A trainer needs `fixed_s` for an update and
+`token_s` for each response token, divided by its ranks.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class TrainModel:
 class Rows:
     """The rows of one engine, or of `engines` equal ones as one: which run, which wait, which ends next.
 
-    Rows advance together, so a row ends when the count of decode steps has reached its own: adding and ending
-    a row cost a heap operation, whatever the number of rows and tokens.
+    Rows advance together, so a row ends when the count of decode steps has reached its own: adding and
+    ending a row cost a heap operation, whatever the number of rows and tokens.
     """
 
     def __init__(self, model: DecodeModel, engines: int = 1) -> None:

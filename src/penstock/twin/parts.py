@@ -1,6 +1,7 @@
 """The modelled parts of a simulated run: engine, trainer, rewards, journal, checkpoints and the driver's own time.
 
-Each keeps the protocol of the real part and takes the time that the profile gives it, on the running loop's clock.
+Each keeps the protocol of the real part and takes the time that the profile gives it, on the running
+loop's clock.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from penstock.watch.clock import loop_time
 
 _IDS = np.zeros(1 << 20, dtype=np.int32)  # the tokens of every response
 _LOGPROBS = np.zeros(1 << 20, dtype=np.float32)
+_FAR = 7919  # a prime: groups this far away are not those of the next cursors
 _GRAIN_STEPS = 4  # decode steps after which a pack of engines looks for rows that have ended
 
 
@@ -75,9 +77,7 @@ class Recorded:
         lengths, rewards = list(seen.lengths), list(seen.rewards)
         further = cursor
         while len(lengths) < self.size:
-            further += (
-                7919  # a prime, so that the further groups differ from those of the next cursors
-            )
+            further += _FAR
             one = self._groups[further % len(self._groups)]
             lengths += one.lengths
             rewards += one.rewards

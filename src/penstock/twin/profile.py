@@ -1,6 +1,7 @@
 """What the twin knows of the parts that it does not run: lengths, rewards, speeds, waits.
 
-A profile comes from a run (`fit.py`), from a file that `--save-profile` wrote, or is assumed. Times are in seconds.
+A profile comes from a run (`fit.py`), from a file that `--save-profile` wrote, or is assumed. Times are
+in seconds.
 """
 
 from __future__ import annotations

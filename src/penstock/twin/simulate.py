@@ -1,8 +1,8 @@
 """Run a config on virtual time: the real loop, producer, strategies, buffer, pool and dispatch.
 
-Two coarser grains make large runs cheap: more engines than `MOST_ENGINES` are equal packs of engines, each one engine
-with as many slots, and from `MANY_GROUPS` on a group is one request with a row for each response. The same
-strategies, buffer and dispatcher decide.
+Two coarser grains make large runs cheap: more engines than `MOST_ENGINES` are equal packs of engines,
+each one engine with as many slots, and from `MANY_GROUPS` on a group is one request with a row for each
+response. The same strategies, buffer and dispatcher decide.
 """
 
 from __future__ import annotations
@@ -241,12 +241,11 @@ async def _build(
     recorded = {name: _recorded(config, profile, name) for name in config.tasks}
     driver = DriverTime(profile.driver_s_per_group, profile.driver_s_per_response)
     count, size = packs(config.launch.num_producers)
+    any_task = next(iter(recorded.values()))
 
     def lengths(request_id: str) -> Sequence[int]:
         task, cursor, number = place_of(request_id)
-        own = recorded.get(task) or next(
-            iter(recorded.values())
-        )  # of an evaluation: as in training
+        own = recorded.get(task) or any_task  # of an evaluation: as in training
         seen = own.group(cursor).lengths
         whole = whole_groups and task in recorded
         return seen[: own.size] if whole else seen[number : number + 1]

@@ -1,9 +1,10 @@
 """The difference between two versions of weights, without loss: where bits changed, and by how much.
 
-Between two updates few 16-bit weights change their bits, and most of those by one unit in the last place. A delta of
-a piece of memory holds, for every 16-bit word that changed, the gap to the one before (Huffman-coded bytes), the
-sign of the change (a bit) and its size (mostly one: compressed away). Knows no tensors: padding and float32 are
-words like others; a piece of which much changed is better sent whole (`encode` returns None).
+Between two updates few 16-bit weights change their bits, and most of those by one unit in the last
+place. A delta of a piece of memory holds, for every 16-bit word that changed, the gap to the one before
+(Huffman-coded bytes), the sign of the change (a bit) and its size (mostly one: compressed away). Knows
+no tensors: padding and float32 are words like others; a piece of which much changed is better sent
+whole (`encode` returns None).
 """
 
 from __future__ import annotations

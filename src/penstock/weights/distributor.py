@@ -6,8 +6,9 @@ broadcasts it (`broadcast.py`); the others receive it into weight buffers of the
 are not in the group: only a distributor that joins or leaves makes a new one. With NCCL each bucket
 passes through a GPU of the distributor's node.
 
-With `sync.kind = delta` only the difference to the weights that all members hold already is sent (`delta.py`), bucket by
-bucket; a bucket of which much changed is sent whole. Engines check the digest of what came out.
+With `sync.kind = delta` only the difference to the weights that all members hold already is sent
+(`delta.py`), bucket by bucket; a bucket of which much changed is sent whole. Engines check the digest
+of what came out.
 """
 
 from __future__ import annotations

@@ -117,9 +117,8 @@ class OpenAIEngine:
         self._paused: PauseMode | None = None
         self._held_natively = False
         self._version, self._digest = 0, ""
-        self._latest: tuple[int, WeightHandle] | None = (
-            None  # None: it serves the weights it started with
-        )
+        # None: it serves the weights it started with
+        self._latest: tuple[int, WeightHandle] | None = None
         self._end_reason = "it was not started"
 
     @classmethod
@@ -312,9 +311,8 @@ class OpenAIEngine:
         return asyncio.get_running_loop().time() + self._options.timeout_s
 
     async def abort(self, request_id: str) -> None:
-        await self._requests.abort(
-            request_id
-        )  # servers drop a request whose client has disconnected
+        # servers drop a request whose client has disconnected
+        await self._requests.abort(request_id)
 
     # ---- pause and resume
 

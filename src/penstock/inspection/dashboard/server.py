@@ -5,8 +5,8 @@
     GET /api/...               what a view shows
     GET /report/ID             the report of a run, made now
 
-Only reads. Web pages of others cannot use it (`sandbox/listener.py` refuses a foreign Host or Origin). Bound to another
-address than this machine's own, it asks for a token.
+Only reads. Web pages of others cannot use it (`sandbox/listener.py` refuses a foreign Host or Origin).
+Bound to another address than this machine's own, it asks for a token.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ from penstock.terminal import say
 
 TOKEN_VARIABLE = "PENSTOCK_DASHBOARD_TOKEN"
 MOST_COMPARED = 8  # the colours of the charts
-_LOOK_EVERY_S = (
-    1.0  # other processes write the runs: while a page is open, their files are looked at
-)
+_LOOK_EVERY_S = 1.0  # while a page is open: other processes write the runs
 _HEARTBEAT_S = 15.0
 _LIMITS = ListenerLimits(
     connections=64,

@@ -66,9 +66,7 @@ class RunRecord:
     config: str = ""  # the resolved TOML
     settings: dict[str, str] = field(default_factory=dict)  # shown at the top of the page
     planned_steps: int | None = None
-    missing: list[str] = field(
-        default_factory=list
-    )  # one sentence for each thing that could not be read
+    missing: list[str] = field(default_factory=list)  # a sentence for each thing not read
     steps: list[int] = field(default_factory=list)
     curves: dict[str, list[float | None]] = field(default_factory=dict)  # metric -> value per step
     evaluations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by task name

@@ -1,9 +1,9 @@
 """Matrix products with weights in the layout of the CPU's matrix library: MKL on x86, oneDNN on ARM.
 
-Packed weights are a second copy in the library's own order. Products of few rows, as in decoding, take up to
-half the time, and from two rows on a row has the same bits in any batch with MKL. Weights are packed again
-after each update. Without such a library, with other number formats or too little memory, the plain product
-is used.
+Packed weights are a second copy in the library's own order. Products of few rows, as in decoding, take
+up to half the time, and from two rows on a row has the same bits in any batch with MKL. Weights are
+packed again after each update. Without such a library, with other number formats or too little memory,
+the plain product is used.
 """
 
 from __future__ import annotations
