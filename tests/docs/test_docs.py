@@ -121,6 +121,8 @@ def test_every_block_works(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    for name in re.findall(r'token_variable = "(\w+)"', path.read_text("utf-8")):
+        monkeypatch.setenv(name, "a token")  # a config names it, the user sets it
     page = read_page(path)
     prepare_folder(tmp_path, path.read_text("utf-8"), recorded_run)
     names: dict[str, Any] = {"__name__": "__docs__"}

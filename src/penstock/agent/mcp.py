@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import sys
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.agent.process import Process
+from penstock.config.secrets import from_environment
 from penstock.errors import RunError, UserError
 
 PROTOCOL = "2025-06-18"
@@ -64,10 +64,7 @@ def read_servers(where: str, given: Any) -> list[ServerConfig]:
             raise UserError(f"{where}.url: got {url!r}, allowed: http:// or https://")
         if (variable := one.get("token_variable", "")) and not url:
             raise UserError(f"{where}.token_variable: got {variable!r}, allowed: only with a url")
-        if variable and not (isinstance(variable, str) and os.environ.get(variable)):
-            raise UserError(
-                f"{where}.token_variable: got {variable!r}, allowed: an environment variable that is set"
-            )
+        from_environment(f"{where}.token_variable", str(variable))
         if one.get("unknown", "fail") not in _POLICIES:
             raise UserError(
                 f"{where}.unknown: got {one['unknown']!r}, allowed: {', '.join(_POLICIES)}"
@@ -130,7 +127,8 @@ class Http:
             "Accept": "application/json, text/event-stream",
         }
         if config.token_variable:
-            self._headers["Authorization"] = f"Bearer {os.environ[config.token_variable]}"
+            token = from_environment("mcp.token_variable", config.token_variable)
+            self._headers["Authorization"] = f"Bearer {token}"
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         for told in await asyncio.to_thread(self._post, message):
