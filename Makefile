@@ -79,4 +79,4 @@ format: $(DEV_STAMP)  ## format the code; update the picture of the packages in 
 	$(BIN)/python scripts/draw_house.py --write
 
 clean:  ## remove environments and caches
-	rm -rf $(VENV) .venv-vllm .venv-games examples/*/.venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-games .venv-mcp examples/*/.venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

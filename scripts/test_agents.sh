@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs agents written for other frameworks and environments, each under a Python of its own.
 #   scripts/test_agents.sh [pytest arguments]
-# The environments (examples/*/.venv, .venv-games) are built once and kept.
+# The environments (examples/*/.venv, .venv-games, .venv-mcp) are built once and kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,4 +17,11 @@ if [ ! -f "$games/.ready" ]; then
     touch "$games/.ready"
 fi
 export PENSTOCK_TEST_GAMES="$PWD/$games/bin/python"
+servers="${MCP_VENV:-.venv-mcp}"
+if [ ! -f "$servers/.ready" ]; then
+    "$PYTHON" -m venv --clear "$servers"
+    "$servers/bin/pip" install --quiet mcp==2.3.0 mcp-server-time==2026.10.19
+    touch "$servers/.ready"
+fi
+export PENSTOCK_TEST_MCP="$PWD/$servers/bin"
 exec "$PYTHON" -m pytest tests/agent/test_frameworks.py -p no:cacheprovider "$@"

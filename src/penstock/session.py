@@ -50,6 +50,7 @@ from penstock.run_folder import RunFolder
 from penstock.scratch import ScratchFolder
 from penstock.terminal import console, say
 from penstock.track.note_log import NoteLog
+from penstock.track.start_display import StartDisplay
 
 T = TypeVar("T")
 _SWITCH_INTERVAL_S = 0.0005
@@ -181,7 +182,7 @@ async def _resume(config: Config, folder: RunFolder, changes: list[Change], acce
 
 
 def _tell(text: str | Text) -> None:
-    console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    StartDisplay.console().print(text, highlight=False, soft_wrap=True)
 
 
 async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bool = False) -> None:

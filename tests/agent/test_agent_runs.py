@@ -91,6 +91,40 @@ def test_an_agents_run_trains_its_sampled_tokens_and_balances(
     assert max(step["mismatch/kl"] for step in metrics) < 1e-4  # trained on what was sampled
 
 
+IMPATIENT = """
+import asyncio, json, urllib.parse
+
+async def rollout(task, model):
+    body = json.dumps({"messages": [{"role": "user", "content": "lost"}], "max_tokens": 1})
+    where = urllib.parse.urlsplit(model.base_url)
+    _, writer = await asyncio.open_connection(where.hostname, where.port)
+    head = f"POST /v1/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {model.api_key}\\r\\n"
+    writer.write(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
+    writer.close()  # hangs up before the answer, which is one token and comes first
+    messages = list(task.messages)
+    for _ in range(2):
+        said = await model.chat(messages)
+        messages += [said, {"role": "user", "content": "and?"}]
+    return float(len(said["content"]) % 3)
+"""
+
+
+def test_an_answer_whose_client_hung_up_is_not_trained_and_the_audit_says_so(
+    server: CrashServer,
+) -> None:
+    (server.folder / "impatient.py").write_text(IMPATIENT)
+    agent = f"{server.folder / 'impatient.py'}:rollout"
+    words = overrides(server, tasks__train__agent=agent, tasks__train__agent_options="{}")
+    run, code = server.train("impatient", *words, "train.steps=1")
+    assert code == 0, server.output()
+    assert server.run("audit", str(run.path)) == 0, server.output()
+    (line,) = [line for line in server.output().splitlines() if line.startswith("agents:")]
+    assert line.startswith("agents: 4 rollouts, 4 rows: every id was given to an engine")
+    assert line.endswith("; 4 calls never reached their agent and are not trained")
+    assert server.run("rollouts", str(run.path), "--limit", "8") == 0
+    assert "lost" not in server.output()
+
+
 def test_the_rollouts_of_an_agent_are_shown_as_turns(server: CrashServer, whole: RunFolder) -> None:
     assert server.run("rollouts", str(whole.path), "--limit", "1") == 0
     shown = server.output()

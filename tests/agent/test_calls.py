@@ -141,6 +141,17 @@ def test_branches_train_every_sampled_token_once_by_hand() -> None:
     assert rollout.segments[-1].version == 3
 
 
+def test_a_call_that_the_agent_never_heard_is_in_no_row_unless_another_continues_it() -> None:
+    """0 -> 1 -> 2, 0 -> 3: who heard 2 has 0 and 1 too; 3 is left out."""
+    tree = CallTree([node(0, None, "a"), node(1, 0, "b"), node(2, 1, "c"), node(3, 0, "d")])
+    assert tree.unheard({2}) == [3]
+    assert tree.unheard({0}) == [1, 2, 3]
+    rollout = make_rollout()
+    tree.fill(rollout, unheard=tree.unheard({2}))
+    assert rollout.response_ids[rollout.loss_mask].tolist() == [1, 2, 11, 12, 21, 22]
+    assert len(rollout.rows) == 1
+
+
 @pytest.mark.parametrize(
     ("added", "parent"),
     [

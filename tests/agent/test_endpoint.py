@@ -236,6 +236,34 @@ def test_a_request_that_waits_when_its_rollout_ends_is_answered() -> None:
     serve(main)
 
 
+@pytest.mark.parametrize("retries", [False, True])
+def test_an_answer_whose_client_hung_up_counts_only_if_the_client_asks_again(retries: bool) -> None:
+    async def main(endpoint: Endpoint) -> None:
+        session = make_session(lambda prompt: "x")
+        generate, begun, told = session._engine.generate, asyncio.Event(), asyncio.Event()
+
+        async def late(request: Any) -> Any:
+            begun.set()
+            await told.wait()
+            return await generate(request)
+
+        session._engine.generate = late
+        key, url = endpoint.open(session), endpoint.base_url
+        asked = asyncio.create_task(post(url, key, {"messages": [user("1?")]}))
+        await begun.wait()
+        asked.cancel()
+        for connection in list(endpoint._connections):  # as the kernel does for a client that ends
+            connection.transport.get_protocol().eof_received()
+        told.set()
+        if retries:
+            await post(url, key, {"messages": [user("1?")]}, x_stainless_retry_count="1")
+        await post(url, key, {"messages": [user("2?")]})
+        assert len(session.tree.calls) == 2
+        assert session.unheard() == ([] if retries else [0])
+
+    serve(main)
+
+
 @pytest.mark.parametrize("number", [3])
 def test_several_choices_are_several_calls(number: int) -> None:
     async def main(endpoint: Endpoint) -> None:

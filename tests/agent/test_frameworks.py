@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from penstock.agent.tools import make
 from penstock.agent.tree import text_of
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
+from stages.agent_parts import play, tool_call
 from stages.tiny_run import CrashServer, digests
 
 if os.environ.get("PENSTOCK_TEST_AGENTS") != "1":
@@ -32,7 +34,6 @@ SMALL = [
     "train.groups_per_step=2",
     "track.trackers=[]",
     "tasks.sums.agent_options.processes=1",
-    "tasks.sums.agent_options.timeout_s=600",  # a start of a process counts, and imports are slow
 ]
 # the same agent without a framework, a process or HTTP
 PLAIN = """
@@ -52,6 +53,18 @@ async def rollout(task, model):
             given = json.loads(call["function"]["arguments"])
             result = {"role": "tool", "content": str(given["a"] + given["b"])}
             messages.append({**result, "tool_call_id": call["id"]})
+"""
+SDK_SERVER = """
+import sys
+from mcp.server import MCPServer
+
+server = MCPServer("sums")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    return a + b
+
+server.run(transport="streamable-http", port=int(sys.argv[1]))
 """
 OVER = {
     "openai": ("chat", "responses"),
@@ -172,6 +185,35 @@ def test_an_environment_of_openenv_trains_to_the_same_weights(
         finally:
             world.kill()
     assert_equal(run, plain)
+
+
+def test_a_server_of_the_mcp_sdk_trains_to_the_same_weights(
+    server: CrashServer, plain: RunFolder
+) -> None:
+    command = [f"{os.environ['PENSTOCK_TEST_MCP']}/python", "-c", SDK_SERVER, "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as world:
+        try:
+            assert world.stderr is not None
+            said = next(line for line in world.stderr if "running on" in line)
+            (url,) = re.findall(r"http://\S+", said)
+            options = f'{{mcp=[{{url="{url}/mcp"}}], max_turns=3}}'
+            right = '[{type="examples/calculator/calc.py:right"}]'
+            run = train(server, "mcp", agent="tools", agent_options=options, rewards=right)
+        finally:
+            world.kill()
+    assert_equal(run, plain)
+
+
+def test_a_reference_server_of_mcp_is_called_over_its_pipes() -> None:
+    command = [f"{os.environ['PENSTOCK_TEST_MCP']}/mcp-server-time", "--local-timezone", "UTC"]
+    noon = {"time": "12:00", "source_timezone": "Asia/Tokyo", "target_timezone": "UTC"}
+    said = [tool_call("convert_time", **noon), tool_call("convert_time", time="noon"), "3 o'clock"]
+    rollout, kept, prompts = play(make("o", {"mcp": [{"command": command}]}), *said, reward=True)
+    assert (rollout.error, rollout.text) == ("", "3 o'clock")
+    assert '"description": "Convert time between timezones"' in prompts[0]
+    assert [what for what, _ in kept.tools] == ["begun", "done", "begun", "failed"]
+    assert json.loads(kept.tools[1][1])["target"]["datetime"].endswith("T03:00:00+00:00")
+    assert "source_timezone" in kept.tools[3][1]  # what the server says of the argument left out
 
 
 @pytest.mark.parametrize("name", ["textarena", "gem", "skyrl_gym"])

@@ -165,6 +165,20 @@ def test_a_pause_keeps_the_calls_and_a_partial_rollout_goes_on_from_them() -> No
     assert len(engine.requests) == 2  # the first turn was not sampled again
 
 
+def test_a_call_that_the_agent_gave_up_is_not_trained() -> None:
+    async def agent(task: Any, model: Any) -> float:
+        first = asyncio.create_task(model.chat([user("too slow")]))
+        await asyncio.sleep(0)  # it has asked
+        first.cancel()
+        await model.chat(task.messages)
+        return 1.0
+
+    for rollout in run(make_agent(agent), make_group()):
+        assert (rollout.extra["turns"], rollout.extra["unheard"]) == (1, [0])
+        (row,) = rollout.rows
+        assert "question 0" in chat_template().decode_prompt(row.prompt_ids)
+
+
 def test_lost_engines_end_the_run_even_if_the_agent_swallows_the_error() -> None:
     class Lost(ScriptedEngine):
         async def generate(self, request: Any) -> Any:
@@ -186,7 +200,7 @@ def test_an_agent_that_never_calls_the_model_fails() -> None:
         return 1.0
 
     (rollout, *_) = run(make_agent(agent), make_group())
-    assert rollout.error == "agent: RewardError: it ended without a call of the model"
+    assert rollout.error == "agent: RewardError: it ended without an answer of the model"
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,14 @@ class Handler(BaseHTTPRequestHandler):
             return
         if request["method"] != "initialize":
             assert self.headers["Mcp-Session-Id"] == "s1"
+            assert self.headers["MCP-Protocol-Version"] == "2025-03-26"  # the server's own
             assert self.headers["Authorization"] == "Bearer secret"
         told = {"jsonrpc": "2.0", "id": request["id"]}
-        told["result"] = mcp_server.answer(request["method"], request.get("params", {}))
+        result = mcp_server.answer(request["method"], request.get("params", {}))
+        assert result is not None
+        if request["method"] == "initialize":
+            result["protocolVersion"] = "2025-03-26"
+        told["result"] = result
         data = json.dumps(told).encode()
         if request["method"] == "tools/call":
             event = b'data: {"jsonrpc": "2.0", "method": "notifications/progress"}\n\n'

@@ -16,7 +16,7 @@ import pytest
 from penstock import plugins
 from penstock.agent.build import check_agent
 from penstock.agent.endpoint import Endpoint
-from penstock.agent.process import Command, Pool
+from penstock.agent.process import Command, Pool, Process
 from penstock.config import SamplingConfig, TaskConfig
 from penstock.errors import RunError, UserError
 from penstock.journal.calls import ToolResult
@@ -279,24 +279,25 @@ def test_a_pause_does_not_call_a_tool_twice(tmp_path: Path) -> None:
     assert called == ["tea"]
 
 
-def test_waiting_for_a_process_is_no_part_of_a_rollouts_time() -> None:
-    class Place:
-        async def __aenter__(self) -> None:
+def test_the_start_of_a_process_is_no_part_of_a_rollouts_time() -> None:
+    class Ready(Process):
+        def __init__(self) -> None: ...
+
+        async def ask(self, given: Any) -> dict[str, Any]:
+            return {"error": "ready"}
+
+        async def kill(self) -> None: ...
+
+    class SlowToStart(Pool):
+        async def _start(self) -> Process:
             await asyncio.sleep(1000)
+            return Ready()
 
-        async def __aexit__(self, *_: Any) -> None: ...
-
-    class Function:
-        place = Place
-
-        async def __call__(self, task: Any, model: Any) -> float:
-            await model.chat(task.messages)
-            return 1.0
-
-    clock, group = VirtualClock(), make_group(1)
-    clock.run(make_agent(Function(), timeout_s=60).generate_group(group.rollouts))
+    clock, group = VirtualClock(), make_group(2)  # the second waits for the first one's process
+    agent = make_agent(SlowToStart("agent.py:f", 1), timeout_s=60)
+    clock.run(agent.generate_group(group.rollouts))
     clock.close()
-    assert group.rollouts[0].error == ""
+    assert [one.error for one in group.rollouts] == ["agent: RunError: ready"] * 2
 
 
 @pytest.mark.parametrize(

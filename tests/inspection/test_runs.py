@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,10 @@ def write_samples(
 
 
 def test_runs_lists_what_each_run_reached(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (folder / "no-run").mkdir(exist_ok=True)
     with RunFolder(folder / "b").lock():
@@ -69,6 +73,15 @@ def test_runs_lists_what_each_run_reached(
     assert "4/4" in rows["a"]
     assert "heldout accuracy 0.3" in rows["a"]
     assert "training" in rows["b"]
+    once = tmp_path / "once"  # evaluated once: there is no change to show
+    shutil.copytree(folder / "a", once)
+    summary = once / "eval" / "summary.jsonl"
+    first, *_ = summary.read_text().splitlines()
+    summary.write_text(f"{first}\n")
+    code, said = penstock(monkeypatch, capsys, "runs", str(tmp_path))
+    assert "->" in rows["a"]
+    assert "heldout accuracy 0.3" in said
+    assert "->" not in said
     code, said = penstock(monkeypatch, capsys, "runs", str(folder), "--json")
     assert {line["name"]: line["steps"] for line in json.loads(said)} == {"a": 4, "b": 4}
 

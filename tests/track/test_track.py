@@ -190,8 +190,11 @@ def test_a_start_says_what_it_does_on_a_terminal_only(
     with StartDisplay("reading the data") as display:
         display.tell("loading the model")
         display._progress.refresh()
+        StartDisplay.console().print("stop requested")
     shown = made.file.getvalue()  # type: ignore[attr-defined]
     assert shown.index("reading the data") < shown.index("loading the model")
+    assert "\r\x1b[2Kstop requested\n" in shown  # on a line of its own, above what is shown
+    assert StartDisplay._shown is None
 
 
 def test_on_a_terminal_the_panel_says_who_waits(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from penstock.agent.endpoint import Endpoint
 from penstock.agent.function import (
     OWN_OPTIONS,
     AgentSettings,
-    Function,
     FunctionAgent,
     Interrupted,
+    Placed,
     check_function,
 )
 from penstock.agent.process import Command, Pool, read_command, read_python, read_size
-from penstock.agent.session import Limits, Recorder
+from penstock.agent.session import Function, Limits, Recorder
 from penstock.config import SamplingConfig, TaskConfig, TaskDataConfig
 from penstock.data.chat import ChatTemplate
 from penstock.data.dataset import gives_own_reward
@@ -185,7 +185,7 @@ def _settings(where: str, task: TaskDataConfig, positions: int | None) -> AgentS
     return AgentSettings.read(f"{where}.agent_options", task.agent_options, limits)
 
 
-def _function(where: str, task: TaskDataConfig) -> tuple[Function, dict[str, Any]]:
+def _function(where: str, task: TaskDataConfig) -> tuple[Function | Placed, dict[str, Any]]:
     """Return the agent's function, and the options that it is called with."""
     options, key = task.agent_options, f"{where}.agent_options"
     if task.agent == "command":

@@ -17,7 +17,8 @@ import numpy as np
 
 from penstock.agent.bridge import Bridge
 from penstock.agent.endpoint import Endpoint
-from penstock.agent.function import AgentSettings, Function, FunctionAgent, Interrupted
+from penstock.agent.function import AgentSettings, FunctionAgent, Interrupted, Placed
+from penstock.agent.session import Function
 from penstock.config import SamplingConfig
 from penstock.data.chat import ChatTemplate
 from penstock.data.sampler import stable_hash
@@ -103,7 +104,7 @@ class AgentCheck:
 
     def __init__(
         self,
-        function: Function,
+        function: Function | Placed,
         options: Mapping[str, Any],
         *,
         settings: AgentSettings,
@@ -131,7 +132,9 @@ class AgentCheck:
             ("continues from its record after a crash", self._continues),
         )
         found = [
-            CheckResult(f"the chat template continues a {turn} turn", "note" if why else "ok", why)
+            CheckResult(f"the chat template continues a {turn} turn", "ok", "")
+            if not why
+            else CheckResult(f"{turn} turns are rendered whole, each a row of its own", "note", why)
             for turn, why in self._bridge.proof.items()
         ]
         for name, check in checks:

@@ -19,6 +19,7 @@ from typing import Any
 from penstock.agent.dialects import DIALECTS, BadRequest, Dialect
 from penstock.agent.session import ContextOverflow, Session, TurnsExceeded
 from penstock.errors import PenstockError, UserError
+from penstock.types import ModelCall
 
 _MOST_BYTES = 64 << 20  # of a request's body
 _MOST_HEADERS = 64 << 10
@@ -85,7 +86,7 @@ class Endpoint:
         self._connections[writer] = task
         try:
             while (request := await _read_request(reader)) is not None:
-                await self._answer(request, writer)
+                await self._answer(request, reader, writer)
                 if request.headers.get("connection", "").lower() == "close":
                     break
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -98,7 +99,9 @@ class Endpoint:
                 writer.close()
                 await writer.wait_closed()
 
-    async def _answer(self, request: _Request, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self, request: _Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         dialect = DIALECTS.get(request.path)
         try:
             session = self._session_of(request)
@@ -108,15 +111,18 @@ class Endpoint:
             if dialect is None or request.method != "POST":
                 allowed = ", ".join(f"POST {path}" for path in DIALECTS)
                 raise Refused(404, f"got {request.method} {request.path}, allowed: {allowed}")
-            body, events = await _ask(dialect, session, request)
+            calls, body, events = await _ask(dialect, session, request)
         except Refused as error:
             shown = (dialect or DIALECTS["/v1/chat/completions"]).error(str(error), error.code)
             await _send(writer, error.status, shown)
             return
+        is_gone = reader.at_eof() or writer.is_closing()  # the client hung up before its answer
         if events is None:
             await _send(writer, 200, body)
         else:
             await _send_events(writer, events)
+        if not is_gone:
+            session.hear(calls)
 
     def _session_of(self, request: _Request) -> Session:
         word, _, key = request.headers.get("authorization", "").partition(" ")
@@ -129,8 +135,8 @@ class Endpoint:
 
 async def _ask(
     dialect: Dialect, session: Session, request: _Request
-) -> tuple[dict[str, Any], list[tuple[str, Any]] | None]:
-    """Return the answer to a request's body, and its events if it asks for a stream."""
+) -> tuple[list[ModelCall], dict[str, Any], list[tuple[str, Any]] | None]:
+    """Return the calls of a request, the answer to its body, and the events if it asks for a stream."""
     is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     try:
         body = json.loads(request.body or b"null")
@@ -152,7 +158,7 @@ async def _ask(
     except Exception as error:  # an engine that failed: the agent sees it, the run goes on
         raise Refused(500, f"{type(error).__name__}: {error}", "engine") from error
     shown = dialect.write(asked, calls, session.tree, session.notes)
-    return shown, dialect.events(asked, shown) if asked.stream else None
+    return calls, shown, dialect.events(asked, shown) if asked.stream else None
 
 
 async def _read_request(reader: asyncio.StreamReader) -> _Request | None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from penstock.agent.bridge import Bridge
 from penstock.agent.endpoint import Endpoint
-from penstock.agent.session import TOOL_THREADS, Limits, Model, Recorder, Session
+from penstock.agent.session import TOOL_THREADS, Function, Limits, Model, Recorder, Session
 from penstock.agent.single_turn import annealed_temperature
 from penstock.agent.task import Task
 from penstock.config import SamplingConfig
@@ -30,11 +30,17 @@ from penstock.reward.protocol import Reward
 from penstock.reward.user import as_score
 from penstock.types import ModelCall, Rollout, Score, Status
 
-Function = Callable[..., Awaitable[Any]]
 _TIMES = ("timeout_s", "turn_timeout_s", "tool_timeout_s")
 _LONGEST_S = (600.0, 300.0, 60.0)  # of rollout, turn and tool, if the options name none
 MODEL_NAME = "policy"  # what agents ask the endpoint for
 OWN_OPTIONS = (*_TIMES, "max_turns", "thinking", "truncated_reward")
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """A function that runs elsewhere; a rollout's time begins when it has a place there."""
+
+    def place(self) -> AbstractAsyncContextManager[Function]: ...
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -101,7 +107,7 @@ class FunctionAgent(AgentLoop):
 
     def __init__(
         self,
-        function: Function,
+        function: Function | Placed,
         *,
         engine: InferenceEngine,
         sampling: SamplingConfig,
@@ -210,6 +216,7 @@ class FunctionAgent(AgentLoop):
         try:
             with self._model(session) as model:
                 result = await self._result_of(session, model)
+            await session.close()  # what the agent no longer waits for
             self._take_calls(session)
             rollout.score = await self._score(rollout, result, session.earned)
         except Exception as error:
@@ -225,14 +232,18 @@ class FunctionAgent(AgentLoop):
 
     def _take_calls(self, session: Session) -> None:
         """Give the rollout the rows of its calls, and the last answer as its text."""
-        rollout, calls = session.rollout, session.tree.calls
+        rollout, unheard = session.rollout, session.unheard()
+        calls = [call for call in session.tree.calls if call.number not in unheard]
         if not calls:
             refused = f": {session.refused}" if session.refused else ""
-            raise RewardError(f"it ended without a call of the model{refused}")
-        session.tree.fill(rollout, session.earned_before)
+            raise RewardError(f"it ended without an answer of the model{refused}")
+        session.tree.fill(rollout, session.earned_before, unheard)
         rollout.finish_reason = "length" if session.truncated else "stop"
         rollout.text = self._decode(calls[-1].token_ids.tolist())
         rollout.extra = {**rollout.extra, "turns": len(calls)}
+        rollout.extra.pop("unheard", None)
+        if unheard:
+            rollout.extra["unheard"] = unheard
 
     async def _score(self, rollout: Rollout, result: Any, earned: float) -> Score:
         """Return what the function's result and the turns' rewards are worth."""
@@ -266,11 +277,11 @@ class FunctionAgent(AgentLoop):
         settings, prompt = self._settings, session.rollout.prompt
         assert prompt is not None, "a group gives its prompt to its rollouts"
         task = Task.of(prompt, self._system_prompt)
-        async with getattr(self._function, "place", nullcontext)():
+        async with _place(self._function) as function:
             deadline = asyncio.timeout(settings.timeout_s)
             try:
                 async with deadline:
-                    return await self._function(task, model, **self._options)
+                    return await function(task, model, **self._options)
             except Exception as error:
                 if deadline.expired():
                     raise RewardError(
@@ -279,6 +290,11 @@ class FunctionAgent(AgentLoop):
                 if not session.truncated or session.fault is not None:
                     raise
                 return settings.truncated_reward
+
+
+def _place(function: Function | Placed) -> AbstractAsyncContextManager[Function]:
+    """Return the place where a function runs: its own, or here."""
+    return function.place() if isinstance(function, Placed) else nullcontext(function)
 
 
 def check_function(where: str, function: Any, options: Mapping[str, Any]) -> None:

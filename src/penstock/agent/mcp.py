@@ -81,6 +81,9 @@ class Transport(Protocol):
     async def tell(self, message: dict[str, Any]) -> None:
         """Send a notification."""
 
+    def agree(self, version: str) -> None:
+        """Take the version of the protocol that the server speaks."""
+
     async def close(self) -> None: ...
 
 
@@ -112,6 +115,8 @@ class Pipes:
 
     async def tell(self, message: dict[str, Any]) -> None:
         await self._process.write_line(json.dumps(message))
+
+    def agree(self, version: str) -> None: ...
 
     async def close(self) -> None:
         await self._process.kill()
@@ -145,12 +150,14 @@ class Http:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
                 if session := answer.headers.get("Mcp-Session-Id"):
                     self._headers["Mcp-Session-Id"] = session
-                    self._headers["MCP-Protocol-Version"] = PROTOCOL
                 if "text/event-stream" in answer.headers.get("Content-Type", ""):
                     return list(_events(answer, message.get("id")))
                 return [_parsed(answer.read())]
         except (OSError, urllib.error.URLError) as error:
             raise ServerFault(f"MCP server {self._url}: {error}") from error
+
+    def agree(self, version: str) -> None:
+        self._headers["MCP-Protocol-Version"] = version
 
     async def close(self) -> None:
         """Say that the session is over; a server need not know that."""
@@ -207,7 +214,8 @@ class Server:
         """Agree on the protocol."""
         client = {"name": "penstock", "version": "1"}
         given = {"protocolVersion": PROTOCOL, "capabilities": {}, "clientInfo": client}
-        await self._ask("initialize", given)
+        agreed = await self._ask("initialize", given)
+        self._transport.agree(str(agreed.get("protocolVersion", PROTOCOL)))
         await self._transport.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
 
     async def list_tools(self) -> list[dict[str, Any]]:

@@ -15,12 +15,13 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from penstock.agent.session import Model, session_of
+from penstock.agent.session import Function, Model, session_of
 from penstock.agent.task import Task
 from penstock.errors import RewardError, RunError, UserError
 
@@ -31,7 +32,7 @@ _START_TIMEOUT_S = 120.0
 
 
 class Pool:
-    """Calls a function in one of `size` processes; a call is `await pool(task, model, **options)`."""
+    """Calls a function in one of `size` processes: `async with pool.place() as call`, `await call(task, model)`."""
 
     def __init__(self, target: str, size: int, python: str = "") -> None:
         self._command = (python or sys.executable, ("serve", target))
@@ -39,8 +40,14 @@ class Pool:
         self._idle: list[Process] = []
         self._all: set[Process] = set()
 
-    async def __call__(self, task: Task, model: Model, **options: Any) -> Any:
-        process = self._idle.pop() if self._idle else await self._start()
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[Function]:
+        """Lend a process that is ready, as a function; waiting for it is not part of a rollout's time."""
+        async with self._places:
+            process = self._idle.pop() if self._idle else await self._start()
+            yield functools.partial(self._call, process)
+
+    async def _call(self, process: Process, task: Task, model: Model, **options: Any) -> Any:
         try:
             answer = await process.ask({**_given(task, model), "options": options})
             while "tool" in answer:
@@ -54,16 +61,17 @@ class Pool:
         model.reward(answer["earned"])
         return answer["result"]
 
-    def place(self) -> asyncio.Semaphore:
-        """Return what a caller holds during a call; waiting for it is not part of a rollout's time."""
-        return self._places
-
     async def _start(self) -> Process:
         process = await Process.start(*self._command)
         self._all.add(process)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 hello = await process.read()
+        except TimeoutError:
+            await self._end(process)
+            raise RunError(
+                f"the agent's process was not ready after {_START_TIMEOUT_S:g} s"
+            ) from None
         except BaseException:
             await self._end(process)
             raise
@@ -114,9 +122,11 @@ class Command:
             last = lines[-1] if lines else "no output"
             raise RewardError(f"the command's last line: got {last!r}, allowed: a number") from None
 
-    def place(self) -> asyncio.Semaphore:
-        """Return what a caller holds during a call; waiting for it is not part of a rollout's time."""
-        return self._places
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[Function]:
+        """Lend this function; waiting for it is not part of a rollout's time, its start is."""
+        async with self._places:
+            yield self
 
     async def close(self) -> None:
         for process in list(self._all):

@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -40,6 +40,7 @@ class Recorder(Protocol):
     async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None: ...
 
 
+Function = Callable[..., Awaitable[Any]]  # an agent: of (task, model) and its own options
 POLICIES = ("fail", "retry", "rebuild")  # for a tool call that was only begun
 Unknown = str | Callable[[str], Any]
 
@@ -102,7 +103,10 @@ class Session:
         self.tools = {tool.call_id: tool for tool in tools}  # what the journal knows of them
         self._before = dict(self.tools)  # of the interrupted try
         self._keeps_thinking = thinking == "keep"
-        self._unclaimed = [call.number for call in calls]  # calls that nobody has asked for again
+        left_out = rollout.extra.get("unheard", ())  # a recorded rollout that is played again
+        self._unclaimed = [call.number for call in calls if call.number not in left_out]
+        self._heard: set[int] = set()  # calls whose answer the agent got
+        self._ended = False
         self._asked: Counter[tuple] = Counter()  # requests by place, to tell repeated ones apart
         self._latest: dict[tuple, asyncio.Task[ModelCall]] = {}  # by place: what a retry gets
         self._running: dict[asyncio.Task[ModelCall], str] = {}  # with its engine request
@@ -111,8 +115,20 @@ class Session:
     @property
     def truncated(self) -> bool:
         """Whether the policy ran into a limit: a call was refused, or the last answer was cut."""
-        calls = self.tree.calls
+        unheard = self.unheard()
+        calls = [call for call in self.tree.calls if call.number not in unheard]
         return bool(self.refused) or bool(calls and calls[-1].finish_reason == "length")
+
+    def hear(self, calls: Sequence[ModelCall]) -> None:
+        """Note that the agent has the answers of these calls."""
+        self._heard.update(call.number for call in calls)
+
+    def unheard(self) -> list[int]:
+        """Return the calls that had no part in the rollout: the agent never got their answer.
+
+        Its client hung up, or gave the call up, or, after a crash, did not ask again.
+        """
+        return self.tree.unheard(self._heard)
 
     async def call(
         self,
@@ -122,7 +138,12 @@ class Session:
         max_tokens: int | None = None,
         is_retry: bool = False,
     ) -> ModelCall:
-        """Answer one request; a client's retry gets the call of the request it repeats."""
+        """Answer one request; a client's retry gets the call of the request it repeats.
+
+        Whoever brings the answer to the agent tells `hear`.
+        """
+        if self._ended:
+            raise EngineError("the rollout has ended")
         messages = [_plain(message) for message in messages]
         wanted = tools_text(tools)
         place = self.tree.place(messages, wanted)
@@ -356,7 +377,8 @@ class Session:
             task.exception()  # the request that waits for it raises it
 
     async def close(self) -> None:
-        """End the calls that still run, at the engine too."""
+        """End the calls that still run, at the engine too; there are no more after them."""
+        self._ended = True
         running = dict(self._running)
         for task in running:
             task.cancel()
@@ -381,6 +403,7 @@ class Model:
     ) -> dict[str, Any]:
         """Return the assistant's message (content, and tool_calls if it has any)."""
         call = await self._session.call(messages, tools or (), max_tokens=max_tokens)
+        self._session.hear([call])
         return json.loads(json.dumps(call.answer))
 
     async def tool(

@@ -2,13 +2,13 @@
 
 A call continues its parent's tokens, so a path from a root to a leaf is one token sequence that an engine
 was really given. Training takes one row per leaf; a sampled token is trained in the first row that has
-it. Knows messages and ids; renders nothing and samples nothing.
+it. A call whose answer the agent never got is in no row. Knows messages and ids; renders nothing and samples nothing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,20 +84,34 @@ class CallTree:
                 yield end + 1, call
                 yield from self._matches(messages, tools, call.number, end + 1)
 
-    def leaves(self) -> list[ModelCall]:
-        """Return the calls that no other call continues."""
-        parents = {call.parent for call in self.calls}
-        return [call for call in self.calls if call.number not in parents]
+    def leaves(self, unheard: Collection[int] = ()) -> list[ModelCall]:
+        """Return the calls that no other call continues, as if there were no `unheard` ones."""
+        calls = [call for call in self.calls if call.number not in unheard]
+        parents = {call.parent for call in calls}
+        return [call for call in calls if call.number not in parents]
 
-    def fill(self, rollout: Rollout, earned: Mapping[int, float] | None = None) -> None:
+    def unheard(self, heard: Collection[int]) -> list[int]:
+        """Return the calls whose answer nobody heard and that continue to none that was heard."""
+        on_paths = {
+            one.number for call in self.calls if call.number in heard for one in self.path(call)
+        }
+        return [call.number for call in self.calls if call.number not in on_paths]
+
+    def fill(
+        self,
+        rollout: Rollout,
+        earned: Mapping[int, float] | None = None,
+        unheard: Collection[int] = (),
+    ) -> None:
         """Give the rollout the rows of this tree: ids, log-probs, mask and versions.
 
         `earned`: by call, the reward that the rollout had before it; a call without one had none.
+        `unheard`: calls that belong to no row.
         """
         trained: set[int] = set()
         rows, ids, logprobs, masks, before = [], [], [], [], []
         segments: tuple[VersionSegment, ...] = ()
-        for leaf in self.leaves():
+        for leaf in self.leaves(unheard):
             root, *others = self.path(leaf)
             length = len(root.token_ids) + sum(
                 len(call.context_ids) + len(call.token_ids) for call in others

@@ -24,6 +24,7 @@ class Certificate:
     rows: int = 0
     trained: int = 0  # sampled tokens in the loss
     given: int = 0  # tokens that an engine was given: prompts, tool results
+    unheard: int = 0  # calls whose answer the agent never got: in no row
     pruned: int = 0  # rollouts whose tokens were removed
     tools: dict[str, int] = field(default_factory=dict)  # calls by outcome
     faults: list[str] = field(default_factory=list)
@@ -33,9 +34,10 @@ class Certificate:
         found = []
         if self.rollouts and not self.faults:
             gone = f"; {self.pruned} more were pruned" if self.pruned else ""
+            lost = f"; {self.unheard} calls never reached their agent and are not trained"
             found.append(
                 f"agents: {self.rollouts} rollouts, {self.rows} rows{gone}: every id was given to an engine "
-                f"({self.given}) or sampled by it, each of {self.trained} sampled tokens trained once"
+                f"({self.given}) or sampled by it, each of {self.trained} sampled tokens trained once{lost if self.unheard else ''}"
             )
         if self.tools:
             begun = sum(self.tools.values())
@@ -71,8 +73,8 @@ def certify(journal: Journal) -> Certificate:
 
 def _compare(rollout: Rollout, calls: Sequence[ModelCall], found: Certificate) -> str:
     """Return what is wrong with a rollout's rows; add to the counts."""
-    tree = CallTree(list(calls))
-    paths = [tree.path(leaf) for leaf in tree.leaves()]
+    tree, unheard = CallTree(list(calls)), set(rollout.extra.get("unheard", ()))
+    paths = [tree.path(leaf) for leaf in tree.leaves(unheard)]
     sequences = rollout.sequences()
     if len(paths) != len(sequences):
         return f"it has {len(sequences)} rows, but its calls have {len(paths)} ends"
@@ -95,8 +97,9 @@ def _compare(rollout: Rollout, calls: Sequence[ModelCall], found: Certificate) -
             seen.add(source)
         found.rows += 1
         found.given += origin.count(None)
-    sampled = sum(len(call.token_ids) for call in calls)
+    sampled = sum(len(call.token_ids) for call in calls if call.number not in unheard)
     if len(seen) != sampled:
         return f"{sampled - len(seen)} of its {sampled} sampled tokens are not trained"
     found.trained += sampled
+    found.unheard += len(unheard)
     return ""

@@ -148,6 +148,7 @@ async def _play(agent: Any, group: Group) -> NewScores:
             seed=rollout.seed,
             prompt=group.prompt,
             issued_version=rollout.issued_version,
+            extra=dict(rollout.extra),
         )
         for rollout in group.rollouts
     ]

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -151,7 +151,11 @@ def views_of_group(
     return [
         _view(
             rollout,
-            turns_of(calls.get((rollout.rollout_id, rollout.seed), []), rollout.earned),
+            turns_of(
+                calls.get((rollout.rollout_id, rollout.seed), []),
+                rollout.earned,
+                rollout.extra.get("unheard", ()),
+            ),
             *(group.group_id, group.task, rendered),
             *row,
         )
@@ -160,15 +164,18 @@ def views_of_group(
 
 
 def turns_of(
-    calls: Sequence[ModelCall], earned: Sequence[tuple[int, float]] = ()
+    calls: Sequence[ModelCall],
+    earned: Sequence[tuple[int, float]] = (),
+    unheard: Collection[int] = (),
 ) -> list[dict[str, Any]]:
     """Return the messages of an agent's calls in turn.
 
     `parent` is the call that a message's call continues, `tools` are its tool calls, and `earned` is the
-    reward that the rollout had before its call, from the rollout's `earned`.
+    reward that the rollout had before its call, from the rollout's `earned`. `unheard` calls are left out:
+    the agent never got their answer.
     """
     tree = CallTree(list(calls))
-    order = [call.number for leaf in tree.leaves() for call in tree.path(leaf)]
+    order = [call.number for leaf in tree.leaves(unheard) for call in tree.path(leaf)]
     before = dict(zip(order, (value for _, value in earned), strict=False))
     return [
         {
@@ -180,6 +187,7 @@ def turns_of(
             "earned": before.get(call.number, 0.0),
         }
         for call in calls
+        if call.number not in unheard
         for message in (*call.messages, call.answer)
     ]
 

@@ -80,7 +80,7 @@ def _numbers(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def _held_out(folder: RunFolder) -> str:
-    """Return the first evaluation task's score, at its first and its newest evaluation."""
+    """Return the first evaluation task's score, at its first evaluation and, if it has two, its newest."""
     path = folder.evaluations / SUMMARY
     rows: list[dict[str, Any]] = []
     if path.is_file():
@@ -94,7 +94,10 @@ def _held_out(folder: RunFolder) -> str:
     own = [row for row in rows if row["task"] == rows[0]["task"]]
     measure = "accuracy" if own and own[0].get("accuracy") is not None else "reward"
     scores = _numbers(own, measure)
-    return f"{own[0]['task']} {measure} {scores[0]:.3f} -> {scores[-1]:.3f}" if scores else ""
+    if not scores:
+        return ""
+    newest = f" -> {scores[-1]:.3f}" if len(scores) > 1 else ""
+    return f"{own[0]['task']} {measure} {scores[0]:.3f}{newest}"
 
 
 def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = False) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
+from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from penstock import terminal
@@ -11,6 +12,8 @@ from penstock import terminal
 
 class StartDisplay:
     """Shows one stage at a time; nothing where stderr is no terminal."""
+
+    _shown: ClassVar[StartDisplay | None] = None
 
     def __init__(self, stage: str) -> None:
         console = terminal.console(stderr=True)
@@ -26,10 +29,17 @@ class StartDisplay:
 
     def __enter__(self) -> Self:
         self._progress.start()
+        StartDisplay._shown = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        StartDisplay._shown = None
         self._progress.stop()
 
     def tell(self, stage: str) -> None:
         self._progress.update(self._line, description=stage)
+
+    @classmethod
+    def console(cls) -> Console:
+        """Return the console for lines of a run: while a start is shown, they appear above it."""
+        return cls._shown._progress.console if cls._shown else terminal.console(stderr=True)
