@@ -159,3 +159,23 @@ def test_engines_serve_from_the_moment_on_that_they_have_new_weights(clock: Virt
     seconds, calls = clock.run(run())
     assert seconds - before < 1.0 + alone
     assert all(calls)
+
+
+@pytest.mark.parametrize(("second_s", "told_at"), [(1.5, 1.5), (5.0, 2.0)])
+def test_new_weights_are_told_when_all_have_them_or_after_twice_the_first_load(
+    clock: VirtualClock, second_s: float, told_at: float
+) -> None:
+    """Told at the first load, requests that come at once would all go to the engine that was first."""
+
+    async def run() -> float:
+        told: list[float] = []
+        crew = Crew(FAST_S, FAST_S, first_loaded=lambda *_: told.append(clock.now))
+        await crew.start()
+        before = clock.now
+        crew.engines[0].load_s, crew.engines[1].load_s = 1.0, second_s
+        handle: Any = WeightHandle(version=1, digest="digest-1", kind="none")
+        await crew.pool.update_weights(1, handle)
+        (at,) = told
+        return at - before
+
+    assert clock.run(run()) == pytest.approx(told_at)

@@ -23,6 +23,7 @@ from penstock.pool.prompt_batch import PromptBatch, empty_answer
 from penstock.pool.requests import Requests
 from penstock.supervise.supervised import Call, Supervised, nothing
 from penstock.types import WeightHandle
+from penstock.watch.clock import loop_time
 from penstock.watch.waits import WaitKind, Waits
 
 T = TypeVar("T")
@@ -504,18 +505,30 @@ class EnginePool:
         return digests[0]
 
     async def _load_all(self) -> list[str]:
+        loaded: list[Engine] = []
+        all_loaded = asyncio.Event()
+
         async def load(engine: Engine) -> str:
             assert handle is not None
             digest = await self._weights.load(engine, handle, engine.supervised.call)
             self._dispatcher.members[engine.index].version = handle.version
             self._requests.bind_queued()
-            if self._update == "together" or self._weights.is_ahead:
+            loaded.append(engine)
+            if len(loaded) == len(engines):
+                all_loaded.set()
+            is_together = self._update == "together"
+            if loaded[0] is engine and (is_together or self._weights.is_ahead):
+                if is_together:
+                    # as long again as its load took; else it alone would take the requests that come now
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(loop_time() - began):
+                            await all_loaded.wait()
                 self._tell_first_loaded(handle.version, digest)
             return digest
 
         async with self._switching_with_gpu():
             handle = await self._weights.copied(lambda: self.serving)
-            engines = self._in(EngineState.SERVING)
+            began, engines = loop_time(), self._in(EngineState.SERVING)
             rounds = [engines] if self._update == "together" else [[one] for one in engines]
             return [digest for some in rounds for digest in await self._each(load, some)]
 
