@@ -31,14 +31,16 @@ _OPTIONAL = {"vllm": ("vllm", "vllm"), "wandb": ("wandb", "wandb"), "ray": ("ray
 
 def check(config: Config) -> None:
     """Raise a UserError for the first thing in the config that cannot work here."""
-    check_name("engine.name", config.engine.name, ENGINES)
+    engines = [engine.name for engine in config.engine_kinds()]
+    for name in engines:
+        check_name("engine.name", name, ENGINES)
     check_name("launch.kind", config.launch.kind, LAUNCHERS)
     check_name("algorithm.name", config.algorithm.name, algo.ALGORITHMS)
     if config.launch.kind in SYNC_KINDS:
         sync_kind(config)
     for tracker in config.track.trackers:
         check_name("track.trackers", tracker, TRACKERS)
-    for name in (config.engine.name, config.launch.kind, *config.track.trackers):
+    for name in (*engines, config.launch.kind, *config.track.trackers):
         _check_installed(name)
     check_algorithm(config)
     check_model(config.model.path, "model.path")

@@ -21,6 +21,9 @@ READ_BY_NAME = {  # sections whose fields are copied by name into another record
 READ_BY_THE_TREE = {  # keys that the config itself turns into what the code reads
     "eval.temperature": "Config.eval_sampling makes a SamplingConfig of it",
     "eval.top_p": "Config.eval_sampling makes a SamplingConfig of it",
+    "launch.producer_kinds.count": "LaunchConfig.kind_of finds the kind of an engine by it",
+    "launch.producer_kinds.engine": "Config.of_engine lays it over [engine]",
+    "launch.producer_kinds.place": "LaunchConfig.place_of lays it over [launch.producers]",
 }
 
 

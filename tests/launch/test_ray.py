@@ -18,10 +18,11 @@ from stages.disturbed_run import assert_balanced, config_of, digests, run
 from stages.ray_nodes import Nodes, node_of
 
 ray = pytest.importorskip("ray")
-from penstock.launch.ray.placement import bundles, check_fit  # noqa: E402
+from penstock.launch.ray.placement import Need, Node, bundles, check_fit  # noqa: E402
 
 pytestmark = pytest.mark.ray
 RAY = ["launch.kind=ray", "launch.num_producers=2"]
+GPUS: dict[str, object] = {"consumers": {"gpus": 1}, "producers": {"gpus": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +64,10 @@ def test_what_the_cluster_cannot_hold_is_refused_in_one_line(
     cluster: Nodes, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as refused:
-        run(config_of(tmp_path, "gpu", *RAY, "launch.gpus_per_producer=1"))
+        run(config_of(tmp_path, "gpu", *RAY, "launch.producers.gpus=1"))
     line = str(refused.value)
-    assert "1 consumers of 1 CPU, 0 GPU and 2 producers of 1 CPU, 1 GPU" in line
-    assert re.search(r"allowed: what \d nodes have: 2 CPU, 0 GPU", line)
+    assert "launch.producers: got 2 more of 1 CPU, 1 GPU than find a place" in line
+    assert re.search(r"allowed: what the \d nodes have: 2 CPU, 0 GPU", line)
 
 
 def settings(**fields: object) -> LaunchConfig:
@@ -78,23 +79,26 @@ def settings(**fields: object) -> LaunchConfig:
     [
         ({"num_producers": 3}, [{"CPU": 2}, {"CPU": 2}], True),
         ({"num_producers": 4}, [{"CPU": 2}, {"CPU": 2}], False),
-        ({"cpus_per_consumer": 3}, [{"CPU": 2}, {"CPU": 2}], False),
-        ({"gpus_per_consumer": 1, "gpus_per_producer": 1}, [{"CPU": 8, "GPU": 1}], False),
+        ({"consumers": {"cpus": 3}}, [{"CPU": 2}, {"CPU": 2}], False),
+        (GPUS, [{"CPU": 8, "GPU": 1}], False),
+        ({**GPUS, "colocate": True}, [{"CPU": 8, "GPU": 1}], True),
         (
-            {"gpus_per_consumer": 1, "gpus_per_producer": 1, "colocate": True},
+            {"consumers": {"gpus": 0.5}, "producers": {"gpus": 0.5}},
             [{"CPU": 8, "GPU": 1}],
             True,
         ),
     ],
 )
 def test_fit(fields: dict, nodes: list, fits: bool) -> None:
+    there = [Node(left=node, labels={}) for node in nodes]
     if fits:
-        check_fit(settings(**fields), nodes)
+        check_fit(settings(**fields), there, Need(resources={}))
     else:
-        with pytest.raises(UserError, match="launch: got"):
-            check_fit(settings(**fields), nodes)
+        with pytest.raises(UserError, match=r"launch\.(producers|consumers): got 1 more of"):
+            check_fit(settings(**fields), there, Need(resources={}))
 
 
 def test_colocated_parts_share_a_bundle() -> None:
-    asked = settings(num_producers=2, gpus_per_producer=1, gpus_per_consumer=1, colocate=True)
-    assert bundles(asked) == ([{"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 1}], [])
+    shared, own = bundles(settings(num_producers=2, colocate=True, **GPUS))
+    assert [need.resources for need in shared] == [{"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 1}]
+    assert own == []

@@ -91,7 +91,7 @@ def test_of_two_that_lost_their_nodes_each_takes_the_first_place_there_is(cluste
             if len(notes) == 2:
                 both_wait.set()
 
-        settings = {"kind": "ray", "num_producers": 2, "gpus_per_producer": 1}
+        settings = {"kind": "ray", "num_producers": 2, "producers": {"gpus": 1}}
         placement = Placement(LaunchConfig.model_validate(settings), False, note)
         await placement.reserve()
         slots = list(placement.producers)
@@ -131,7 +131,7 @@ def test_ranks_of_one_group_move_together_when_one_loses_its_node(cluster: Nodes
 
     async def play() -> None:
         kept, lost = [cluster.join(1, num_gpus=1) for _ in range(2)]
-        placement = placement_of(notes, num_consumers=2, gpus_per_consumer=1)
+        placement = placement_of(notes, num_consumers=2, consumers={"gpus": 1})
         await placement.reserve()
         slots, names = placement.consumers, ["trainer-0", "trainer-1"]
         assert {await slot.node() for slot in slots} == {kept, lost}
@@ -232,9 +232,9 @@ def test_what_fails_on_a_node_that_is_there_is_a_failure(cluster: Nodes) -> None
 
 def test_one_more_engine_than_any_node_could_hold_is_refused_at_once(cluster: Nodes) -> None:
     notes: list[str] = []
-    placement = placement_of(notes, gpus_per_producer=1)
+    placement = placement_of(notes, producers={"gpus": 1})
     with pytest.raises(UserError, match="engine-9: got 1 CPU, 1 GPU, allowed: what the nodes have"):
-        placement.take("engine-9")
+        placement.take("engine-9", 9)
     assert notes == []
 
 
@@ -250,14 +250,14 @@ def test_one_more_engine_than_fits_now_is_waited_for_a_bounded_time_and_leaves_n
         for slot in placement.producers:
             slot.worker = engine_worker()
         placement._settings = placement._settings.model_copy(update={"start_timeout_s": 0.1})
-        slot = placement.take("engine-9")
+        slot = placement.take("engine-9", 9)
         try:
             with pytest.raises(RunError, match=r"engine-9: Ray gave it no place within 0.1 s"):
                 await placement.start_actor("engine-9", slot, sat)
             placement.free(slot, None)
             assert slot not in placement.producers
             placement.producers[0].worker.given_up = WorkerDied("it was drained")  # type: ignore[union-attr]
-            assert placement.take("engine-9") is placement.producers[0]
+            assert placement.take("engine-9", 9) is placement.producers[0]
         finally:
             placement.release()
 
@@ -272,6 +272,6 @@ def engine_worker() -> Supervised:
 
 def test_cpus_of_a_cluster_that_is_ours_are_only_counted(cluster: Nodes) -> None:
     placement = Placement(LaunchConfig(kind="ray"), True, print)
-    slot = placement.take("engine-1")
+    slot = placement.take("engine-1", 1)
     assert (slot.reservation, slot.cpus) == (None, 0)
     assert slot.options()["num_cpus"] == 0

@@ -272,17 +272,17 @@ def test_engines_that_miss_the_same_weights_renew_them_once(newer: bool) -> None
 
 
 def test_the_pool_gives_an_engine_as_many_requests_as_it_runs_at_once() -> None:
-    """Two engines with room for 2 and 3 requests: the smaller one decides for both."""
+    """Two engines with room for 2 and 4 requests: each gets its own share."""
 
     async def main() -> None:
-        engines = [HeldEngine(slots=2), HeldEngine(slots=3)]
+        engines = [HeldEngine(slots=2), HeldEngine(slots=4)]
         pool = await EngineCrew(engines).start()
         await pool.start()
-        tasks = [asyncio.create_task(pool.generate(request("a" * n))) for n in range(1, 13)]
+        tasks = [asyncio.create_task(pool.generate(request("a" * n))) for n in range(1, 18)]
         for engine in engines:
             await engine.began.wait()
         stats = await pool.stats()
-        assert (stats.running, stats.waiting) == (10, 2)  # twice 2 slots * 1.25 / half full
+        assert (stats.running, stats.waiting) == (15, 2)  # (2 + 4) slots * 1.25 / half full
         await pool.pause("abort")
         await asyncio.gather(*tasks)
         await pool.close()

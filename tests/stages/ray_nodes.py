@@ -25,9 +25,10 @@ class Nodes:
         self.ids = [self.join(count) for count in num_cpus[1:]]
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
 
-    def join(self, num_cpus: int, num_gpus: int = 0) -> str:
+    def join(self, num_cpus: int, num_gpus: int = 0, **more: Any) -> str:
         """Add a node and return its id; sets signal handlers, so not in a thread."""
-        node = self._cluster.add_node(num_cpus=num_cpus, num_gpus=num_gpus, **self._size)
+        size = {**self._size, **more}  # resources and labels too
+        node = self._cluster.add_node(num_cpus=num_cpus, num_gpus=num_gpus, **size)
         self._others[str(node.node_id)] = node
         return str(node.node_id)
 
@@ -54,4 +55,6 @@ def lone_node(num_cpus: int) -> Iterator[str]:
 
 
 def node_of(job: Job, name: str) -> str:
-    return str(job.workers.supervised[name].worker.node)  # type: ignore[union-attr]
+    """Return the node of a worker; of the first rank of the trainer."""
+    worker: Any = job.workers.supervised[name].worker
+    return str(getattr(worker, "_ranks", [worker])[0].node)

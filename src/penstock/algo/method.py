@@ -103,7 +103,8 @@ def run_settings(config: Config) -> AlgorithmSettings:
     Only Penstock's own engine computes as the trainer does, and only while every token may be sampled.
     """
     cuts = any(config.task_sampling(task).cuts_tokens for task in config.tasks)
-    exact = config.engine.name == "transformers" and not cuts
+    own = all(engine.name == "transformers" for engine in config.engine_kinds())
+    exact = own and not cuts
     return resolve_settings(config.algorithm, exact_sampling=exact)
 
 

@@ -167,8 +167,8 @@ def _tables(given: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any
             "address": given["ray_address"],
             "num_producers": given["num_producers"],
             "num_consumers": given["num_consumer_procs"],
-            "gpus_per_producer": given["gpus_per_producer"],
-            "gpus_per_consumer": given["gpus_per_consumer"],
+            "producers": {"gpus": given["gpus_per_producer"]},
+            "consumers": {"gpus": given["gpus_per_consumer"]},
             "colocate": given["colocate"],
         },
     }

@@ -1,12 +1,13 @@
 """The settings of a run: one typed tree, read from a TOML file and `key=value` overrides.
 
-`tree.py` and `producing.py` declare every key, `source.py` reads files and overrides, `changes.py`
-decides which keys a resumed run may change. A new key goes into its table and is read where it acts.
-Nothing here builds a part or imports torch.
+`tree.py`, `producing.py` and `launching.py` declare every key, `source.py` reads files and overrides,
+`changes.py` decides which keys a resumed run may change. A new key goes into its table and is read
+where it acts. Nothing here builds a part or imports torch.
 """
 
 from __future__ import annotations
 
+from penstock.config.launching import LaunchConfig, RoleConfig
 from penstock.config.producing import AnnealConfig, ProduceConfig, ProduceSettings, SamplingConfig
 from penstock.config.section import Section
 from penstock.config.tree import (
@@ -17,7 +18,6 @@ from penstock.config.tree import (
     EngineConfig,
     EvalConfig,
     EvalTaskConfig,
-    LaunchConfig,
     LoraConfig,
     ModelConfig,
     ParallelConfig,
@@ -49,6 +49,7 @@ __all__ = [
     "ProduceSettings",
     "PtxConfig",
     "RewardConfig",
+    "RoleConfig",
     "RunConfig",
     "SamplingConfig",
     "Section",

@@ -1,6 +1,6 @@
 """Every key of the config, its type, its default and its doc, in one typed tree.
 
-`penstock config` prints the doc under each field. [sampling] and [produce] are in `producing.py`. Values that cannot work together are refused here,
+`penstock config` prints the doc under each field. [sampling] and [produce] are in `producing.py`, [launch] in `launching.py`. Values that cannot work together are refused here,
 before a model is loaded. Reading files and overrides is in `source.py`. Imports pydantic, nothing heavy.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from penstock.config.launching import LaunchConfig
 from penstock.config.producing import RUN_AHEAD, ProduceConfig, ProduceSettings, SamplingConfig
 from penstock.config.section import Section
 
@@ -331,35 +332,6 @@ class TrackConfig(Section):
     """Project name for W&B."""
 
 
-class LaunchConfig(Section):
-    kind: Literal["local", "inline", "ray"] = "local"
-    """local: worker processes on this machine; inline: all in this process; ray: a Ray cluster."""
-    address: str = ""
-    """With kind ray: address of the cluster to join; empty: start one on this machine."""
-    num_producers: int = Field(1, ge=1)
-    """Engine workers."""
-    num_consumers: int = Field(1, ge=1)
-    """Trainer ranks."""
-    gpus_per_producer: float = Field(0, ge=0)
-    """With kind ray: GPUs reserved for each engine worker."""
-    gpus_per_consumer: float = Field(0, ge=0)
-    """With kind ray: GPUs reserved for each trainer rank."""
-    cpus_per_producer: float = Field(1, ge=0)
-    """With kind ray: CPUs reserved for each engine worker."""
-    cpus_per_consumer: float = Field(1, ge=0)
-    """With kind ray: CPUs reserved for each trainer rank."""
-    colocate: bool = False
-    """Engines and trainer ranks share GPUs and take turns; each frees its GPU memory for the other."""
-    start_timeout_s: float = Field(300.0, gt=0)
-    """Longest wait for a worker to start and load its model."""
-    max_restarts: int = Field(3, ge=0)
-    """Most restarts of a dead worker within restart_window_s; 0: it is never restarted."""
-    restart_window_s: float = Field(600.0, gt=0)
-    """Time over which max_restarts counts."""
-    restart_backoff_s: float = Field(1.0, ge=0)
-    """Wait before a worker's second restart in the window; doubles with each further restart."""
-
-
 class WatchdogConfig(Section):
     stall_s: float = Field(300.0, gt=0)
     """A wait is stuck when the worker it waits for is idle and makes no progress for this long; six times as long
@@ -414,6 +386,25 @@ class Config(Section):
         )
         return _overlay(base, settings.tasks[task].sampling)
 
+    def of_engine(self, number: int) -> Config:
+        """Return the config of one engine: [engine] with the fields of its kind laid over it."""
+        kind = self.launch.kind_of(number)
+        if kind is None:
+            return self
+        return self.model_copy(update={"engine": _overlay(self.engine, kind.engine)})
+
+    def engine_kinds(self) -> list[EngineConfig]:
+        """Return [engine] as each kind of engine has it."""
+        kinds = self.launch.producer_kinds
+        own = [self.engine] if sum(k.count for k in kinds) < self.launch.num_producers else []
+        return own + [_overlay(self.engine, kind.engine) for kind in kinds]
+
+    def pool_engine(self) -> EngineConfig:
+        """Return [engine] as the pool reads it: if engines differ, each is asked how many slots it has."""
+        if not self.launch.producer_kinds:
+            return self.engine
+        return self.engine.model_copy(update={"max_slots": 0})
+
     def publishes_after(self, step: int, total_steps: int) -> bool:
         """Return whether the weights of this step are published to the engines."""
         return step % self.sync.every_steps == 0 or step == total_steps
@@ -442,6 +433,7 @@ class Config(Section):
             self.eval_sampling(task)
         _check_tasks(self)
         _check_train(self)
+        _check_kinds(self)
         return self
 
 
@@ -495,6 +487,24 @@ def _check_sync(config: Config, task: str, produce: ProduceConfig) -> None:
             raise ValueError(
                 f"tasks.{task}: produce.{name} got {value!r} with strategy sync, allowed: "
                 f"{type(value)(0)!r}"
+            )
+
+
+def _check_kinds(config: Config) -> None:
+    for place, kind in enumerate(config.launch.producer_kinds):
+        try:
+            _overlay(config.engine, kind.engine)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            raise ValueError(
+                f"launch.producer_kinds[{place}].engine: got {key} = {first['input']!r}, allowed: "
+                "keys and values of [engine]"
+            ) from None
+        if "update" in kind.engine:
+            raise ValueError(
+                f"launch.producer_kinds[{place}].engine: got update, allowed: engine.update, which "
+                "is the same for all engines"
             )
 
 

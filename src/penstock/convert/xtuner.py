@@ -226,11 +226,11 @@ XTUNER = {
     "JudgerConfig.request_timeout": Rule(note="an option of the reward, docs/rewards.md"),
     "JudgerConfig.cpu_resources": Rule(note="rewards run with their agent loop, in its actors"),
     "JudgerConfig.cpu_resources.num_workers": Rule(note="tasks.NAME.agent_actors"),
-    "JudgerConfig.cpu_resources.num_cpus_per_worker": Rule(note="one CPU each"),
+    "JudgerConfig.cpu_resources.num_cpus_per_worker": Rule(note="launch.agents.cpus"),
     "JudgerConfig.reward_handler": Rule(note="rewards = [{ type = 'file.py:function' }]"),
     "JudgerConfig.extra_info": Rule(note="options of the reward"),
     "AgentLoopConfig.cpu_resources.num_workers": Rule(f"{TASK}.agent_actors"),
-    "AgentLoopConfig.cpu_resources.num_cpus_per_worker": Rule(note="one CPU each"),
+    "AgentLoopConfig.cpu_resources.num_cpus_per_worker": Rule(note="launch.agents.cpus"),
     "AgentLoopConfig.hf_checkpoint": Rule(note="the run's own tokenizer"),
     "AgentLoopConfig.enable_batch_judge": Rule(
         note="a reward that compares a group says so itself"
@@ -271,7 +271,7 @@ for _resources in ("resources", "train_resources", "rollout_resources"):
         f"Trainer.{_resources}.accelerator": Rule(note="model.device"),
         f"Trainer.{_resources}.num_workers": _joined("launch.num_consumers, launch.num_producers"),
         f"Trainer.{_resources}.num_cpus_per_worker": Rule(
-            note="launch.cpus_per_consumer, launch.cpus_per_producer, on Ray"
+            note="launch.consumers.cpus, launch.producers.cpus, on Ray"
         ),
         f"Trainer.{_resources}.cpu_memory_per_worker": Rule(note="not reserved"),
     }

@@ -70,7 +70,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     """Build trainer and engine in this process."""
     from penstock.weights.in_process import InProcessSync
 
-    sync = InProcessSync()
+    sync, config = InProcessSync(), config.of_engine(0)
     engine_class = load("engine.name", config.engine.name, ENGINES)
     callbacks = SupervisionCallbacks(waits=Waits(), log=partial(append_to_log, log_folder))
 

@@ -184,6 +184,7 @@ def engine_part(config: Config, index: int) -> InferenceEngine:
     """Build an engine."""
     from penstock.weights.shared_memory import SharedMemorySync
 
+    config = config.of_engine(index)
     engine_class = load("engine.name", config.engine.name, ENGINES)
     fetch = SharedMemorySync().fetch
     engine: InferenceEngine = engine_class.from_config(config, fetch=fetch, index=index)

@@ -44,6 +44,7 @@ class Member:
     serves: bool = True  # whether the engine takes work
     retired: bool = False  # the engine never takes work again
     version: int = 0  # policy version of its weights
+    slots: int = 0  # requests that it runs at once; 0: as many as every engine
     requests: int = 0  # requests bound to it
     tokens: int = 0  # tokens of these requests
     speed: float | None = None  # outstanding tokens finished per second
@@ -60,7 +61,7 @@ class Dispatcher:
         self.held = False
         self.waiting = 0  # requests in the queue
         self.running = 0  # requests that are bound
-        self.slots = slots  # requests that an engine runs at once
+        self.slots = slots  # requests that every engine runs at once
         self._queue: deque[Work] = deque()
         self._fill: float | None = None  # share of bound requests that still run
 
@@ -173,31 +174,35 @@ class Dispatcher:
     def _able(self, work: Work) -> list[int]:
         """List the engines that have room for this work, and the weights that it needs."""
         alone = sum(not member.retired for member in self.members) == 1
-        capacity = math.inf if alone else self._capacity  # one engine alone has its own queue
+        ahead = math.inf if alone else self._bound_per_slot  # one engine alone has its own queue
         return [
             index
             for index, member in enumerate(self.members)
-            if member.serves and member.requests < capacity and member.version >= work.least_version
+            if member.serves
+            and member.requests < (member.slots or self.slots) * ahead
+            and member.version >= work.least_version
         ]
 
     def _worth_using(self, work: Work, able: list[int]) -> list[int]:
         """Skip a slow engine if the others would finish the queue before it finishes one response."""
-        paces = [member.pace for member in self.members if member.serves and member.pace]
-        if not paces:
+        paced = [member for member in self.members if member.serves and member.pace]
+        if not paced:
             return able
+        paces = [member.pace or 0.0 for member in paced]
+        together = sum((m.slots or self.slots) * (m.pace or 0.0) for m in paced)
         waiting = self.waiting if work.waits else self.waiting + work.size
-        others = 1 / max(paces) + waiting / (self.slots * sum(paces))
+        others = 1 / max(paces) + waiting / together
         others = max(others, _ALIKE / max(paces))
         return [i for i in able if 1 / (self.members[i].pace or math.inf) <= others]
 
     @property
-    def _capacity(self) -> float:
-        """How many requests to bind per engine, by the share of bound ones that still runs.
+    def _bound_per_slot(self) -> float:
+        """How many requests to bind per slot of an engine, by the share of bound ones that still runs.
 
         Work is answered whole: its first responses that end wait for its longest one.
         """
         fill = _UNKNOWN_FILL if self._fill is None else self._fill
-        return self.slots * _AHEAD / max(_LEAST_FILL, fill)
+        return _AHEAD / max(_LEAST_FILL, fill)
 
     def _measure(self, member: Member, work: Work, seconds: float, lengths: Sequence[int]) -> None:
         longest = max(1, *lengths)

@@ -453,7 +453,7 @@ class EnginePool:
             raise WorkerDied(str(error)) from error
         engine.tokens = stats.tokens_generated
         if self._asks_for_slots and stats.slots:
-            engine.slots = stats.slots
+            engine.slots = self._dispatcher.members[engine.index].slots = stats.slots
             self._dispatcher.slots = min(one.slots for one in self._engines if one.slots)
         return replace(stats, tokens_generated=engine.tokens + engine.earlier_tokens)
 

@@ -59,7 +59,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         kind,
         make_engine,
         publishes=colocated_publishes(config, total_steps),
-        settings=config.engine,
+        settings=config.pool_engine(),
     )
 
 
@@ -71,7 +71,7 @@ def _spawn_engine(config: Config, log_folder: Path, number: int) -> Callable[[],
             config,
             number,
             log_path=log_folder / f"engine-{number}.log",
-            threads=config.engine.threads,
+            threads=config.of_engine(number).engine.threads,
             timeout_s=config.launch.start_timeout_s,
         )
 

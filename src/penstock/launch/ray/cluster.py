@@ -38,7 +38,10 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
     kind = sync_kind(config)
     ours = connect(config.launch)
     callbacks = SupervisionCallbacks(waits=Waits(), log=partial(append_to_log, log_folder))
-    placement = Placement(config.launch, ours, lambda text: callbacks.note(text))
+    num_agents = sum(task.agent_actors for task in config.tasks.values())
+    placement = Placement(
+        config.launch, ours, lambda text: callbacks.note(text), num_agents=num_agents
+    )
     try:
         await placement.reserve()
         actors = _Actors(config, log_folder, placement, kind, callbacks)
@@ -67,7 +70,8 @@ def connect(settings: LaunchConfig) -> bool:
         if settings.address:
             ray.init(address=settings.address, **quiet)
         else:
-            asked = sum(bundle.get("CPU", 0.0) for part in bundles(settings) for bundle in part)
+            needs = [need for part in bundles(settings) for need in part]
+            asked = sum(need.resources["CPU"] for need in needs)
             cores = max(os.cpu_count() or 1, -int(-asked // 1))  # Ray only counts CPUs
             ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
@@ -93,7 +97,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
 
     def make_engine(number: int) -> Supervised:
         name = f"engine-{number}"
-        slot = placement.take(name)
+        slot = placement.take(name, number)
         spawn = _spawn_engine(actors, number, slot)
         engine = slot.worker = Supervised(name, spawn, settings, callbacks)
         engine.when_closed = partial(placement.free, slot, engine)
@@ -120,7 +124,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
         make_engine,
         publishes=colocated_publishes(actors.config, total_steps),
         copies=actors.copies,
-        settings=actors.config.engine,
+        settings=actors.config.pool_engine(),
     )
     workers.start_agent = partial(_start_agent, actors, workers)
     return workers
@@ -135,7 +139,7 @@ async def _start_agent(
     loop = ActorAgentLoop(workers.engine, callbacks.waits, lambda text: callbacks.note(text))
 
     async def spawn(name: str) -> Worker:
-        worker = await actors.create(name, 1, actors.placement.anywhere())
+        worker = await actors.create(name, 1, actors.placement.agent_options())
         await actors.build(worker, "agent_part", config, task, sampling, is_chat)
         loop.serve(worker)
         return worker
@@ -210,7 +214,8 @@ def _spawn_engine(
     actors: _Actors, number: int, slot: PlacementSlot
 ) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
-        worker = await actors.place(f"engine-{number}", actors.config.engine.threads, slot)
+        threads = actors.config.of_engine(number).engine.threads
+        worker = await actors.place(f"engine-{number}", threads, slot)
         actors.copies.place_engine(number, worker.node)
         return await actors.build(worker, "engine_part", actors.config, number)
 
