@@ -130,7 +130,7 @@ class Loop:
         return self._job.config.publishes_after(step, self._job.total_steps)
 
     def _loaded(self, version: int, digest: str) -> None:
-        """Called when the first engine has loaded a version, and again when all have."""
+        """Called when the first engines have loaded a version, and again when all have but late ones."""
         self._newest = version
         self._job.source.weights_updated(version)
 
@@ -148,7 +148,7 @@ class Loop:
             await evaluating
 
     async def _settle(self) -> None:
-        """Wait until weights may be replaced: the last are loaded, and no evaluation needs them."""
+        """Wait until weights may be replaced: the last are loaded (`pool/loads.py`), no evaluation needs them."""
         if self._updating is not None:
             await self._updating
         await self._job.evaluations.pinned()

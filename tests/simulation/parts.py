@@ -269,7 +269,7 @@ class SimEngine(PacedEngine):
         buffer = await self._world.memory.read(source, self._process)
         if buffer.digest != source.digest:
             raise DigestMismatch(f"weights {version}: got {buffer.digest}, not {source.digest}")
-        await self._process.work(0.2)
+        await self._process.work(self._world.seconds_to_load())
         self._count_all()
         self.version, self.digest = version, buffer.digest
         return self.digest

@@ -100,6 +100,8 @@ class World:
         self.gpu_memory = _chance("memory", seed) < 0.3
         if gpu_memory is not None:
             self.gpu_memory = gpu_memory
+        self.slow_loads = _chance("loads", seed) < 0.3
+        self._loads = random.Random(f"seconds of loads of {seed}")
         workers = [f"engine-{n}" for n in range(self.config.launch.num_producers)]
         ranks = self.config.launch.num_consumers
         workers += ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
@@ -132,9 +134,14 @@ class World:
             f"{', groups refused' if config.produce.is_valid_sample else ''}"
             f"{', rewards fail' if _chance('rewards', self.seed) < 0.2 else ''}"
             f"{'' if self.repeats_bits else ', bits do not repeat'}"
-            f"{', weights in GPU memory' if self.gpu_memory else ''}; "
+            f"{', weights in GPU memory' if self.gpu_memory else ''}"
+            f"{', slow loads' if self.slow_loads else ''}; "
             f"drawn: {'; '.join(map(str, self.faults)) or 'no fault'}"
         )
+
+    def seconds_to_load(self) -> float:
+        """Draw how long an engine takes to load weights; a step takes about a second."""
+        return self._loads.choice((0.2, 0.2, 2.0, 10.0)) if self.slow_loads else 0.2
 
     def begin_life(self) -> None:
         """Begin a life of the driver: its workers died with the driver before."""

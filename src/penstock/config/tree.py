@@ -405,6 +405,14 @@ class Config(Section):
             return self.engine
         return self.engine.model_copy(update={"max_slots": 0})
 
+    def publications_to_miss(self) -> int:
+        """Return how many publications a late engine may miss: the smallest staleness bound of a task.
+
+        What it samples meanwhile is no older than the bound allows.
+        """
+        tasks = [self.task_produce(task) for task in self.tasks]
+        return min(0 if one.strategy == "sync" else one.max_staleness for one in tasks)
+
     def publishes_after(self, step: int, total_steps: int) -> bool:
         """Return whether the weights of this step are published to the engines."""
         return step % self.sync.every_steps == 0 or step == total_steps

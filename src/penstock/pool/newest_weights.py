@@ -38,13 +38,17 @@ class NewestWeights:
         """
         self.handle: WeightHandle | None = None
         self._copies, self._renew, self._when_confirmed = copies, renew, confirmed
-        self._confirmed: tuple[int, str] | None = None
+        self._confirmed: set[tuple[int, str]] = set()
         self._times_renewed = 0
         self.is_ahead = False  # the handle is of a later version than the one that was published
         self._renewing = asyncio.Lock()  # engines that miss the same weights renew them once
 
     def publish(self, handle: WeightHandle) -> None:
         self.handle, self._times_renewed, self.is_ahead = handle, 0, False
+
+    def are_in(self, engine: Engine) -> bool:
+        """Return whether an engine has loaded the newest weights."""
+        return self.handle is None or _is_in(self.handle, engine)
 
     async def copied(self, engines: Callable[[], list[int]]) -> WeightHandle | None:
         """Copy the newest weights to the nodes of these engines; return a handle for all of them."""
@@ -60,11 +64,8 @@ class NewestWeights:
 
     async def load(self, engine: Engine, handle: WeightHandle, call: Call) -> str:
         """Load copied weights into one engine, unless it has them or newer ones; return its digest."""
-        held = engine.loaded
-        if held is not None and (
-            held[0] > handle.version or held == (handle.version, handle.digest)
-        ):
-            return held[1]
+        if engine.loaded is not None and _is_in(handle, engine):
+            return engine.loaded[1]
         engine.loaded = None
         if self._copies is not None:
             handle = self._copies.copy_for(engine.index, handle)
@@ -90,8 +91,8 @@ class NewestWeights:
             self._confirm(handle.version, handle.digest)
 
     def _confirm(self, version: int, digest: str) -> None:
-        if self._confirmed != (version, digest):
-            self._confirmed = (version, digest)
+        if (version, digest) not in self._confirmed:  # a late engine confirms older ones again
+            self._confirmed.add((version, digest))
             self._when_confirmed(version, digest)
 
     async def renewing(
@@ -121,3 +122,11 @@ class NewestWeights:
         if newest is self.handle:
             self.handle = renewed
             self.is_ahead = self.is_ahead or renewed.version > newest.version
+
+
+def _is_in(handle: WeightHandle, engine: Engine) -> bool:
+    """Return whether an engine has these weights, or newer ones."""
+    held = engine.loaded
+    return held is not None and (
+        held[0] > handle.version or held == (handle.version, handle.digest)
+    )

@@ -17,13 +17,13 @@ from typing import Any, Literal, TypeVar
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
 from penstock.errors import EngineError, EnginesLost, PartFailed, RunError, UserError, WorkerDied
 from penstock.pool.engine import ENDED, MOVES, WORKING, Engine, EngineState, LentEngine
+from penstock.pool.loads import Loads
 from penstock.pool.newest_weights import NewestWeights, Renew
 from penstock.pool.node_copies import NodeCopies
 from penstock.pool.prompt_batch import PromptBatch, empty_answer
 from penstock.pool.requests import Requests
 from penstock.supervise.supervised import Call, Supervised, nothing
 from penstock.types import WeightHandle
-from penstock.watch.clock import loop_time
 from penstock.watch.waits import WaitKind, Waits
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ class EnginePool:
         *,
         slots: int = 0,
         update: UpdateOrder = "together",
+        may_miss: int = 0,
         note: Callable[[str], None] = lambda line: None,
         first_loaded: Callable[[int, str], None] = lambda version, digest: None,
         confirmed: Callable[[int, str], None] = lambda version, digest: None,
@@ -66,6 +67,7 @@ class EnginePool:
 
         make: returns a further engine, by its index. copies: one copy of the weights per node.
         renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
+        may_miss: publications in a row that do not wait for a late engine.
         note: takes lines to the user. first_loaded: called when the first engine has new weights; requests
         that come from then on go only to engines that have them. confirmed: called when an engine answered that
         it loaded weights, or returned tokens that it sampled from them.
@@ -75,6 +77,7 @@ class EnginePool:
         self._waits, self._make = waits, make
         self._weights = NewestWeights(copies, renew, confirmed)
         self._update, self._first_loaded = update, first_loaded
+        self._loads, self._may_miss = Loads(self._catch_up, note), may_miss
         self._engines: list[Engine] = []
         self._asks_for_slots = not slots
         self._requests = Requests(
@@ -282,7 +285,7 @@ class EnginePool:
         Yield None if no other engine would serve. At the end it loads the newest weights and serves.
         """
         async with self._switching:
-            engine = self._least_busy() if len(self.serving) > 1 else None
+            engine = self._least_busy()
             if engine is not None:
                 self._move(engine, EngineState.ASIDE)
         if engine is None:
@@ -295,10 +298,13 @@ class EnginePool:
             raise
         await self._take_back(engine)  # skipped if the run is ending (cancelled)
 
-    def _least_busy(self) -> Engine:
+    def _least_busy(self) -> Engine | None:
+        """Return the least busy engine with the newest weights, if it is not the only one."""
         members = self._dispatcher.members
-        newest = max(members[index].version for index in self.serving)
+        newest = max((members[index].version for index in self.serving), default=0)
         able = [index for index in self.serving if members[index].version == newest]
+        if len(able) < 2:
+            return None
         return self._engines[min(able, key=lambda index: members[index].tokens)]
 
     async def _take_back(self, engine: Engine) -> None:
@@ -406,11 +412,12 @@ class EnginePool:
             await self._call_working("wake")
 
     async def stats(self) -> EngineStats:
-        """Return sums; the version is the oldest one that still samples for the pool."""
+        """Return sums; the version is the oldest one that new requests are sampled with."""
         all_stats = await self._at_least_one(
             lambda: self._each(self._stats_of, self._in(EngineState.SERVING))
         )
-        oldest = min(all_stats, key=lambda stats: stats.policy_version)
+        in_time = [stats for stats in all_stats if stats.policy_version >= self._least_version]
+        oldest = min(in_time or all_stats, key=lambda stats: stats.policy_version)
         all_stats += await self._each(self._stats_of, self._in(EngineState.ASIDE))
         return EngineStats(
             policy_version=oldest.policy_version,
@@ -430,6 +437,7 @@ class EnginePool:
             if engine.state not in ENDED:
                 self._move(engine, EngineState.DEAD, f"{engine.name}: it was closed")
         await asyncio.gather(*(engine.supervised.close() for engine in self._engines))
+        await self._loads.close()
         await self._requests.aborts_sent()
 
     def _end_waiting(self) -> None:
@@ -473,19 +481,8 @@ class EnginePool:
 
     async def _each(self, call: Callable[[Engine], Awaitable[T]], engines: list[Engine]) -> list[T]:
         """Return the answers of all engines that live; raise any other error after all answered."""
-
-        async def one(engine: Engine) -> list[T]:
-            try:
-                return [await call(engine)]
-            except WorkerDied:
-                self._lost(engine)
-                return []
-            except (EngineError, PartFailed):
-                if await self._is_alive(engine):
-                    raise
-                return []
-
-        results = await asyncio.gather(*(one(e) for e in engines), return_exceptions=True)
+        asked = (self._answer_of(call, engine) for engine in engines)
+        results = await asyncio.gather(*asked, return_exceptions=True)
         answers: list[T] = []
         for result in results:
             if isinstance(result, BaseException):
@@ -493,10 +490,25 @@ class EnginePool:
             answers += result
         return answers
 
+    async def _answer_of(self, call: Callable[[Engine], Awaitable[T]], engine: Engine) -> list[T]:
+        """Return the answer of one engine; nothing if it died."""
+        try:
+            return [await call(engine)]
+        except WorkerDied:
+            self._lost(engine)
+            return []
+        except (EngineError, PartFailed):
+            if await self._is_alive(engine):
+                raise
+            return []
+
     # ---- weights
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        """Load weights into all engines that serve, together or one after another (`rolling`)."""
+        """Load weights into the engines that serve, together or one after another (`rolling`).
+
+        Together: an engine that is late may miss `may_miss` publications in a row (`loads.py`).
+        """
         assert version == source.version
         self._weights.publish(source)
         digests = await self._at_least_one(lambda: self._weights.renewing(self._load_all))
@@ -505,32 +517,52 @@ class EnginePool:
         return digests[0]
 
     async def _load_all(self) -> list[str]:
-        loaded: list[Engine] = []
-        all_loaded = asyncio.Event()
-
-        async def load(engine: Engine) -> str:
+        async def load(engine: Engine) -> list[str]:
             assert handle is not None
-            digest = await self._weights.load(engine, handle, engine.supervised.call)
-            self._dispatcher.members[engine.index].version = handle.version
-            self._requests.bind_queued()
-            loaded.append(engine)
-            if len(loaded) == len(engines):
-                all_loaded.set()
-            is_together = self._update == "together"
-            if loaded[0] is engine and (is_together or self._weights.is_ahead):
-                if is_together:
-                    # as long again as its load took; else it alone would take the requests that come now
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(loop_time() - began):
-                            await all_loaded.wait()
+            weights, call = self._weights, engine.supervised.call
+            newest = handle
+            digests = await self._answer_of(lambda one: weights.load(one, newest, call), engine)
+            self._note_version(engine)
+            return digests
+
+        def tell(digest: str) -> None:
+            if self._update == "together" or self._weights.is_ahead:
+                assert handle is not None
                 self._tell_first_loaded(handle.version, digest)
-            return digest
 
         async with self._switching_with_gpu():
             handle = await self._weights.copied(lambda: self.serving)
-            began, engines = loop_time(), self._in(EngineState.SERVING)
-            rounds = [engines] if self._update == "together" else [[one] for one in engines]
-            return [digest for some in rounds for digest in await self._each(load, some)]
+            engines = self._in(EngineState.SERVING)
+            is_together = self._update == "together"
+            rounds = [engines] if is_together else [[one] for one in engines]
+            may_miss = self._may_miss if is_together and self._may_be_late(handle) else 0
+            made = [await self._loads.together(some, load, tell, may_miss) for some in rounds]
+            return [digest for digests in made for digest in digests]
+
+    def _may_be_late(self, handle: WeightHandle | None) -> bool:
+        """Return whether a late reader costs no GPU memory: one more copy of the weights is kept for it."""
+        where = None if handle is None else handle.location
+        return not self.shares_gpu and not (isinstance(where, dict) and where.get("device"))
+
+    async def _catch_up(self, engine: Engine, loading: asyncio.Task[list[str]]) -> None:
+        """Await a late load, then load what was published since; restart an engine that cannot."""
+        with contextlib.suppress(RunError):  # such as WeightsGone; newer weights are tried next
+            await loading
+        try:
+            while engine.state is EngineState.SERVING and not self._weights.are_in(engine):
+                await self._weights.renewing(
+                    lambda: self._weights.load_newest(engine, engine.supervised.call)
+                )
+                self._note_version(engine)
+        except WorkerDied:
+            self._lost(engine)
+        except RunError as error:
+            await self._end(engine, error)
+
+    def _note_version(self, engine: Engine) -> None:
+        if engine.loaded is not None:
+            self._dispatcher.members[engine.index].version = engine.loaded[0]
+            self._requests.bind_queued()
 
     def _tell_first_loaded(self, version: int, digest: str) -> None:
         """From now on requests go only to engines that have this version."""

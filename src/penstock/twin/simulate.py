@@ -287,6 +287,7 @@ async def _build(
         settings=config.engine.model_copy(
             update={"max_slots": max(1, round(engines[0].rows.slots / rows))}
         ),
+        may_miss=config.publications_to_miss(),
     )
     closing.push_async_callback(made.close)
     journal = cast(Any, VirtualJournal(profile))

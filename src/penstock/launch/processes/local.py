@@ -60,6 +60,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         make_engine,
         publishes=colocated_publishes(config, total_steps),
         settings=config.pool_engine(),
+        may_miss=config.publications_to_miss(),
     )
 
 
