@@ -57,7 +57,7 @@ test-gpu: $(DEV_STAMP)  ## the tests that need a GPU, or run on a stand-in witho
 SCHEDULES ?= 20000
 
 test-simulation: $(DEV_STAMP)  ## 20,000 schedules of faults on virtual time; SEED=N runs one of them again
-	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES) --processes 2)
+	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES) --processes 0)
 
 CASES ?= 50000
 

@@ -57,14 +57,14 @@ def pytest_configure(config: pytest.Config) -> None:
         home = os.environ["PENSTOCK_TEST_HOME"] = tempfile.mkdtemp(prefix="penstock-test-home-")
         os.environ["XDG_CONFIG_HOME"] = home
         atexit.register(shutil.rmtree, home, ignore_errors=True)
-    if not (_asks_for_gpu(config) and _has_gpu()):
+    if not (_asks_for("gpu", config) and _has_gpu()):
         if shutil.which("nvidia-smi"):  # elsewhere Ray's tests count GPUs that are made up
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def _asks_for_gpu(config: pytest.Config) -> bool:
-    return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
+def _asks_for(mark: str, config: pytest.Config) -> bool:
+    return mark in config.option.markexpr and f"not {mark}" not in config.option.markexpr
 
 
 def _has_gpu() -> bool:
@@ -76,12 +76,14 @@ def _has_gpu() -> bool:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files without a test to run: they cost time, and may need what is not installed.
 
-    With `-m gpu`, files without such tests; with `not ray`, files whose tests all need Ray.
+    With `-m gpu`, `ray` or `slow`, files without such tests; with `not ray`, files whose tests all need Ray.
     """
     if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
         return None
     text = collection_path.read_text()
-    if _asks_for_gpu(config) and "mark.gpu" not in text:
+    if any(
+        _asks_for(mark, config) and f"mark.{mark}" not in text for mark in ("gpu", "ray", "slow")
+    ):
         return True
     if "not ray" in config.option.markexpr and _ALL_RAY.search(text):
         return True

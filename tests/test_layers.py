@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,19 +36,39 @@ def unit_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Return every dotted name that a file imports, lazily or not."""
+@dataclass
+class Found:
+    """What the tests below ask of one file."""
+
+    imports: set[str] = field(default_factory=set)  # every dotted name, lazily imported or not
+    calls: set[str] = field(default_factory=set)  # `name` and `module.name`
+    lengths: dict[str, int] = field(default_factory=dict)  # function -> lines after its first
+
+
+@cache
+def read(path: Path) -> Found:
+    found = Found()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.imports.add(node.module or "")
+            found.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call):
+            function = node.func
+            if isinstance(function, ast.Name):
+                found.calls.add(function.id)
+            elif isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+                found.calls.add(f"{function.value.id}.{function.attr}")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno
+            found.lengths[node.name] = max(length, found.lengths.get(node.name, 0))
+    return found
 
 
 def own_imports(path: Path) -> set[str]:
-    found = {name.split(".")[1] for name in imports(path) if name.startswith("penstock.")}
+    found = {name.split(".")[1] for name in read(path).imports if name.startswith("penstock.")}
     return {name for name in found if name in LAYERS}
 
 
@@ -75,7 +96,7 @@ def module_of(path: Path) -> str:
 def test_no_ring_among_files() -> None:
     """Within a folder too, type-only and lazy imports counted. A folder's own table is no ring."""
     modules = {module_of(path): path for path in FILES if path.name != "__init__.py"}
-    edges = {name: set(imports(path)) & modules.keys() for name, path in modules.items()}
+    edges = {name: read(path).imports & modules.keys() for name, path in modules.items()}
     done: set[str] = set()
     while len(done) < len(edges):
         ready = {name for name in edges if name not in done and edges[name] <= done}
@@ -85,7 +106,7 @@ def test_no_ring_among_files() -> None:
 
 def test_only_the_vllm_engine_imports_vllm_and_only_launch_imports_ray() -> None:
     for path in FILES:
-        roots = {name.split(".")[0] for name in imports(path)}
+        roots = {name.split(".")[0] for name in read(path).imports}
         if "vllm" in roots:
             assert path.relative_to(SOURCE).as_posix() == "engine/vllm/engine.py"
         if "ray" in roots:
@@ -95,10 +116,9 @@ def test_only_the_vllm_engine_imports_vllm_and_only_launch_imports_ray() -> None
 def test_only_terminal_makes_a_console() -> None:
     """So that no text of a model, of data or of a foreign run folder controls the terminal."""
     for path in FILES:
-        calls = [n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
-        names = {ast.unparse(call) for call in calls}
         if unit_of(path) != "terminal":
-            assert not names & {"Console", "typer.echo"}, f"{path}: use penstock.terminal"
+            made = read(path).calls & {"Console", "typer.echo"}
+            assert not made, f"{path}: use penstock.terminal"
 
 
 def test_the_control_plane_imports_no_torch() -> None:
@@ -113,8 +133,6 @@ def test_the_control_plane_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_files_and_functions_stay_short(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= 600  # one idea, one file
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 80, f"{node.name} is too long"
+    assert len(path.read_text().splitlines()) <= 600  # one idea, one file
+    long = [name for name, length in read(path).lengths.items() if length >= 80]
+    assert not long, f"{long[0]} is too long"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
@@ -74,8 +75,9 @@ OWNED = {
 }
 
 
-def started(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield each function of a file that starts a task or thread, and whether it drops the result."""
+@cache
+def started(path: Path) -> list[tuple[str, bool]]:
+    """Return each function of a file that starts a task or thread, and whether it drops the result."""
 
     def walk(node: ast.AST, name: str) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
@@ -87,7 +89,7 @@ def started(path: Path) -> Iterator[tuple[str, bool]]:
                 yield f"{path.relative_to(SOURCE).as_posix()} {name}", dropped
             yield from walk(child, inner)
 
-    yield from walk(ast.parse(path.read_text()), "")
+    return list(walk(ast.parse(path.read_text()), ""))
 
 
 def called(call: ast.Call) -> str:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.engine.protocol import SamplingParams
 from penstock.types import (
     LEGAL_MOVES,
     Group,
     Prompt,
     Rollout,
+    Score,
     Status,
     VersionSegment,
     expand_segments,
@@ -108,3 +113,30 @@ def test_staleness_counts_from_the_oldest_token_of_any_member() -> None:
         np.array([5, 6]), np.array([0.0, 0.0]), (VersionSegment(2, 1), VersionSegment(4, 1))
     )
     assert group.staleness(train_step=5) == 2
+
+
+def _no_defaults() -> list[Any]:
+    """Return records that pickle as positions, with a value of its own in every field."""
+    prompt = Prompt("p:0", ({"role": "user"},), np.array([1]), "4", {"inputs": ["1"]}, {"k": "v"})
+    return [
+        VersionSegment(3, 2),
+        Score(0.5, {"a": 1.0}, False, True, "why", "4", (1, 0)),
+        prompt,
+        SamplingParams(
+            temperature=0.5,
+            top_k=2,
+            top_p=0.75,
+            min_tokens=3,
+            max_tokens=4,
+            stop_token_ids=(5,),
+            stop=("6",),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("record", _no_defaults(), ids=lambda record: type(record).__name__)
+def test_a_pickled_record_keeps_every_field(record: Any) -> None:
+    copy = pickle.loads(pickle.dumps(record))
+    assert type(copy) is type(record)
+    for field in fields(record):
+        assert repr(getattr(copy, field.name)) == repr(getattr(record, field.name)), field.name

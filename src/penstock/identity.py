@@ -245,24 +245,24 @@ def check_files(folder: RunFolder, config: Config, accept_changes: bool) -> None
                 f"{key}: got {source}, which does not exist; put it back, or name its new place with: "
                 f"penstock resume {folder.path} {key}=PATH"
             )
-    check_content(folder, config, measure(config), accept_changes)
+    check_content(folder, config, folder.record(), measure(config), accept_changes)
 
 
 def check_content(
-    folder: RunFolder, config: Config, found: Facts, accept_changes: bool
+    folder: RunFolder, config: Config, record: Facts, found: Facts, accept_changes: bool
 ) -> list[str]:
-    """Return what has other content than the journal says; refuse it unless changes are accepted.
+    """Return what has other content than the journal's record says; refuse it unless changes are accepted.
 
     Data of an evaluation for which the user named another source is no difference.
     """
-    tasks, before = config.eval.tasks, folder.config().eval.tasks
+    tasks, before = config.eval.tasks, folder.eras(record)[-1].config.eval.tasks
     renamed = {
         f"eval.tasks.{name}.data"
         for name in tasks.keys() & before.keys()
         if (tasks[name].data, tasks[name].data_options)
         != (before[name].data, before[name].data_options)
     }
-    changed = changed_content(folder.record(), found)
+    changed = changed_content(record, found)
     phrases = [phrase for key, phrase in changed.items() if key not in renamed]
     if phrases and not accept_changes:
         raise UserError(

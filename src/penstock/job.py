@@ -490,9 +490,9 @@ async def _agent_loop(
         endpoint=endpoint,
         positions=context_length(config.model.path),
         note=notes.append,
-        interrupted=Interrupted(
-            calls=journal.interrupted_calls(), tools=journal.interrupted_tools()
-        ),
+        interrupted=None
+        if task.agent == "single_turn"
+        else Interrupted(calls=journal.interrupted_calls(), tools=journal.interrupted_tools()),
     )
     if isinstance(agent_loop, FunctionAgent):
         closing.push_async_callback(agent_loop.close)

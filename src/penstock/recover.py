@@ -88,10 +88,10 @@ async def recover(job: Job, *, accept_changes: bool = False) -> int:
 
 def _changed_facts(job: Job, accept_changes: bool) -> dict[str, str]:
     """Tell what is not as before; return facts on what was accepted, and from which prompt on."""
-    record, cursors = job.folder.record(), job.journal.cursors()
+    record, cursors = job.journal.read_identity(), job.journal.cursors()
     if code := changed_code(record, job.facts):
         job.tracker.note(f"{code}; redone steps are compared with the journal")
-    accepted = check_content(job.folder, job.config, job.facts, accept_changes)
+    accepted = check_content(job.folder, job.config, record, job.facts, accept_changes)
     for text in accepted:
         job.tracker.note(f"accepted: {text}")
     facts = {}

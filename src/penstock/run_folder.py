@@ -84,11 +84,12 @@ class RunFolder:
         """Return the config in force."""
         return self.eras()[-1].config
 
-    def eras(self) -> list[Era]:
-        """Return the configs that were in force, in order; the last one has no end."""
-        return self._eras_of(self.record())
+    def eras(self, record: Mapping[str, str] | None = None) -> list[Era]:
+        """Return the configs that were in force, in order; the last one has no end.
 
-    def _eras_of(self, record: Mapping[str, str]) -> list[Era]:
+        `record`: what `record()` returned, if it was read already.
+        """
+        record = self.record() if record is None else record
         if _IN_FORCE in record:
             ends = {name: name.removeprefix(_EARLIER) for name in record if _EARLIER in name}
             old = [Era(self._outside(_config_of(record[n])), int(end)) for n, end in ends.items()]
@@ -107,16 +108,16 @@ class RunFolder:
     ) -> None:
         """Put `config` in force after a step, and keep the old one, in one record; renew the copies."""
         values = {_IN_FORCE: self._inside(config).model_dump_json(), **facts}
-        *old, last = self._eras_of(journal.read_identity())
+        *old, last = self.eras(journal.read_identity())
         if after_step and last.config != config:  # else no step was done under the old config
             old.append(Era(last.config, after_step))
-        for era in old:  # the first that ended at a step was in force until then
-            inside = self._inside(era.config)
-            values.setdefault(f"{_EARLIER}{era.last_step}", inside.model_dump_json())
+        ended = {era.last_step: era for era in reversed(old)}  # the first was in force until then
+        for step, era in ended.items():
+            values[f"{_EARLIER}{step}"] = self._inside(era.config).model_dump_json()
         journal.record_identity(values)
         await journal.flush()
         journal.sync()  # a copy is never newer than the journal
-        self.write_copies(self._eras_of(journal.read_identity()))
+        self.write_copies([*ended.values(), Era(config, None)])
 
     def write_copies(self, eras: Sequence[Era] | None = None) -> None:
         """Renew the copies of the journal's configs for people."""
@@ -254,11 +255,11 @@ class Era:
 
 def _map_data(config: Config, change: Callable[[str], str]) -> Config:
     """Return the config with a change of every task's `data`."""
-    tree = config.model_dump()
-    tasks = (*tree["tasks"].values(), *tree["eval"]["tasks"].values())
-    if all(change(task["data"]) == task["data"] for task in tasks):
+    given = (*config.tasks.values(), *config.eval.tasks.values())
+    if all(change(task.data) == task.data for task in given):
         return config
-    for task in tasks:
+    tree = config.model_dump()
+    for task in (*tree["tasks"].values(), *tree["eval"]["tasks"].values()):
         task["data"] = change(task["data"])
     return validate(tree)
 

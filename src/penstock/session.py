@@ -95,12 +95,13 @@ def resume_run(
             _resume_locked(folder, overrides, accept_changes, trusted)
         except KeyboardInterrupt:
             raise StopRequested(
-                f"stopped before the first new step; nothing is lost; {_way_on(folder)}"
+                "stopped before the first new step; nothing is lost; "
+                f"{_way_on(folder, folder.config())}"
             ) from None
 
 
-def _way_on(folder: RunFolder) -> str:
-    rewards = (reward.type for task in folder.config().tasks.values() for reward in task.rewards)
+def _way_on(folder: RunFolder, config: Config) -> str:
+    rewards = (reward.type for task in config.tasks.values() for reward in task.rewards)
     if any(name.startswith(PYTHON) for name in rewards):
         return f'continue with: penstock.resume("{folder.path}", reward=...)'
     return f"continue with: penstock resume {folder.path}"
@@ -202,7 +203,7 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
     _tell(Text.assemble("run folder: ", (str(folder.path), "bold")))
     is_fork = folder.origin() is not None
     _tell(_describe_start(config, is_fork))
-    with StopSignals(_way_on(folder)) as signals:
+    with StopSignals(_way_on(folder, config)) as signals:
         async with AsyncExitStack() as closing:
             opening = open_fork(folder) if is_fork else open_job(config, folder)
             job = await signals.run(closing.enter_async_context(opening), "closing the workers")

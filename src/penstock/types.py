@@ -72,6 +72,10 @@ class VersionSegment:
                 "allowed: version >= 0, length >= 1"
             )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as positions, several times faster than a dataclass pickles: every message has some."""
+        return VersionSegment, (self.version, self.length)
+
 
 def extend_segments(
     segments: Sequence[VersionSegment], version: int, length: int
@@ -103,6 +107,11 @@ class Score:
     parsed: str | None = field(default=None, compare=False)  # the answer found in the response
     tests: tuple[int, ...] = field(default=(), compare=False)  # a code's verdict per test
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as positions, like segments."""
+        judged = (self.format_ok, self.answer_ok, self.note, self.parsed, self.tests)
+        return Score, (self.value, self.parts, *judged)
+
 
 @dataclass(slots=True, frozen=True)
 class Prompt:
@@ -122,6 +131,11 @@ class Prompt:
                 f"prompt {self.prompt_id}: got token_ids of shape {self.token_ids.shape}, "
                 "allowed: one dimension, at least one token"
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as positions, like segments."""
+        asked = (self.prompt_id, self.messages, self.token_ids)
+        return Prompt, (*asked, self.gt_answer, self.test_cases, self.extra)
 
 
 def _no_ids() -> np.ndarray:

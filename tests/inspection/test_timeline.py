@@ -65,6 +65,18 @@ def test_the_trace_has_every_event_and_overlaps_get_rows_of_their_own(run: RunFo
     assert (first["dur"], second["dur"]) == (2_000_000, 1_000_000)
 
 
+def test_any_text_of_a_wait_is_read_back(tmp_path: Path) -> None:
+    waits = Waits(Clock())
+    log = TimelineLog(tmp_path, waits)
+    texts = ['a "quoted" \\ name', "two\nlines\t\x00", "é, \u2028 and \U0001f600"]
+    for text in texts:
+        with waits.wait(text, WaitKind.WAIT, text):
+            pass
+    log.close()
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["lane"], event["detail"]) for event in events[1:]] == [(t, t) for t in texts]
+
+
 def test_the_pause_before_a_resume_is_nobody_s_time(run: RunFolder) -> None:
     path = run.path / "timeline" / "events.jsonl"
     begun = json.loads(path.read_text().splitlines()[0])["start"]

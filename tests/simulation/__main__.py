@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
@@ -29,7 +30,8 @@ def main() -> int:
         return int(result.failed)
     with DEFECTS[options.defect]() if options.defect else nullcontext():
         most = 1 if options.defect else MOST_SHOWN
-        return run_many(options.first, options.schedules, options.processes, most)
+        processes = options.processes or os.cpu_count() or 1
+        return run_many(options.first, options.schedules, processes, most)
 
 
 def _options() -> argparse.Namespace:
@@ -38,7 +40,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--trace", help="with --seed: write every callback to this file")
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="0: one for each core")
     parser.add_argument("--defect", choices=DEFECTS, help="bring a known defect back")
     return parser.parse_args()
 

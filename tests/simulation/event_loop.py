@@ -12,8 +12,10 @@ import asyncio
 import heapq
 import math
 import random
+from asyncio.format_helpers import _format_callback_source
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from types import CoroutineType
 from typing import Any
 
@@ -39,16 +41,43 @@ class _Numbered:
 
 
 class SimTask(_Numbered, asyncio.Task):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._number = kwargs["loop"].next_number()
-        kwargs["name"] = kwargs.get("name") or f"task {self._number}"
-        super().__init__(*args, **kwargs)
+    def __init__(self, coro: Any, *, loop: SimLoop, name: str | None, context: Any) -> None:
+        loop.numbers += 1
+        self._number = loop.numbers
+        name = name or f"task {loop.numbers}"
+        asyncio.Task.__init__(self, coro, loop=loop, name=name, context=context)
 
 
 class SimFuture(_Numbered, asyncio.Future):
     def __init__(self, *, loop: SimLoop) -> None:
-        self._number = loop.next_number()
-        super().__init__(loop=loop)
+        loop.numbers += 1
+        self._number = loop.numbers
+        asyncio.Future.__init__(self, loop=loop)
+
+
+class _Handle(asyncio.Handle):
+    """A callback; made faster than asyncio makes it, which asks for its debug mode."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: Any, args: tuple, loop: SimLoop, context: Context | None) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop, self._callback, self._args = loop, callback, args
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+
+
+class _TimerHandle(asyncio.TimerHandle):
+    """A callback at a time; see `_Handle`."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, when: float, callback: Any, args: tuple, loop: SimLoop, context: Context | None
+    ) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop, self._callback, self._args = loop, callback, args
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+        self._when, self._scheduled = when, False
 
 
 class SimLoop(asyncio.BaseEventLoop):
@@ -72,15 +101,10 @@ class SimLoop(asyncio.BaseEventLoop):
         self.is_killed = False
         self.complaints: list[str] = []  # exceptions that nobody read
         self.trace: list[str] | None = None  # every callback, if somebody wants it
-        self._numbers = 0
+        self.numbers = 0  # of tasks, futures and timers so far
         self._ready: deque[Any] = deque()
         self._timers: list[tuple[float, int, Any]] = []
-        self.set_task_factory(lambda loop, coro, **kw: SimTask(coro, loop=loop, **kw))
         self.set_exception_handler(self._complain)
-
-    def next_number(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     def time(self) -> float:
         return self.now
@@ -88,18 +112,27 @@ class SimLoop(asyncio.BaseEventLoop):
     def create_future(self) -> SimFuture:
         return SimFuture(loop=self)
 
+    def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> SimTask:  # type: ignore[override]
+        return SimTask(coro, loop=self, name=name, context=context)
+
     def _write_to_self(self) -> None: ...
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
+
+    def call_later(
+        self, delay: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.now + delay, callback, *args, context=context)
 
     def call_at(
         self, when: float, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, self.next_number(), handle))
+        handle = _TimerHandle(when, callback, args, self, context)
+        self.numbers += 1
+        heapq.heappush(self._timers, (when, self.numbers, handle))
         return handle
 
     def _run_once(self) -> None:
@@ -117,27 +150,30 @@ class SimLoop(asyncio.BaseEventLoop):
         if self.now > self.ends_at or self.ticks > self.most_ticks:
             raise Stuck(f"not done after {self.now:.0f} s, {self.ticks} ticks\n{self.stacks()}")
         for _ in range(len(ready)):
-            handle = self._next_ready()
-            if not handle._cancelled:
-                handle._run()
-
-    def _next_ready(self) -> asyncio.Handle:
-        """Take a callback: mostly first come first served, by the seed also out of order."""
-        ready = self._ready
-        self.ticks += 1
-        if self.ticks >= self.next_fault:
-            self.next_fault = self.at_tick(self.ticks)
-        if self.is_killed:
-            raise DriverKilled
-        if len(ready) > 1 and self.random.random() < self.shuffled:
-            place = self.random.randrange(min(len(ready), 6))
-            handle = ready[place]
-            del ready[place]
-        else:
-            handle = ready.popleft()
-        if self.trace is not None:
-            self.trace.append(f"{self.ticks} {self.now:.6f} {_label(handle)}")
-        return handle
+            self.ticks += 1
+            if self.ticks >= self.next_fault:
+                self.next_fault = self.at_tick(self.ticks)
+            if self.is_killed:
+                raise DriverKilled
+            # mostly first come first served, by the seed also out of order
+            if len(ready) > 1 and self.random.random() < self.shuffled:
+                place = self.random.randrange(min(len(ready), 6))
+                handle = ready[place]
+                del ready[place]
+            else:
+                handle = ready.popleft()
+            if self.trace is not None:
+                self.trace.append(f"{self.ticks} {self.now:.6f} {_label(handle)}")
+            if handle._cancelled:
+                continue
+            try:
+                handle._context.run(handle._callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # as `asyncio.Handle._run` does
+                where = _format_callback_source(handle._callback, handle._args)
+                message = f"Exception in callback {where}"
+                self.call_exception_handler({"message": message, "exception": error})
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
         """Call the function on the loop, after the delay of a thread."""

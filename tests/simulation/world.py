@@ -156,7 +156,13 @@ class World:
         self.scale: Any = None
         self._signals = 0
         self.disk.full, self.disk.slowness = "", 1.0
-        self._at_ticks = [fault for fault in self.faults if fault.tick and fault.life == self.life]
+        ours = [fault for fault in self.faults if fault.life == self.life]
+        self._at_ticks = [fault for fault in ours if fault.tick]
+        self._at_calls: dict[tuple[str, str, str], list[Fault]] = {}
+        for fault in ours:
+            if fault.method:
+                key = (fault.target, fault.method, fault.phase)
+                self._at_calls.setdefault(key, []).append(fault)
 
     # ---- what the parts ask
 
@@ -208,16 +214,11 @@ class World:
 
     def at_call(self, process: SimProcess, method: str, phase: str) -> None:
         key = (process.name, method, phase)
-        self._passed[key] += 1
-        for fault in self.faults:
-            at = (fault.target, fault.method, fault.phase)
-            if (
-                fault.method
-                and at == key
-                and fault.life == self.life
-                and fault.passing == self._passed[key]
-            ):
-                self._strike(fault)
+        if key in self._at_calls:
+            self._passed[key] += 1
+            for fault in self._at_calls[key]:
+                if fault.passing == self._passed[key]:
+                    self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
         self.happened.append(f"{self.loop.time():.3f} {fault}")

@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -191,6 +192,7 @@ def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:
             yield from _toml_lines(value, f"{name}.")
 
 
+@lru_cache(maxsize=4096)
 def toml_key(key: str) -> str:
     """Return a key as TOML writes it: bare if it may be."""
     bare = key.replace("-", "").replace("_", "")

@@ -455,7 +455,7 @@ S = TypeVar("S", bound=Section)
 
 
 def _overlay(base: S, fields: dict[str, Any]) -> S:
-    return type(base).model_validate({**base.model_dump(), **fields})
+    return type(base).model_validate({**base.model_dump(), **fields}) if fields else base
 
 
 def _check_tasks(config: Config) -> None:

@@ -52,6 +52,31 @@ class SamplingParams:
         }
         return cls(**{**given, **changes})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as positions: a run sends thousands a second, and dataclasses pickle by name."""
+        drawn = (self.temperature, self.top_k, self.top_p, self.min_tokens, self.max_tokens)
+        return _make_sampling, (*drawn, self.stop_token_ids, self.stop)
+
+
+def _make_sampling(
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    least: int,
+    most: int,
+    stop_token_ids: tuple[int, ...],
+    stop: tuple[str, ...],
+) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_tokens=least,
+        max_tokens=most,
+        stop_token_ids=stop_token_ids,
+        stop=stop,
+    )
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerationRequest:
@@ -69,7 +94,7 @@ class GenerationRequest:
         return len(self.prompt_ids) + self.sampling.max_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as positions: a run sends thousands a second, and dataclasses pickle by name."""
+        """Pickle as positions, like the sampling."""
         fields = (self.request_id, self.prompt_ids, self.sampling, self.seed, self.response_ids)
         return _make_request, fields
 

@@ -44,8 +44,9 @@ class LineFile:
         self._lost = 0
 
     def _write(self, data: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab", buffering=0) as file:
+        if not os.path.isdir(self._path.parent):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             try:
                 if file.write(data) < len(data):

@@ -19,15 +19,15 @@ def available_mib() -> float | None:
 
 def _of_machine() -> float | None:
     try:
-        lines = _MACHINE.read_text().splitlines()
+        lines = _MACHINE.read_bytes().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) / 1024 for line in lines if "MemAvailable" in line), None)
+    return next((int(line.split()[1]) / 1024 for line in lines if b"MemAvailable" in line), None)
 
 
 def _of_container() -> float | None:
     try:
-        limit, used = _LIMIT.read_text().strip(), _USED.read_text().strip()
+        limit, used = _LIMIT.read_bytes().strip(), _USED.read_bytes().strip()
     except OSError:
         return None
     return (int(limit) - int(used)) / 2**20 if limit.isdigit() and used.isdigit() else None
