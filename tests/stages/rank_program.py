@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from penstock.config import ParallelConfig
+from penstock.errors import StopRequested
 from penstock.training.consumer import Consumer
 from penstock.training.policy import add_adapters
 from penstock.training.ptx import Text, TextStream
@@ -86,7 +87,7 @@ def train(consumer: Consumer, step: int) -> dict[str, float]:
 def run(job: str, folder: Path, ranks: Ranks) -> None:
     """Train two steps, take a checkpoint, train a third step; train it again from the checkpoint.
 
-    One job is offloaded when the checkpoint is taken.
+    One job is offloaded when the checkpoint is taken, and one is stopped in the third step's first try.
     """
     consumer = make(job, ranks)
     metrics = [train(consumer, 1), train(consumer, 2)]
@@ -96,6 +97,8 @@ def run(job: str, folder: Path, ranks: Ranks) -> None:
         consumer.offload()
         assert consumer.host_offload.is_offloaded
     write = consumer.snapshot(folder / name)
+    if job == "plain" and ranks.pipeline.size == 1:
+        stop_in_an_update(consumer, 3)
     metrics.append(train(consumer, 3))
     write()
     ranks.sum_of(0)  # wait for the other ranks: their shards are read too
@@ -108,6 +111,24 @@ def run(job: str, folder: Path, ranks: Ranks) -> None:
         torch.save(weights, folder / f"{name}.pt")
         torch.save(again, folder / f"{name}-again.pt")
         (folder / f"{name}.json").write_text(json.dumps(metrics))
+
+
+def stop_in_an_update(consumer: Consumer, step: int) -> None:
+    """Ask for a stop after the first backward pass of a step: what follows is as if it never began."""
+    backward = consumer.loss_scale.backward
+
+    def then_stop(loss: torch.Tensor) -> None:
+        backward(loss)
+        consumer.request_stop()
+
+    consumer.loss_scale.backward = then_stop  # type: ignore[method-assign]
+    try:
+        train(consumer, step)
+    except StopRequested:
+        return
+    finally:
+        consumer.loss_scale.backward = backward  # type: ignore[method-assign]
+    raise AssertionError("the stop was not honoured")
 
 
 def reload(job: str, folder: Path, ranks: Ranks, saved: str) -> None:

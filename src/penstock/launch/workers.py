@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from penstock.launch.ray.agents import ActorAgentLoop
 
 
-StartAgent = Callable[
-    [str, SamplingConfig, bool], Awaitable["ActorAgentLoop"]
-]  # task, sampling, is_chat
+# of (task, sampling, is_chat)
+StartAgent = Callable[[str, SamplingConfig, bool], Awaitable["ActorAgentLoop"]]
 
 
 @dataclass(slots=True, kw_only=True)

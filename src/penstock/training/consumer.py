@@ -188,6 +188,8 @@ class Consumer:
         except StopRequested:
             self._stop.clear()
             self.policy.finish_update()
+            for policy, _ in self._policies():
+                policy.release()
             self.optimizer.zero_grad(set_to_none=True)
             torch.set_rng_state(random_state)
             raise
@@ -337,12 +339,8 @@ class Consumer:
             result_N[torch.from_numpy(pack.token_N).to(result_N.device)] = logprobs_N
 
         packs = self._packs(flat, np.arange(len(flat.rollouts)))
-        try:
-            run_passes(
-                policy, packs, self._counted(inputs.sampled_for), keep, check=self._check_stop
-            )
-        finally:
-            policy.release()
+        run_passes(policy, packs, self._counted(inputs.sampled_for), keep, check=self._check_stop)
+        policy.release()
         return result_N
 
     def _advantages(self, batch: Batch, flat: FlatBatch, inputs: TokenInputs) -> np.ndarray:

@@ -23,9 +23,7 @@ class FlatBatch:
 
     rollouts: tuple[Rollout, ...]
     token_ids: tuple[np.ndarray, ...]  # prompt and response of each row
-    predictors: tuple[
-        np.ndarray, ...
-    ]  # per row: positions in token_ids whose next token is trained
+    predictors: tuple[np.ndarray, ...]  # of each row: positions whose next token is trained
     rollout_S: np.ndarray  # which rollout each row belongs to
     bounds_S1: np.ndarray  # trained tokens of row s are bounds[s] .. bounds[s + 1]
     group_R: np.ndarray  # which group each rollout belongs to

@@ -221,7 +221,8 @@ class ActorAgentLoop(AgentLoop):
         """Close the rewards in the actors, then end the actors."""
         for actor in self._groups:
             if actor.worker is not None:
-                with contextlib.suppress(TimeoutError, Exception):
+                # whatever a user's reward raises here, its actor is ended below
+                with contextlib.suppress(Exception):
                     async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                         await actor.worker.call("close")
         await asyncio.gather(*(actor.close() for actor in self._groups))
