@@ -7,6 +7,7 @@ for the rest. The prompt is stored once per group, never per rollout.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ _PRUNED = 4  # ids, log-probs, mask and rows were removed
 _ROWS = 8  # an agent's rollout: the prompts and lengths of its rows are stored
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _STATUSES = {status.value: status for status in Status}
+_pack_header, _pack_segment, _pack_check = _HEADER.pack, _SEGMENT.pack, _CHECK.pack
 
 
 def encode_rollout(rollout: Rollout, *, text: str | None = None, key: str = "") -> bytes:
@@ -44,39 +46,36 @@ def encode_rollout(rollout: Rollout, *, text: str | None = None, key: str = "") 
     tail = _tail(rollout, text is None)
     ids, logprobs, mask = rollout.response_ids, rollout.logprobs, rollout.loss_mask.tobytes()
     segments, flags = rollout.segments, _KEYED if key else 0
-    packed = rows = b""
+    if ids.dtype is not _IDS:
+        ids = ids.astype(_IDS)
+    if logprobs.dtype is not _LOGPROBS:
+        logprobs = logprobs.astype(_LOGPROBS)
+    arrays = ids.tobytes() + logprobs.tobytes()
     if 0 in mask:
-        packed = np.packbits(rollout.loss_mask).tobytes()
+        arrays += np.packbits(rollout.loss_mask).tobytes()
     else:
         flags |= _ALL_TRAINED
     if rollout.rows:
         flags |= _ROWS
-        rows = _encode_rows(rollout.rows)
+        arrays += _encode_rows(rollout.rows)
     if len(segments) == 1:
-        runs = _SEGMENT.pack(segments[0].version, segments[0].length)
+        (segment,) = segments
+        runs = _pack_segment(segment.version, segment.length)
     else:
-        runs = b"".join([_SEGMENT.pack(segment.version, segment.length) for segment in segments])
-    body = b"".join(
-        (
-            _HEADER.pack(
-                CODEC_VERSION,
-                flags,
-                len(segments),
-                len(ids),
-                len(tail),
-                rollout.seed,
-                rollout.temperature,
-                rollout.issued_version,
-            ),
-            (ids if ids.dtype is _IDS else ids.astype(_IDS)).tobytes(),
-            (logprobs if logprobs.dtype is _LOGPROBS else logprobs.astype(_LOGPROBS)).tobytes(),
-            packed,
-            rows,
-            runs,
-            tail,
-        )
+        runs = b"".join([_pack_segment(segment.version, segment.length) for segment in segments])
+    head = _pack_header(
+        CODEC_VERSION,
+        flags,
+        len(segments),
+        len(mask),
+        len(tail),
+        rollout.seed,
+        rollout.temperature,
+        rollout.issued_version,
     )
-    return body + check_sum(body, text, key)
+    body = b"".join((head, arrays, runs, tail))
+    crc = crc32(body, crc32(key.encode()) if key else 0)  # `check_sum`, without its call
+    return body + _pack_check(crc32(text.encode(), crc) if text else crc)
 
 
 def _encode_rows(rows: Sequence[Row]) -> bytes:
@@ -178,31 +177,44 @@ def prune_payload(data: bytes, text: str, key: str, kept_text: str) -> bytes | N
     return body + check_sum(body, kept_text, key if header[1] & _KEYED else "")
 
 
+@functools.lru_cache(maxsize=256)
+def _tail_start(status: str, finish: str) -> str:
+    start = f'{{"status":"{status}"'
+    return f'{start},"finish":{_quoted(finish)}' if finish else start
+
+
 def _tail(rollout: Rollout, with_text: bool) -> bytes:
     """Return the JSON behind the arrays; put together by hand, as a run writes one for each rollout."""
-    score, tail = rollout.score, f'{{"status":"{rollout.status._value_}"'
-    if rollout.finish_reason:
-        tail += f',"finish":{_quoted(rollout.finish_reason)}'
+    score, tail = rollout.score, _tail_start(rollout.status._value_, rollout.finish_reason)
     if with_text and rollout.text:
         tail += f',"text":{_quoted(rollout.text)}'
-    if rollout.error:
-        tail += f',"error":{_quoted(rollout.error)}'
-    if rollout.extra:
-        tail += f',"extra":{_encode(rollout.extra)}'
-    if rollout.min_tokens:
-        tail += f',"min_tokens":{rollout.min_tokens}'
-    if rollout.earned:
-        tail += f',"earned":{_encode(rollout.earned)}'
+    if rollout.error or rollout.extra or rollout.min_tokens or rollout.earned:
+        tail += _rare_fields(rollout)
     if score is not None:
-        parts, note = "", '""'
+        parts, note, value = "", '""', score.value
+        number = repr(value) if type(value) is float and isfinite(value) else _encode(value)
         if score.parts:
             parts = ",".join([f"{_quoted(k)}:{_number(v)}" for k, v in score.parts.items()])
         if score.note:
             note = _quoted(score.note)
-        verdicts = f"{_VERDICTS[score.format_ok]},{_VERDICTS[score.answer_ok]}"
-        tail = f'{tail},"score":[{_number(score.value)},{{{parts}}},{verdicts},{note}]'
-    tail += "}"
+        form, answer = _VERDICTS[score.format_ok], _VERDICTS[score.answer_ok]
+        tail = f'{tail},"score":[{number},{{{parts}}},{form},{answer},{note}]}}'
+    else:
+        tail += "}"
     return tail.encode() if tail.isascii() else tail.encode("utf-8", "surrogatepass")
+
+
+def _rare_fields(rollout: Rollout) -> str:
+    fields = ""
+    if rollout.error:
+        fields += f',"error":{_quoted(rollout.error)}'
+    if rollout.extra:
+        fields += f',"extra":{_encode(rollout.extra)}'
+    if rollout.min_tokens:
+        fields += f',"min_tokens":{rollout.min_tokens}'
+    if rollout.earned:
+        fields += f',"earned":{_encode(rollout.earned)}'
+    return fields
 
 
 def _number(value: float) -> str:

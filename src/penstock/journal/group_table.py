@@ -29,9 +29,9 @@ _FROM = {
 }
 
 
-def _update(kind: str, columns: Sequence[str], also: str = "") -> str:
+def _update(kind: str, columns: Sequence[str], also: str = "", sets: str = "") -> str:
     """Return the UPDATE that moves a group: parameters are the columns, the checksum and the id."""
-    sets = ", ".join(f"{column} = ?" for column in (*columns, "row_check"))
+    sets += ", ".join(f"{column} = ?" for column in (*columns, "row_check"))
     places = ", ".join(f"'{place}'" for place in _FROM[kind])
     return f"UPDATE group_rows SET {sets} WHERE group_id = ? AND place IN ({places}){also}"
 
@@ -51,10 +51,17 @@ class ManyRows:
     """
 
     def __init__(
-        self, statement: str, num_columns: int, at_once: Sequence[int] = (64, 8, 1)
+        self,
+        statement: str,
+        num_columns: int,
+        at_once: Sequence[int] = (64, 8, 1),
+        before_last: str = "",
     ) -> None:
-        """statement: `{rows}` stands for the parameters of the rows."""
-        row = f"({', '.join('?' * num_columns)})"
+        """statement: `{rows}` stands for the rows; before_last: a column that is the same in all."""
+        values = ["?"] * num_columns
+        if before_last:
+            values.insert(-1, before_last)
+        row = f"({', '.join(values)})"
         self._sizes = [
             (number * num_columns, statement.format(rows=", ".join([row] * number)))
             for number in at_once
@@ -78,9 +85,14 @@ class ManyRows:
 _DRAW = ManyRows(
     "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)"
     " VALUES {rows}",
-    7,
+    6,
+    before_last="'in_flight'",
 )
-_LAND = _update("landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON:]))
+# Python binds None more slowly than all else: only a group that is dropped binds a reason
+_LAND_DROPPED = _update("landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON:]))
+_LAND = _update(
+    "landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON + 1 :]), sets="drop_reason = NULL, "
+)
 _MOVE = {
     kind: _update(kind, (*_COLUMNS[_PLACE : _PLACE + 3], "drop_reason"))
     for kind in ("retried", "expired", "dropped")
@@ -88,9 +100,9 @@ _MOVE = {
 # A group that landed under an older schema has no number of rollouts to compare with.
 _IS_WHOLE = """ AND status = 'completed' AND COALESCE(num_rollouts, 1) <=
     (SELECT COUNT(*) FROM rollout_rows WHERE rollout_rows.group_id = group_rows.group_id)"""
-_TAKE = _update("taken", ("place", "step", "position"), _IS_WHOLE)
+_TAKE = _update("taken", ("step", "position"), _IS_WHOLE, sets="place = 'taken', ")
 _HAS_UPDATE_FROM = sqlite3.sqlite_version_info >= (3, 33)
-_TAKE_MANY = ManyRows(_update_many(_TAKE), 5, (32, 8) if _HAS_UPDATE_FROM else ())
+_TAKE_MANY = ManyRows(_update_many(_TAKE), 4, (32, 8) if _HAS_UPDATE_FROM else ())
 _READ = f"SELECT {', '.join(_COLUMNS)} FROM group_rows WHERE group_id = ?"
 
 
@@ -105,21 +117,25 @@ class GroupTable:
         """Insert groups: (group id, task, cursor, prompt id, time) each."""
         written: list[Any] = []
         for values in drawn:
-            row = self._unfinished[values[0]] = (*values, *_AS_DRAWN)
+            row = self._unfinished[values[0]] = values + _AS_DRAWN
             written += values
-            written += ("in_flight", check_of(row))
+            written.append(check_of(row))
         _DRAW.write(self._db, written)
 
     def land(self, landed: Iterable[tuple[str, tuple, tuple]]) -> None:
         """Move groups that came back: id, columns from place to landed_at, columns from drop_reason on."""
-        rows = []
+        kept, dropped = [], []
         for group_id, values, last in landed:
             before = self._pop(group_id)
-            row = (*before[:_PLACE], *values, *before[_STEP:_REASON], *last)
+            row = before[:_PLACE] + values + before[_STEP:_REASON] + last
             if values[0] != "dropped":
                 self._unfinished[group_id] = row
-            rows.append((*values, *last, check_of(row), group_id))
-        self._move_all("landed", _LAND, rows)
+            if last[0] is None:
+                kept.append((*values, *last[1:], check_of(row), group_id))
+            else:
+                dropped.append((*values, *last, check_of(row), group_id))
+        self._move_all("landed", _LAND, kept)
+        self._move_all("landed", _LAND_DROPPED, dropped)  # last: they move no more
 
     def move(self, kind: str, group_id: str, values: tuple, drop_reason: str | None) -> None:
         """Move a group without a new payload: `values` are place, status and tries."""
@@ -137,7 +153,7 @@ class GroupTable:
             row = self._pop(group_id)
             kept = row[_PLACE + 1 : _STEP]
             row = (*row[:_PLACE], "taken", *kept, step, position, *row[_REASON:])
-            rows.append(("taken", step, position, check_of(row), group_id))
+            rows.append((step, position, check_of(row), group_id))
         self._move_all("taken", _TAKE, rows, f"step {step}: ", _TAKE_MANY)
 
     def _pop(self, group_id: str) -> tuple:
@@ -156,6 +172,8 @@ class GroupTable:
         many: ManyRows | None = None,
     ) -> None:
         """Move the groups; raise an error that names the first one which is not where it should be."""
+        if not rows:
+            return
         db = self._db
         db.execute("SAVEPOINT move")
         moved, rest = 0, rows

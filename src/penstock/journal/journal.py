@@ -146,8 +146,7 @@ class Journal:
     def _write_group(
         self, group: Group, place: str, reason: str | None = None
     ) -> asyncio.Future[None]:
-        self._submit(records.Landed(time.time(), group, place, reason))
-        durable = self.flush()
+        durable = self._writing().durable(records.Landed(time.time(), group, place, reason))
         self._landings.asked(group.group_id, self.flush)
         return durable
 

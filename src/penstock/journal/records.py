@@ -6,6 +6,7 @@ tokens). A caller does not change a group until its record is durable.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import json
@@ -16,7 +17,7 @@ from typing import Any, cast
 
 from penstock.errors import RunError
 from penstock.journal.calls import CallMade, ToolBegun, ToolEnded, prune_calls
-from penstock.journal.checks import CHECKED, expression, rollout_key, row_check
+from penstock.journal.checks import CHECKED, check_of, expression, rollout_key, row_check
 from penstock.journal.codec import (
     encode_prompt,
     encode_rollout,
@@ -25,7 +26,7 @@ from penstock.journal.codec import (
     stored_text,
 )
 from penstock.journal.group_table import GroupTable, ManyRows
-from penstock.types import Group, Prompt, Rollout, StepReport
+from penstock.types import Group, Prompt, StepReport
 
 _INSERT_ROLLOUTS = ManyRows("INSERT OR REPLACE INTO rollout_rows VALUES {rows}", 13)
 _INSERT_EVENTS = ManyRows(
@@ -87,6 +88,7 @@ class Landed:
     group: Group
     place: str  # buffered | dropped | in_flight (it failed and will be tried again at once)
     drop_reason: str | None = None
+    done: asyncio.Future[None] | None = None  # of the caller that waits until this is durable
 
     @classmethod
     def write_all(cls, tables: Tables, records: Sequence[Landed]) -> None:
@@ -104,23 +106,43 @@ class Landed:
         total, rewards, version = 0, [], None
         for number, rollout in enumerate(group.rollouts):
             segments, score = rollout.segments, rollout.score
+            rollout_id, text, error = rollout.rollout_id, rollout.text, rollout.error
             oldest = newest = segments[0].version if segments else None
             if len(segments) > 1:
                 versions = [segment.version for segment in segments]
                 oldest, newest = min(versions), max(versions)
             if version is None or (oldest is not None and oldest < version):
                 version = oldest
-            total += len(rollout.response_ids)
+            num_tokens = len(rollout.response_ids)
+            total += num_tokens
             reward = None if score is None else score.value
             if reward is not None:
                 rewards.append(reward)
-            _add_rollout(rollouts, group_id, number, rollout, (oldest, newest, reward))
+            if not text.isascii():
+                text = stored_text(text)
+            key = rollout_key(group_id, number, rollout_id)
+            rollouts += (
+                group_id,
+                number,
+                rollout_id,
+                rollout.status._value_,
+                rollout.finish_reason,
+                num_tokens,
+                oldest,
+                newest,
+                rollout.temperature,
+                reward,
+                text,
+                error and stored_text(error),
+                # sqlite3 looks for an adapter of bytes, and for none of a bytearray
+                bytearray(encode_rollout(rollout, text=text, key=key)),
+            )
         mean = stored_number(sum(rewards) / len(rewards)) if rewards else None
-        error = stored_text(group.error)
+        error = group.error and stored_text(group.error)
         kind = "filtered" if self.drop_reason == "filtered" else "landed"
         event = (at, group_id, kind, status, tries, error, total, mean, version)
         events += event
-        events.append(row_check(*event))
+        events.append(check_of(event))
         values = (place, status, tries, version, total, mean, at)
         return group_id, values, (self.drop_reason, error, len(group.rollouts))
 
@@ -357,28 +379,3 @@ def _prompt_row(record: Drawn) -> tuple:
     data = encode_prompt(record.prompt)
     key = (record.task, record.prompt.prompt_id)
     return (*key, data, row_check(*key, data[-4:]))
-
-
-def _add_rollout(
-    values: list[Any], group_id: str, number: int, rollout: Rollout, known: tuple
-) -> None:
-    """Add the values of a rollout's row; known: its oldest and newest version, and its reward."""
-    oldest, newest, reward = known
-    rollout_id, text, error = rollout.rollout_id, rollout.text, rollout.error
-    if not text.isascii():
-        text = stored_text(text)
-    values += (
-        group_id,
-        number,
-        rollout_id,
-        rollout.status._value_,
-        rollout.finish_reason,
-        len(rollout.response_ids),
-        oldest,
-        newest,
-        rollout.temperature,
-        reward,
-        text,
-        error and stored_text(error),
-        encode_rollout(rollout, text=text, key=rollout_key(group_id, number, rollout_id)),
-    )

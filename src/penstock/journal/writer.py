@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from penstock.errors import PenstockError, RunError
-from penstock.journal.records import Record, Tables, write_in_order
+from penstock.journal.records import Landed, Record, Tables, write_in_order
 
 _MOST_PER_COMMIT = 2048
 
@@ -55,12 +55,19 @@ class Writer:
             self._check()
         self._queue.put(record)
 
-    def durable(self) -> asyncio.Future[None]:
-        """Return a future that is done when every record submitted so far is committed."""
+    def durable(self, record: Landed | None = None) -> asyncio.Future[None]:
+        """Submit a record if one is given, and return a future that is done when it is committed.
+
+        Every record that was submitted before is committed then, too.
+        """
         if self._fault is not None or self._closed:
             self._check()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put(done)
+        if record is None:
+            self._queue.put(done)
+        else:  # one item, not two: a run queues one for each of its groups
+            record.done = done
+            self._queue.put(record)
         if self._thread is None:
             self._drain(block=False)
         return done
@@ -115,8 +122,10 @@ class Writer:
                 break
             if isinstance(item, _WAITERS):
                 waiters.append(item)
-            else:
-                records.append(item)
+                continue
+            records.append(item)
+            if type(item) is Landed and item.done is not None:
+                waiters.append(item.done)
         try:
             self._commit(records)
         except Exception as error:  # the thread lives on, so that every waiter gets the error
