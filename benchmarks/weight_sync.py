@@ -16,6 +16,10 @@ puts the weights of the trainer and of all producers on one GPU and compares wit
     python benchmarks/weight_sync.py --delta --versions runs/NAME/checkpoints/step-*/model
 
 sends successive versions to another node whole and as deltas (`sync.kind=delta`), and prints bytes and seconds of both.
+
+    python benchmarks/weight_sync.py --nodes 1 3 7 [--gb 0.5]
+
+sends weights to so many other nodes, each a distributor process of this machine, and prints when the first, half and all of them have a copy.
 """
 
 from __future__ import annotations
@@ -130,7 +134,7 @@ class Nodes:
     """Distributes weights to the nodes of the producers; distributors are processes of this machine."""
 
     def __init__(self, kind: str, producers: int, logs: Path) -> None:
-        self._logs, self._apart = logs, kind.startswith("two nodes")
+        self._logs = logs
         self._backend = "nccl" if kind.endswith("nccl") else "gloo"
         self._delta = kind.endswith("delta")
         self._sender: ProcessWorker | None = None
@@ -142,7 +146,8 @@ class Nodes:
                 self._spawn, LaunchConfig(), callbacks, sends_deltas=self._delta
             )
             for index in range(producers):
-                self.copies.place_engine(index, "other" if self._apart else "here")
+                apart = f"node {index}" if kind == "nodes" else "other"
+                self.copies.place_engine(index, "here" if kind == "collective" else apart)
 
     async def _spawn(self, name: str, node: str, folder: str) -> ProcessWorker:
         part = "penstock.launch.part_factories:distributor_part"
@@ -164,9 +169,26 @@ class Nodes:
         spread = self.copies
         if spread is None:
             return [handle] * producers
-        members = list(range(producers))
-        everywhere = self._loop.run_until_complete(spread.copy_to_nodes(handle, lambda: members))
-        return [spread.copy_for(index, everywhere) for index in members]
+
+        async def each() -> list[WeightHandle]:
+            asked = (spread.copy_for(index, handle) for index in range(producers))
+            return list(await asyncio.gather(*asked))
+
+        return self._loop.run_until_complete(each())
+
+    def times(self, handle: WeightHandle, producers: int) -> list[float]:
+        """Return when the node of each producer has a copy."""
+        copies = self.copies
+        assert copies is not None
+
+        async def one(index: int) -> float:
+            await copies.copy_for(index, handle)
+            return time.perf_counter()
+
+        async def each() -> list[float]:
+            return list(await asyncio.gather(*map(one, range(producers))))
+
+        return self._loop.run_until_complete(each())
 
     def close(self) -> None:
         class Here:
@@ -236,6 +258,28 @@ def in_process(weights: Any) -> tuple[float, float]:
     )
 
 
+def to_nodes(gigabytes: float, count: int) -> None:
+    """Measure the way to several nodes."""
+    folder, weights = weight_folder(), make_weights(gigabytes)
+    size = sum(tensor.nbytes for _, tensor in weights) / 1e9
+    with tempfile.TemporaryDirectory() as logs:
+        sync, nodes = SharedMemorySync(folder.path, node="here"), Nodes("nodes", count, Path(logs))
+        rounds = []
+        for version in range(ROUNDS):
+            handle = sync.publish(version, "", weights)
+            began = time.perf_counter()
+            rounds.append([one - began for one in sorted(nodes.times(handle, count))])
+        nodes.close()
+        sync.close()
+        folder.remove()
+    best = min(rounds[WARM_UP:], key=lambda one: one[-1])
+    print(
+        f"{size:.2f} GB to {count} nodes: first {best[0]:.2f} s, half {best[(count - 1) // 2]:.2f} s, "
+        f"all {best[-1]:.2f} s ({size * count / best[-1]:.2f} GB/s received in all)",
+        flush=True,
+    )
+
+
 def deltas(arguments: argparse.Namespace) -> None:
     from weight_delta import compare, folders, updates
 
@@ -256,8 +300,14 @@ def main() -> None:
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 5e-6])
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--versions", type=Path, nargs="+")
+    parser.add_argument("--nodes", type=int, nargs="+")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.nodes:
+        for gigabytes in arguments.gb:
+            for count in arguments.nodes:
+                to_nodes(gigabytes, count)
+        return
     if arguments.delta:
         deltas(arguments)
         return

@@ -42,7 +42,7 @@ OWNED = {
     "watch/watchdog.py watched": "its error is raised in the watched block",
     "training/consumer.py Consumer.__init__": "`train` reads the hashes, or raises before",
     "weights/digest.py tensor_digests": "results are read before the pool is closed",
-    "weights/distributor.py Distributor._send_deltas": "results are read before the pool is closed",
+    "weights/distributor.py _encoded": "results are read before the pool is closed",
     # kept: a later call reads how they ended
     "agent/session.py Session.call": "shielded; the call that waits gets its error, `close` ends it",
     "checkpoint.py CheckpointStore.begin": "`settle` raises what `_write` does not explain",

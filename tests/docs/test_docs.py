@@ -62,6 +62,8 @@ NOT_RUN = {  # command -> why; the options are checked all the same
     "make": "installs packages or runs this test; the target is looked up instead",
     "uv pip install": "needs a network; `make test-wheel` installs with uv where it is there",
     "pip install": "needs a network; the extra is looked up instead",
+    "ray start": "starts a cluster; test_recipes.py runs these commands",
+    "sbatch": "needs SLURM; test_recipes.py runs the script",
     "docker": "needs Docker; test_dockerfile.py parses the file instead",
     "penstock --install-completion": "changes the shell of whoever runs the tests",
     ".ci/run": "runs this test",

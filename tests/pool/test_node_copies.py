@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,9 +23,9 @@ from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.pool.node_copies import NodeCopies
 from penstock.scratch import sweep
 from penstock.supervise.supervised import SupervisionCallbacks
+from penstock.twin.virtual_time import VirtualClock
 from penstock.types import WeightHandle
 from penstock.watch.waits import Waits
-from penstock.weights.broadcast import BUCKET_BYTES
 from penstock.weights.distributor import Distributor
 from penstock.weights.shared_memory import SharedMemorySync
 
@@ -44,16 +46,24 @@ class Mortal(Distributor):
         super().__init__(folder, node=node, backend=backend, keeps_base=True)
         self._order = Path(order)
 
-    def _broadcast(self, buffer: Any, key: Any, meeting: Any, rank: Any, *rest: Any) -> None:
-        *others, wait_for = rest
+    @contextmanager
+    def _joined(self, *how: Any) -> Iterator[Any]:
+        with super()._joined(*how) as group:
+            yield MortalGroup(group, self._order)
 
-        def wait_and_die(end: int) -> None:
-            wait_for(end)
-            if end > BUCKET_BYTES and self._order.exists():
-                self._order.unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
 
-        super()._broadcast(buffer, key, meeting, rank, *others, wait_and_die)
+class MortalGroup:
+    """Passes the first part of a sending on, and dies before the third."""
+
+    def __init__(self, group: Any, order: Path) -> None:
+        self._group, self._order, self._count = group, order, 0
+
+    def broadcast_bucket(self, octets: torch.Tensor) -> None:
+        self._count += 1
+        if self._count == 3 and self._order.exists():
+            self._order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._group.broadcast_bucket(octets)
 
 
 class Site:
@@ -93,15 +103,14 @@ class Site:
     def kill_in_the_middle(self, node: str) -> None:
         (self._logs / f"kill-{node}").touch()
 
-    async def spread(self, handle: WeightHandle, *engines: int) -> WeightHandle:
-        return await self.copies.copy_to_nodes(handle, lambda: list(engines))
+    async def spread(self, handle: WeightHandle, *engines: int) -> list[WeightHandle]:
+        return await spread(self.copies, handle, engines)
 
-    def check(self, spread: WeightHandle, *engines: int) -> None:
-        """Assert that these engines read what was published under this version."""
-        for engine in engines:
-            own = self.copies.copy_for(engine, spread)
+    def check(self, copies: list[WeightHandle]) -> None:
+        """Assert that engines read there what was published under this version."""
+        for own in copies:
             for number, (_, tensor) in enumerate(self.engine.fetch(own)):
-                assert bool((tensor == spread.version + number).all())
+                assert bool((tensor == own.version + number).all())
 
     async def close(self) -> None:
         class Nobody:
@@ -109,6 +118,18 @@ class Site:
 
         trainer: Any = Nobody()
         await self.copies.close(trainer)
+
+
+async def spread(
+    copies: NodeCopies, handle: WeightHandle, engines: Iterable[int]
+) -> list[WeightHandle]:
+    """Return the copy of each engine; raise the first error after all have ended."""
+    asked = (copies.copy_for(engine, handle) for engine in engines)
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in found if isinstance(one, WeightHandle)]
 
 
 def broken_weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,13 +144,21 @@ class Scripted:
         self.name, self.place, self._node, self._scripts = name, f"on {node}", node, scripts
         self.closed = False
         self.held: tuple[int, str] | None = None
+        self.made: dict[tuple[int, str], tuple[int, str]] = {}  # version -> base of its delta
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        assert not self.closed
+        if self.closed:
+            raise WorkerDied(f"{self.name}: it was closed")
         if method in ("send", "receive"):
-            base = args[-1]
-            assert base in (None, self.held), "a delta builds on what the member holds"
-            self.held = None  # unless it succeeds
+            base, to = args[-1], (args[0].version, args[0].digest)
+            if method == "receive":
+                assert base in (None, self.held), "a delta builds on what the member holds"
+            elif base not in (
+                None,
+                self.held,
+                self.made.get(to),
+            ):  # sent whole to another meanwhile
+                raise RunError("weights which a delta builds on are not here")
         script = self._scripts.get(self._node)
         if method in ("send", "receive") and script:
             fault = script.pop(0)
@@ -140,7 +169,9 @@ class Scripted:
             if fault == "hangs":
                 await asyncio.Event().wait()
         if method in ("send", "receive"):
-            self.held = (args[0].version, args[0].digest)
+            await asyncio.sleep(0)
+            self.held = to
+            self.made = {to: base} if base is not None else self.made
         if method == "receive":
             return replace(args[0], location={"node": self._node})
         answers = {"meeting": ("address", 1), "send": None, "sent": (1, 100)}
@@ -193,11 +224,14 @@ def test_whatever_fails_every_node_that_can_be_reached_gets_its_copy(rounds: lis
             handle = WeightHandle(
                 version=version, digest="d", kind="shared_memory", location={"node": "a"}
             )
-            spread = await copies.copy_to_nodes(handle, list(range(len(nodes))).copy)
-            for engine, node in enumerate(nodes):
+            asked = (copies.copy_for(engine, handle) for engine in range(len(nodes)))
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            for node, copy in zip(nodes, found, strict=True):
                 if node not in gone:
-                    assert copies.copy_for(engine, spread).location["node"] == node
-            assert set(spread.location) <= set("abcd") - gone | {"a"}
+                    assert isinstance(copy, WeightHandle), copy
+                    assert copy.location["node"] == node
+                else:
+                    assert isinstance(copy, WeightsGone)
 
     asyncio.run(story())
 
@@ -217,8 +251,7 @@ def test_a_member_that_hangs_is_replaced_once_another_has_failed() -> None:
         copies = NodeCopies(spawn, LaunchConfig(), callbacks, others_timeout_s=0.01)
         copies.place_engine(0, "b")
         handle = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})
-        spread = await copies.copy_to_nodes(handle, lambda: [0])
-        assert copies.copy_for(0, spread).location == {"node": "b"}
+        assert (await copies.copy_for(0, handle)).location == {"node": "b"}
 
     asyncio.run(story())
     assert [one.closed for one in made] == [True, False, False]
@@ -246,20 +279,19 @@ def test_another_node_sends_where_the_trainers_has_left() -> None:
         for engine, node in enumerate("bc"):
             copies.place_engine(engine, node)
         handle = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})
-        await copies.copy_to_nodes(handle, lambda: [0])
+        await copies.copy_for(0, handle)
         gone.add("a")
         copies._workers.pop("a")
-        spread = await copies.copy_to_nodes(handle, lambda: [0, 1])
-        assert copies.copy_for(1, spread).location == {"node": "c"}
+        assert (await copies.copy_for(1, handle)).location == {"node": "c"}
         lost = replace(handle, version=2)
         with pytest.raises(WeightsGone, match="no node is left that holds the newest weights"):
-            await copies.copy_to_nodes(lost, lambda: [0, 1])
+            await spread(copies, lost, [0, 1])
 
     asyncio.run(story())
     assert sent == ["a", "b"]
 
 
-def test_a_delta_is_sent_where_all_hold_the_same_and_the_user_is_told_once() -> None:
+def test_a_delta_is_sent_where_both_hold_the_same_and_the_user_is_told_once() -> None:
     notes: list[str] = []
     bases: list[tuple[str, Any]] = []
     deaths = [WorkerDied("distributor-1: it ended after it had sent")]
@@ -282,8 +314,7 @@ def test_a_delta_is_sent_where_all_hold_the_same_and_the_user_is_told_once() -> 
         copies.place_engine(1, "c")
         handle = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})
         for version, engines in ((1, [0]), (2, [0]), (3, [0]), (3, [0, 1]), (4, [0, 1])):
-            now = replace(handle, version=version)
-            await copies.copy_to_nodes(now, lambda engines=engines: engines)
+            await spread(copies, replace(handle, version=version), engines)
 
     asyncio.run(story())
     first, second, third = (1, "d"), (2, "d"), (3, "d")
@@ -291,12 +322,89 @@ def test_a_delta_is_sent_where_all_hold_the_same_and_the_user_is_told_once() -> 
         *(("a", None), ("b", None)),  # the start
         *(("a", first), ("b", first)),
         *(("a", second), ("b", second)),
-        *(("a", None), ("c", None)),  # a node joins and gets the whole weights, alone
-        *(("a", third), ("b", third), ("c", third)),
+        *(("a", None), ("c", None)),  # a node joins and gets the whole weights
+        *(("a", third), ("b", third), ("a", third), ("c", third)),
     ]
     assert [note for note in notes if "delta" in note] == [
         "weights: the first delta was 1e-06 MB of 0.0001 MB"
     ]
+
+
+class Timed(Scripted):
+    """A distributor whose receiving takes the time that its node's link takes."""
+
+    links: ClassVar[dict[str, float]] = {}
+    sent: ClassVar[list[tuple[float, str, str]]] = []  # when a copy was there, and on which way
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "receive":
+            await asyncio.sleep(self.links.get(self._node, 1.0))
+            source = args[0].location["node"]
+            self.sent.append((asyncio.get_running_loop().time(), source, self._node))
+        if method == "send":
+            to = args[1].split("-")[1]
+            await asyncio.sleep(self.links.get(to, 1.0))
+        return await super().call(method, *args, **kwargs)
+
+
+def spread_in_time(
+    clock: VirtualClock, nodes: str, links: dict[str, float], scripts: dict[str, list[str]]
+) -> tuple[dict[str, float], list[tuple[str, str]]]:
+    """Spread two publications; return when each node had the second, and the ways it took."""
+
+    async def spawn(name: str, node: str, folder: str) -> Any:
+        return Timed(name, node, scripts if node in scripts else {})
+
+    async def story() -> dict[str, float]:
+        callbacks = SupervisionCallbacks(waits=Waits(), note=lambda text: None)
+        copies = NodeCopies(spawn, LaunchConfig(), callbacks)
+        for engine, node in enumerate(nodes):
+            copies.place_engine(engine, node)
+        found: dict[str, float] = {}
+        first = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})
+        Timed.links = {}
+        await spread(copies, first, range(len(nodes)))
+        Timed.links, began = links, clock.now
+        Timed.sent.clear()
+
+        async def one(engine: int) -> None:
+            copy = await copies.copy_for(engine, replace(first, version=2))
+            found[copy.location["node"]] = clock.now - began
+
+        await asyncio.gather(*map(one, range(len(nodes))))
+        return found
+
+    times = clock.run(story())
+    return times, [(source, node) for _, source, node in sorted(Timed.sent)]
+
+
+@pytest.fixture
+def clock() -> Iterator[VirtualClock]:
+    made = VirtualClock()
+    yield made
+    made.close()
+
+
+def test_nodes_pass_the_weights_on_as_a_tree(clock: VirtualClock) -> None:
+    """Eleven nodes and the trainer's: after each second every node with a copy has made two more."""
+    times, ways = spread_in_time(clock, "bcdefghijkl", {}, {})
+    assert sorted(times.values()) == pytest.approx([1.0] * 2 + [2.0] * 6 + [3.0] * 3)
+    assert max(Counter(source for source, _ in ways).values()) <= 6
+    assert len(ways) == 11
+
+
+def test_a_slow_node_delays_only_itself(clock: VirtualClock) -> None:
+    times, _ = spread_in_time(clock, "bcdefghijkl", {"b": 100.0, "c": 100.0}, {})
+    assert times.pop("b") >= 100.0
+    assert times.pop("c") >= 100.0
+    assert max(times.values()) <= 5.5  # two of them while the slow ones keep the only sender
+
+
+def test_a_node_whose_sender_dies_gets_the_weights_from_another(clock: VirtualClock) -> None:
+    times, ways = spread_in_time(clock, "bcdefg", {}, {"b": ["", "dies"]})
+    assert set(times) == set("bcdefg")
+    assert max(times.values()) <= 4.0
+    assert len(ways) >= 6
 
 
 SPARSE = 20 * 2**20  # bfloat16 numbers: 40 MiB, more than one bucket
@@ -317,26 +425,26 @@ def test_deltas_give_every_node_the_same_bits_whoever_dies_or_joins_late(tmp_pat
         site.copies.place_engine(engine, node)
     sent: dict[int, int] = {}
 
-    async def spread(version: int, *engines: int) -> None:
+    async def publish(version: int, *engines: int) -> None:
         wanted = sparse(version)
         handle = site.trainer.publish(version, f"d{version}", [("w", wanted)])
-        done = await site.spread(handle, *engines)
-        for engine in engines:
-            ((_, found),) = site.engine.fetch(site.copies.copy_for(engine, done))
+        for copy in await site.spread(handle, *engines):
+            ((_, found),) = site.engine.fetch(copy)
             assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
-        sent[version] = (await site.workers["a"].call("sent"))[0]
+        each = [(await worker.call("sent"))[0] for worker in site.workers.values()]
+        sent[version] = max(each)
 
     async def story() -> None:
-        await spread(1, 0, 1)  # a cold start
-        await spread(2, 0, 1)
+        await publish(1, 0, 1)  # a cold start
+        await publish(2, 0, 1)
         site.kill_in_the_middle("b")  # a receiver dies between two buckets of a delta
-        await spread(3, 0, 1)
-        await spread(4, 0, 1)
-        await spread(5, 0, 1, 2)  # a node joins late
-        await spread(6, 0, 1, 2)
+        await publish(3, 0, 1)
+        await publish(4, 0, 1)
+        await publish(5, 0, 1, 2)  # a node joins late
+        await publish(6, 0, 1, 2)
         site.kill_in_the_middle("a")  # the sender
-        await spread(7, 0, 1, 2)
-        await spread(8, 0, 1, 2)
+        await publish(7, 0, 1, 2)
+        await publish(8, 0, 1, 2)
         await site.close()
 
     asyncio.run(story())
@@ -360,25 +468,25 @@ def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path, bac
     async def story() -> None:
         published = site.trainer.publish(1, "d1", weights(1))
         first = await site.spread(published, 0, 1, 2)
-        site.check(first, 0, 1, 2)
+        site.check(first)
         assert sorted(site.started) == ["a", "b"]  # two engines of b share one copy
-        site.check(await site.spread(published, 3), 3)  # a node joins and gets the same
+        site.check(await site.spread(published, 3))  # a node joins and gets the same
         assert sorted(site.started) == ["a", "b", "c"]
 
-        held = list(site.engine.fetch(site.copies.copy_for(1, first)))
+        held = list(site.engine.fetch(first[1]))
         for version, node in ((2, "b"), (3, "a")):  # a receiver, the sender
             site.kill_in_the_middle(node)
             handle = site.trainer.publish(version, f"d{version}", weights(version))
-            site.check(await site.spread(handle, 0, 1, 3), 0, 1, 3)
+            site.check(await site.spread(handle, 0, 1, 3))
             assert site.started[-1] == node
             assert bool((held[0][1] == 1).all())  # tensors that are held do not change
 
         site.gone.add("c")  # a node leaves
         site.kill_in_the_middle("c")
-        left = await site.spread(site.trainer.publish(5, "d5", weights(5)), 0, 1, 3)
-        site.check(left, 0, 1)
+        fifth = site.trainer.publish(5, "d5", weights(5))
         with pytest.raises(WeightsGone, match="have not reached node c"):
-            site.copies.copy_for(3, left)
+            await site.spread(fifth, 0, 1, 3)
+        site.check(await site.spread(fifth, 0, 1))
 
         announced = site.trainer.announce(6, "d6")  # the trainer fails in the middle
         assert announced is not None
@@ -387,8 +495,7 @@ def test_one_copy_for_each_node_whoever_joins_dies_or_leaves(tmp_path: Path, bac
             await asyncio.to_thread(site.trainer.publish, 6, "d6", broken_weights())
         with pytest.raises(WeightsGone):
             await sending
-        last = await site.spread(site.trainer.publish(7, "d7", weights(7)), 0, 1)
-        site.check(last, 0, 1)
+        site.check(await site.spread(site.trainer.publish(7, "d7", weights(7)), 0, 1))
         folders = {node: Path(name) for node, name in site.copies._folders.items()}
         await site.close()
         assert {node for node, folder in folders.items() if folder.exists()} <= {"c"}

@@ -156,7 +156,7 @@ async def a_group_that_does_not_meet(stage: WatchdogStage) -> None:
     callbacks = SupervisionCallbacks(waits=stage.waits, note=lambda text: None)
     copies = NodeCopies(spawn, LaunchConfig(), callbacks)
     copies.place_engine(0, "there")
-    await copies.copy_to_nodes(replace(HANDLE, location={"node": "here"}), lambda: [0])
+    await copies.copy_for(0, replace(HANDLE, location={"node": "here"}))
 
 
 @hangs(WaitKind.SYNC, "engine-0 has not answered sync for 60 s")

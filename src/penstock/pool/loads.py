@@ -1,9 +1,9 @@
 """Load published weights into several engines at once, and let those that are late catch up.
 
-A publication waits for an engine up to twice as long as the first engine took. An engine that takes longer
-goes on alone: it takes no requests that need the new weights, loads the newest ones when its load ends, and the
-next publications do not wait for it, unless it would miss more than `may_miss` of them. What a load is, and what
-happens to an engine that dies in it, belongs to `pool.py`.
+A publication waits for an engine up to twice as long as the first engine took. An engine that takes
+longer goes on alone: it takes no requests that need the new weights, loads the newest ones when its
+load ends, and the next publications do not wait for it, unless it would miss more than `may_miss` of
+them. What a load is, and what happens to an engine that dies in it, belongs to `pool.py`.
 """
 
 from __future__ import annotations

@@ -50,25 +50,23 @@ class NewestWeights:
         """Return whether an engine has loaded the newest weights."""
         return self.handle is None or _is_in(self.handle, engine)
 
-    async def copied(self, engines: Callable[[], list[int]]) -> WeightHandle | None:
-        """Copy the newest weights to the nodes of these engines; return a handle for all of them."""
-        if self.handle is None or self._copies is None:
-            return self.handle
-        return await self._copies.copy_to_nodes(self.handle, engines)
-
     async def load_newest(self, engine: Engine, call: Call) -> None:
         """Load the newest weights, if there are any, into one engine."""
-        handle = await self.copied(lambda: [engine.index])
-        if handle is not None:
-            await self.load(engine, handle, call)
+        if self.handle is not None:
+            await self.load(engine, self.handle, call)
 
     async def load(self, engine: Engine, handle: WeightHandle, call: Call) -> str:
-        """Load copied weights into one engine, unless it has them or newer ones; return its digest."""
+        """Load weights into one engine, unless it has them or newer ones; return its digest.
+
+        Its node gets a copy first, if it has none.
+        """
         if engine.loaded is not None and _is_in(handle, engine):
             return engine.loaded[1]
-        engine.loaded = None
         if self._copies is not None:
-            handle = self._copies.copy_for(engine.index, handle)
+            handle = await self._copies.copy_for(engine.index, handle)
+            if engine.loaded is not None and _is_in(handle, engine):  # it was restarted meanwhile
+                return engine.loaded[1]
+        engine.loaded = None
         engine.loading = handle
         try:
             digest: str = await call("update_weights", handle.version, handle)

@@ -1,9 +1,11 @@
 """One copy of the published weights on every node that has engines.
 
-The trainer writes the copy of its own node. Every other node gets one distributor; all of them receive
-the weights in one broadcast, and engines then read the copy of their node. A distributor that dies or
-does not answer is restarted a bounded number of times, in a new group; engines keep decoding with the
-weights that they have meanwhile. On one machine no distributor is started.
+The trainer writes the copy of its own node. Every other node gets its copy from a node that has
+one, through the distributors of both, and passes it on: a tree that forms by itself, as each copy
+goes to the next node that lacks one. A node depends on nobody but its sender: a node that is slow,
+dies or does not answer delays only itself, and one whose sender died asks another. A distributor is
+restarted a bounded number of times; engines keep decoding with the weights that they have
+meanwhile. On one machine none is started.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from penstock.config import LaunchConfig
@@ -25,8 +27,9 @@ from penstock.watch.clock import loop_time
 
 Spawn = Callable[[str, str, str], Awaitable[Worker]]  # name, node, folder of its predecessor
 Identity = tuple[int, str]  # version and digest of weights
-COLLECTIVE = "collective"  # the kind of a handle with copies on several nodes
-_TIMES_SENT = 3
+_TIMES_SENT = 5
+_FAN_OUT = 2  # nodes that one node sends to at the same time
+_PATIENCE = 2.0  # a sending that takes so many times as long as the fastest holds up no other
 _REMOVE_TIMEOUT_S = 30.0
 
 
@@ -46,8 +49,7 @@ class NodeCopies:
 
         sends_deltas: where all members hold the same earlier weights, only the difference is sent.
         """
-        self._sends_deltas, self._bases = sends_deltas, dict[str, Identity]()  # node -> it holds
-        self._told = False  # the user, of the first delta
+        self._sends_deltas, self._told = sends_deltas, False  # the user, of the first delta
         self._others_timeout_s = others_timeout_s
         self._spawn, self._settings, self._callbacks = spawn, settings, callbacks
         self._workers: dict[str, Worker] = {}  # distributors, by node
@@ -55,53 +57,117 @@ class NodeCopies:
         self._names: dict[str, str] = {}
         self._ends: defaultdict[str, deque[float]] = defaultdict(deque)  # node -> times
         self._nodes: dict[int, str] = {}  # engine -> its node
-        self._copies: dict[str, WeightHandle] = {}  # node -> its copy of the newest weights
+        self._starts: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of a distributor
+        self._receives: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._groups: dict[tuple[str, str], tuple[Worker, Worker, str]] = {}  # sender, receiver
         self._numbers = itertools.count(1)
-        self._group: tuple[list[Worker], str] = ([], "")
-        self._sending = asyncio.Lock()
+        self._newest: Identity | None = None
+        self._copies: dict[str, WeightHandle] = {}  # node -> its copy of the newest weights
+        self._mute: set[str] = set()  # nodes with a copy that cannot send it
+        self._bases: dict[str, Identity] = {}  # node -> weights that its distributor holds
+        self._deltas: dict[str, Identity] = {}  # node -> weights to which it has the newest delta
+        self._sends: Counter[str] = Counter()  # sender -> nodes that it sends to
+        self._waiting: list[str] = []  # nodes that wait for a sender
+        self._took_s: dict[str, float] = {}  # node -> seconds of its last copy
+        self._changed = asyncio.Event()  # a sender is free, or a node has a copy
 
     def place_engine(self, engine: int, node: str) -> None:
         """Note that an engine was started on a node."""
         self._nodes[engine] = node
 
-    def copy_for(self, engine: int, handle: WeightHandle) -> WeightHandle:
-        """Return the handle that this engine can read; raise WeightsGone if its node has no copy."""
-        if handle.kind != COLLECTIVE:
-            return handle
-        node = self._nodes[engine]
-        if node not in handle.location:
-            raise WeightsGone(f"weights of version {handle.version} have not reached node {node}")
-        return replace(handle, kind="shared_memory", location=handle.location[node])
+    async def copy_for(self, engine: int, handle: WeightHandle) -> WeightHandle:
+        """Return the copy that this engine can read; wait until its node has one.
 
-    async def copy_to_nodes(
-        self, handle: WeightHandle, engines: Callable[[], list[int]]
-    ) -> WeightHandle:
-        """Copy weights to the nodes of these engines; return a handle with all copies.
-
-        A node that cannot be reached gets no copy: `copy_for` raises for its engines.
+        Raise WeightsGone if the node cannot be reached, or newer weights came meanwhile.
         """
-        async with self._sending:
-            newest = next(iter(self._copies.values()), None)
-            if newest is None or _identity(newest) != _identity(handle):
-                self._copies = {}
-            self._copies[handle.location["node"]] = handle
+        node = self._nodes[engine]
+        self._note_published(handle)
+        async with self._receives[node]:
             for _ in range(_TIMES_SENT):
-                needed = {self._nodes[engine] for engine in engines()}
-                lacking = [
-                    n
-                    for n in sorted(needed - self._copies.keys())
-                    if await self._has_distributor(n)
-                ]
-                if not lacking:
+                self._check_newest(handle)
+                if node in self._copies:
+                    return self._copies[node]
+                if not await self._has_distributor(node):
                     break
-                await self._send(await self._sender(), lacking)
-            copies = {node: copy.location for node, copy in self._copies.items()}
-            return replace(handle, kind=COLLECTIVE, location=copies)
+                async with self._sender(node, handle) as sender:
+                    await self._send(sender, node)
+            self._check_newest(handle)
+            if node in self._copies:
+                return self._copies[node]
+        raise WeightsGone(f"weights of version {handle.version} have not reached node {node}")
+
+    def _note_published(self, handle: WeightHandle) -> None:
+        """Begin to spread a new publication; forget the copies of the one before."""
+        if self._newest is not None and self._newest[0] > handle.version:
+            return
+        if self._newest != _identity(handle):
+            self._newest, self._copies = _identity(handle), {}
+            self._mute.clear()
+            self._deltas.clear()
+        self._copies[handle.location["node"]] = handle
+
+    def _check_newest(self, handle: WeightHandle) -> None:
+        if self._newest != _identity(handle):
+            raise WeightsGone(f"weights of version {handle.version} were replaced by newer ones")
+
+    @contextlib.asynccontextmanager
+    async def _sender(self, node: str, handle: WeightHandle) -> AsyncIterator[str]:
+        """Reserve a node that holds the weights; a slow receiver does not keep its sender from others.
+
+        Waits for: a node that sends to few others. Woken by: copies that arrive, sendings that end.
+        """
+        self._waiting.append(node)
+        try:
+            while not (sender := await self._free_sender(node)):
+                self._changed.clear()
+                await self._changed.wait()
+                self._check_newest(handle)
+        finally:
+            self._waiting.remove(node)
+            self._changed.set()
+        reserved = contextlib.ExitStack()
+        reserved.callback(self._release, sender)
+        self._sends[sender] += 1
+        fastest_s = min(self._took_s.values(), default=None)
+        began = loop_time()
+        slow = fastest_s and asyncio.get_running_loop().call_later(
+            _PATIENCE * fastest_s, reserved.close
+        )
+        try:
+            yield sender
+        finally:
+            if slow:
+                slow.cancel()
+            reserved.close()
+        if node in self._copies:
+            self._took_s[node] = loop_time() - began
+
+    def _release(self, sender: str) -> None:
+        self._sends[sender] -= 1
+        self._changed.set()
+
+    async def _free_sender(self, node: str) -> str:
+        """Return a node that can send now; empty if none can, or if a faster node waits too."""
+        if node != min(self._waiting, key=lambda one: self._took_s.get(one, 0.0)):
+            return ""
+        able = [one for one in self._copies if one not in self._mute]
+        for sender in sorted(
+            able, key=lambda one: ((one, node) not in self._groups, self._sends[one])
+        ):
+            if self._sends[sender] < _FAN_OUT:
+                if await self._has_distributor(sender):
+                    return sender if self._sends[sender] < _FAN_OUT else ""
+                self._mute.add(sender)
+        if self._mute.issuperset(self._copies):
+            raise WeightsGone("no node is left that holds the newest weights")
+        return ""
 
     async def _has_distributor(self, node: str) -> bool:
         """Start a distributor on a node that has none; return whether one runs."""
-        if node in self._workers:
-            return True
+        async with self._starts[node]:
+            return node in self._workers or await self._start(node)
+
+    async def _start(self, node: str) -> bool:
         name = self._names.setdefault(node, f"distributor-{len(self._names) + 1}")
         ends = self._ends[node]
         if len(ends) > self._settings.max_restarts:
@@ -115,62 +181,81 @@ class NodeCopies:
             self._callbacks.note(f"{name}: it cannot be started: {error}")
             return False
         self._workers[node] = worker
-        self._bases.pop(node, None)  # it holds no weights yet
+        self._forget_held(node)
         self._callbacks.note(f"{name}: passes weights on, {worker.place}")
         return True
 
-    async def _sender(self) -> str:
-        """Return a node that holds the weights and can send them."""
-        for node in list(self._copies):
-            if await self._has_distributor(node):
-                return node
-            del self._copies[node]
-        raise WeightsGone("no node is left that holds the newest weights")
+    def _forget_held(self, node: str) -> None:
+        """Note that a distributor holds no weights for a delta."""
+        self._bases.pop(node, None)
+        self._deltas.pop(node, None)
 
-    async def _send(self, sender: str, lacking: list[str]) -> None:
-        """Broadcast the weights once; a member that fails gets no copy, and its distributor is ended."""
-        members = [sender, *lacking]
-        workers = [self._workers[node] for node in members]
-        if self._group[0] != workers:
-            self._group = (workers, f"group-{next(self._numbers)}")
-        source, key, world = self._copies[sender], self._group[1], len(members)
+    async def _send(self, sender: str, node: str) -> None:
+        """Send the weights once; a member that fails is ended, and the node gets no copy."""
+        members = [(one, self._workers.get(one)) for one in (sender, node)]
+        if any(worker is None for _, worker in members):  # lost while another sending ended
+            return
+        source, key, base = (
+            self._copies[sender],
+            self._group(sender, node),
+            self._base(sender, node),
+        )
+        sending, receiving = (partial(self._ask, worker) for _, worker in members if worker)
         try:
-            meeting = await self._ask(sender, "meeting")
+            meeting = await sending("meeting")
         except WorkerDied as died:
-            await self._fault(sender, died)
+            await self._fault(*members[0], died)
             return
-        base = self._base(members)
-        calls = [self._ask(sender, "send", source, key, meeting, world, base)] + [
-            self._ask(node, "receive", source, key, meeting, rank, world, base)
-            for rank, node in enumerate(lacking, 1)
+        how = (source, key, meeting, base)
+        answers = await self._answers([sending("send", *how), receiving("receive", *how)])
+        faults = [
+            (*member, answer)
+            for member, answer in zip(members, answers, strict=True)
+            if isinstance(answer, BaseException)
         ]
-        answers = await self._answers(calls)
-        for node, answer in zip(members, answers, strict=True):
-            if isinstance(answer, WeightHandle):
-                self._copies[node] = answer
-            elif answer is not None:
-                self._bases.clear()  # send the whole weights next
-                await self._fault(node, answer)
-        if not any(isinstance(answer, BaseException) for answer in answers):
-            self._bases.update(dict.fromkeys(members, _identity(source)))
-            await self._tell_of_delta(sender, base)
+        if not faults:
+            self._has_copy(sender, node, answers[1], base)
+            if base is not None and not self._told:
+                with contextlib.suppress(RunError):  # another sending may have ended it since
+                    self._tell_of_delta(*await sending("sent"))
+        if faults:
+            self._groups.pop((sender, node), None)
+            self._forget_held(sender)
+            self._forget_held(node)
+        for member, worker, fault in faults:
+            await self._fault(member, worker, fault)
 
-    def _base(self, members: list[str]) -> Identity | None:
-        """Return the weights that all members hold, for a delta; None: send the whole weights."""
-        held = {self._bases.get(node) for node in members}
-        return held.pop() if self._sends_deltas and len(held) == 1 else None
+    def _has_copy(self, sender: str, node: str, copy: WeightHandle, base: Identity | None) -> None:
+        """Note a copy that has arrived; only what is newer than the held weights is held."""
+        identity = _identity(copy)
+        for member in (sender, node):
+            if self._bases.get(member, identity)[0] <= identity[0]:
+                self._bases[member] = identity
+                if identity == self._newest and base is not None:
+                    self._deltas[member] = base
+        if identity == self._newest:
+            self._copies[node] = copy
 
-    async def _tell_of_delta(self, sender: str, base: Identity | None) -> None:
-        if base is None or self._told:
-            return
-        with contextlib.suppress(
-            WorkerDied
-        ):  # the weights are there; the next sending finds it dead
-            sent, whole = await self._ask(sender, "sent")
-            self._told = True
-            self._callbacks.note(
-                f"weights: the first delta was {sent / 1e6:.3g} MB of {whole / 1e6:.3g} MB"
-            )
+    def _group(self, sender: str, node: str) -> str:
+        """Return the name of the group of two nodes; a new one after a restart or a fault."""
+        pair = (self._workers[sender], self._workers[node])
+        known = self._groups.get((sender, node))
+        if known is None or known[:2] != pair:
+            known = (*pair, f"{sender}-{node}-{next(self._numbers)}")
+            self._groups[sender, node] = known
+        return known[2]
+
+    def _base(self, sender: str, node: str) -> Identity | None:
+        """Return the weights that a delta builds on; None: send the whole weights."""
+        held = self._bases.get(node)
+        known = (self._bases.get(sender), self._deltas.get(sender))
+        return held if self._sends_deltas and held != self._newest and held in known else None
+
+    def _tell_of_delta(self, sent: int, whole: int) -> None:
+        self._told = True
+        self._callbacks.note(
+            f"weights: the first delta was {sent / 1e6:.3g} MB of {whole / 1e6:.3g} MB"
+        )
 
     async def _answers(self, calls: Sequence[Awaitable[Any]]) -> list[Any]:
         """Return every result or error; TimeoutError for members that are silent after one failed."""
@@ -188,14 +273,14 @@ class NodeCopies:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask(self, node: str, method: str, *args: Any) -> Any:
-        return await call_worker(self._workers[node], self._callbacks.waits, method, *args)
+    async def _ask(self, worker: Worker, method: str, *args: Any) -> Any:
+        return await call_worker(worker, self._callbacks.waits, method, *args)
 
-    async def _fault(self, node: str, fault: BaseException) -> None:
+    async def _fault(self, node: str, worker: Worker | None, fault: BaseException) -> None:
         """End a member that died or was silent; raise if the weights are gone; ignore a lost peer."""
-        self._group = ([], "")
         if isinstance(fault, WorkerDied | TimeoutError):
-            await self._lost(node, str(fault) or f"{self._names[node]}: it did not answer")
+            if self._workers.get(node) is worker:  # else another sending ended it already
+                await self._lost(node, str(fault) or f"{self._names[node]}: it did not answer")
         elif isinstance(fault, WeightsGone | PartFailed) or not isinstance(fault, RunError):
             raise fault
 

@@ -531,7 +531,7 @@ class EnginePool:
                 self._tell_first_loaded(handle.version, digest)
 
         async with self._switching_with_gpu():
-            handle = await self._weights.copied(lambda: self.serving)
+            handle = self._weights.handle
             engines = self._in(EngineState.SERVING)
             is_together = self._update == "together"
             rounds = [engines] if is_together else [[one] for one in engines]

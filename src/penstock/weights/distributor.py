@@ -1,23 +1,26 @@
 """A distributor: sends published weights to other machines, one copy over the network per machine.
 
-Each node has one distributor, a process of its own. The distributor of a node that holds a publication
-broadcasts it (`broadcast.py`); the others receive it into weight buffers of their own node
-(`buffer.py`), which its engines read as they would on the trainer's node. Engines decode meanwhile and
-are not in the group: only a distributor that joins or leaves makes a new one. With NCCL each bucket
-passes through a GPU of the distributor's node.
+Each node has one distributor, a process of its own. The distributor of a node that holds a
+publication sends it to another one (`broadcast.py`, a group of two), which receives it into weight
+buffers of its own node (`buffer.py`) and passes it on; its engines read the buffers as they would
+on the trainer's node, and decode meanwhile. Who sends to whom is decided by `pool/node_copies.py`.
+With NCCL each bucket passes through a GPU of the distributor's node.
 
-With `sync.kind = delta` only the difference to the weights that all members hold already is sent
-(`delta.py`), bucket by bucket; a bucket of which much changed is sent whole. Engines check the digest
-of what came out.
+With `sync.kind = delta` only the difference to the weights that the receiver holds already is sent
+(`delta.py`), bucket by bucket; a bucket of which much changed is sent whole. A receiver keeps the
+delta to pass it on. Engines check the digest of what came out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +64,12 @@ class Distributor:
         self._sync = SharedMemorySync(self._folder.path, node=node)
         self._address, self._timeout_s = address, timeout_s
         self._store: Any = None
-        self._key = ""
-        self._group: WeightGroup | None = None  # kept while its members stay the same
+        self._groups: dict[str, tuple[str, WeightGroup]] = {}  # pair -> key and group of it
+        self._opening = threading.Lock()  # buffers and groups are opened one at a time
+        self._one_at_a_time = threading.Lock() if backend == "nccl" else nullcontext()
         self._keeps_base = keeps_base
         self._held: tuple[Identity, torch.Tensor] | None = None  # the newest weights of this node
+        self._delta: Delta | None = None  # what leads to them
         self._sent = (0, 0)  # bytes of the newest sending, and of its weights
 
     async def folder(self) -> str:
@@ -76,41 +81,56 @@ class Distributor:
             self._store = open_store(self._address, self._timeout_s)
         return self._address, self._store.port
 
-    def send(
-        self,
-        handle: WeightHandle,
-        key: str,
-        meeting: Meeting,
-        world: int,
-        base: Identity | None = None,
+    async def send(
+        self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None = None
     ) -> None:
         """Send this node's copy, each bucket as soon as it is written; with `base`, what differs from it."""
-        reader = self._sync.open_buffer(handle)
+        await asyncio.to_thread(self._send, handle, key, meeting, base)
+
+    def _send(
+        self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None
+    ) -> None:
+        with self._opening:
+            reader = self._sync.open_buffer(handle)
         octets = reader.tensor(0, (handle.location["size"],), torch.uint8)
-        held = self._base(base, len(octets))
-        self._sent = (0, len(octets))
-        self._broadcast(octets, key, meeting, 0, world, held, reader.wait_until_written)
+        parts = self._whole(octets, reader.wait_until_written)
+        if base is not None:
+            parts = self._parts(handle, octets, base, reader.wait_until_written)
+        sent = 0
+        with self._joined(key, meeting, 0) as group:
+            for octet_part in parts:
+                group.broadcast_bucket(octet_part)
+                sent += len(octet_part)
+        self._sent = (sent, len(octets))
         self._keep(handle, octets)
 
-    def receive(
-        self,
-        handle: WeightHandle,
-        key: str,
-        meeting: Meeting,
-        rank: int,
-        world: int,
-        base: Identity | None = None,
+    async def receive(
+        self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None = None
     ) -> WeightHandle:
         """Receive the weights of `handle`; return the handle of this node's copy."""
+        return await asyncio.to_thread(self._receive, handle, key, meeting, base)
+
+    def _receive(
+        self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None
+    ) -> WeightHandle:
         size = handle.location["size"]
-        held = self._base(base, size)
-        writer = self._sync.begin_buffer(size)
+        held = None if base is None else self._base(base, size)
+        with self._opening:
+            writer = self._sync.begin_buffer(size)
+        made = Delta(base, _identity(handle), [])
         try:
-            self._broadcast(writer.bytes, key, meeting, rank, world, held, lambda end: None)
+            with self._joined(key, meeting, 1) as group:
+                for start in range(0, size, BUCKET_BYTES):
+                    bucket = writer.bytes[start : start + BUCKET_BYTES]
+                    if held is None:
+                        group.broadcast_bucket(bucket)
+                    else:
+                        old = held[start : start + BUCKET_BYTES]
+                        made.frames.append(_receive_delta(group, old, bucket))
             writer.mark_written(size)
         finally:
             writer.abandon()
-        self._keep(handle, writer.bytes)
+        self._keep(handle, writer.bytes, made if base is not None else None)
         location = location_of(writer, handle.location["tensors"], size, self._node)
         return replace(handle, location=location)
 
@@ -118,112 +138,130 @@ class Distributor:
         """Return the bytes that the newest sending took, and those of its weights."""
         return self._sent
 
-    def _base(self, wanted: Identity | None, size: int) -> torch.Tensor | None:
+    def _base(self, wanted: Identity, size: int) -> torch.Tensor:
         """Return the weights that a delta builds on; raise a RunError if this node does not hold them."""
-        if wanted is None:
-            return None
         if self._held is None or self._held[0] != wanted or len(self._held[1]) != size:
             raise RunError(f"weights of version {wanted[0]}, which a delta builds on, are not here")
         return self._held[1]
 
-    def _keep(self, handle: WeightHandle, octets: torch.Tensor) -> None:
-        """Hold the newest weights; a buffer with the newest whole copy is not written again."""
-        if self._keeps_base:
-            self._held = ((handle.version, handle.digest), octets)
+    def _keep(self, handle: WeightHandle, octets: torch.Tensor, made: Delta | None = None) -> None:
+        """Hold the newest weights, and the delta to them; a buffer that is held is not written again."""
+        held = self._held
+        if self._keeps_base and (held is None or held[0][0] <= handle.version):
+            self._held = (_identity(handle), octets)
+            self._delta = made or self._delta
 
     async def remove(self) -> None:
         """Free this node's weights at the end of the run."""
-        self._held = None
+        self._held = self._delta = None
         self._sync.close()
         self._folder.remove()
 
-    def _broadcast(
-        self,
-        octets: torch.Tensor,
-        key: str,
-        meeting: Meeting,
-        rank: int,
-        world: int,
-        base: torch.Tensor | None,
-        wait_until_written: Callable[[int], None],
-    ) -> None:
-        """Broadcast all buckets. A member that sees another one die leaves, so that all fail."""
-        fault = ""
+    @contextmanager
+    def _joined(self, key: str, meeting: Meeting, rank: int) -> Iterator[WeightGroup]:
+        """Yield the group of two; a member that sees the other one die leaves it and raises a RunError."""
+        pair, fault = key.rsplit("-", 1)[0], ""
         try:
-            self._join(key, meeting, rank, world)
-            assert self._group is not None
-            if base is not None and rank == 0:
-                self._send_deltas(octets, base, wait_until_written)
-            else:
-                for start in range(0, len(octets), BUCKET_BYTES):
-                    bucket = octets[start : start + BUCKET_BYTES]
-                    wait_until_written(start + len(bucket))
-                    if base is None:
-                        self._pass_on(bucket, rank)
-                    else:
-                        self._receive_delta(base[start : start + BUCKET_BYTES], bucket)
+            with self._one_at_a_time:
+                yield self._join(pair, key, meeting, rank)
         except RunError:
-            self._leave()
+            self._leave(pair)
             raise
         except RuntimeError as error:  # torch raises this
             fault = str(error).splitlines()[0]
         if fault:
-            self._leave()
-            raise RunError(f"broadcast {key} ended: {fault}")
+            self._leave(pair)
+            raise RunError(f"sending {key} ended: {fault}")
 
-    def _pass_on(self, octets: torch.Tensor, rank: int) -> None:
-        assert self._group is not None
-        self._group.broadcast_bucket(octets)
-        if rank == 0:
-            self._sent = (self._sent[0] + len(octets), self._sent[1])
-
-    def _send_deltas(
-        self, octets: torch.Tensor, base: torch.Tensor, wait_until_written: Callable[[int], None]
-    ) -> None:
-        """Send the delta of each bucket; threads make those of the next ones meanwhile."""
-        ahead: deque[tuple[torch.Tensor, Future[bytes | None]]] = deque()
-        with ThreadPoolExecutor(THREADS) as pool:
-            for start in range(0, len(octets), BUCKET_BYTES):
-                bucket, old = (all_[start : start + BUCKET_BYTES] for all_ in (octets, base))
-                wait_until_written(start + len(bucket))
-                ahead.append((bucket, pool.submit(delta.encode, old.numpy(), bucket.numpy())))
-                if len(ahead) > THREADS:
-                    self._send_delta(*ahead.popleft())
-            while ahead:
-                self._send_delta(*ahead.popleft())
-
-    def _send_delta(self, bucket: torch.Tensor, making: Future[bytes | None]) -> None:
-        found = making.result()
-        size = torch.tensor([_WHOLE if found is None else len(found)])
-        self._pass_on(size.view(torch.uint8), 0)
-        sent = bucket if found is None else torch.frombuffer(bytearray(found), dtype=torch.uint8)
-        self._pass_on(sent, 0)
-
-    def _receive_delta(self, base: torch.Tensor, bucket: torch.Tensor) -> None:
-        size = torch.zeros(1, dtype=torch.int64)
-        self._pass_on(size.view(torch.uint8), 1)
-        if (count := int(size)) == _WHOLE:
-            self._pass_on(bucket, 1)
-            return
-        found = torch.empty(count, dtype=torch.uint8)
-        self._pass_on(found, 1)
-        bucket.copy_(base)
-        delta.apply(found.numpy().tobytes(), bucket.numpy().view(np.uint16))
-
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.leave()
-        self._key, self._group = "", None
-
-    def _join(self, key: str, meeting: Meeting, rank: int, world: int) -> None:
-        """Join the group `key`, in place of a group of other members."""
-        if self._key == key:
-            return
-        self._leave()
+    def _join(self, pair: str, key: str, meeting: Meeting, rank: int) -> WeightGroup:
+        """Return the group `key`; it takes the place of an earlier group of the same two."""
+        known = self._groups.get(pair)
+        if known is not None and known[0] == key:
+            return known[1]
+        self._leave(pair)
         store = connect_store(*meeting, self._timeout_s) if rank else self._store
         how = {"name": key, "backend": self._backend, "address": self._address}
-        self._group = WeightGroup(rank, world, store, self._timeout_s, **how)
-        self._key = key
+        group = WeightGroup(rank, 2, store, self._timeout_s, **how)
+        self._groups[pair] = (key, group)
+        return group
+
+    def _leave(self, pair: str) -> None:
+        if (known := self._groups.pop(pair, None)) is not None:
+            known[1].leave()
+
+    def _whole(
+        self, octets: torch.Tensor, wait_until_written: Callable[[int], None]
+    ) -> Iterator[torch.Tensor]:
+        for start in range(0, len(octets), BUCKET_BYTES):
+            bucket = octets[start : start + BUCKET_BYTES]
+            wait_until_written(start + len(bucket))
+            yield bucket
+
+    def _parts(
+        self,
+        handle: WeightHandle,
+        octets: torch.Tensor,
+        base: Identity,
+        wait_until_written: Callable[[int], None],
+    ) -> Iterator[torch.Tensor]:
+        """Yield what is sent of a delta: for each bucket its size, then the delta or the whole bucket."""
+        known, frames = self._delta, []
+        if known is not None and (known.base, known.to) == (base, _identity(handle)):
+            made: Iterator[bytes | None] = iter(known.frames)
+        else:
+            made = _encoded(octets, self._base(base, len(octets)), wait_until_written)
+        for start, found in zip(range(0, len(octets), BUCKET_BYTES), made, strict=True):
+            frames.append(found)
+            yield torch.tensor([_WHOLE if found is None else len(found)]).view(torch.uint8)
+            if found is None:
+                yield octets[start : start + BUCKET_BYTES]
+            else:
+                yield torch.frombuffer(bytearray(found), dtype=torch.uint8)
+        self._delta = Delta(base, _identity(handle), frames)
+
+
+@dataclass(slots=True, frozen=True)
+class Delta:
+    """The way from one version to the next."""
+
+    base: Identity | None
+    to: Identity
+    frames: list[bytes | None]  # of each bucket; None: the whole bucket changed
+
+
+def _encoded(
+    octets: torch.Tensor, base: torch.Tensor, wait_until_written: Callable[[int], None]
+) -> Iterator[bytes | None]:
+    """Yield the delta of each bucket; threads make those of the next ones meanwhile."""
+    ahead: deque[Future[bytes | None]] = deque()
+    with ThreadPoolExecutor(THREADS) as pool:
+        for start in range(0, len(octets), BUCKET_BYTES):
+            bucket, old = (all_[start : start + BUCKET_BYTES] for all_ in (octets, base))
+            wait_until_written(start + len(bucket))
+            ahead.append(pool.submit(delta.encode, old.numpy(), bucket.numpy()))
+            if len(ahead) > THREADS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
+def _receive_delta(group: WeightGroup, base: torch.Tensor, bucket: torch.Tensor) -> bytes | None:
+    """Receive one bucket; return its delta, or None if the whole bucket came."""
+    size = torch.zeros(1, dtype=torch.int64)
+    group.broadcast_bucket(size.view(torch.uint8))
+    if (count := int(size)) == _WHOLE:
+        group.broadcast_bucket(bucket)
+        return None
+    found = torch.empty(count, dtype=torch.uint8)
+    group.broadcast_bucket(found)
+    bucket.copy_(base)
+    made = found.numpy().tobytes()
+    delta.apply(made, bucket.numpy().view(np.uint16))
+    return made
+
+
+def _identity(handle: WeightHandle) -> Identity:
+    return handle.version, handle.digest
 
 
 def _prepare_nccl(node: str) -> None:
