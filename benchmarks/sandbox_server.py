@@ -65,6 +65,7 @@ _hostile: list[HostileClients] = []  # in a process of their own, so that they s
 
 
 def start_hostile(port: int, options: argparse.Namespace) -> None:
+    os.nice(10)  # they stand for other machines, whose processors are not the server's
     _hostile.append(HostileClients(port, options.holders, options.submitters))
 
 

@@ -6,6 +6,7 @@ import os
 import select
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,9 +61,15 @@ def test_attempt_fails(pool: SandboxPool, host: dict[str, Any], name: str) -> No
         assert outcome.wall_s < TIMEOUT_S + SLACK_S
         seen = not pool.isolation.mode.bubblewrap  # there its number is one of another namespace
         ended = os.pidfd_open(sandbox.pid) if seen else None
-    if ended is not None:
+        if seen:  # no process of the program is alive when its outcome is known
+            assert children_of(sandbox.pid) == ""
+    if ended is not None:  # the sandbox's own process ends beside the next submission
         assert select.select([ended], [], [], 60)[0]
         os.close(ended)
+
+
+def children_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
 def test_there_are_enough_attempts() -> None:

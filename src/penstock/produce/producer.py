@@ -346,9 +346,9 @@ class Producer:
         ]
         self.progress.finish_consume(step)
         self._shares.forget_before(step)
-        for task in self._tasks:
-            task.strategy.changed.notify()
         await self._journal.begin_step(step, groups)
+        for task in self._tasks:  # then: the start of new groups would keep the batch waiting
+            task.strategy.changed.notify()
         return Batch(step=step, groups=tuple(groups))
 
     def _missing(self, step: int, shares: dict[str, int]) -> str:

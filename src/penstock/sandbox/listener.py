@@ -26,7 +26,9 @@ from typing import Any
 _HEADER_BYTES = 16 << 10
 _MOST_HEADERS = 64
 _BACKLOG = 1024  # a client whose connection is dropped here comes back only after a second
+_ACCEPTED_AT_ONCE = 4  # then others have their turn in the event loop, however many connect
 _LINGER_S, _LINGER_BYTES = 2.0, 64 << 20  # for a refused client that is still sending
+_LINGER_PAUSE_S = 0.01  # between two reads of what it sends: refusals must not keep the loop busy
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,10}) (/[\x21-\x7e]{0,2000}) HTTP/1\.([01])")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}):[ \t]*([\x20-\x7e\x80-\xff\t]*?)[ \t]*")
 _NUMBER = re.compile(r"[0-9]{1,12}")
@@ -104,8 +106,9 @@ class Listener:
 
     async def start(self, listening: socket.socket) -> None:
         self._server = await asyncio.start_server(
-            self._serve, sock=listening, limit=_HEADER_BYTES, backlog=_BACKLOG
+            self._serve, sock=listening, limit=_HEADER_BYTES, backlog=_ACCEPTED_AT_ONCE
         )
+        listening.listen(_BACKLOG)  # asyncio takes one number for both
 
     async def close(self) -> None:
         """Stop listening, let the requests at hand be answered, cut every connection."""
@@ -262,6 +265,7 @@ class Listener:
                 left = _LINGER_BYTES
                 while left > 0 and (chunk := await one.reader.read(1 << 16)):
                     left -= len(chunk)
+                    await asyncio.sleep(_LINGER_PAUSE_S)
 
 
 def _packed(status: int, body: dict[str, Any] | Reply, keep: bool) -> bytes:

@@ -20,6 +20,8 @@ from penstock.sandbox.settings import SandboxSettings, job_limits
 
 REFEREE_LIFE_S = 1e6
 REFEREE_BYTES = 1 << 30
+NICE = 19
+WARM = 4  # sandboxes that are ready, for each worker
 ANSWERS_PER_REFEREE = 1000  # then a fresh one: its memory may be in pieces
 
 
@@ -32,7 +34,8 @@ class SandboxPool:
         self._lock = threading.Lock()
         self._nursery: Nursery | None = None
         self._warm: deque[Sandbox] = deque()
-        self._referees: list[Referee] = []  # those that nobody uses
+        # those that nobody uses; the nice ones judge large answers, behind all small ones
+        self._referees: dict[bool, list[Referee]] = {False: [], True: []}
         self._isolation = isolation
         self._closed = False
         self._ending = 0  # used sandboxes that the gardener has still to end
@@ -61,14 +64,15 @@ class SandboxPool:
                 sandbox.end()
 
     @contextmanager
-    def referee(self) -> Iterator[Referee]:
+    def referee(self, *, nice: bool = False) -> Iterator[Referee]:
         """Lend a referee; it ends if the block is left by an exception."""
         with self._lock:
-            referee = self._referees.pop() if self._referees else None
+            ready = self._referees[nice]
+            referee = ready.pop() if ready else None
         if referee is None:
             sandbox = self._take()
             try:
-                limits = job_limits(self.settings, REFEREE_LIFE_S)
+                limits = job_limits(self.settings, REFEREE_LIFE_S, NICE if nice else 0)
                 referee = Referee(sandbox, limits | {"memory_bytes": REFEREE_BYTES})
             except BaseException:
                 sandbox.end()
@@ -77,21 +81,26 @@ class SandboxPool:
             yield referee
         except BaseException:
             with self._lock:  # what ended this one may have ended the others
-                others, self._referees = self._referees, []
+                others = self._all_referees()
             for one in (referee, *others):
                 one.end()
             raise
         with self._lock:
             if not self._closed and referee.answers < ANSWERS_PER_REFEREE:
-                self._referees.append(referee)
+                self._referees[nice].append(referee)
                 return
         referee.end()
+
+    def _all_referees(self) -> list[Referee]:
+        """Return the referees that nobody uses, and forget them; with the lock held."""
+        found = [*self._referees[False], *self._referees[True]]
+        self._referees = {False: [], True: []}
+        return found
 
     def _take(self) -> Sandbox:
         for _ in range(2):  # a warm one may have died with its nursery
             nursery = self._start()
-            with self._lock:
-                sandbox = self._warm.popleft() if self._warm else None
+            sandbox = self._warm_one()
             try:
                 sandbox = sandbox or nursery.spawn()
                 assert sandbox.facts
@@ -102,6 +111,15 @@ class SandboxPool:
                 self._forget(nursery)
         raise SandboxError("sandbox: the nursery ended twice in a row")
 
+    def _warm_one(self) -> Sandbox | None:
+        """Return a sandbox that is set up, or else the one that was begun first."""
+        with self._lock:
+            if not self._warm:
+                return None
+            sandbox = next((one for one in self._warm if one.is_ready), self._warm[0])
+            self._warm.remove(sandbox)
+            return sandbox
+
     def _start(self) -> Nursery:
         mode = self.isolation.mode
         with self._lock:
@@ -111,7 +129,7 @@ class SandboxPool:
                 if self._nursery is not None:
                     self._nursery.close()
                 self._warm.clear()
-                self._referees.clear()
+                self._all_referees()
                 self._nursery = Nursery(mode, self.settings)
             return self._nursery
 
@@ -132,20 +150,22 @@ class SandboxPool:
                 self._ending -= 1
 
     def _refill(self) -> None:
-        """Keep as many sandboxes ready as may be asked for at once."""
-        with self._lock:
-            nursery = self._nursery
-            if self._closed or nursery is None or len(self._warm) > self.settings.workers:
-                return
-        try:
-            fresh = nursery.spawn()
-        except SandboxError:
-            return  # the next caller gets the same error and reports it
-        with self._lock:
-            if self._nursery is nursery:
-                self._warm.append(fresh)
-                return
-        fresh.end()
+        """Keep more sandboxes ready than one client may ask for: on a busy machine set-up takes long."""
+        for _ in range(2):
+            with self._lock:
+                nursery = self._nursery
+                enough = len(self._warm) >= WARM * self.settings.workers
+                if self._closed or nursery is None or enough:
+                    return
+            try:
+                fresh = nursery.spawn()
+            except SandboxError:
+                return  # the next caller gets the same error and reports it
+            with self._lock:
+                if self._nursery is nursery:
+                    self._warm.append(fresh)
+                    continue
+            fresh.end()
 
     def close(self) -> None:
         """End every sandbox, also those in use, and lend no more."""
@@ -154,7 +174,7 @@ class SandboxPool:
             nursery, self._nursery = self._nursery, None
             warm = list(self._warm)
             self._warm.clear()
-            referees, self._referees = self._referees, []
+            referees = self._all_referees()
         for sandbox in warm:
             sandbox.end()
         for referee in referees:

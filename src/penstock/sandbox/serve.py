@@ -4,7 +4,7 @@
     POST /check_correctness_batch  {items: [...]}                 -> {items: [...]}
     GET  /healthz
 
-At most `workers` submissions run (one more while several clients ask) and `queue_size` wait; more get a 429.
+At most `workers` submissions of a client run (of all clients, up to three times as many) and `queue_size` wait; more get a 429.
 Clients take turns (`turns.py`); what a connection may hold is bounded by `listener.py`.
 """
 
@@ -15,6 +15,7 @@ import hmac
 import ipaddress
 import signal
 import socket
+import sys
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,6 +31,7 @@ from penstock.sandbox.turns import Turns
 from penstock.sandbox.verify import Verdict, verify
 
 M = TypeVar("M", bound=BaseModel)
+_SWITCH_INTERVAL_S = 0.0005  # a thread that copies an answer keeps the event loop waiting so long
 NICE_IF_AHEAD = 10  # of the processes of a client that has used more than its share
 
 
@@ -176,6 +178,7 @@ class VerificationService:
         try:
             self._check_limits(request)
             verdict = await self._turns.run(sender.client, run)
+            self._turns.charge(sender.client, verdict.cpu_s)
             return {"result": verdict.result, "metadata": verdict.metadata}
         except Refusal as refusal:
             return {"error": str(refusal), "status": refusal.status}
@@ -260,6 +263,7 @@ def serve(
         raise UserError(f"sandbox serve: host {host!r}, port {port}: {error.strerror}") from None
     print(f"verification server: http://{host}:{listening.getsockname()[1]} ", end="")
     print(f"isolation {service.level}, {settings.sandbox.workers} workers", flush=True)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with listening:
         asyncio.run(_until_signal(listening, service))
 

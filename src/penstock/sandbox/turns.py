@@ -1,8 +1,9 @@
-"""Whose submission runs next: fair among clients, by the time that their submissions have used.
+"""Whose submission runs next: fair among clients, by the processor time that their submissions have used.
 
-A free worker takes the submission of the client that has used least. While several clients take part there is
-one worker more than one client may have, and a client that has used much more than another may have one
-less: slow submissions delay their own client's. A client gets at most half of the places then.
+A client has at most `workers` submissions running, and one less if it has used much more than another. All
+clients together may have more than that (`SHARES`), so that a client whose submissions last does not hold
+up the next one: the processor goes to those that have used little (`zygote.py`). A free worker takes the
+submission of the client that has used least. Of the places a client gets at most half then.
 Blocking work in threads; called from one event loop.
 """
 
@@ -21,6 +22,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 REMEMBERED_S = 60.0  # a client takes part until so long after its last submission
 AHEAD, AHEAD_S = 2.0, 1.0  # a client is ahead that has used so many times another's time, and more
+SHARES = 3  # clients that can have all their submissions running at once
+START_S = 0.02  # processor time of the start and end of a sandbox
 
 
 class Turns:
@@ -28,7 +31,7 @@ class Turns:
 
     def __init__(self, workers: int, places: int) -> None:
         self._workers, self._places = workers, places
-        self._threads = ThreadPoolExecutor(workers + 1, thread_name_prefix="verify")
+        self._threads = ThreadPoolExecutor(SHARES * workers, thread_name_prefix="verify")
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._running: Counter[str] = Counter()
         self._admitted: Counter[str] = Counter()
@@ -74,7 +77,6 @@ class Turns:
             if turn.done() and not turn.cancelled():
                 self._free(client, 0.0)
             raise
-        started = time.monotonic()
         try:
             if self._closed:
                 raise SandboxError("sandbox: the server is closing")
@@ -82,11 +84,15 @@ class Turns:
                 self._threads, lambda: function(*args, **kwargs)
             )
         finally:
-            self._free(client, time.monotonic() - started)
+            self._free(client, START_S)
+
+    def charge(self, client: str, used_s: float) -> None:
+        """Add processor time that a submission of this client has used."""
+        self._used_s[client] = self._used_s.get(client, 0.0) + used_s
 
     def _free(self, client: str, used_s: float) -> None:
         self._running[client] -= 1
-        self._used_s[client] = self._used_s.get(client, 0.0) + used_s
+        self.charge(client, used_s)
         self._wake()
 
     def _see(self, client: str) -> None:
@@ -102,7 +108,7 @@ class Turns:
 
     def _wake(self) -> None:
         """Give free workers to the clients that have used least."""
-        while self._running.total() < self._workers + (len(self._seen) > 1):
+        while self._running.total() < self._workers * min(SHARES, len(self._seen)):
             ready = [c for c, turns in self._waiting.items() if turns and self._may_run(c)]
             if not ready:
                 return

@@ -25,6 +25,7 @@ from penstock.sandbox.testcases import AssertTests, CallTests, StdioTests, read_
 
 MAX_TESTS = 10_000  # of one submission
 LAST_WORDS_S = 0.5  # for the report of a process that has ended already
+LARGE_BYTES = 256 << 10  # what a solution left is judged behind all that is smaller
 ATTEMPTS = 2
 
 
@@ -34,6 +35,7 @@ class Verdict:
 
     result: list[int] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
+    cpu_s: float = 0.0  # of the solution
 
     def add(self, code: int, note: str = "", **more: Any) -> None:
         self.result.append(code)
@@ -117,15 +119,22 @@ def _run_in(
     verdict: Verdict,
 ) -> bool:
     """Run the remaining tests; return False if the rest needs another sandbox."""
-    total = len(tests.inputs)
+    total, again = len(tests.inputs), False
     while (index := len(verdict.result)) < total:
         limit_s = budget.next_limit()
         if limit_s <= 0:
             _fill(verdict, total, ERROR, "not run: the submission's time limit has passed")
             return True
-        limits = job_limits(pool.settings, limit_s, nice)
+        limits = job_limits(pool.settings, limit_s, nice, steps_back=not again)
         outcome = sandbox.run(_job(tests, index, source), limits)
-        budget.spend(outcome.wall_s)
+        verdict.cpu_s += outcome.cpu_s
+        if was_starved(outcome, limit_s):
+            again = True  # a delay of the host: this run says nothing of the solution
+            if not sandbox.renews:
+                raise SandboxLost
+            continue
+        again = False
+        budget.spend(outcome.cpu_s if outcome.stepped_back else outcome.wall_s)
         code, note = _judge(pool, tests, index, outcome, limit_s)
         if code == COMPILE_ERROR:
             _fill(verdict, total, COMPILE_ERROR, note)
@@ -137,6 +146,12 @@ def _run_in(
         if not sandbox.renews:
             return False
     return True
+
+
+def was_starved(outcome: Outcome, limit_s: float) -> bool:
+    """Return whether a test that had stepped back was stopped before it had its processor time."""
+    waited = outcome.stepped_back and not outcome.slept
+    return outcome.stopped == "wall" and waited and outcome.cpu_s < 0.95 * limit_s
 
 
 def _fill(verdict: Verdict, total: int, code: int, note: str) -> None:
@@ -176,7 +191,7 @@ def _ask(pool: SandboxPool, request: dict[str, Any], blobs: list[bytes]) -> dict
     """Return the referee's answer; a referee that ends or does not answer is a fault, never a zero."""
     for _ in range(ATTEMPTS):
         try:
-            with pool.referee() as referee:
+            with pool.referee(nice=sum(map(len, blobs)) > LARGE_BYTES) as referee:
                 return referee.ask(request, blobs)
         except SandboxLost:
             continue

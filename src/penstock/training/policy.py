@@ -252,8 +252,9 @@ class Policy(nn.Module):
 
         With a sharded model every rank must iterate, because each tensor is gathered.
         """
-        stages, adapted = self.sharding.stages, self.adapted_layers()
+        stages = self.sharding.stages
         own = {n: p for n, p in self.model.named_parameters() if not stages.is_copy(n)}
+        adapted = self.adapted_layers() if any(".lora_" in name for name in own) else {}
         for name in stages.owners or own:
             if ".lora_" in name:
                 continue

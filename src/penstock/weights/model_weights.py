@@ -33,7 +33,9 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def weight_bits(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
     """Return the dtype's name and the values as numpy; bfloat16, which numpy lacks, as its bits."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    host = tensor.detach().cpu().contiguous()
+    host = tensor.detach()
+    if not host.is_cpu or not host.is_contiguous():
+        host = host.cpu().contiguous()
     if host.dtype is torch.bfloat16:
         return dtype, host.view(torch.int16).numpy().view(np.uint16)
     return dtype, host.numpy()

@@ -21,6 +21,10 @@ from typing import Any, NoReturn
 
 from penstock.sandbox.inside import child, kernel, landlock, namespaces, seccomp, wire
 
+STRETCH = 4.0  # wall time of a test that has stepped back, as a multiple of its limit
+ASLEEP_S = 2.0  # whoever did not run for so long, and for its limit, waits for no processor
+_LAST_NICENESS = 19
+
 
 class Zygote:
     """One sandbox's first process, and what it needs to make the process of a test."""
@@ -58,13 +62,15 @@ class Zygote:
             os.close(descriptor)
         watch = _Watch(pid, reads, limits)
         try:
-            watch.until_end(self._host, started + limits["wall_s"])
+            watch.until_end(self._host, started)
         finally:
             status, usage = _end(pid, limits)
         watch.drain()
         outcome = {
             "status": status,
             "stopped": watch.stopped,
+            "stepped_back": watch.limit.stepped_back,
+            "slept": watch.limit.slept,
             "wall_s": time.monotonic() - started,
             "cpu_s": usage.ru_utime + usage.ru_stime,
         }
@@ -86,6 +92,9 @@ class Zygote:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
+            os.setpgid(
+                0, 0
+            )  # whose niceness `TimeLimit` changes: with all its threads, without ours
             os.chdir(self._scratch)
             kernel.hold_capabilities(0)
             landlock.restrict(self._ruleset)
@@ -112,20 +121,64 @@ def _make_stdin(text: str) -> int:
     return descriptor
 
 
+class TimeLimit:
+    """How long a child may go on, and whether it has stepped back behind those that used less.
+
+    A child that has stepped back runs when others leave the processor idle: its limit is then one of
+    processor time, and its wall time may be `STRETCH` times as long.
+    """
+
+    def __init__(self, pid: int, limits: dict[str, Any]) -> None:
+        self._pid, self._limit_s, self._steps_back_s = pid, limits["wall_s"], limits["steps_back_s"]
+        self.stepped_back = self.slept = False
+        self._ran_s, self._ran_at_s = (
+            0.0,
+            0.0,
+        )  # processor time so far, and the wall time of its last change
+
+    def left(self, wall_s: float) -> float:
+        """Return the seconds until this is to be asked again; 0 if the time is over."""
+        if self._steps_back_s is None:
+            return max(0.0, self._limit_s - wall_s)
+        used_s = self._used_s()
+        if not self.stepped_back:
+            if used_s < self._steps_back_s:
+                ask_again_s = max(self._steps_back_s - used_s, wall_s / 8)  # it may only sleep
+                return max(0.0, min(self._limit_s - wall_s, ask_again_s))
+            self._step_back()
+        if used_s > self._ran_s:
+            self._ran_s, self._ran_at_s = used_s, wall_s
+        awake_s = self._ran_at_s + max(self._limit_s, ASLEEP_S) - wall_s
+        self.slept = awake_s <= 0
+        return max(0.0, min(self._limit_s - used_s, STRETCH * self._limit_s - wall_s, awake_s))
+
+    def _used_s(self) -> float:
+        try:
+            return time.clock_gettime(~self._pid << 3 | 2)  # the clock of all its threads
+        except OSError:
+            return 0.0  # it has ended
+
+    def _step_back(self) -> None:
+        self.stepped_back = True
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PGRP, self._pid, _LAST_NICENESS)  # every thread
+            os.sched_setscheduler(self._pid, os.SCHED_IDLE, os.sched_param(0))
+
+
 class _Watch:
     """Reads a child's output, up to the limits, until it ends or must be stopped."""
 
     def __init__(self, pid: int, pipes: tuple[int, ...], limits: dict[str, Any]) -> None:
-        self._pid = pid
+        self._pid, self.limit = pid, TimeLimit(pid, limits)
         self._pipes = list(pipes)
-        self._limit = limits["output_bytes"]
+        self._most_bytes = limits["output_bytes"]
         self._read: list[list[bytes]] = [[], [], []]
         self._sizes = [0, 0, 0]
         self.stopped = ""  # why it was stopped: wall | output; empty: it ended by itself
         for pipe in pipes:
             os.set_blocking(pipe, False)
 
-    def until_end(self, host: socket.socket, deadline: float) -> None:
+    def until_end(self, host: socket.socket, started: float) -> None:
         """Wait for the child's end, its time limit or output limit; raise Closed if the host is gone."""
         ended = os.pidfd_open(self._pid)
         poller = select.poll()
@@ -135,7 +188,7 @@ class _Watch:
         poller.register(host, select.POLLRDHUP | select.POLLHUP)
         try:
             while not self.stopped:
-                left = deadline - time.monotonic()
+                left = self.limit.left(time.monotonic() - started)
                 if left <= 0:
                     self.stopped = "wall"
                     return
@@ -155,7 +208,7 @@ class _Watch:
             data = os.read(self._pipes[index], 1 << 18)
         except BlockingIOError:
             return True
-        room = self._limit - self._sizes[index]
+        room = self._most_bytes - self._sizes[index]
         self._read[index].append(data[:room])
         self._sizes[index] += len(data)
         if len(data) > room:
