@@ -6,6 +6,7 @@ Without `-m gpu` every test runs on the CPU, on a machine with GPUs too: most of
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import shutil
@@ -61,6 +62,27 @@ def pytest_configure(config: pytest.Config) -> None:
         if shutil.which("nvidia-smi"):  # elsewhere Ray's tests count GPUs that are made up
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # else extension modules tell of leaks at the end of the process
+
+
+def _freeze() -> None:
+    """Keep modules out of later collections: every run in this process begins with a collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def _asks_for(mark: str, config: pytest.Config) -> bool:

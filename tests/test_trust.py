@@ -70,6 +70,7 @@ def strangers_run(path: Path) -> RunFolder:
         f"engine.name={own}",
         f"model.path={model}",
         "model.trust_remote_code=true",
+        "launch.kind=inline",
     ]
     config = load_config(folder.path / "config.toml", words).config
     (path / "config.toml").write_text(to_toml(config))
@@ -256,7 +257,8 @@ def test_train_and_resume_with_code_of_ones_own_ask_nothing_and_a_foreign_copy_d
 @pytest.mark.parametrize(("answer", "executed"), [("y\n", True), ("\n", False)])
 def test_on_a_terminal_the_user_is_asked(stranger: RunFolder, answer: str, executed: bool) -> None:
     ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "penstock.cli", "replay", str(stranger.path)]
+    config = stranger.path / "config.toml"
+    words = [sys.executable, "-m", "penstock.cli", "train", str(config)]
     process = subprocess.Popen(words, stdin=theirs, stderr=theirs, stdout=subprocess.DEVNULL)
     os.close(theirs)
     said = b""

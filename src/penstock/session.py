@@ -249,12 +249,15 @@ def _tuned_interpreter() -> Iterator[None]:
     """Collect cyclic garbage less often, and let threads wait less for the interpreter lock.
 
     Thousands of rollouts a second trigger collections, which took a third of the driver's time; the
-    objects of before the first step stay out of them. A busy event loop keeps the lock for a whole
+    objects of before the first step stay out of them. What the program around a run froze stays
+    frozen: its objects are then out of them already. A busy event loop keeps the lock for a whole
     switch interval, and a step waits for the journal's thread, whose work takes a tenth of the default.
     """
     threshold, interval_s = gc.get_threshold(), sys.getswitchinterval()
+    freezes = not gc.get_freeze_count()
     gc.collect()
-    gc.freeze()
+    if freezes:
+        gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
@@ -262,7 +265,8 @@ def _tuned_interpreter() -> Iterator[None]:
     finally:
         sys.setswitchinterval(interval_s)
         gc.set_threshold(*threshold)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 async def _recover_and_train(job: Job, resumed: bool, accept: bool) -> bool:
