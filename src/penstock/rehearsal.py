@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -39,9 +39,11 @@ from penstock.watch.disk_use import checkpoint_bytes, size_text
 from penstock.watch.memory_use import available_mib
 
 _PROMPTS = 3
+_FEW = 4  # responses to a prompt on a machine that would take too long for all of them
 _LONGEST_S = 15.0  # a slower first sampling leaves out the update: a check takes half a minute
 _MEASURED_S = 5.0  # what may be spent on each measurement, after a first pass that warms up
-_SAMPLING_S = 6.0  # a machine that would sample longer gets shorter responses
+_SAMPLING_S = 6.0  # a machine that would sample longer makes fewer and shorter responses
+_UPDATE_S = 15.0  # what a first update of two responses may promise for all; they take about half
 _TRIED_TOKENS, _FEWEST_TOKENS = 4, 16
 
 
@@ -56,11 +58,13 @@ class Rehearsal:
     groups: list[Group] = field(default_factory=list)  # of these prompts
     measured: list[Group] = field(default_factory=list)  # as many groups of a step as time allows
     lengths: dict[str, str] = field(default_factory=dict)  # task -> of its prompts, in words
-    # task -> most tokens of a response here, where that is less than in the run
-    cut: dict[str, int] = field(default_factory=dict)
-    sampling_s: float = 0.0
-    training_s: float | None = None  # None: not measured
-    metrics: dict[str, float] = field(default_factory=dict)  # of the update
+    # task -> how it is sampled here, where that is less than in the run
+    cut: dict[str, SamplingConfig] = field(default_factory=dict)
+    whole_s: float = 0.0  # what the groups would take as the run samples them
+    sampling_s: float = 0.0  # what they took
+    token_s: float | None = None  # of training; None: not measured
+    trained: int = 0  # groups of the last update
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last update
     facts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # of agents
 
@@ -79,12 +83,15 @@ class Rehearsal:
     def stretch(self) -> float:
         """Return how many times longer a response may be in the run than here."""
         most = self.config.task_sampling
-        return max((most(task).max_tokens / here for task, here in self.cut.items()), default=1.0)
+        shares = (most(task).max_tokens / here.max_tokens for task, here in self.cut.items())
+        return max(shares, default=1.0)
 
     def findings(self) -> list[Finding]:
         """Return what would be found if the run stayed as these prompts are."""
         rows = [{"step": step, **self.metrics} for step in range(1, WINDOW + 1)]
-        if self.cut:  # what ends too early here ends later in the run
+        if self.cut or self.trained < len(
+            self.groups
+        ):  # what ends early here ends later in the run
             rows = []
         return find(
             Observed(
@@ -99,11 +106,19 @@ class Rehearsal:
     def seconds_per_step(self) -> tuple[float, float, float]:
         """Return (generation, training, both as they overlap) of one step."""
         config = self.config
-        rollouts = sum(len(group.rollouts) for group in self.measured or self.groups)
+        groups = self.measured or self.groups
+        rollouts = sum(len(group.rollouts) for group in groups)
         share = config.train.groups_per_step * config.sampling.num_generations / max(1, rollouts)
         share *= self.stretch
-        generating = self.sampling_s * share / config.launch.num_producers
-        training = (self.training_s or 0.0) * share / config.launch.num_consumers
+        if self.cut:
+            generating = self.whole_s * config.train.groups_per_step / max(1, len(self.groups))
+        else:
+            generating = self.sampling_s * share
+        generating /= config.launch.num_producers
+        prompts = sum(len(group.prompt.token_ids) for group in groups)
+        tokens = (_trained_tokens(groups) - prompts) * share
+        tokens += prompts * config.train.groups_per_step / max(1, len(groups))
+        training = (self.token_s or 0.0) * tokens / config.launch.num_consumers
         in_turn = config.launch.colocate or config.produce.strategy == "sync"
         in_turn = in_turn or config.produce.max_staleness == 0
         return generating, training, generating + training if in_turn else max(generating, training)
@@ -116,6 +131,15 @@ def rehearse(config: Config) -> Rehearsal:
 
 async def _rehearse(config: Config) -> Rehearsal:
     data = await asyncio.to_thread(RunData.load, config)
+    seen = _look(config, data)
+    await _sample(seen, data)
+    if not seen.errors and seen.sampling_s < _LONGEST_S:
+        await _train(seen)
+    return seen
+
+
+def _look(config: Config, data: RunData) -> Rehearsal:
+    """Count and measure the data."""
     seen = Rehearsal(config=config, total_steps=count_steps(config, data.train))
     seen.facts = measure(config, data.by_key())
     for name, dataset in data.train.items():
@@ -124,10 +148,6 @@ async def _rehearse(config: Config) -> Rehearsal:
             f"{len(dataset)} prompts of {lengths[0]} to {dataset.longest} tokens (median "
             f"{lengths[len(lengths) // 2]}); responses of at most {config.task_sampling(name).max_tokens}"
         )
-    started = time.monotonic()
-    await _sample(seen, data)
-    if not seen.errors and time.monotonic() - started < _LONGEST_S:
-        await _train(seen)
     return seen
 
 
@@ -144,11 +164,12 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
         endpoint = await serve_agents(config.tasks.values(), closing)
         agents: dict[str, tuple[AgentLoop, Sampler]] = {}
         for name, dataset in data.train.items():
-            task, sampling = config.tasks[name], config.task_sampling(name)
-            whole, count = sampling.max_tokens, each * sampling.num_generations * len(data.train)
-            sampling = await _bearable(engine, sampling, dataset[0].token_ids, count)
-            if sampling.max_tokens < whole:
-                seen.cut[name] = sampling.max_tokens
+            task, whole = config.tasks[name], config.task_sampling(name)
+            prompts = each * len(data.train)
+            sampling, seconds = await _bearable(engine, whole, dataset[0].token_ids, prompts)
+            seen.whole_s = max(seen.whole_s, seconds)
+            if sampling is not whole:
+                seen.cut[name] = sampling
             reward = build_reward(
                 task.rewards, max_tokens=sampling.max_tokens, is_chat=dataset.is_chat
             )
@@ -181,24 +202,37 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
 
 
 async def _bearable(
-    engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, count: int
-) -> SamplingConfig:
-    """Return the sampling, with shorter responses if `count` of them at once would take too long."""
-    for _ in range(2):  # the first try warms the engine up
-        started = time.monotonic()
-        params = SamplingParams.from_config(sampling, max_tokens=_TRIED_TOKENS, min_tokens=0)
-        tried = [
-            GenerationRequest(request_id=f"try-{n}", prompt_ids=prompt_ids, sampling=params, seed=n)
-            for n in range(count)
-        ]
-        await asyncio.gather(*map(engine.generate, tried))
-        token_s = (time.monotonic() - started) / _TRIED_TOKENS
-        if token_s * sampling.max_tokens <= _SAMPLING_S:
-            return sampling
-    tokens = max(_FEWEST_TOKENS, int(_SAMPLING_S / token_s))
+    engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, prompts: int
+) -> tuple[SamplingConfig, float]:
+    """Return the sampling, and the seconds that it takes for so many prompts at once.
+
+    On a machine where that is too long, the sampling has fewer and shorter responses.
+    """
+    few = min(_FEW, sampling.num_generations)
+    few_s = await _token_s(engine, sampling, prompt_ids, prompts * few)  # warms the engine up
+    token_s = await _token_s(engine, sampling, prompt_ids, prompts * sampling.num_generations)
+    whole_s = token_s * sampling.max_tokens
+    if whole_s <= _SAMPLING_S:
+        return sampling, whole_s
+    tokens = max(_FEWEST_TOKENS, int(_SAMPLING_S / min(few_s, token_s)))
     most = min(tokens, sampling.max_tokens)
     least = min(sampling.min_tokens, most)
-    return sampling.model_copy(update={"max_tokens": most, "min_tokens": least})
+    fewer = {"num_generations": few, "max_tokens": most, "min_tokens": least}
+    return sampling.model_copy(update=fewer), whole_s
+
+
+async def _token_s(
+    engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, count: int
+) -> float:
+    """Return the seconds that `count` responses at once take for each of their tokens."""
+    params = SamplingParams.from_config(sampling, max_tokens=_TRIED_TOKENS, min_tokens=0)
+    tried = [
+        GenerationRequest(request_id=f"try-{n}", prompt_ids=prompt_ids, sampling=params, seed=n)
+        for n in range(count)
+    ]
+    started = time.monotonic()
+    await asyncio.gather(*map(engine.generate, tried))
+    return (time.monotonic() - started) / _TRIED_TOKENS
 
 
 async def _generate(
@@ -217,24 +251,39 @@ async def _generate(
 
 
 async def _train(seen: Rehearsal) -> None:
-    """Do an update on the groups and one to be measured, on one rank, and forget them."""
+    """Do updates of growing size, as far as a few seconds allow, on one rank, and forget them."""
     overrides = ["launch.num_consumers=1", "launch.kind=inline", "train.mini_batches=1"]
     overrides += [f"train.parallel.{axis}=1" for axis in ("tensor", "pipeline", "context")]
     small = with_overrides(
         seen.config, [*overrides, f"train.groups_per_step={len(seen.groups)}", "sync.kind=auto"]
     )
+    first = seen.groups[0]
+    pair = [replace(first, rollouts=first.rollouts[:2])]
     with ScratchFolder.new("check") as folder:
         async with open_trainer(small, folder, seen.total_steps) as workers:
-            started = time.monotonic()
-            report = await workers.trainer.train(Batch(step=1, groups=tuple(seen.groups)))
-            first, seen.metrics = time.monotonic() - started, report.metrics
-            share = len(seen.measured) / len(seen.groups)
-            seen.training_s = first * (share or 1.0)
-            fits = all(one.status is Status.COMPLETED for one in seen.measured)
-            if seen.measured and fits and seen.training_s < 2 * _MEASURED_S:
+
+            def is_short(groups: Sequence[Group], most: float) -> bool:
+                return (seen.token_s or 0.0) * _trained_tokens(groups) < most
+
+            async def update(step: int, groups: Sequence[Group]) -> None:
                 started = time.monotonic()
-                report = await workers.trainer.train(Batch(step=2, groups=tuple(seen.measured)))
-                seen.training_s, seen.metrics = time.monotonic() - started, report.metrics
+                report = await workers.trainer.train(Batch(step=step, groups=tuple(groups)))
+                seen.token_s = (time.monotonic() - started) / _trained_tokens(groups)
+                seen.trained, seen.metrics = len(groups), report.metrics
+
+            await update(1, pair)  # warms up
+            await update(2, seen.groups if is_short(seen.groups, _UPDATE_S) else pair)
+            fits = all(one.status is Status.COMPLETED for one in seen.measured)
+            if seen.measured and fits and is_short(seen.measured, 2 * _MEASURED_S):
+                await update(3, seen.measured)
+
+
+def _trained_tokens(groups: Sequence[Group]) -> int:
+    """Return the tokens that an update computes: each prompt once, and every response."""
+    return sum(
+        len(group.prompt.token_ids) + sum(len(one.response_ids) for one in group.rollouts)
+        for group in groups
+    )
 
 
 def placement(seen: Rehearsal) -> Iterator[str]:

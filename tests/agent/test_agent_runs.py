@@ -262,7 +262,7 @@ def test_the_report_draws_a_conversation_as_turns_and_runs_nothing_of_it(
 def test_a_template_that_cannot_be_bridged_trains_a_row_per_turn(server: CrashServer) -> None:
     run, code = server.train("rows", *overrides(server, "endless"), "train.steps=1")
     assert code == 0, server.output()
-    assert "rendered whole and trained as a row of its own" in (run.logs / "run.log").read_text()
+    assert "rendered whole, each trained as a row of its own" in (run.logs / "run.log").read_text()
     with closing(Journal.open(run.journal, readonly=True)) as journal:
         assert {len(rollout.rows) for rollout in journal.batch(1).rollouts} == {3}
     (step,) = [json.loads(line) for line in run.metrics.read_text().splitlines()]
@@ -326,5 +326,12 @@ def test_a_check_passes_a_good_agent_and_names_what_a_bad_one_does(server: Crash
     assert "FAIL train: the same seed and answers give the same observations" in said
     assert "FAIL train: two rollouts share nothing" in said
     assert "got the reward nan, allowed: a finite number" in said
+    (server.folder / "raises.py").write_text("async def rollout(task, model):\n    1 / 0")
+    words = [f"tasks.train.agent={server.folder / 'raises.py'}:rollout"]
+    words += [f"model.path={server.folder / 'endless'}", "tasks.train.agent_options={}"]
+    assert server.run("agent", "check", *settings, *words) == 1, server.output()
+    said = server.output()
+    assert said.count("note train: turns (user, tool, tool after words) are rendered whole") == 1
+    assert said.count("FAIL train: ") == 1  # every check fails for the same reason
     assert server.run("agent", "check") == 2
     assert "got no task with an agent" in server.output()

@@ -43,3 +43,15 @@ def test_a_policy_learns_to_call_the_calculator(
     results = evaluations("calculator", tmp_path, seed)
     assert results[0]["accuracy"] <= 0.3
     assert results[-1]["accuracy"] >= 0.9
+
+
+@pytest.mark.slow
+def test_a_policy_learns_to_guess_a_number_by_halving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts up before training; log2 of the 16 numbers is 4."""
+    monkeypatch.chdir(tmp_path)
+    results = evaluations("guess", tmp_path, seed=0)
+    assert results[0]["turns"] >= 5.5
+    assert results[-1]["turns"] <= 4.3
+    assert results[-1]["reward"] > results[0]["reward"] + 0.08

@@ -126,6 +126,17 @@ class Bridge:
         """Why a turn of each kind cannot be continued; empty: it was proved."""
         return {kind: proof.failure for kind, proof in self._proofs.items()}
 
+    def rendered_whole(self) -> list[tuple[str, str]]:
+        """Return (what is rendered whole, why) for the turns that cannot be continued, by reason."""
+        kinds: dict[str, list[str]] = {}
+        for kind, why in self.proof.items():
+            if why:
+                kinds.setdefault(why, []).append(kind)
+        return [
+            (f"turns ({', '.join(own)}) are rendered whole, each trained as a row of its own", why)
+            for why, own in kinds.items()
+        ]
+
     @cached_property
     def _proofs(self) -> dict[str, _Proof]:
         question = {"role": "user", "content": "and now?"}

@@ -84,11 +84,8 @@ def build_agent(
     if loop_class(where, task) is not None:
         return build_loop(where, task, sampling, engine=engine, reward=reward, decode=chat.decode)
     bridge = Bridge(chat, task.chat_template_kwargs)
-    for turn, reason in bridge.proof.items():
-        if reason:
-            note(
-                f"note: {where}: a {turn} turn is rendered whole and trained as a row of its own: {reason}"
-            )
+    for turns, reason in bridge.rendered_whole():
+        note(f"note: {where}: {turns}: {reason}")
     function, options = _function(where, task)
     return FunctionAgent(
         function,

@@ -133,13 +133,14 @@ class AgentCheck:
         )
         found = [
             CheckResult(f"the chat template continues a {turn} turn", "ok", "")
-            if not why
-            else CheckResult(f"{turn} turns are rendered whole, each a row of its own", "note", why)
             for turn, why in self._bridge.proof.items()
+            if not why
         ]
+        found += [CheckResult(name, "note", why) for name, why in self._bridge.rendered_whole()]
         for name, check in checks:
             why = await check()
-            found.append(CheckResult(name, "FAIL" if why else "ok", why))
+            if not why or all(one.detail != why for one in found):  # a fault is told once
+                found.append(CheckResult(name, "FAIL" if why else "ok", why))
         return found
 
     async def _play(

@@ -24,14 +24,13 @@ def print_rehearsal(console: Console, seen: Rehearsal) -> int:
     table.add_column(overflow="fold")
     for task, lengths in seen.lengths.items():
         table.add_row(f"tasks.{task}", Text(lengths))
-    for task, tokens in seen.cut.items():
-        most = seen.config.task_sampling(task).max_tokens
-        table.add_row(
-            "",
-            Text(
-                f"cut at {tokens} tokens here, {most} in the run: sampling is slow on this machine"
-            ),
+    for task, here in seen.cut.items():
+        run = seen.config.task_sampling(task)
+        said = (
+            f"{here.num_generations} responses a prompt of at most {here.max_tokens} tokens here, "
+            f"{run.num_generations} of {run.max_tokens} in the run: this machine is slow"
         )
+        table.add_row("", Text(said))
     table.add_row("placement", Text("; ".join(placement(seen))))
     table.add_row("memory", Text("; ".join(memory(seen))))
     if seen.groups and not seen.errors:
@@ -89,12 +88,12 @@ def _step(seen: Rehearsal) -> str:
         seen.mean_length * seen.config.train.groups_per_step * seen.config.sampling.num_generations
     ) * seen.stretch
     said = f"{tokens:,.0f} tokens are generated in {duration(generating)}"
-    if seen.training_s is None:
+    if seen.token_s is None:
         return f"at least {duration(both)}: {said}; training was not measured"
     return f"about {duration(both)}: {said} and trained in {duration(training)}"
 
 
 def _run(seen: Rehearsal) -> str:
     seconds = seen.seconds_per_step()[2] * seen.total_steps
-    length = "are as long as they may be" if seen.cut else "keep their length"
+    length = "are as long as they may be" if seen.stretch > 1 else "keep their length"
     return f"{seen.total_steps} steps, about {duration(seconds)} without evaluations, if responses {length}"
