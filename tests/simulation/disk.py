@@ -13,7 +13,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from penstock.journal.records import Record
+from penstock.journal.records import Landed, Record
 from penstock.journal.schema import open_database
 from penstock.journal.writer import Writer
 
@@ -74,10 +74,8 @@ class SimWriter(Writer):
         super().submit(record)
         self._write_later()
 
-    def durable(self) -> asyncio.Future[None]:
-        self._check()
-        done = asyncio.get_running_loop().create_future()
-        self._queue.put(done)
+    def durable(self, record: Landed | None = None) -> asyncio.Future[None]:
+        done = self._queue_up(record)
         self._write_later()
         return done
 

@@ -60,6 +60,12 @@ class Writer:
 
         Every record that was submitted before is committed then, too.
         """
+        done = self._queue_up(record)
+        if self._thread is None:
+            self._drain(block=False)
+        return done
+
+    def _queue_up(self, record: Landed | None) -> asyncio.Future[None]:
         if self._fault is not None or self._closed:
             self._check()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -68,8 +74,6 @@ class Writer:
         else:  # one item, not two: a run queues one for each of its groups
             record.done = done
             self._queue.put(record)
-        if self._thread is None:
-            self._drain(block=False)
         return done
 
     def wait_durable(self) -> None:
