@@ -29,6 +29,7 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
     "durability/test_crashes.py",
     "engine/test_openai_engine.py",
     "docs/test_docs.py",
+    "docs/test_notebooks.py",
     "simulation/test_simulation.py",
     "test_end_to_end.py",
     "durability/test_power_loss.py",
@@ -50,6 +51,10 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
     "sandbox/test_verify.py",
     "training/test_learning.py",
     "produce/test_conservation.py",
+    "sandbox/test_isolation.py",
+    "training/test_consumer.py",
+    "sandbox/test_escapes.py",
+    "training/test_architectures.py",
 )
 
 
