@@ -101,6 +101,9 @@ class DeafJournal(Journal):
 
     def _submit(self, record: Any) -> None: ...
 
+    def _submit_landing(self, record: Any) -> asyncio.Future[None]:
+        return self.flush()
+
     def flush(self) -> asyncio.Future[None]:
         return asyncio.get_running_loop().create_future()
 

@@ -146,7 +146,7 @@ class Journal:
     def _write_group(
         self, group: Group, place: str, reason: str | None = None
     ) -> asyncio.Future[None]:
-        durable = self._writing().durable(records.Landed(time.time(), group, place, reason))
+        durable = self._submit_landing(records.Landed(time.time(), group, place, reason))
         self._landings.asked(group.group_id, self.flush)
         return durable
 
@@ -264,6 +264,9 @@ class Journal:
 
     def _submit(self, record: records.Record) -> None:
         self._writing().submit(record)
+
+    def _submit_landing(self, record: records.Landed) -> asyncio.Future[None]:
+        return self._writing().durable(record)
 
     def _writing(self) -> Writer:
         if self._writer is None:
