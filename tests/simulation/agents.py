@@ -27,9 +27,10 @@ AGENT = "simulation.agents:sim_agent"
 class SimBridge:
     """Stands in for the chat template: one id for each message."""
 
-    proof: Mapping[str, str] = {}
-
     def __init__(self, chat: Any, arguments: Mapping[str, Any] | None = None) -> None: ...
+
+    def rendered_whole(self) -> list[tuple[str, str]]:
+        return []
 
     def render(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> np.ndarray:
         ids = [1 + crc32(json.dumps(message).encode()) % 900 for message in messages]
