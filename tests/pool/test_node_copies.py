@@ -291,6 +291,43 @@ def test_another_node_sends_where_the_trainers_has_left() -> None:
     assert sent == ["a", "b"]
 
 
+def test_a_late_engine_that_asks_at_the_end_of_a_run_starts_no_distributor() -> None:
+    notes: list[str] = []
+    asked = asyncio.Event()
+
+    class Held(Scripted):
+        ended = asyncio.Event()
+
+        async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            if method == "receive":
+                asked.set()
+                await self.ended.wait()
+                raise WorkerDied(f"{self.name}: it was closed")
+            return await super().call(method, *args, **kwargs)
+
+        async def close(self) -> None:
+            await super().close()
+            self.ended.set()
+
+    async def spawn(name: str, node: str, folder: str) -> Any:
+        return Held(name, node, {})
+
+    async def story() -> None:
+        callbacks = SupervisionCallbacks(waits=Waits(), note=notes.append)
+        copies = NodeCopies(spawn, LaunchConfig(), callbacks, others_timeout_s=0.01)
+        copies.place_engine(0, "b")
+        handle = WeightHandle(version=1, digest="d", kind="shared_memory", location={"node": "a"})
+        late = asyncio.create_task(copies.copy_for(0, handle))
+        await asked.wait()
+        await copies.close(Scripted("trainer", "a", {}))  # type: ignore[arg-type]
+        with pytest.raises(WeightsGone):
+            await late
+
+    asyncio.run(story())
+    assert len(notes) == 2
+    assert all("passes weights on" in note for note in notes)
+
+
 def test_a_delta_is_sent_where_both_hold_the_same_and_the_user_is_told_once() -> None:
     notes: list[str] = []
     bases: list[tuple[str, Any]] = []

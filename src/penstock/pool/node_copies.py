@@ -70,6 +70,7 @@ class NodeCopies:
         self._waiting: list[str] = []  # nodes that wait for a sender
         self._took_s: dict[str, float] = {}  # node -> seconds of its last copy
         self._changed = asyncio.Event()  # a sender is free, or a node has a copy
+        self._closed = False
 
     def place_engine(self, engine: int, node: str) -> None:
         """Note that an engine was started on a node."""
@@ -165,7 +166,7 @@ class NodeCopies:
     async def _has_distributor(self, node: str) -> bool:
         """Start a distributor on a node that has none; return whether one runs."""
         async with self._starts[node]:
-            return node in self._workers or await self._start(node)
+            return node in self._workers or (not self._closed and await self._start(node))
 
     async def _start(self, node: str) -> bool:
         name = self._names.setdefault(node, f"distributor-{len(self._names) + 1}")
@@ -300,7 +301,11 @@ class NodeCopies:
         return len(ends)
 
     async def close(self, trainer: Supervised) -> None:
-        """Remove the copies and end the distributors; the next start removes what is left."""
+        """Remove the copies and end the distributors; the next start removes what is left.
+
+        A late engine may still ask for a copy: none is sent any more.
+        """
+        self._closed = True
         workers, self._workers = list(self._workers.values()), {}
         removing = [trainer.call("remove_weights"), *(one.call("remove") for one in workers)]
         with contextlib.suppress(TimeoutError):
