@@ -307,6 +307,22 @@ def test_nothing_survives_a_host_that_is_killed(mode: str) -> None:
             os.close(descriptor)
 
 
+@pytest.mark.parametrize("mode", ["bubblewrap", "namespaces", "filtered"])
+def test_no_process_of_ours_inside_has_the_terminal(mode: str) -> None:
+    make_pool(mode).close()  # skips where the mode does not work
+    words = [sys.executable, "-m", "stages.sandbox_terminal", mode]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import pty; pty.spawn({words!r})"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    _, told, names = done.stdout.partition("with a terminal:")
+    assert told, done.stdout + done.stderr
+    assert set(names.split()) <= {"bwrap"}
+
+
 @pytest.mark.parametrize("mode", ["bubblewrap", "namespaces"])
 def test_nothing_else_of_the_package_is_inside(mode: str) -> None:
     if shutil.which("bwrap") and layers.try_mode(MODES["namespaces"], SandboxSettings()):

@@ -8,6 +8,7 @@ a fork costs milliseconds and copies no secret.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import gc
 import os
@@ -17,11 +18,14 @@ from typing import Any, NoReturn
 
 from penstock.sandbox.inside import kernel, landlock, namespaces, wire, zygote
 
+_TIOCNOTTY = 0x5422
+
 
 def main(descriptor: int) -> None:
     """Serve the host on this descriptor."""
     host = socket.socket(fileno=descriptor)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    _leave_terminal()
     os.environ.clear()
     zygote.warm()
     gc.collect()
@@ -43,6 +47,16 @@ def main(descriptor: int) -> None:
         for pid in alive:
             _kill(pid)
             _has_ended(pid)
+
+
+def _leave_terminal() -> None:
+    """Give up the terminal of the host's session, which sandboxes are forked into, and stay in it."""
+    with contextlib.suppress(OSError):  # the session has none
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
+        try:
+            fcntl.ioctl(terminal, _TIOCNOTTY)
+        finally:
+            os.close(terminal)
 
 
 def _kill(pid: int) -> bool:
