@@ -70,6 +70,7 @@ OWNED = {
     "reward/reward_model.py RewardModel.score": "`_run_batch` fails every waiting rollout",
     "reward/call_threads.py CallThreads._start_worker": "`_work` carries any error to its waiter",
     "sandbox/client.py VerificationClient._attempt": "every call in it is awaited",
+    "sandbox/listener.py Listener._serve_next": "`_served` logs its error; `close` ends it",
     "sandbox/pool.py SandboxPool.__init__": "the next caller of `_take` meets the same error",
     "sandbox/turns.py Turns.__init__": "every call in it is awaited",
 }

@@ -22,7 +22,7 @@ import pytest
 
 from penstock.errors import RewardError, SandboxError, UserError
 from penstock.sandbox.client import VerificationClient
-from penstock.sandbox.listener import Request
+from penstock.sandbox.listener import Listener, ListenerLimits, Request
 from penstock.sandbox.serve import (
     CheckRequest,
     ServerSettings,
@@ -361,6 +361,46 @@ def test_connections_are_limited_in_all_and_per_client() -> None:
             over = stack.enter_context(server.connect(source))
             assert over.recv(12) == b"HTTP/1.1 503"
         assert stack.enter_context(server.connect("127.0.0.4")).recv(12) == b"HTTP/1.1 503"
+
+
+def test_a_client_is_served_before_the_many_connections_of_another() -> None:
+    limits = ListenerLimits(
+        connections=64,
+        connections_per_client=32,
+        header_s=60,
+        body_s=60,
+        body_bytes=1,
+        all_bodies_bytes=64,
+    )
+    served: list[str] = []
+
+    async def answer(request: Request) -> dict[str, Any]:
+        served.append(request.client)
+        return {}
+
+    async def serve_all(listening: socket.socket, links: list[socket.socket]) -> list[bytes]:
+        listener = Listener(answer, limits)
+        await listener.start(listening)
+        try:
+            return await asyncio.gather(*(asyncio.to_thread(read_all, link) for link in links))
+        finally:
+            await listener.close()
+
+    head = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=512))
+        links = []
+        for source in ["127.0.0.2"] * 40 + ["127.0.0.1"]:
+            links.append(
+                socket.create_connection(listening.getsockname(), 60, source_address=(source, 0))
+            )
+            stack.enter_context(links[-1])
+            links[-1].sendall(head)
+        replies = asyncio.run(serve_all(listening, links))
+    assert served.index("127.0.0.1") <= 2
+    assert [b" 503 " in reply.partition(b"\r\n")[0] for reply in replies] == (
+        [False] * 32 + [True] * 8 + [False]
+    )
 
 
 def test_asserts_count_as_tests(server: Server) -> None:

@@ -14,19 +14,23 @@ import asyncio
 import contextlib
 import http
 import ipaddress
+import itertools
 import json
 import logging
 import re
 import socket
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 _HEADER_BYTES = 16 << 10
 _MOST_HEADERS = 64
 _BACKLOG = 1024  # a client whose connection is dropped here comes back only after a second
-_ACCEPTED_AT_ONCE = 4  # then others have their turn in the event loop, however many connect
+_ACCEPTED_AT_ONCE = 64  # then others have their turn in the event loop, however many connect
+_MOST_REFUSED = 64  # connections that are kept open for the reply to be read
+_NO_DESCRIPTOR_S = 1.0  # wait before the next connection is taken if the process can open no more
 _LINGER_S, _LINGER_BYTES = 2.0, 64 << 20  # for a refused client that is still sending
 _LINGER_PAUSE_S = 0.01  # between two reads of what it sends: refusals must not keep the loop busy
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,10}) (/[\x21-\x7e]{0,2000}) HTTP/1\.([01])")
@@ -87,7 +91,6 @@ class _Connection:
     held_bytes: int = 0  # of all_bodies_bytes, by the body of the present request
     unread: int = 0  # bytes of the present body that are not read yet
     busy: bool = False  # between the head of a request and its reply
-    task: asyncio.Task[Any] | None = field(default=None)
 
 
 Handler = Callable[[Request], Awaitable[dict[str, Any] | Reply]]
@@ -98,59 +101,132 @@ class Listener:
 
     def __init__(self, handler: Handler, limits: ListenerLimits) -> None:
         self._handler, self._limits = handler, limits
-        self._connections: dict[int, _Connection] = {}
-        self._per_client: Counter[str] = Counter()
+        self._connections: dict[asyncio.Task[None], _Connection | None] = {}  # None: being opened
+        self._waiting: dict[str, deque[socket.socket]] = {}  # client -> taken, not served yet
+        self._refused: deque[socket.socket] = deque()  # they may still read why
+        self._per_client: Counter[str] = Counter()  # served and waiting
         self._held_bytes = 0
-        self._server: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, limits.hosts)}
 
     async def start(self, listening: socket.socket) -> None:
-        self._server = await asyncio.start_server(
-            self._serve, sock=listening, limit=_HEADER_BYTES, backlog=_ACCEPTED_AT_ONCE
-        )
-        listening.listen(_BACKLOG)  # asyncio takes one number for both
+        listening.setblocking(False)
+        listening.listen(_BACKLOG)
+        self._listening = listening
+        asyncio.get_running_loop().add_reader(listening, self._accept)
 
     async def close(self) -> None:
         """Stop listening, let the requests at hand be answered, cut every connection."""
-        assert self._server is not None
-        self._server.close()
-        busy = [one.task for one in self._connections.values() if one.task and one.busy]
+        assert self._listening is not None
+        asyncio.get_running_loop().remove_reader(self._listening)
+        self._listening.close()
+        for link in itertools.chain(self._refused, *self._waiting.values()):
+            link.close()
+        self._refused.clear()
+        self._waiting.clear()
+        busy = [task for task, one in self._connections.items() if one and one.busy]
         if busy:
             await asyncio.wait(busy, timeout=_LINGER_S)
-        tasks = [one.task for one in self._connections.values() if one.task is not None]
+        tasks = list(self._connections)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = writer.get_extra_info("peername")
-        one = _Connection(reader, writer, str(peer[0]) if peer else "")
-        one.task = asyncio.current_task()
-        self._connections[id(one)] = one
-        self._per_client[one.client] += 1
+    def _accept(self) -> None:
+        """Take the connections that wait, and refuse those that are too many.
+
+        They wait in one row: a client behind 300 of another waits until all of them are taken, so taking
+        one must cost little. asyncio's own server makes a transport and a task of each first.
+        """
+        assert self._listening is not None
+        began = bool(self._waiting)
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                link, peer = self._listening.accept()
+            except (BlockingIOError, InterruptedError):
+                break
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # no descriptor or memory is left for now
+                _log.warning("no connection can be taken: %s", error.strerror)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listening)
+                loop.call_later(_NO_DESCRIPTOR_S, self._accept_again)
+                break
+            client = str(peer[0]) if peer else ""
+            link.setblocking(False)
+            if self._full(client):
+                self._refuse(link)
+                continue
+            self._per_client[client] += 1
+            self._waiting.setdefault(client, deque()).append(link)
+        if self._waiting and not began:
+            asyncio.get_running_loop().call_soon(self._serve_next)
+
+    def _refuse(self, link: socket.socket) -> None:
+        """Tell a client to come back; what it sends is not read."""
+        with contextlib.suppress(OSError):  # it is gone
+            link.send(_NO_MORE)
+            link.shutdown(socket.SHUT_WR)
+        self._refused.append(link)
+        if len(self._refused) > _MOST_REFUSED:
+            self._close_refused()
+        else:
+            asyncio.get_running_loop().call_later(_LINGER_S, self._close_refused)
+
+    def _close_refused(self) -> None:
+        if self._refused:
+            self._refused.popleft().close()
+
+    def _accept_again(self) -> None:
+        if self._listening is not None and self._listening.fileno() >= 0:  # not closed
+            asyncio.get_running_loop().add_reader(self._listening, self._accept)
+
+    def _serve_next(self) -> None:
+        """Begin to serve one connection; the next one is of another client, if one waits."""
+        if not self._waiting:
+            return
+        client, links = next(iter(self._waiting.items()))
+        link = links.popleft()
+        del self._waiting[client]
+        if links:
+            self._waiting[client] = links  # at the end of the row
+        task = asyncio.create_task(self._serve(link, client))
+        self._connections[task] = None
+        task.add_done_callback(partial(self._served, link, client))
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._serve_next)
+
+    def _served(self, link: socket.socket, client: str, task: asyncio.Task[None]) -> None:
+        del self._connections[task]
+        self._per_client[client] -= 1
+        if not self._per_client[client]:
+            del self._per_client[client]
+        link.close()
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            _log.error("the server failed a connection", exc_info=fault)
+
+    async def _serve(self, link: socket.socket, client: str) -> None:
         try:
-            if self._full(one.client):
-                one.writer.write(
-                    _packed(503, {"error": "connections: allowed: no more now"}, False)
-                )
-                return
+            reader, writer = await asyncio.open_connection(sock=link, limit=_HEADER_BYTES)
+        except OSError:
+            return  # the client is gone
+        one = _Connection(reader, writer, client)
+        if (task := asyncio.current_task()) is not None:
+            self._connections[task] = one
+        try:
             while await self._answer_one(one):
                 continue
         except (OSError, EOFError, TimeoutError):
             pass  # the client is gone, or did not say in time what it wants
-        except asyncio.CancelledError:
-            pass  # `close` cuts it; asyncio would print the end of a cancelled connection
         finally:
-            del self._connections[id(one)]
-            self._per_client[one.client] -= 1
-            self._per_client += Counter()  # forget clients without connections
             writer.transport.abort()
 
     def _full(self, client: str) -> bool:
         limits = self._limits
         return (
-            len(self._connections) > limits.connections
-            or self._per_client[client] > limits.connections_per_client
+            self._per_client.total() >= limits.connections
+            or self._per_client[client] >= limits.connections_per_client
         )
 
     async def _answer_one(self, one: _Connection) -> bool:
@@ -287,6 +363,9 @@ def _head(status: int, content_type: str, more: dict[str, str], keep: bool) -> b
         *(f"{name}: {value}" for name, value in more.items()),
     ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+_NO_MORE = _packed(503, {"error": "connections: allowed: no more now"}, False)
 
 
 def _headers(lines: list[bytes]) -> dict[str, str]:
