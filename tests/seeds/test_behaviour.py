@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -120,3 +121,23 @@ def test_an_evaluation_asks_each_problem_once(run: CommandRun) -> None:
     (saved, *_) = sorted((run.folder.path / "eval").rglob("*.jsonl"))
     asked = [json.loads(line)["prompt"] for line in saved.read_text().splitlines()]
     assert len(asked) == len(set(map(str, asked))) == HELD_OUT
+
+
+def test_the_buffer_holds_no_more_groups_than_its_bound(tmp_path: Path) -> None:
+    """Without the bound the same run keeps 8 groups that wait for the trainer."""
+    bound = 4
+    bounded = train(
+        tmp_path,
+        "bounded",
+        f"train.steps={STEPS}",
+        f"train.groups_per_step={bound}",
+        "produce.strategy=async",
+        "produce.max_staleness=2",
+        f"produce.max_buffered_groups={bound}",
+    )
+    assert bounded.code == 0, bounded.told
+    times = bounded.query(
+        "SELECT landed_at, begun_at FROM groups JOIN steps ON steps.step = groups.step"
+    )
+    moves = sorted([(landed, 1) for landed, _ in times] + [(taken, -1) for _, taken in times])
+    assert max(itertools.accumulate(change for _, change in moves)) == bound
