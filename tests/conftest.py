@@ -26,7 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two co
 
 _ALL_RAY = re.compile(r"^pytestmark = \[?pytest\.mark\.ray\b", re.MULTILINE)
 LONGEST_FIRST = (  # so that neither test process is left with one of these while the other is idle
+    "agent/test_learning.py",
     "durability/test_crashes.py",
+    "training/test_layouts.py",
     "engine/test_openai_engine.py",
     "docs/test_docs.py",
     "docs/test_notebooks.py",
