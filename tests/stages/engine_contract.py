@@ -270,27 +270,32 @@ def check_pause_keep_and_update(case: EngineCase) -> None:
 
     async def main() -> None:
         async with started(case) as engine:
-            task = asyncio.create_task(
-                engine.generate(tiny.request("a", max_tokens=most, min_tokens=most))
-            )
-            await until_running(engine, 3, live=case.live)
-            await engine.pause("keep")
-            await engine.update_weights(1, tiny.handle(1))
-            await engine.resume()
-            made = await task
-            versions = expand_segments(made.segments)
-            assert len(versions) == len(made.token_ids) == most
-            assert sorted(set(versions)) == [0, 1]
+            for version in (1, 2, 3):
+                task = asyncio.create_task(
+                    engine.generate(tiny.request("a", max_tokens=most, min_tokens=most))
+                )
+                await until_running(engine, 3, live=case.live)
+                await engine.pause("keep")
+                await engine.update_weights(version, tiny.handle(version))
+                await engine.resume()
+                made = await task
+                versions = expand_segments(made.segments)
+                assert len(versions) == len(made.token_ids) == most
+                if set(versions) != {version - 1}:  # else it had ended before the pause: once more
+                    break
+            assert sorted(set(versions)) == [version - 1, version]
             assert versions == sorted(versions)
-            assert_switch_is_where_it_says(case, made, versions.index(1))
+            assert_switch_is_where_it_says(case, made, versions.index(version), version)
 
     case.run(main)
 
 
-def assert_switch_is_where_it_says(case: EngineCase, made: Generation, first: int) -> None:
-    """Assert that tokens before `first` are those of version 0, and later ones are not."""
+def assert_switch_is_where_it_says(
+    case: EngineCase, made: Generation, first: int, version: int
+) -> None:
+    """Assert that tokens before `first` are those of the version before, and later ones are not."""
     prompt = np.array([5, 6, 7, 8])
-    wanted = tiny.expected_logprobs(0, prompt, made.token_ids, banned=tiny.EOS)
+    wanted = tiny.expected_logprobs(version - 1, prompt, made.token_ids, banned=tiny.EOS)
     off = np.abs(wanted - made.logprobs)
     assert off[:first].max() < case.logprob_tolerance
     assert off[first : first + 2].max() > case.logprob_tolerance
