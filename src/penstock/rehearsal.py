@@ -89,9 +89,8 @@ class Rehearsal:
     def findings(self) -> list[Finding]:
         """Return what would be found if the run stayed as these prompts are."""
         rows = [{"step": step, **self.metrics} for step in range(1, WINDOW + 1)]
-        if self.cut or self.trained < len(
-            self.groups
-        ):  # what ends early here ends later in the run
+        # what ends early here ends later in the run
+        if self.cut or self.trained < len(self.groups):
             rows = []
         return find(
             Observed(

@@ -116,7 +116,6 @@ class Loop:
             await self._pause_producer()
         digest = await engine.update_weights(handle.version, handle)
         if self._newest <= handle.version:  # else: a restarted trainer was past it
-            self._job.journal.record_confirmed("engine", handle.version, digest)
             self._loaded(handle.version, digest)
         self._job.source.resume()
 

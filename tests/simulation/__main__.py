@@ -16,7 +16,6 @@ from simulation.defects import DEFECTS
 from simulation.schedule import Result, run_seed
 
 CHUNK = 50
-CHUNKS_OF_A_PROCESS = 4
 MOST_SHOWN = 5
 
 
@@ -73,8 +72,7 @@ def _results(first: int, number: int, processes: int) -> Iterator[Result]:
         yield from map(run_seed, seeds)
         return
     context = multiprocessing.get_context("fork")
-    # a process gets slower with the schedules that it has run: new ones take over
-    with context.Pool(processes, maxtasksperchild=CHUNKS_OF_A_PROCESS) as pool:
+    with context.Pool(processes) as pool:
         yield from pool.imap_unordered(run_seed, seeds, chunksize=CHUNK)
 
 

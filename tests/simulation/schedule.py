@@ -153,6 +153,8 @@ def run_seed(seed: int, *, trace: str | None = None, **given: Any) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="penstock-simulation-", dir=MEMORY))
     shutil.copy(_empty_journal(), folder / "journal.db")
     gc.disable()  # a dead driver's coroutines must not be freed while another loop runs
+    # a `finally` of a dead driver that gathers must not find a loop: its tasks would stay there
+    asyncio.set_event_loop(None)
     try:
         world = World(seed, folder, **given)
         (folder / CONFIG).write_text(_copy(world.config))

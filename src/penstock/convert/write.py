@@ -50,7 +50,10 @@ def write_config(system: str, file: Path, out: Path | None = None) -> Path:
             written.write(text)
     except OSError as error:
         raise UserError(f"convert: cannot write {path}: {error.strerror}; give --out") from None
-    load_config(path)  # raises a UserError for a value that is not allowed here
+    try:
+        load_config(path)
+    except UserError as error:  # a value that is not allowed here
+        raise UserError(f"{error} (in {path}, which was written: correct it there)") from None
     return path
 
 

@@ -7,6 +7,7 @@ weights again that can no longer be read. Which engines load, and when, belongs 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
@@ -20,6 +21,7 @@ from penstock.types import WeightHandle
 
 T = TypeVar("T")
 Renew = Callable[[WeightHandle], Awaitable[WeightHandle]]
+_REMEMBERED = 64  # confirmed weights; more than an engine can be late
 _TIMES_RENEWED = 3  # the run fails if weights cannot be read after so many publications
 
 
@@ -38,7 +40,7 @@ class NewestWeights:
         """
         self.handle: WeightHandle | None = None
         self._copies, self._renew, self._when_confirmed = copies, renew, confirmed
-        self._confirmed: set[tuple[int, str]] = set()
+        self._confirmed = deque[tuple[int, str]](maxlen=_REMEMBERED)
         self._times_renewed = 0
         self.is_ahead = False  # the handle is of a later version than the one that was published
         self._renewing = asyncio.Lock()  # engines that miss the same weights renew them once
@@ -90,7 +92,7 @@ class NewestWeights:
 
     def _confirm(self, version: int, digest: str) -> None:
         if (version, digest) not in self._confirmed:  # a late engine confirms older ones again
-            self._confirmed.add((version, digest))
+            self._confirmed.append((version, digest))
             self._when_confirmed(version, digest)
 
     async def renewing(

@@ -92,9 +92,8 @@ class Zygote:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
-            os.setpgid(
-                0, 0
-            )  # whose niceness `TimeLimit` changes: with all its threads, without ours
+            # `TimeLimit` changes the niceness of this group: every thread of the child, not ours
+            os.setpgid(0, 0)
             os.chdir(self._scratch)
             kernel.hold_capabilities(0)
             landlock.restrict(self._ruleset)
@@ -131,10 +130,8 @@ class TimeLimit:
     def __init__(self, pid: int, limits: dict[str, Any]) -> None:
         self._pid, self._limit_s, self._steps_back_s = pid, limits["wall_s"], limits["steps_back_s"]
         self.stepped_back = self.slept = False
-        self._ran_s, self._ran_at_s = (
-            0.0,
-            0.0,
-        )  # processor time so far, and the wall time of its last change
+        self._ran_s = 0.0  # processor time so far
+        self._ran_at_s = 0.0  # wall time when it last grew
 
     def left(self, wall_s: float) -> float:
         """Return the seconds until this is to be asked again; 0 if the time is over."""
