@@ -1,9 +1,10 @@
 """A small HTTP/1.1 server for clients that are not trusted. Knows nothing of sandboxes.
 
 Everything a client can hold is bounded: connections in all and per client address, the size of headers and
-bodies, the memory of all bodies together, and the time for headers and body. A handler gets a request
-before its body is read, so that it can refuse it first. Requests of web pages are refused: their Host is a
-name that is not ours (DNS rebinding), or they carry a foreign Origin.
+bodies, the memory of all bodies together, the time for headers and body, and its share of a round of the
+event loop (`links.py`). A handler gets a request before its body is read, so that it can refuse it first.
+Requests of web pages are refused: their Host is a name that is not ours (DNS rebinding), or they carry a
+foreign Origin.
 
 Consumes connections, produces requests for one handler; woken by sockets and its own time limits.
 """
@@ -14,25 +15,26 @@ import asyncio
 import contextlib
 import http
 import ipaddress
-import itertools
 import json
 import logging
 import re
 import socket
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
+
+from penstock.sandbox.links import Client, Link
 
 _HEADER_BYTES = 16 << 10
 _MOST_HEADERS = 64
 _BACKLOG = 1024  # a client whose connection is dropped here comes back only after a second
 _ACCEPTED_AT_ONCE = 64  # then others have their turn in the event loop, however many connect
 _MOST_REFUSED = 64  # connections that are kept open for the reply to be read
+_REFUSED_AT_ONCE = 8  # with a reply; more are closed without one
 _NO_DESCRIPTOR_S = 1.0  # wait before the next connection is taken if the process can open no more
 _LINGER_S, _LINGER_BYTES = 2.0, 64 << 20  # for a refused client that is still sending
-_LINGER_PAUSE_S = 0.01  # between two reads of what it sends: refusals must not keep the loop busy
+_LINGER_PAUSE_S = 0.02  # between two reads of what it sends: refusals must not keep the loop busy
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,10}) (/[\x21-\x7e]{0,2000}) HTTP/1\.([01])")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}):[ \t]*([\x20-\x7e\x80-\xff\t]*?)[ \t]*")
 _NUMBER = re.compile(r"[0-9]{1,12}")
@@ -85,9 +87,7 @@ class Reply:
 
 @dataclass(slots=True)
 class _Connection:
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    client: str
+    link: Link
     held_bytes: int = 0  # of all_bodies_bytes, by the body of the present request
     unread: int = 0  # bytes of the present body that are not read yet
     busy: bool = False  # between the head of a request and its reply
@@ -101,16 +101,20 @@ class Listener:
 
     def __init__(self, handler: Handler, limits: ListenerLimits) -> None:
         self._handler, self._limits = handler, limits
-        self._connections: dict[asyncio.Task[None], _Connection | None] = {}  # None: being opened
-        self._waiting: dict[str, deque[socket.socket]] = {}  # client -> taken, not served yet
+        self._connections: dict[asyncio.Task[None], _Connection] = {}  # those that are served
+        self._clients: dict[str, Client] = {}  # those with a connection
+        self._number = 0  # of connections: served, and not served yet
+        self._next_comes = False  # the next round serves more connections
         self._refused: deque[socket.socket] = deque()  # they may still read why
-        self._per_client: Counter[str] = Counter()  # served and waiting
         self._held_bytes = 0
         self._listening: socket.socket | None = None
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, limits.hosts)}
 
     async def start(self, listening: socket.socket) -> None:
         listening.setblocking(False)
+        listening.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # its connections inherit it
         listening.listen(_BACKLOG)
         self._listening = listening
         asyncio.get_running_loop().add_reader(listening, self._accept)
@@ -120,11 +124,13 @@ class Listener:
         assert self._listening is not None
         asyncio.get_running_loop().remove_reader(self._listening)
         self._listening.close()
-        for link in itertools.chain(self._refused, *self._waiting.values()):
+        for link in self._refused:
             link.close()
         self._refused.clear()
-        self._waiting.clear()
-        busy = [task for task, one in self._connections.items() if one and one.busy]
+        for client in list(self._clients.values()):
+            while client.not_served:
+                self._forget(client.not_served.popleft(), client)
+        busy = [task for task, one in self._connections.items() if one.busy]
         if busy:
             await asyncio.wait(busy, timeout=_LINGER_S)
         tasks = list(self._connections)
@@ -136,10 +142,10 @@ class Listener:
         """Take the connections that wait, and refuse those that are too many.
 
         They wait in one row: a client behind 300 of another waits until all of them are taken, so taking
-        one must cost little. asyncio's own server makes a transport and a task of each first.
+        one must cost little.
         """
         assert self._listening is not None
-        began = bool(self._waiting)
+        refused = 0
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 link, peer = self._listening.accept()
@@ -153,15 +159,40 @@ class Listener:
                 loop.remove_reader(self._listening)
                 loop.call_later(_NO_DESCRIPTOR_S, self._accept_again)
                 break
-            client = str(peer[0]) if peer else ""
             link.setblocking(False)
-            if self._full(client):
-                self._refuse(link)
+            if self._take(link, str(peer[0]) if peer else ""):
                 continue
-            self._per_client[client] += 1
-            self._waiting.setdefault(client, deque()).append(link)
-        if self._waiting and not began:
-            asyncio.get_running_loop().call_soon(self._serve_next)
+            refused += 1
+            if refused <= _REFUSED_AT_ONCE:
+                self._refuse(link)
+            else:
+                link.close()
+        if not self._next_comes:
+            self._serve_next()
+
+    def _take(self, link: socket.socket, address: str) -> bool:
+        """Note a connection that is to be served; return False if there are too many."""
+        client = self._clients.get(address)
+        number = client.number if client else 0
+        if (
+            self._number >= self._limits.connections
+            or number >= self._limits.connections_per_client
+        ):
+            return False
+        if client is None:
+            client = self._clients[address] = Client(address)
+        self._number += 1
+        client.number += 1
+        client.not_served.append(link)
+        return True
+
+    def _forget(self, link: socket.socket, client: Client) -> None:
+        link.close()
+        self._number -= 1
+        client.number -= 1
+        if not client.number:
+            del self._clients[client.address]
+            client.close()
 
     def _refuse(self, link: socket.socket) -> None:
         """Tell a client to come back; what it sends is not read."""
@@ -183,51 +214,31 @@ class Listener:
             asyncio.get_running_loop().add_reader(self._listening, self._accept)
 
     def _serve_next(self) -> None:
-        """Begin to serve one connection; the next one is of another client, if one waits."""
-        if not self._waiting:
-            return
-        client, links = next(iter(self._waiting.items()))
-        link = links.popleft()
-        del self._waiting[client]
-        if links:
-            self._waiting[client] = links  # at the end of the row
-        task = asyncio.create_task(self._serve(link, client))
-        self._connections[task] = None
-        task.add_done_callback(partial(self._served, link, client))
-        if self._waiting:
+        """Begin to serve one connection of each client; the next round serves the next ones."""
+        self._next_comes = False
+        for client in self._clients.values():
+            if client.not_served:
+                one = _Connection(Link(client.not_served.popleft(), client))
+                task = asyncio.create_task(self._serve(one))
+                self._connections[task] = one
+                task.add_done_callback(self._served)
+                self._next_comes = self._next_comes or bool(client.not_served)
+        if self._next_comes:
             asyncio.get_running_loop().call_soon(self._serve_next)
 
-    def _served(self, link: socket.socket, client: str, task: asyncio.Task[None]) -> None:
-        del self._connections[task]
-        self._per_client[client] -= 1
-        if not self._per_client[client]:
-            del self._per_client[client]
-        link.close()
+    def _served(self, task: asyncio.Task[None]) -> None:
+        link = self._connections.pop(task).link
+        self._forget(link.socket, link.client)
         if not task.cancelled() and (fault := task.exception()) is not None:
             _log.error("the server failed a connection", exc_info=fault)
 
-    async def _serve(self, link: socket.socket, client: str) -> None:
-        try:
-            reader, writer = await asyncio.open_connection(sock=link, limit=_HEADER_BYTES)
-        except OSError:
-            return  # the client is gone
-        one = _Connection(reader, writer, client)
-        if (task := asyncio.current_task()) is not None:
-            self._connections[task] = one
+    async def _serve(self, one: _Connection) -> None:
         try:
             while await self._answer_one(one):
-                continue
+                async with asyncio.timeout(self._limits.body_s):
+                    await one.link.turn()
         except (OSError, EOFError, TimeoutError):
             pass  # the client is gone, or did not say in time what it wants
-        finally:
-            writer.transport.abort()
-
-    def _full(self, client: str) -> bool:
-        limits = self._limits
-        return (
-            self._per_client.total() >= limits.connections
-            or self._per_client[client] >= limits.connections_per_client
-        )
 
     async def _answer_one(self, one: _Connection) -> bool:
         """Answer one request; return whether the connection stays open for another."""
@@ -257,8 +268,8 @@ class Listener:
     async def _read_head(self, one: _Connection) -> tuple[Request, bool]:
         try:
             async with asyncio.timeout(self._limits.header_s):
-                head = await one.reader.readuntil(b"\r\n\r\n")
-        except asyncio.LimitOverrunError:
+                head = await one.link.read_until(b"\r\n\r\n", _HEADER_BYTES)
+        except ValueError:
             raise Refusal(431, f"headers: allowed: up to {_HEADER_BYTES} bytes") from None
         first, *lines = head[:-4].split(b"\r\n")
         line = _REQUEST_LINE.fullmatch(first)
@@ -273,9 +284,9 @@ class Listener:
             method=line[1].decode(),
             path=line[2].decode(),
             headers=headers,
-            client=one.client,
+            client=one.link.client.address,
             read_body=lambda: self._read_body(one, headers),
-            has_left=one.writer.transport.is_closing,
+            has_left=one.link.has_left,
         )
         return request, line[3] == b"1" and headers.get("connection", "").lower() != "close"
 
@@ -300,14 +311,12 @@ class Listener:
         self._held_bytes += length
         one.held_bytes = length
         if headers.get("expect", "").lower() == "100-continue":
-            one.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            await one.link.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             async with asyncio.timeout(limits.body_s):
-                chunks = []
+                chunks: list[bytes] = []
                 while one.unread:
-                    chunk = await one.reader.read(min(one.unread, 1 << 20))
-                    if not chunk:
-                        raise EOFError
+                    chunk = await one.link.read_some(one.unread, wait=bool(chunks))
                     chunks.append(chunk)
                     one.unread -= len(chunk)
                 return b"".join(chunks)
@@ -318,29 +327,29 @@ class Listener:
         self, one: _Connection, reply: Reply, pieces: AsyncGenerator[bytes, None]
     ) -> None:
         one.busy = False  # it has no end of its own: closing the server cuts it
-        one.writer.write(_head(reply.status, reply.content_type, reply.headers, False))
+        await self._send(one, _head(reply.status, reply.content_type, reply.headers, False))
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
-                one.writer.write(piece)
-                async with asyncio.timeout(self._limits.body_s):
-                    await one.writer.drain()
+                await self._send(one, piece)
 
     async def _reply(self, one: _Connection, packed: bytes, keep: bool) -> None:
-        one.writer.write(packed)
-        async with asyncio.timeout(self._limits.body_s):
-            await one.writer.drain()
+        await self._send(one, packed)
         one.busy = False
         if not keep:
-            await self._linger(one)
+            await self._linger(one.link)
 
-    async def _linger(self, one: _Connection) -> None:
+    async def _send(self, one: _Connection, data: bytes) -> None:
+        async with asyncio.timeout(self._limits.body_s):
+            await one.link.send(data)
+
+    async def _linger(self, link: Link) -> None:
         """Let a client read the reply before the connection ends, even if it is still sending."""
         with contextlib.suppress(OSError, TimeoutError):
-            one.writer.write_eof()
+            link.socket.shutdown(socket.SHUT_WR)
             async with asyncio.timeout(_LINGER_S):
                 left = _LINGER_BYTES
-                while left > 0 and (chunk := await one.reader.read(1 << 16)):
-                    left -= len(chunk)
+                while left > 0 and (size := await link.discard()):
+                    left -= size
                     await asyncio.sleep(_LINGER_PAUSE_S)
 
 

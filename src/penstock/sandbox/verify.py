@@ -35,7 +35,7 @@ class Verdict:
 
     result: list[int] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
-    cpu_s: float = 0.0  # of the solution
+    cpu_s: float = 0.0  # of the solution; of assert-style tests the time until their end
 
     def add(self, code: int, note: str = "", **more: Any) -> None:
         self.result.append(code)
@@ -219,7 +219,10 @@ def _verify_asserts(
         if "broken" in reply:
             raise RewardError(f"test_cases: the tests are {reply['broken']}")
         check_number(reply.get("too_many", 0), max_tests)
-        return Verdict(reply["result"], [{"note": note} for note in reply["notes"]])
+        notes = [{"note": note} for note in reply["notes"]]
+        return Verdict(
+            reply["result"], notes, outcome.wall_s
+        )  # what the solution used is not known
     raise SandboxError("the sandbox of assert-style tests ended twice under the same submission")
 
 

@@ -1,0 +1,148 @@
+"""What a client of the verification server takes from others: rounds of its event loop, and the processor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from penstock.sandbox.links import Client, Link
+from penstock.sandbox.listener import Listener, ListenerLimits, Request
+from penstock.sandbox.verify import verify
+from stages.sandbox_pools import make_pool
+
+LIMITS = ListenerLimits(
+    connections=64,
+    connections_per_client=40,
+    header_s=60,
+    body_s=60,
+    body_bytes=1 << 20,
+    all_bodies_bytes=1 << 20,
+)
+HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+GOOD, GREEDY = "127.0.0.1", "127.0.0.2"
+
+
+def order_of_service(
+    send: Callable[[list[socket.socket], socket.socket], None], number: int
+) -> list[str]:
+    """Return whose requests were served, in order: of one client with many connections, and of another."""
+    served: list[str] = []
+    all_served = asyncio.Event()
+
+    async def answer(request: Request) -> dict[str, Any]:
+        served.append(request.client)
+        if len(served) == number:
+            all_served.set()
+        return {}
+
+    async def run() -> None:
+        with contextlib.ExitStack() as stack:
+            listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
+            listener = Listener(answer, LIMITS)
+            await listener.start(listening)
+            links = [
+                stack.enter_context(
+                    socket.create_connection(listening.getsockname(), 60, (address, 0))
+                )
+                for address in [GREEDY] * 30 + [GOOD]
+            ]
+            for _ in range(200):  # until every connection waits for a request
+                await asyncio.sleep(0)
+            send(links[:-1], links[-1])
+            await asyncio.wait_for(all_served.wait(), 60)
+            await listener.close()
+
+    asyncio.run(run())
+    return served
+
+
+def test_a_request_waits_for_few_of_another_client_that_are_ready_too() -> None:
+    def send(greedy: list[socket.socket], good: socket.socket) -> None:
+        for link in (*greedy, good):
+            link.sendall(HEAD)
+
+    assert order_of_service(send, 31).index(GOOD) < 6
+
+
+def test_requests_that_came_in_one_piece_take_turns_too() -> None:
+    def send(greedy: list[socket.socket], good: socket.socket) -> None:
+        greedy[0].sendall(HEAD * 200)
+        good.sendall(HEAD)
+
+    assert order_of_service(send, 201).index(GOOD) < 6
+
+
+def on_a_link(use: Callable[[Link, socket.socket], Awaitable[None]]) -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            theirs = socket.create_connection(listening.getsockname(), 60)
+            ours, _ = listening.accept()
+        ours.setblocking(False)
+        client = Client(GOOD)
+        try:
+            with theirs, ours:
+                await use(Link(ours, client), theirs)
+        finally:
+            client.close()
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_a_reply() -> None:
+    async def use(link: Link, theirs: socket.socket) -> None:
+        assert not link.has_left()
+        theirs.shutdown(socket.SHUT_WR)
+        assert not link.has_left()  # all is sent, the reply is awaited
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+        assert link.has_left()
+        link.socket.close()
+        assert link.has_left()
+
+    on_a_link(use)
+
+
+def test_more_than_the_kernel_takes_at_once_is_sent_and_read_whole() -> None:
+    data = bytes(range(256)) * (1 << 16)
+
+    async def use(link: Link, theirs: socket.socket) -> None:
+        theirs.settimeout(60)
+        sending = asyncio.create_task(link.send(data))
+        got = bytearray()
+        while len(got) < len(data):
+            got += await asyncio.to_thread(theirs.recv, 1 << 20)
+        await sending
+        assert got == data
+        sender = threading.Thread(target=theirs.sendall, args=(b"ab\n" + data,))
+        sender.start()
+        assert await link.read_until(b"\n", 100) == b"ab\n"
+        got.clear()
+        while len(got) < len(data):
+            got += await link.read_some(len(data) - len(got), wait=False)
+        sender.join()
+        assert got == data
+        theirs.sendall(b"x" * 100)
+        with pytest.raises(ValueError):
+            await link.read_until(b"\n", 100)
+
+    on_a_link(use)
+
+
+def test_a_solution_of_assert_style_tests_is_charged_for_its_time() -> None:
+    one = make_pool("namespaces", submission_timeout_s=60)
+    try:
+        tests = {"asserts": "assert f() == 1"}
+        source = "def f():\n    import time\n    until = time.monotonic() + 0.2\n"
+        source += "    while time.monotonic() < until: pass\n    return 1"
+        verdict = verify(one, tests, source, 20)
+    finally:
+        one.close()
+    assert verdict.result == [1]
+    assert verdict.cpu_s >= 0.2
