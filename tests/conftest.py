@@ -6,6 +6,7 @@ Without `-m gpu` every test runs on the CPU, on a machine with GPUs too: most of
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import typer.main
 
 if TYPE_CHECKING:
     from penstock.run_folder import RunFolder
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 # read when torch and Triton are imported, here and in every process that a test starts
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores
+
+# the command line is made once for all the commands that tests call in this process
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 _ALL_RAY = re.compile(r"^pytestmark = \[?pytest\.mark\.ray\b", re.MULTILINE)
 LONGEST_FIRST = (  # so that neither test process is left with one of these while the other is idle

@@ -7,6 +7,7 @@ Content that the run draws from must be the same; changed code is told. Weights 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -173,13 +174,7 @@ def _finder(source: str) -> Callable[[str], Path | None]:
 
 def code_fact(config: Config) -> dict[str, str]:
     """Return the versions of Penstock, Python and libraries, and hashes of the user's own files."""
-    versions = {"penstock": __version__, "penstock source": _source_hash()}
-    versions["python"] = platform.python_version()
-    for name in _LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = dict(_installed())
     for path in sorted(set(_own_files(config.model_dump()))):
         versions[path] = file_content(Path(path)).sha256[:12]
     tasks = (*config.tasks.values(), *config.eval.tasks.values())
@@ -187,6 +182,19 @@ def code_fact(config: Config) -> dict[str, str]:
         if digest := fingerprint(name):
             versions[name] = digest
     return {CODE: json.dumps(versions)}
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
+    """Return the versions of what this process runs, read once: files that change later are not run."""
+    versions = {"penstock": __version__, "penstock source": _source_hash()}
+    versions["python"] = platform.python_version()
+    for name in _LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def _own_files(value: Any) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -34,14 +33,12 @@ def count(text):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashServer]:
+def server(server: CrashServer, tmp_path_factory: pytest.TempPathFactory) -> CrashServer:
     folder = tmp_path_factory.mktemp("agents")
     for name, template in (("policy", TEMPLATE), ("endless", NO_END)):
         save_chat_policy(folder / name, template)
     (folder / "agent.py").write_text(AGENT)
-    made = CrashServer(folder)
-    yield made
-    made.close()
+    return server.at(folder)
 
 
 def overrides(server: CrashServer, policy: str = "policy", **more: str) -> list[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from stages.browser import BROWSER, LivePage
 from stages.dashboard_server import serving
 from stages.hostile_run import MARKUP, make_hostile_run
 from stages.made_run import make_run, metrics_of
-from stages.tiny_run import TINY
+from stages.tiny_run import TINY, CrashServer
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
 
@@ -197,7 +196,9 @@ def score(rollout, prompt):
 """
 
 
-def test_a_run_under_way_appears_and_grows(tmp_path: Path, page: LivePage) -> None:
+def test_a_run_under_way_appears_and_grows(
+    tmp_path: Path, page: LivePage, server: CrashServer
+) -> None:
     """From the command to the page: the row comes when the run begins, a point with every step."""
     gate, reward = tmp_path / "gate", tmp_path / "gated.py"
     gate.touch()
@@ -208,24 +209,21 @@ def test_a_run_under_way_appears_and_grows(tmp_path: Path, page: LivePage) -> No
     own = f"tasks.train.rewards=[{{type='{reward}:score'}}]"
     command = ["train", *words, own, "train.steps=3", f"run.dir={tmp_path}/runs", "run.name=fresh"]
     (tmp_path / "runs").mkdir()
-    with serving(tmp_path / "runs") as client, gate.open() as shut:
+    with (
+        serving(tmp_path / "runs") as client,
+        ThreadPoolExecutor(1) as beside,
+        gate.open() as shut,  # closed first, which lets the run end
+    ):
         fcntl.flock(shut, fcntl.LOCK_EX)
         page.open(client.address)
         page.until(
             f"{READY} && document.querySelector('.absent').textContent.includes('penstock train')"
         )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli", *command],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            page.until("document.querySelector('.row').dataset.state === 'training'")
-            page.until(title("fresh"))
-            fcntl.flock(shut, fcntl.LOCK_UN)
-            assert process.wait() == 0
-        finally:
-            process.kill()
+        run = beside.submit(server.run, *command)
+        page.until("document.querySelector('.row').dataset.state === 'training'")
+        page.until(title("fresh"))
+        fcntl.flock(shut, fcntl.LOCK_UN)
+        assert run.result() == 0, server.output()
         page.until("document.querySelector('.row').dataset.state === 'finished'")
         page.until(f"{count(REWARD_POINTS)} === 3")
         assert page.value(NO_ERROR) == ""

@@ -191,7 +191,7 @@ class LateEngine(TransformersEngine):
         return digest
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("warm_workers")
 def test_a_run_goes_on_while_one_engine_is_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

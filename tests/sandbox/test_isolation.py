@@ -275,6 +275,7 @@ def test_a_nursery_that_dies_is_replaced() -> None:
         assert pool._nursery is not nursery
     finally:
         pool.close()
+    nursery.close()  # as a thread does that finds it dead while another closes the pool
     assert left_over() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -45,9 +46,7 @@ class CrashServer:
     """Client of the program `crash_server.py`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.log = folder / "output.log"
-        self._folders = folder / "folders.txt"
+        self._place(folder)
         single = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
         environment = {
             **os.environ,
@@ -67,6 +66,17 @@ class CrashServer:
         assert self._process.stdout is not None
         self.nursery = Path(self._process.stdout.readline().strip())
         assert self.nursery.is_socket(), "the crash server does not start"
+
+    def _place(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "output.log"
+        self._folders = folder / "folders.txt"
+
+    def at(self, folder: Path) -> CrashServer:
+        """Return a client of the same process with a folder of its own for runs."""
+        other = copy.copy(self)
+        other._place(folder)
+        return other
 
     def run(
         self,

@@ -1,13 +1,15 @@
 """Worker processes that are forked from a process with all imports done, to start quickly.
 
 `Nursery` forks itself off the crash server and serves a socket. `install` makes the drivers of this
-process ask there instead of starting processes. A worker is not a child of the driver, shares only
-the descriptors that the driver gave it, and runs the real worker program.
+process ask there instead of starting processes. A worker is not a child of the driver, has its working
+directory and environment, shares only the descriptors that the driver gave it, and runs the real worker
+program.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -41,9 +43,14 @@ def install(nursery: Path) -> None:
     """Make this process get its workers from the nursery that serves that socket."""
 
     def spawn(descriptors: tuple[int, ...], log_path: Path, *_: Any) -> ForkedWorker:
+        surroundings = {
+            "log": str(log_path.absolute()),
+            "directory": os.getcwd(),
+            "environment": dict(os.environ),
+        }
         with socket.socket(socket.AF_UNIX) as asking:
             asking.connect(str(nursery))
-            socket.send_fds(asking, [os.fsencode(log_path)], [*descriptors])
+            socket.send_fds(asking, [json.dumps(surroundings).encode()], [*descriptors])
             return ForkedWorker(int(asking.recv(64)))
 
     process_worker._spawn = spawn  # type: ignore[assignment]
@@ -54,7 +61,7 @@ def _serve(listener: socket.socket, end_of_server: int) -> None:
     while end_of_server not in select.select([listener, end_of_server], [], [])[0]:
         asked, _ = listener.accept()
         with asked:
-            log, descriptors, *_ = socket.recv_fds(asked, 4096, 4)
+            message, descriptors, *_ = socket.recv_fds(asked, 1 << 17, 4)
             if not descriptors:  # the driver was killed before it could ask
                 continue
             child = os.fork()
@@ -62,19 +69,22 @@ def _serve(listener: socket.socket, end_of_server: int) -> None:
                 asked.close()
                 listener.close()
                 os.close(end_of_server)
-                _be_a_worker(os.fsdecode(log), descriptors)
+                _be_a_worker(json.loads(message), descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
             with contextlib.suppress(OSError):  # it was killed while it asked
                 asked.sendall(str(child).encode())
 
 
-def _be_a_worker(log: str, descriptors: list[int]) -> None:
+def _be_a_worker(surroundings: dict[str, Any], descriptors: list[int]) -> None:
     code = 70
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        os.chdir(surroundings["directory"])
+        os.environ.clear()
+        os.environ.update(surroundings["environment"])
+        out = os.open(surroundings["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         for number, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
             os.dup2(source, number)
         sys.argv = ["worker", *map(str, descriptors)]

@@ -169,6 +169,8 @@ class Nursery:
     def __init__(self, mode: Mode, settings: SandboxSettings) -> None:
         self.mode, self._settings = mode, settings
         self._lock = threading.Lock()
+        self._closing = threading.Lock()
+        self._closed = False
         self._count = 0
         self._outside = namespaces.identities()
         self._link, theirs = socket.socketpair()
@@ -260,16 +262,23 @@ class Nursery:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Close the socket: the nursery ends, and every sandbox with it."""
-        self._link.close()
-        try:
-            self._process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stderr is not None
-        self._process.stderr.close()
-        self._scratch.remove()
+        """Close the socket: the nursery ends, and every sandbox with it.
+
+        A thread that finds it dead closes it, and so may the thread that closes the pool: once is enough.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._link.close()
+            try:
+                self._process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+            self._scratch.remove()
 
 
 def _last_message(link: socket.socket) -> str:

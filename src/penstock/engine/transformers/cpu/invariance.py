@@ -6,6 +6,7 @@ number give each row the same bits in any batch; this file measures that number 
 
 from __future__ import annotations
 
+import functools
 import logging
 from math import gcd
 
@@ -39,7 +40,8 @@ def find_row_quantum(
         least = max((_VECTOR // gcd(_VECTOR, inputs) for inputs, _ in sizes), default=1)
         for quantum in QUANTA:
             if quantum >= least and all(
-                _linear_is_invariant(*size, shape.dtype, quantum, kind) for size in sizes
+                _linear_is_invariant(*size, shape.dtype, quantum, kind)  # type: ignore[arg-type]  # mypy: classes have no hash
+                for size in sizes
             ):
                 return quantum, True
     log.warning(
@@ -58,6 +60,7 @@ def _linear_sizes(model: nn.Module) -> set[tuple[int, int]]:
     }
 
 
+@functools.cache
 def _linear_is_invariant(
     inputs: int, outputs: int, dtype: torch.dtype, quantum: int, kind: type[PlainLinear]
 ) -> bool:
@@ -74,6 +77,7 @@ def _linear_is_invariant(
     return True
 
 
+@functools.cache
 def _attention_is_invariant(shape: KVShape) -> bool:
     """Return whether masked keys and other rows leave a row's attention unchanged."""
     generator = torch.Generator().manual_seed(0)
