@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+import signal
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from penstock import cli
+from penstock.errors import StopRequested
+from penstock.launch.processes import local
+from penstock.run_data import RunData
 from penstock.session import _tuned_interpreter
+from stages.tiny_run import TINY
 
 
 @pytest.fixture
@@ -36,3 +48,28 @@ def test_what_the_program_around_a_run_froze_stays_frozen() -> None:
         assert any(one is made for one in gc.get_objects())  # of a run: not frozen
         assert gc.get_freeze_count() > 1000
     assert gc.get_freeze_count() > 1000
+
+
+@pytest.mark.parametrize("kind", ["inline", "local"])
+def test_a_stop_during_the_start_does_not_wait_for_the_data(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, left = list[bool](), threading.Event()
+
+    def load(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        read.append(left.wait(20))  # a large file: this long, if the run waits for it
+
+    async def launch(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(RunData, "load", load)
+    monkeypatch.setattr(local, "start", launch)
+    try:
+        done = CliRunner().invoke(cli.app, ["train", *TINY, f"launch.kind={kind}"])
+    finally:
+        left.set()
+    assert isinstance(done.exception, StopRequested)
+    assert "stopped during the start" in str(done.exception)
+    assert False not in read  # the run did not wait that long

@@ -320,7 +320,7 @@ async def _load_and_launch(
     launch = load("launch.kind", config.launch.kind, LAUNCHERS)
     steps = config.train.steps
     with StartDisplay("reading the data") as display:
-        loading = asyncio.create_task(asyncio.to_thread(RunData.load, config))
+        loading = asyncio.create_task(RunData.read(config))
         if steps is None or config.launch.kind == "inline":  # one process: imports must not race
             steps = count_steps(config, (await loading).train)
         try:
@@ -329,10 +329,15 @@ async def _load_and_launch(
             closing.push_async_callback(workers.close)
             if workers.engine is not None:
                 await workers.engine.start()
-        finally:
-            display.tell("reading the data")
-            data = await loading
-    return data, steps, workers
+        except asyncio.CancelledError:
+            display.tell("stopping")
+            loading.cancel()
+            raise
+        except BaseException:
+            await loading  # an error in the data says more
+            raise
+        display.tell("reading the data")
+        return await loading, steps, workers
 
 
 @asynccontextmanager
@@ -345,7 +350,7 @@ async def open_trainer(
     """
     steps = config.train.steps or total_steps
     if steps is None:
-        steps = count_steps(config, (await asyncio.to_thread(RunData.load, config)).train)
+        steps = count_steps(config, (await RunData.read(config)).train)
     async with offline_trainer(config, steps, log_folder) as workers:
         yield workers
 
@@ -356,7 +361,7 @@ async def open_evaluation(
 ) -> AsyncIterator[tuple[InferenceEngine, list[EvalTask]]]:
     """Start an engine and load the evaluation tasks, without a trainer."""
     async with AsyncExitStack() as closing:
-        data = await asyncio.to_thread(RunData.load, config, with_training=False)
+        data = await RunData.read(config, with_training=False)
         engine_class = load("engine.name", config.engine.name, ENGINES)
         engine: InferenceEngine = engine_class.from_config(config, fetch=no_weights, index=0)
         await engine.start()
@@ -375,7 +380,7 @@ async def check_agents(config: Config) -> dict[str, list[CheckResult]]:
     for name, task in tasks.items():
         check_agent(f"tasks.{name}", task, config.task_sampling(name))
     config = config.model_copy(update={"eval": EvalConfig()})
-    data = await asyncio.to_thread(RunData.load, config)
+    data = await RunData.read(config)
     return {
         name: await try_agent(
             f"tasks.{name}",

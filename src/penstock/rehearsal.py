@@ -129,7 +129,7 @@ def rehearse(config: Config) -> Rehearsal:
 
 
 async def _rehearse(config: Config) -> Rehearsal:
-    data = await asyncio.to_thread(RunData.load, config)
+    data = await RunData.read(config)
     seen = _look(config, data)
     await _sample(seen, data)
     if not seen.errors and seen.sampling_s < _LONGEST_S:

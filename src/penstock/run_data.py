@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import math
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from penstock.config import Config, TaskDataConfig
@@ -40,6 +44,22 @@ class RunData:
             trained,
             {name: load_one(name, task) for name, task in config.eval.tasks.items()},
         )
+
+    @classmethod
+    async def read(cls, config: Config, with_training: bool = True) -> RunData:
+        """Load in a thread that a stop leaves behind: a large file takes minutes."""
+        outcome: Future[RunData] = Future()
+        outcome.set_running_or_notify_cancel()
+
+        def work() -> None:
+            try:
+                outcome.set_result(cls.load(config, with_training))
+            except BaseException as error:  # raised again in the task that waits
+                outcome.set_exception(error)
+
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(work,), name="data", daemon=True).start()
+        return await asyncio.wrap_future(outcome)
 
     def by_key(self) -> dict[str, Dataset]:
         """Return the datasets by the key that names each, such as `tasks.math.data`."""

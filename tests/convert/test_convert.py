@@ -236,6 +236,16 @@ def test_xtuner(folder: Path) -> None:
     assert "Trainer.new_word = 3: not known" in text
 
 
+def test_the_ranks_of_xtuner_that_share_a_layer_share_it_here(folder: Path) -> None:
+    text = (folder / "xtuner.py").read_text()
+    text = text.replace("num_workers=1", "num_workers=4").replace("2 * int(", "4 * int(")
+    text = text.replace("loss_cfg=loss_cfg,", "loss_cfg=loss_cfg, fsdp_cfg=FSDPConfig(tp_size=2),")
+    (folder / "xtuner.py").write_text(text)
+    config, text = converted("xtuner")
+    assert (config.launch.num_consumers, config.train.parallel.tensor) == (4, 2)
+    assert "tensor = 2  # FSDPConfig.tp_size" in text
+
+
 @pytest.mark.parametrize(
     "line",
     ["open('made', 'w')", "__import__('os').mkdir('made')", "[open('made', 'w') for _ in [1]]"],

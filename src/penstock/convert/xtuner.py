@@ -107,6 +107,7 @@ XTUNER = {
     "LRConfig.lr_min": _joined("train.min_lr_ratio, a share of train.lr"),
     "GRPOAdvantageConfig.eps": Rule(note="1e-4"),
     "DrGRPOAdvantageConfig.max_length": Rule(note="sampling.max_tokens"),
+    "FSDPConfig.tp_size": Rule("train.parallel.tensor"),
     "FSDPConfig.torch_compile": Rule("train.compile"),
     "FSDPConfig.recompute_ratio": Rule(
         "train.gradient_checkpointing", "all blocks or none", lambda share: float(share) > 0
@@ -275,7 +276,7 @@ for _resources in ("resources", "train_resources", "rollout_resources"):
         ),
         f"Trainer.{_resources}.cpu_memory_per_worker": Rule(note="not reserved"),
     }
-for _shards in ("tp_size", "ep_size", "cpu_offload", "reshard_after_forward", "hsdp_sharding_size"):
+for _shards in ("ep_size", "cpu_offload", "reshard_after_forward", "hsdp_sharding_size"):
     XTUNER[f"FSDPConfig.{_shards}"] = NO_PARALLEL
 _HOLDERS = (
     "Trainer.train_worker_cfg", "Trainer.rollout_config", "Trainer.agent_loop_manager_cfg",

@@ -74,7 +74,7 @@ async def score_groups(
     config = config.model_copy(update={"eval": EvalConfig()})
     found: NewScores = {}
     async with AsyncExitStack() as closing:
-        data = await asyncio.to_thread(RunData.load, config)
+        data = await RunData.read(config)
         rewards: dict[str, VerifiableReward] = {}
         for name in tasks:
             rewards[name] = build_reward(
