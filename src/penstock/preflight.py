@@ -24,16 +24,20 @@ from penstock.models.parallel_plan import check_parallel
 from penstock.plugins import check_name, load
 from penstock.produce.strategy import load_strategy
 from penstock.track import TRACKERS
+from penstock.watch.memory_use import available_mib
 from penstock.weights import SYNC_KINDS, sync_kind
 
+_WORKER_MIB = 100  # the least that a process with torch takes
 _OPTIONAL = {"vllm": ("vllm", "vllm"), "wandb": ("wandb", "wandb"), "ray": ("ray", "ray")}
 
 
 def check(config: Config) -> None:
     """Raise a UserError for the first thing in the config that cannot work here."""
     engines = [engine.name for engine in config.engine_kinds()]
-    for name in engines:
-        check_name("engine.name", name, ENGINES)
+    check_name("engine.name", config.engine.name, ENGINES)
+    for place in range(len(config.launch.producer_kinds)):
+        key = f"launch.producer_kinds[{place}].engine.name"
+        check_name(key, config.engine_of_kind(place).name, ENGINES)
     check_name("launch.kind", config.launch.kind, LAUNCHERS)
     check_name("algorithm.name", config.algorithm.name, algo.ALGORITHMS)
     if config.launch.kind in SYNC_KINDS:
@@ -42,6 +46,7 @@ def check(config: Config) -> None:
         check_name("track.trackers", tracker, TRACKERS)
     for name in (*engines, config.launch.kind, *config.track.trackers):
         _check_installed(name)
+    _check_processes(config)
     check_algorithm(config)
     check_model(config.model.path, "model.path")
     for path, key in (
@@ -134,6 +139,19 @@ def _check_installed(name: str) -> None:
             raise UserError(
                 f"{name}: not installed; install it with: pip install 'penstock[{extra}]'"
             )
+
+
+def _check_processes(config: Config) -> None:
+    """Refuse more workers than the memory of this machine holds, whatever their model."""
+    left = available_mib()
+    if config.launch.kind != "local" or left is None:
+        return
+    most = int(left // _WORKER_MIB) - config.launch.num_consumers
+    if config.launch.num_producers > max(1, most):
+        raise UserError(
+            f"launch.num_producers: got {config.launch.num_producers}, allowed: at most {max(1, most)} here: "
+            f"each engine is a process, of at least {_WORKER_MIB} MiB of the {left:,.0f} that are available"
+        )
 
 
 def _check_total(config: Config) -> None:

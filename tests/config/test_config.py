@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock import preflight
 from penstock.config import Config, foreign_words
 from penstock.config.doubts import doubts
 from penstock.config.listing import config_lines
@@ -81,8 +82,8 @@ def test_the_resolved_tree_survives_toml() -> None:
         (["train.group_per_step=1"], ["did you mean train.groups_per_step?"]),
         (["train.lr=fast"], ["train.lr: got 'fast'", "number"]),
         (["train.lr=-1"], ["train.lr: got -1", "greater than 0"]),
-        (["train.steps=1.5"], ["train.steps: got 1.5, allowed: a valid integer"]),
-        (["train.steps=many"], ["train.steps: got 'many', allowed: a valid integer"]),
+        (["train.steps=1.5"], ["train.steps: got 1.5, allowed: a whole number"]),
+        (["train.steps=many"], ["train.steps: got 'many', allowed: a whole number"]),
         (["train.steps=2", "train.episodes=1"], ["train.steps and train.episodes: got both"]),
         (
             ["train.groups_per_step=6", "train.mini_batches=4"],
@@ -91,13 +92,22 @@ def test_the_resolved_tree_survives_toml() -> None:
         (["sampling.min_tokens=9", "sampling.max_tokens=8"], ["min_tokens got 9"]),
         (["sampling.temperature=0"], ["temperature got 0"]),
         (["produce.strategy=later"], ["produce.strategy: got 'later'", "'async' or 'sync'"]),
-        (["tasks.train.sampling.top_k=-1"], ["top_k"]),
-        (["tasks.train.sampling.topk=1"], ["topk"]),
+        (["tasks.train.sampling.top_k=-1"], ["tasks.train.sampling.top_k: got -1"]),
+        (["tasks.train.sampling.topk=1"], ["tasks.train.sampling.topk: got 1", "top_k"]),
+        (["eval.tasks.heldout.sampling.topk=1"], ["eval.tasks.heldout.sampling.topk: got 1"]),
+        (["tasks.train.rewards[0].type=x"], ["override: got", "tasks.train.rewards=[...]"]),
         (["launch.kind=inline", "launch.num_consumers=2"], ["launch.num_consumers: got 2"]),
-        (["eval.tasks.heldout.weight=2"], ["eval.tasks.heldout: weight got 2"]),
-        (["eval.tasks.heldout.produce.max_tries=2"], ["eval.tasks.heldout: produce got"]),
+        (["eval.tasks.heldout.weight=2"], ["eval.tasks.heldout.weight: got 2"]),
+        (["eval.tasks.heldout.produce.max_tries=2"], ["eval.tasks.heldout.produce: got"]),
         (["eval.tasks.heldout.sampling.anneal.end=1"], ["eval.tasks.heldout: got sampling.anneal"]),
         (["novalue"], ["override: got 'novalue'"]),
+        (["train.steps=true"], ["train.steps: got True, allowed: a number"]),
+        (["train.lr=nan"], ["train.lr: got nan"]),
+        (["train.lr=inf"], ["train.lr: got inf, allowed: a finite number"]),
+        (["train=3"], ["train: got 3, allowed: a table"]),
+        (["sampling.stop=x"], ["sampling.stop: got 'x', allowed: a list"]),
+        (["model.path=3"], ["model.path: got 3, allowed: a text"]),
+        (["eval.at_start=perhaps"], ["eval.at_start: got 'perhaps', allowed: true or false"]),
         (["train.lr.deep=1"], ["train.lr"]),
     ],
 )
@@ -111,6 +121,116 @@ def test_a_mistake_is_one_line_that_names_key_value_and_what_is_allowed(
     assert message.count("got ") <= 1 + message.count("; ")
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["launch.producers.gpus=1.5"],
+            "launch.producers.gpus: got 1.5, allowed: a part of one GPU, or whole GPUs",
+        ),
+        (["launch.producers.gpus=true"], "launch.producers.gpus: got True, allowed: a number"),
+        (["launch.producers.cpus=inf"], "launch.producers.cpus: got inf, allowed: a finite number"),
+        (
+            ["launch.producers.resources={GPU=1}"],
+            "launch.producers.resources: got GPU = 1, allowed:",
+        ),
+        (
+            ["launch.producers.resources={fast=nan}"],
+            "launch.producers.resources.fast: got nan, allowed: a finite number",
+        ),
+        (["launch.producers=3"], "launch.producers: got 3, allowed: a table"),
+        (
+            ["launch.producers.node_label={zone='in(a'}"],
+            "launch.producers.node_label: got zone = 'in(a', allowed: values such as ",
+        ),
+        (
+            ["launch.producer_kinds={count=1}"],
+            "launch.producer_kinds: got {'count': 1}, allowed: a list",
+        ),
+        (
+            ["launch.producer_kinds=[{count=0}]"],
+            "launch.producer_kinds[0].count: got 0, allowed: greater than or equal to 1",
+        ),
+        (
+            ["launch.producer_kinds=[{counts=1}]"],
+            "unknown key 'launch.producer_kinds[0].counts', allowed: a key that `penstock config` "
+            "lists; did you mean launch.producer_kinds[0].count?",
+        ),
+        (
+            ["launch.producer_kinds=[{count=2}]"],
+            "launch.producer_kinds: got 2 engines, allowed: at most num_producers = 1",
+        ),
+        (
+            ["launch.producer_kinds=[{place={gpu=1}}]"],
+            "launch.producer_kinds[0].place.gpu: got 1, allowed: the keys cpus, gpus, accelerator, ",
+        ),
+        (
+            ["launch.producer_kinds=[{place={gpus=1.5}}]"],
+            "launch.producer_kinds[0].place.gpus: got 1.5, allowed: a part of one GPU",
+        ),
+        (
+            ["launch.producer_kinds=[{engine={slots=1}}]"],
+            "launch.producer_kinds[0].engine.slots: got 1, allowed: the keys name, ",
+        ),
+        (
+            ["launch.producer_kinds=[{engine={max_slots='many'}}]"],
+            "launch.producer_kinds[0].engine.max_slots: got 'many', allowed: a whole number",
+        ),
+        (
+            ["launch.producer_kinds=[{engine={update='rolling'}}]"],
+            "launch.producer_kinds[0].engine: got update, allowed: engine.update",
+        ),
+        (
+            ["launch.colocate=true", "launch.producers.accelerator=H100"],
+            "launch.producers: got a place with colocate, allowed: node_label",
+        ),
+    ],
+)
+def test_places_and_kinds_of_engines_that_cannot_work_are_refused(
+    words: list[str], line: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        load_config(None, words)
+    assert str(refused.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["launch.num_producers=1000000"],
+            "launch.num_producers: got 1000000, allowed: at most ",
+        ),
+        (
+            ["launch.producer_kinds=[{engine={name='nope'}}]"],
+            "launch.producer_kinds[0].engine.name: got 'nope', allowed: ",
+        ),
+    ],
+)
+def test_engines_that_this_machine_cannot_have_are_refused(words: list[str], line: str) -> None:
+    with pytest.raises(UserError) as refused:
+        preflight.check(load_config(None, words).config)
+    assert str(refused.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["launch.producers.gpus=1"], "launch.producers"),
+        (["launch.consumers.node_label={zone='a'}"], "launch.consumers"),
+        (["launch.agents.cpus=2"], "launch.agents"),
+        (["launch.address=somewhere"], "launch.address"),
+        (["launch.wait_for_nodes_s=5"], "launch.wait_for_nodes_s"),
+        (["launch.producer_kinds=[{place={gpus=1}}]"], "launch.producer_kinds[0].place"),
+    ],
+)
+def test_places_without_a_cluster_are_warned_of(words: list[str], key: str) -> None:
+    assert doubts(load_config(None, words).config) == [
+        f"{key} has no effect with launch.kind local: only a Ray cluster has nodes to choose from"
+    ]
+    assert doubts(load_config(None, [*words, "launch.kind=ray"]).config) == []
 
 
 @pytest.mark.parametrize("text", ["[train\n", "= 3"])

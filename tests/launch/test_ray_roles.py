@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from penstock.config import LaunchConfig
-from penstock.config.source import load_config
 from penstock.errors import UserError
 from penstock.job import Job
 from stages.disturbed_run import assert_balanced, config_of, run
@@ -128,39 +127,6 @@ def test_a_bundle_that_only_one_node_can_hold_is_placed_first() -> None:
     check_fit(asked, nodes, Need(resources={}))
     with pytest.raises(UserError, match=r"launch\.agents: got 2 more of 1 CPU"):
         check_fit(asked, nodes, Need(resources={"CPU": 1.0}), 2)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["launch.producers.gpus=1.5"], "launch.producers: gpus got 1.5, allowed: a part of one"),
-        (["launch.producers.resources={GPU=1}"], "launch.producers: resources got GPU = 1"),
-        (
-            ["launch.producer_kinds=[{count=2}]"],
-            "launch: producer_kinds got 2 engines, allowed: at most num_producers = 1",
-        ),
-        (
-            ["launch.producer_kinds=[{place={gpu=1}}]"],
-            "launch: producer_kinds[0].place got {'gpu': 1}, allowed: keys and values of",
-        ),
-        (
-            ["launch.producer_kinds=[{engine={slots=1}}]"],
-            "launch.producer_kinds[0].engine: got slots = 1, allowed: keys and values of [engine]",
-        ),
-        (
-            ["launch.producer_kinds=[{engine={update='rolling'}}]"],
-            "launch.producer_kinds[0].engine: got update, allowed: engine.update",
-        ),
-        (
-            ["launch.colocate=true", "launch.producers.accelerator=H100"],
-            "launch: producers got a place with colocate, allowed: node_label",
-        ),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(words: list[str], line: str) -> None:
-    with pytest.raises(UserError) as refused:
-        load_config(None, words)
-    assert str(refused.value).startswith(line)
 
 
 def test_keys_of_an_older_run_folder_are_read() -> None:

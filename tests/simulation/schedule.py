@@ -68,7 +68,7 @@ class _Data:
     evaluation = {"held": PROMPTS}  # noqa: RUF012
 
     @classmethod
-    def load(cls, config: Config, with_training: bool = True) -> _Data:
+    async def read(cls, config: Config, with_training: bool = True) -> _Data:
         return cls()
 
     def by_key(self) -> dict[str, Any]:

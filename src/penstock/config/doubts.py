@@ -5,7 +5,9 @@ What cannot work at all is refused in `tree.py` and in the checks before a run.
 
 from __future__ import annotations
 
-from penstock.config import Config, ProduceConfig
+from collections.abc import Iterator
+
+from penstock.config import Config, LaunchConfig, ProduceConfig
 
 
 def doubts(config: Config) -> list[str]:
@@ -29,6 +31,12 @@ def doubts(config: Config) -> list[str]:
         found.append(
             "launch.colocate has no effect with launch.kind inline: one process holds both sides"
         )
+    if config.launch.kind != "ray":
+        found += [
+            f"{key} has no effect with launch.kind {config.launch.kind}: only a Ray cluster has "
+            "nodes to choose from"
+            for key in _places(config.launch)
+        ]
     trained = [name for name, task in config.tasks.items() if task.system_prompt]
     found += [
         f"eval.tasks.{name}: evaluated without a system prompt, but trained with that of "
@@ -37,6 +45,17 @@ def doubts(config: Config) -> list[str]:
         if trained and not task.system_prompt
     ]
     return found
+
+
+def _places(launch: LaunchConfig) -> Iterator[str]:
+    """Yield the keys that only a Ray cluster reads and that are set."""
+    default = LaunchConfig()
+    for key in ("producers", "consumers", "agents", "address", "wait_for_nodes_s"):
+        if getattr(launch, key) != getattr(default, key):
+            yield f"launch.{key}"
+    for number, kind in enumerate(launch.producer_kinds):
+        if kind.place:
+            yield f"launch.producer_kinds[{number}].place"
 
 
 def _generates_during_updates(produce: ProduceConfig) -> bool:

@@ -6,11 +6,15 @@ cluster; `launch/ray/placement.py` finds the nodes.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from penstock.config.section import Section
+from penstock.config.section import Section, first_mistake
+
+_LABEL = r"[\w.-]+"
+_LABELS = re.compile(rf"!?({_LABEL}|in\(\s*{_LABEL}(\s*,\s*{_LABEL})*\s*\))")  # as Ray reads them
 
 
 class RoleConfig(Section):
@@ -36,6 +40,12 @@ class RoleConfig(Section):
                 raise ValueError(
                     f"resources got {name} = {value:g}, allowed: custom resources above 0; cpus and "
                     "gpus are keys of their own"
+                )
+        for name, label in self.node_label.items():
+            if not _LABELS.fullmatch(label):
+                raise ValueError(
+                    f"node_label got {name} = {label!r}, allowed: values such as 'a', '!a', "
+                    "'in(a,b)' or '!in(a,b)'"
                 )
         return self
 
@@ -135,10 +145,8 @@ class LaunchConfig(Section):
             try:
                 places.append(_over(self.producers, kind.place))
             except ValidationError as error:
-                raise ValueError(
-                    f"producer_kinds[{place}].place got {kind.place}, allowed: keys and values of "
-                    f"[launch.producers]: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
-                ) from None
+                said = first_mistake(error, ProducersConfig)
+                raise ValueError(f"producer_kinds[{place}].place.{said}") from None
         allowed = (_where(self.consumers), _where(RoleConfig()))
         if self.colocate and any(_where(place) not in allowed for place in places):
             raise ValueError(

@@ -13,16 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from penstock.config import Config, foreign_words
 from penstock.config.secrets import refuse_secrets
+from penstock.config.section import allowed, key_of
 from penstock.errors import UserError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # TOML takes none of them as they are
+_KEY_GOT = re.compile(r"([\w.\[\]]+) got ")
 DEMO_CONFIG = Path(__file__).parents[1] / "demo" / "demo.toml"
 
 
@@ -108,6 +110,9 @@ def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, raw = text.partition("=")
     if not equals or not key or not all(key.split(".")):
         raise UserError(f"override: got {text!r}, allowed: key.sub=value")
+    if "[" in key:
+        table = key.partition("[")[0]
+        raise UserError(f"override: got {text!r}, allowed: the whole list, {table}=[...]")
     try:
         return key, tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
@@ -140,16 +145,16 @@ def explain(error: ValidationError, tree: type[BaseModel] = Config) -> str:
 
 
 def _explain(error: ErrorDetails, tree: type[BaseModel]) -> str:
-    key = ".".join(str(part) for part in error["loc"])
+    key = key_of(error)
     if error["type"] == "extra_forbidden":
         return _unknown_key(key, error["input"], tree)
+    if error["type"] != "value_error":
+        return f"{key}: got {error['input']!r}, allowed: {allowed(error)}"
     message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return f"{key}: {message}" if key else message
-    allowed = message.removeprefix("Input should be ")
-    if error["type"].endswith(("_parsing", "_from_float")):
-        allowed = allowed.partition(", ")[0]  # without how it failed: the value is in the line
-    return f"{key}: got {error['input']!r}, allowed: {allowed}"
+    if below := _KEY_GOT.match(message):  # of a check of the whole table: say its key first
+        place = f"{key}.{below[1]}".removeprefix(".")
+        return f"{place}: {message[below.end(1) + 1 :]}"
+    return f"{key}: {message}" if key else message
 
 
 def _unknown_key(key: str, value: Any, tree: type[BaseModel]) -> str:
@@ -162,8 +167,8 @@ def _unknown_key(key: str, value: Any, tree: type[BaseModel]) -> str:
         last = key.rsplit(".", 1)[-1]
         near = [k for k in valid if k.rsplit(".", 1)[-1] == last][:1]
     hint = f"; did you mean {near[0]}?" if near else ""
-    allowed = "a key that `penstock config` lists" if tree is Config else ", ".join(valid)
-    return f"unknown key {key!r}, allowed: {allowed}{hint}"
+    words = "a key that `penstock config` lists" if tree is Config else ", ".join(valid)
+    return f"unknown key {key!r}, allowed: {words}{hint}"
 
 
 def valid_keys(tree: type[BaseModel] = Config) -> Iterator[str]:
@@ -176,8 +181,9 @@ def _model_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
         yield f"{prefix}{name}"
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                middle = "NAME." if kind is not field.annotation else ""
-                yield from _model_keys(kind, f"{prefix}{name}.{middle}")
+                outer = get_origin(field.annotation)
+                middle = "[0]." if outer is list else ".NAME." if outer is dict else "."
+                yield from _model_keys(kind, f"{prefix}{name}{middle}")
 
 
 def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.config.launching import LaunchConfig
 from penstock.config.producing import RUN_AHEAD, ProduceConfig, ProduceSettings, SamplingConfig
-from penstock.config.section import Section
+from penstock.config.section import Section, first_mistake
 
 
 class RunConfig(Section):
@@ -363,11 +363,11 @@ class Config(Section):
 
     def task_sampling(self, task: str) -> SamplingConfig:
         """Return [sampling] with the task's own fields laid over it."""
-        return _overlay(self.sampling, self.tasks[task].sampling)
+        return _overlay(self.sampling, self.tasks[task].sampling, f"tasks.{task}.sampling")
 
     def task_produce(self, task: str) -> ProduceConfig:
         """Return [produce] with the task's own fields laid over it."""
-        return _overlay(self.produce, self.tasks[task].produce)
+        return _overlay(self.produce, self.tasks[task].produce, f"tasks.{task}.produce")
 
     def eval_sampling(self, task: str) -> SamplingConfig:
         """Return the sampling of an evaluation task: [eval] with the task's own fields laid over it."""
@@ -384,20 +384,26 @@ class Config(Section):
             max_tokens=settings.max_tokens or self.sampling.max_tokens,
             stop=self.sampling.stop,
         )
-        return _overlay(base, settings.tasks[task].sampling)
+        return _overlay(base, settings.tasks[task].sampling, f"eval.tasks.{task}.sampling")
 
     def of_engine(self, number: int) -> Config:
         """Return the config of one engine: [engine] with the fields of its kind laid over it."""
         kind = self.launch.kind_of(number)
         if kind is None:
             return self
-        return self.model_copy(update={"engine": _overlay(self.engine, kind.engine)})
+        place = self.launch.producer_kinds.index(kind)
+        return self.model_copy(update={"engine": self.engine_of_kind(place)})
+
+    def engine_of_kind(self, place: int) -> EngineConfig:
+        """Return [engine] with the fields of one of launch.producer_kinds laid over it."""
+        fields = self.launch.producer_kinds[place].engine
+        return _overlay(self.engine, fields, f"launch.producer_kinds[{place}].engine")
 
     def engine_kinds(self) -> list[EngineConfig]:
         """Return [engine] as each kind of engine has it."""
         kinds = self.launch.producer_kinds
         own = [self.engine] if sum(k.count for k in kinds) < self.launch.num_producers else []
-        return own + [_overlay(self.engine, kind.engine) for kind in kinds]
+        return own + [self.engine_of_kind(place) for place in range(len(kinds))]
 
     def pool_engine(self) -> EngineConfig:
         """Return [engine] as the pool reads it: if engines differ, each is asked how many slots it has."""
@@ -454,8 +460,14 @@ def _is_table_of_tables(value: Any) -> bool:
 S = TypeVar("S", bound=Section)
 
 
-def _overlay(base: S, fields: dict[str, Any]) -> S:
-    return type(base).model_validate({**base.model_dump(), **fields}) if fields else base
+def _overlay(base: S, fields: dict[str, Any], key: str) -> S:
+    """Return the table with these fields laid over it; `key` is where they were given."""
+    if not fields:
+        return base
+    try:
+        return type(base).model_validate({**base.model_dump(), **fields})
+    except ValidationError as error:
+        raise ValueError(f"{key}.{first_mistake(error, type(base))}") from None
 
 
 def _check_tasks(config: Config) -> None:
@@ -500,15 +512,7 @@ def _check_sync(config: Config, task: str, produce: ProduceConfig) -> None:
 
 def _check_kinds(config: Config) -> None:
     for place, kind in enumerate(config.launch.producer_kinds):
-        try:
-            _overlay(config.engine, kind.engine)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise ValueError(
-                f"launch.producer_kinds[{place}].engine: got {key} = {first['input']!r}, allowed: "
-                "keys and values of [engine]"
-            ) from None
+        config.engine_of_kind(place)
         if "update" in kind.engine:
             raise ValueError(
                 f"launch.producer_kinds[{place}].engine: got update, allowed: engine.update, which "
