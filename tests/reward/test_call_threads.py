@@ -76,3 +76,26 @@ def test_a_thread_that_was_given_up_ends_after_its_call() -> None:
     released.set()
     threads[0].join(10)
     assert not threads[0].is_alive()
+
+
+def test_an_outcome_does_not_wait_for_the_next_call_of_its_thread() -> None:
+    async def run() -> list[Any]:
+        threads = CallThreads("test", 1, timeout_s=20.0)
+        all_wait, second_is_back = threading.Event(), threading.Event()
+
+        async def second() -> int:
+            value = int(await threads.run(lambda: 2))
+            second_is_back.set()
+            return value
+
+        calls = [threads.run(all_wait.wait), second(), threads.run(second_is_back.wait)]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            await asyncio.sleep(0)  # each has put its call into the queue
+            all_wait.set()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            second_is_back.set()
+            threads.close()
+
+    assert asyncio.run(run()) == [True, 2, True]

@@ -1,21 +1,21 @@
 """Runs a user's blocking calls on a few threads that stay.
 
 A thread for each call would hold the event loop until that thread runs, up to five milliseconds under
-load. Outcomes return in batches, because a wake-up of the event loop costs more than a cheap call. A thread
-cannot be killed: a call past its time-out fails, its thread is left to end by itself, another takes its place.
+load. One wake-up of the event loop returns all outcomes that came until it runs, because a wake-up costs more
+than a cheap call. A thread cannot be killed: a call past its time-out fails, its thread is left to end by
+itself, another takes its place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-_LONGEST_BATCH_S = 0.005  # an outcome waits this long for others at most
 
 
 class CallTimeout(Exception):
@@ -45,7 +45,9 @@ class CallThreads:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._workers: set[_Worker] = set()
         self._idle = 0
-        self._lock = threading.Lock()  # of the two above
+        self._done: list[_Call] = []  # whose callers are not woken yet
+        self._waking = False  # the loop is about to wake them
+        self._lock = threading.Lock()  # of the four above
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, function: Callable[[], Any]) -> Any:
@@ -96,18 +98,16 @@ class CallThreads:
 
     def _work(self, worker: _Worker) -> None:
         """Consumes calls, produces outcomes; waits in the queue, woken by each call. Ends when given up."""
-        done: list[_Call] = []
-        returned_at = 0.0
         while True:
             with self._lock:
                 if worker not in self._workers:
-                    break
+                    return
                 self._idle += 1
             call = self._calls.get()
             with self._lock:
                 self._idle -= 1
             if call is None:
-                break
+                return
             worker.since = time.monotonic()
             worker.call = call
             try:
@@ -117,24 +117,25 @@ class CallThreads:
             except BaseException as error:  # raised again where the call is awaited
                 call.error = error
             worker.call = None
-            done.append(call)
-            now = time.monotonic()
-            if not self._calls.qsize() or now - returned_at > _LONGEST_BATCH_S:
-                done, returned_at = self._return(done), now
-        self._return(done)
+            self._return(call)
 
-    def _return(self, done: list[_Call]) -> list[_Call]:
-        """Wake the callers of `done` on the event loop, unless it has ended; return an empty batch."""
-        if done and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(_wake_callers, done)
-        return []
+    def _return(self, call: _Call) -> None:
+        """Hand the outcome to the event loop, and wake the loop unless it is woken already."""
+        with self._lock:
+            self._done.append(call)
+            if self._waking:
+                return
+            self._waking = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self._wake_callers)
 
-
-def _wake_callers(done: list[_Call]) -> None:
-    for call in done:
-        if call.outcome.done():
-            continue  # cancelled, or given up
-        if call.error is not None:
-            call.outcome.set_exception(call.error)
-        else:
-            call.outcome.set_result(call.result)
+    def _wake_callers(self) -> None:
+        with self._lock:
+            done, self._done, self._waking = self._done, [], False
+        for call in done:
+            if call.outcome.done():
+                continue  # cancelled, or given up
+            if call.error is not None:
+                call.outcome.set_exception(call.error)
+            else:
+                call.outcome.set_result(call.result)
