@@ -264,6 +264,7 @@ def join_parts(
             engine=workers.engine,
             waits=workers.callbacks.waits,
             log=lambda step, metrics: job.tracker.log_eval(step, metrics),
+            note=lambda text: job.tracker.note(text),
             set_aside=workers.set_aside,
         ),
         rollout_log=RolloutLog(

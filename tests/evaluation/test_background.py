@@ -20,6 +20,7 @@ from penstock.recover import begin
 from penstock.reward.protocol import Reward
 from penstock.run import Loop
 from penstock.run_folder import RunFolder, create
+from penstock.session import train_new
 from penstock.types import Prompt, Rollout, Score, StepReport
 from penstock.watch.waits import Waits
 from stages.disturbed_run import config_of
@@ -125,6 +126,7 @@ def test_an_evaluation_whose_engine_dies_begins_again_and_is_of_one_version(
             engine=engines,
             waits=Waits(),
             log=lambda step, metrics: None,
+            note=lambda text: None,
             set_aside=engines.set_aside,
         )
         async with asyncio.TaskGroup() as group:
@@ -208,3 +210,19 @@ def test_one_engine_trains_until_the_next_weights_or_waits_if_asked(
     assert happened == wanted
     assert versions(folder, 0) == {0}
     assert versions(folder, 3) == {3}
+
+
+def test_a_run_says_that_samples_of_an_evaluation_failed_and_shows_no_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "fails.py"
+    file.write_text("def fails(response):\n    raise ValueError('no server')\n")
+    task = f"{{data='addition:heldout', rewards=[{{type='{file}:fails'}}]}}"
+    words = [f"eval.tasks={{a={task}}}", "eval.max_problems=3", "train.steps=1"]
+    folder = train_new(config_of(tmp_path, "run", "launch.kind=inline", *words))
+    shown = " ".join("".join(capsys.readouterr()).split())
+    failed = "3 of 3 samples failed and count as wrong: reward: "
+    assert f"warning: evaluation a after step 0: {failed}" in shown
+    assert "no server" in shown
+    assert " a reward" not in shown  # in the summary: nothing was judged
+    assert lines(folder.evaluations / "summary.jsonl")[0]["reward"] is None

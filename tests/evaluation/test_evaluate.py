@@ -125,7 +125,8 @@ def test_where_nothing_is_judged_there_is_no_accuracy(tmp_path: Path) -> None:
     for failing in (False, True):
         result = run(ScriptedEngine(failing=failing), unjudged, tmp_path)
         assert (result.accuracy, result.low, result.high, result.pass_at) == (None, None, None, {})
-        assert result.metrics().keys() == {"eval/even/reward"}
+        failed = {"eval/even/failed"} if failing else set()
+        assert result.metrics().keys() == {"eval/even/reward", *failed}
     append_summary(tmp_path, result)
     console = Console(file=io.StringIO(), width=100)
     print_evaluations(console, [result])

@@ -197,6 +197,7 @@ async def an_evaluation(stage: WatchdogStage) -> None:
         engine=FakeEngine(),
         waits=stage.waits,
         log=lambda *args: None,
+        note=lambda text: None,
     )
     await evaluations._one(FakeEngine(), task, 4)
 

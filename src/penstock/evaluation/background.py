@@ -38,6 +38,7 @@ class Evaluations:
     engine: InferenceEngine | None  # None only without tasks
     waits: Waits
     log: Callable[[int, dict[str, float]], None]
+    note: Callable[[str], None]
     set_aside: SetAside | None = None  # reserves an engine that keeps its weights
     _running: asyncio.Task[None] | None = None
     # set when newer weights cannot disturb the newest evaluation
@@ -107,4 +108,9 @@ class Evaluations:
             version = (await engine.stats()).policy_version
             result = await evaluate(engine, task, step=step, version=version, folder=self.folder)
         append_summary(self.folder, result)
+        if result.failures:
+            counted = f"{result.failures} of {result.samples} samples failed and count as wrong"
+            self.note(
+                f"warning: evaluation {task.name} after step {step}: {counted}: {result.error}"
+            )
         self.log(step, result.metrics())

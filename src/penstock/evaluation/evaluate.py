@@ -62,20 +62,24 @@ class EvalResult:
     low: float | None  # 95 % confidence interval of the accuracy
     high: float | None
     pass_at: dict[int, float] = field(default_factory=dict)  # k -> unbiased pass@k
-    reward: float = 0.0
+    reward: float | None = None  # None: every sample failed
     format: float = 0.0
     response_length: float = 0.0
-    failures: int = 0
+    failures: int = 0  # samples without a verdict; each counts as wrong
+    error: str = ""  # of the first failure
     turns: float | None = None  # of an agent: mean number of model calls of a rollout
 
     def metrics(self) -> dict[str, float]:
         prefix = f"eval/{self.task}"
+        failed = {f"{prefix}/failed": self.failures / self.samples} if self.failures else {}
+        if self.reward is None:
+            return failed
         named = {f"{prefix}/pass@{k}": value for k, value in self.pass_at.items() if k > 1}
         if self.accuracy is not None:
             named = {f"{prefix}/accuracy": self.accuracy, **named}
         if self.turns is not None:
             named[f"{prefix}/turns"] = self.turns
-        return {**named, f"{prefix}/reward": self.reward}
+        return {**named, f"{prefix}/reward": self.reward, **failed}
 
 
 def choose_problems(name: str, dataset: PromptSource, most: int) -> list[Prompt]:
@@ -234,7 +238,7 @@ def _summarise(
     failed = [rollout.status is Status.FAILED for rollout in rollouts]
     answered = [score for score, fails in zip(scores, failed, strict=True) if not fails]
     accuracy, low, high, pass_at = None, None, None, {}
-    if not answered or any(score.answer_ok is not None for score in answered):
+    if any(score.answer_ok is not None for score in answered):
         right_GK = np.array([bool(score.answer_ok) for score in scores]).reshape(-1, k)
         accuracy, (low, high) = float(right_GK.mean()), interval(right_GK.mean(axis=1), k)
         pass_at = {n: mean_pass_at(right_GK, n) for n in _powers_up_to(k)}
@@ -248,10 +252,11 @@ def _summarise(
         low=low,
         high=high,
         pass_at=pass_at,
-        reward=float(np.mean([score.value for score in scores])),
+        reward=float(np.mean([score.value for score in scores])) if answered else None,
         format=float(np.mean([score.format_ok is not False for score in scores])),
         response_length=float(np.mean([rollout.num_sampled for rollout in rollouts])),
         failures=sum(failed),
+        error=next((r.error for r, fails in zip(rollouts, failed, strict=True) if fails), ""),
         turns=None if calls is None else sum(map(len, calls.of.values())) / len(rollouts),
     )
 

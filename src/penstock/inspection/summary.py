@@ -80,7 +80,7 @@ def print_evaluations(console: Console, results: list[EvalResult]) -> None:
             Text(_figure(result.accuracy), style="bold"),
             "-" if result.low is None else f"{result.low:.2f}-{result.high:.2f}",
             *(f"{result.pass_at[k]:.3f}" if k in result.pass_at else "-" for k in several),
-            f"{result.reward:.3f}",
+            _figure(result.reward),
             f"{result.response_length:.1f}",
             *(("-" if result.turns is None else f"{result.turns:.1f}") for _ in turns),
             str(result.samples),

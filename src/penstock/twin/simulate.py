@@ -321,6 +321,7 @@ def _evaluations(
         engine=workers.engine,
         waits=callbacks.waits,
         log=lambda step, metrics: None,
+        note=lambda text: None,
         set_aside=workers.set_aside,
         sizes=sizes,
         sampling=SamplingParams(max_tokens=config.sampling.max_tokens),
