@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 
@@ -40,6 +41,35 @@ def break_device(engine: TransformersEngine) -> None:
 def test_contract(check: str, device: str) -> None:
     name = f"transformers on {device}"
     CHECKS[check](EngineCase(name, lambda: make_engine(device), kill=break_device))
+
+
+@pytest.mark.gpu
+def test_a_graph_of_an_earlier_engine_is_not_freed_during_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(1, device="cuda").add_(1)
+    earlier: list[object] = [graph]
+    earlier.append(earlier)  # only a collection frees it
+    held, begin, usual = [earlier], torch.cuda.CUDAGraph.capture_begin, gc.get_threshold()
+    del graph, earlier
+
+    def captured(*args: object, **options: object) -> None:
+        begin(*args, **options)
+        held.clear()
+        gc.set_threshold(1, 1, 1)
+
+    async def main() -> None:
+        engine = make_engine("cuda")
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", captured)
+        try:
+            await engine.start()
+        finally:
+            gc.set_threshold(*usual)
+        await engine.close()
+
+    asyncio.run(main())
 
 
 REQUESTS = st.lists(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -103,6 +104,8 @@ def test_on_a_cpu_nothing_moves_unless_told_to() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_memory_is_free_for_others_meanwhile() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # else `whole` shares a segment with tensors of other tests
     whole = torch.randn(64, 2**20, device="cuda")
     tensors = [whole, whole[1:], torch.arange(10, device="cuda"), torch.arange(3)]
     before = [bits(tensor.cpu()) for tensor in tensors]

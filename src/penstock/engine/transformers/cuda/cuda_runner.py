@@ -7,8 +7,11 @@ late that a request has finished, and drops the token sampled in between.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +135,8 @@ class CudaRunner:
         self._pool = KVPool.allocate(self._shape, self._tokens, self._device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if self._options.cuda_graphs and _can_capture(self.model):
-            self._capture_all()
+            with _no_collection():
+                self._capture_all()
 
     # ---- calls from the engine
 
@@ -410,6 +414,19 @@ class CudaRunner:
                     self._text_of,
                 )  # fmt: skip
         return finished
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Free an earlier engine's graphs now: a collection that frees one during a capture ends the capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _can_capture(model: Any) -> bool:
