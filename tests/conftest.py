@@ -66,6 +66,7 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until everything is imported: what imports make is not garbage
     if "PENSTOCK_TEST_HOME" not in os.environ:  # one key for all test processes, not the user's
         home = os.environ["PENSTOCK_TEST_HOME"] = tempfile.mkdtemp(prefix="penstock-test-home-")
         os.environ["XDG_CONFIG_HOME"] = home
@@ -77,7 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    _freeze()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

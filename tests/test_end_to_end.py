@@ -113,13 +113,19 @@ def test_on_policy_means_on_policy(sync_run: RunFolder) -> None:
 
 def test_async_with_staleness_0_is_sync_bitwise(sync_run: RunFolder, tmp_path: Path) -> None:
     other = train(
-        tmp_path, "async", "train.steps=4", "produce.strategy=async", "produce.max_staleness=0"
+        tmp_path,
+        "async",
+        "train.steps=4",
+        "produce.strategy=async",
+        "produce.max_staleness=0",
+        "eval.tasks={}",
     )
     assert digests(other) == digests(sync_run)
 
 
 def test_another_seed_is_another_run(sync_run: RunFolder, tmp_path: Path) -> None:
-    other = train(tmp_path, "seed", "train.steps=1", "produce.strategy=sync", "seed=1")
+    words = ("train.steps=1", "produce.strategy=sync", "eval.tasks={}")
+    other = train(tmp_path, "seed", *words, "seed=1")
     assert digests(other)[0] != digests(sync_run)[0]
 
 
@@ -128,8 +134,9 @@ def test_a_reward_that_raises_stops_the_run_with_its_name(tmp_path: Path) -> Non
 
     bad = tmp_path / "bad_reward.py"
     bad.write_text("def score(rollout, prompt):\n    raise RuntimeError('judge is down')\n")
+    words = ("train.steps=2", "eval.tasks={}")
     with pytest.raises(TooManyFailures, match="judge is down"):
-        train(tmp_path, "bad", "train.steps=2", f"tasks.train.rewards=[{{type='{bad}:score'}}]")
+        train(tmp_path, "bad", *words, f"tasks.train.rewards=[{{type='{bad}:score'}}]")
 
 
 class Driver:
@@ -203,9 +210,8 @@ def assert_balanced(run: RunFolder) -> None:
 
 def test_a_ratio_is_one_where_min_tokens_bans_the_end(tmp_path: Path) -> None:
     """The policy's responses have 19 to 23 tokens, so its end token has most of its chance banned."""
-    run = train(
-        tmp_path, "long", "train.steps=1", "sampling.min_tokens=24", "produce.strategy=sync"
-    )
+    words = ("train.steps=1", "produce.strategy=sync", "eval.tasks={}")
+    run = train(tmp_path, "long", *words, "sampling.min_tokens=24")
     first = metrics(run)[0]
     assert first["response_length/mean"] == 24
     assert first["mismatch/kl"] < 1e-8

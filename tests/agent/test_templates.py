@@ -232,7 +232,20 @@ def of(table: dict[str, tuple[str, ...]], name: str) -> tuple[str, ...]:
     return table[max(starts, key=len)] if starts else ()
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+def family(name: str) -> str:
+    return max((start for start in ENDS if name.startswith(start)), key=len)
+
+
+FIRST = {family(name): name for name in reversed(TEMPLATES)}  # the others: `make test-long`
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FIRST.values() else [pytest.mark.slow])
+        for name in TEMPLATES
+    ],
+)
 def test_a_continuation_is_what_the_whole_conversation_has_there(name: str) -> None:
     found = {turn: outcome(name, turn) for turn in TURNS}
     expected = dict.fromkeys(TURNS, "exact")

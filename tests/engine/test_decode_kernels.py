@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -23,19 +24,30 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
+SHAPES = [
+    (14, 2, 64, 64, None, None, False),
+    (4, 4, 32, 32, None, None, False),
+    (9, 3, 64, 64, 40, None, False),
+    (8, 1, 128, 128, None, None, False),
+    (4, 2, 48, 32, None, None, False),
+    (4, 2, 32, 32, 40, 1.5, False),
+    (8, 2, 64, 64, 40, None, True),
+    (4, 2, 16, 16, None, 0.7, True),
+]
+SPLIT = {(4, 2, 48, 32), (4, 2, 32, 32), (4, 2, 16, 16)}  # interpreted, the others take seconds
+
+
+def split_marks(shape: tuple[Any, ...], programs: int) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if programs > 1 and shape[:4] not in SPLIT else []
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("programs", [1, 40 if INTERPRETED else 64])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "key_size", "value_size", "window", "softcap", "sinks"),
+    ("heads", "kv_heads", "key_size", "value_size", "window", "softcap", "sinks", "programs"),
     [
-        (14, 2, 64, 64, None, None, False),
-        (4, 4, 32, 32, None, None, False),
-        (9, 3, 64, 64, 40, None, False),
-        (8, 1, 128, 128, None, None, False),
-        (4, 2, 48, 32, None, None, False),
-        (4, 2, 32, 32, 40, 1.5, False),
-        (8, 2, 64, 64, 40, None, True),
-        (4, 2, 16, 16, None, 0.7, True),
+        pytest.param(*shape, programs, marks=split_marks(shape, programs))
+        for shape in SHAPES
+        for programs in (1, 64)
     ],
 )
 def test_attention_equals_the_reference(

@@ -30,8 +30,29 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("served", CASES)
+# what differs between servers; `make test-long` runs every check over each of them
+OF_A_SERVER = {
+    "vLLM serves": (
+        "update_changes_every_weight",
+        "wrong_digest_is_refused",
+        "pause_keep_and_update",
+    ),
+    "whole answers": ("logprobs_and_length", "group_and_many", "abort_one"),
+}
+
+
+@pytest.mark.parametrize(
+    ("served", "check"),
+    [
+        pytest.param(
+            served,
+            check,
+            marks=[] if check in OF_A_SERVER.get(served, CHECKS) else [pytest.mark.slow],
+        )
+        for served in CASES
+        for check in CHECKS
+    ],
+)
 def test_contract(check: str, served: str, tmp_path: Path) -> None:
     lacks, options = CASES[served]
     case = EngineCase(

@@ -96,7 +96,7 @@ def test_a_run_of_tensor_ranks_is_resumed_in_another_layout(server: CrashServer)
         ),
         (
             ("launch.num_consumers=4", "train.parallel.pipeline=4", "train.groups_per_step=4"),
-            "train.parallel.pipeline: got 4, allowed: at most the model's num_hidden_layers = 3",
+            "train.parallel.pipeline: got 4, allowed: at most the model's num_hidden_layers = 2",
         ),
         (
             ("launch.num_consumers=4", "train.parallel={pipeline=2,context=2}"),

@@ -1,6 +1,6 @@
 """A process that has imported everything and forks a child per command, which may be killed inside.
 
-Run as `python -m stages.crash_server`: reads one JSON request per line, answers with one JSON line.
+`serve` reads one JSON request per line and answers with one JSON line; `CrashServer` starts it.
 A request names the arguments of `penstock`, a log file for its output, and faults: at the n-th passing
 of a point the driver sends a signal to itself (SIGKILL) or to a worker (SIGSTOP engine-0), or the call
 there raises an OSError from then on. The child counts how often it passes each point. The child is the driver; points in its
@@ -188,6 +188,7 @@ def serve() -> None:
     typer.main.get_command = functools.cache(typer.main.get_command)  # made by the warm-up
     with tempfile.TemporaryDirectory() as folder:
         warm_up(folder)
+        gc.enable()
         gc.collect()
         gc.freeze()  # no collection in a child walks through the modules
         gc.get_freeze_count = lambda: (
@@ -214,7 +215,3 @@ def answer_requests(nursery: Nursery) -> None:
                 os._exit(code)
         _, status = os.waitpid(child, 0)
         print(json.dumps(os.waitstatus_to_exitcode(status)), flush=True)
-
-
-if __name__ == "__main__":
-    serve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,7 @@ def codes(cell: str) -> list[str]:
     return _INLINE.findall(cell)
 
 
+@functools.cache
 def read_page(path: Path) -> Page:
     """Split a page into blocks, inline code and tables."""
     page, heading = Page(path), ""

@@ -34,9 +34,9 @@ REFUSED = {
     "cannot run on token ids": "electra rembert xmod",
 }
 SAMPLE = """
-llama qwen2 qwen3 qwen3_moe mistral mixtral gemma2 gemma3_text gpt2 phi3 granite gpt_oss deepseek_v3 cohere2
-lfm2 granitemoehybrid recurrent_gemma minimax nemotron qwen3_next falcon_h1 llama4_text
-bert modernbert-decoder xmod
+llama qwen3 qwen3_moe gemma2 gemma3_text gpt2 gpt_oss deepseek_v3
+lfm2 recurrent_gemma qwen3_next llama4_text
+bert xmod
 """
 
 

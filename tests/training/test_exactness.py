@@ -183,8 +183,15 @@ def size_with_a_bad_token(fields, score: float) -> float:
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-@pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("score", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("decoupled", "score"),
+    [
+        (False, 0.0),
+        (True, 1.0),
+        pytest.param(False, 1.0, marks=pytest.mark.slow),
+        pytest.param(True, 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_one_bad_token_does_not_drown_the_others(name, decoupled, score) -> None:
     assert size_with_a_bad_token({"name": name, "decoupled": decoupled}, score) < 4
 

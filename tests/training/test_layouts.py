@@ -78,7 +78,6 @@ TENSOR, PIPELINE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
 FOUR: list[Work] = [("run", "plain", TENSOR)]
 TWO: list[Work] = [
     ("run", "plain", TENSOR),
-    ("run", "lora", TENSOR),
     ("run", "plain", PIPELINE),
     ("run", "plain", CONTEXT),
     ("run", "plain", {"zero": 1}),
@@ -91,8 +90,7 @@ TWO: list[Work] = [
 def folder(tmp_path_factory, warm_workers) -> Path:
     """Return a folder with the results of one rank and of a few layouts."""
     folder = tmp_path_factory.mktemp("layouts")
-    for job in ("plain", "lora"):
-        rank_program.run(job, folder, Ranks())
+    rank_program.run("plain", folder, Ranks())
     rank_program.start_rounded("full", folder, Ranks())
     asyncio.run(run_ranks(folder, 4, FOUR))
     asyncio.run(run_ranks(folder, 2, TWO))
@@ -104,7 +102,6 @@ def folder(tmp_path_factory, warm_workers) -> Path:
     ("job", "layout"),
     [
         ("plain", "2-tensor2"),
-        ("lora", "2-tensor2"),
         ("plain", "2-pipeline2"),
         ("plain", "2-context2"),
         ("plain", "2-zero1"),

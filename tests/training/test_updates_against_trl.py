@@ -84,12 +84,14 @@ WAYS = {
 # no token-mean method is compared with several updates of different groups. An update without any
 # gradient is skipped here and moved by momentum there: GSPO's narrow clip and RLOO are not used for epochs.
 QUICK = [
-    *[(method, "plain") for method in METHODS if method != "rloo"],
-    *[("grpo", way) for way in ("kl_weighted", "temperature", "epochs", "lora")],
+    *[(method, "plain") for method in METHODS if method not in ("rloo", "gspo_wide")],
+    *[("grpo", way) for way in ("kl_weighted", "epochs")],
     ("rloo", "kl_in_reward"),
 ]
 LONG = [
     *[("grpo", way) for way in ("kl", "accumulation", "clipped_norm", "mini_batches", "lora_kl")],
+    *[("grpo", way) for way in ("temperature", "lora")],
+    ("gspo_wide", "plain"),
     *[("gspo", way) for way in ("mini_batches", "temperature")],
     *[("dapo", way) for way in ("accumulation", "epochs", "kl")],
     *[("cispo", way) for way in ("accumulation", "epochs", "lora")],

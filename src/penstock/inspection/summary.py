@@ -31,7 +31,7 @@ def print_summary(
 
     `seconds`: the time of this session, which began after `first_step`.
     """
-    record = read_run(folder)
+    record = read_run(folder, samples=False)
     figures = take_figures(record)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right", no_wrap=True)
