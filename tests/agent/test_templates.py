@@ -256,8 +256,12 @@ def test_a_continuation_is_what_the_whole_conversation_has_there(name: str) -> N
 
 
 def test_the_templates_are_all_there() -> None:
-    """A new version of TRL may bring templates: the figures in docs/agents.md come from here."""
+    """A new version of TRL may bring templates."""
     assert len(TEMPLATES) == 72
+
+
+@pytest.mark.slow
+def test_the_figures_in_docs_agents_md_are_these() -> None:
     turns = [outcome(name, turn) for name in TEMPLATES for turn in TURNS]
     assert {kind: turns.count(kind) for kind in set(turns)} == {
         "exact": 533,
