@@ -42,6 +42,7 @@ from penstock.reward import REWARDS
 from penstock.sandbox.settings import SandboxSettings
 from stages.command_line import commands, options
 from stages.markdown_page import Block, Table, codes, read_page
+from stages.tiny_run import SMALL_POLICY
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -73,7 +74,7 @@ TINY = [
     "launch.num_producers=1",
     "launch.num_consumers=1",
     "launch.colocate=false",
-    "model.path=demo",
+    f"model.path={SMALL_POLICY}",
     "engine.name=transformers",
     "engine.max_slots=4",
     "sync.kind=auto",
