@@ -53,10 +53,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Iterator[LivePage]:
-    with LivePage(tmp_path / "profile") as page:
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePage]:
+    with LivePage(tmp_path_factory.mktemp("profile")) as page:
         yield page
+
+
+@pytest.fixture
+def page(browser: LivePage) -> LivePage:
+    """Return an empty page of usual size; what a page stores belongs to its server's port."""
+    browser.open("about:blank")
+    browser.resize(1280, 900)
+    return browser
 
 
 def ask_twice_and_be_answered_in_the_other_order(page: LivePage) -> None:

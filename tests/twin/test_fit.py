@@ -127,7 +127,7 @@ def test_the_command_answers_as_table_json_and_picture(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["--profile", str(run), "--steps", "4", "--nodes", "1x4", "train.groups_per_step=4"]
+    words = ["--profile", str(run), "--steps", "2", "--nodes", "1x4", "train.groups_per_step=4"]
     words += ["--vary", "produce.max_staleness=0,2"]
     assert penstock(monkeypatch, *words, "--picture", "plan.svg", "--save-profile", "p.json") == 0
     shown = capsys.readouterr().out
@@ -135,9 +135,9 @@ def test_the_command_answers_as_table_json_and_picture(
         assert phrase in shown
     assert "produce.max_staleness=2" in shown
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
-    assert penstock(monkeypatch, "--profile", "p.json", "--steps", "4", "--json") == 0
+    assert penstock(monkeypatch, "--profile", "p.json", "--steps", "2", "--json") == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["as_it_is"]["steps"] == 4
+    assert figures["as_it_is"]["steps"] == 2
     assert set(figures["as_it_is"]["staleness"]) <= {"0", "1"}
     assert penstock(monkeypatch, "--check", str(run)) == 0
     assert "points" in capsys.readouterr().out
