@@ -66,9 +66,8 @@ def test_a_user_is_told_what_to_change_and_the_doctor_says_the_same(
     server: CrashServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     same = "tasks.train.rewards=[{type='think_answer_tags'}]"  # tiny responses have no tags
-    run, code = server.train(
-        "hopeless", same, "train.steps=5", "sampling.max_tokens=2", "engine.max_slots=0"
-    )
+    words = ("model.path=demo", "train.steps=5", "sampling.max_tokens=2", "engine.max_slots=0")
+    run, code = server.train("hopeless", same, *words)
     assert code == 0
     row = json.loads(run.metrics.read_text().splitlines()[-1])
     assert (row["reward/mean"], row["groups/zero_variance"], row["findings/open"]) == (0, 1, 1)

@@ -45,6 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> CommandRun:
     done = train(
         folder,
         "run",
+        "model.path=demo",  # it ends its responses
         f"train.steps={STEPS}",
         f"train.groups_per_step={BATCH}",
         "produce.strategy=async",

@@ -31,6 +31,7 @@ def trained(folder: Path) -> CommandRun:
     return train(
         folder,
         "trained",
+        "model.path=demo",  # it ends its responses
         f"train.lr={RATE}",
         "train.schedule=cosine",
         "train.max_grad_norm=0.01",
@@ -124,6 +125,7 @@ def test_rewards_on_the_seed_scale_and_tasks_by_weight(folder: Path) -> None:
     run = train(
         folder,
         "scale",
+        "model.path=demo",  # it writes the tags
         "tasks.train.data=addition",
         "tasks.train.rewards=[{type='think_answer_tags', weight=10}]",
         f"tasks.boxes={{data='{lines}', rewards=[{{type='boxed'}}], weight=0.5}}",
