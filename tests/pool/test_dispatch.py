@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.pool.dispatch import Dispatcher, Work
+from penstock.pool.room import Member
 
 SLOTS = 4
 
@@ -19,11 +23,11 @@ def measured(dispatcher: Dispatcher, index: int, *, seconds: float, length: int)
     """Let an engine answer once, so that the dispatcher knows its speed."""
     known, serving = work(), dispatcher.serving
     for other in serving:
-        dispatcher.let_serve(other, other == index)
+        dispatcher.room.let_serve(other, other == index)
     assert dispatcher.offer(known, 0.0) == index
     dispatcher.release(known, seconds, [length])
     for other in serving:
-        dispatcher.let_serve(other, True)
+        dispatcher.room.let_serve(other, True)
 
 
 # ---- binding, by hand
@@ -62,11 +66,11 @@ def test_responses_that_end_before_the_longest_of_their_work_make_room_for_more(
 
 def test_an_engine_without_the_weights_that_are_asked_for_is_passed_over() -> None:
     dispatcher = Dispatcher(2, SLOTS)
-    dispatcher.members[1].version = 1
+    dispatcher.room.loaded(1, 1)
     assert dispatcher.offer(work(least_version=1), 0.0) == 1
     assert dispatcher.offer(work(least_version=1), 0.0) == 1
     assert dispatcher.offer(work(least_version=2), 0.0) is None
-    dispatcher.members[0].version = 2
+    dispatcher.room.loaded(0, 2)
     (bound,) = dispatcher.bindings(0.0)
     assert bound.engine == 0
 
@@ -75,7 +79,7 @@ def test_a_slow_engine_does_not_begin_what_the_others_will_soon_be_through_with(
     dispatcher = Dispatcher(2, SLOTS)
     measured(dispatcher, 0, seconds=1.0, length=100)
     measured(dispatcher, 1, seconds=10.0, length=100)
-    dispatcher.let_serve(0, True)
+    dispatcher.room.let_serve(0, True)
     fast = [work() for _ in range(5)]
     assert [dispatcher.offer(one, 0.0) for one in fast] == [0] * 5
     assert dispatcher.offer(work(), 0.0) is None  # the fast engine has a slot soon and ends at 2 s
@@ -89,7 +93,7 @@ def test_engines_that_differ_by_their_last_answers_share_the_work() -> None:
     dispatcher = Dispatcher(2, SLOTS)
     measured(dispatcher, 0, seconds=1.0, length=100)
     measured(dispatcher, 1, seconds=1.3, length=100)
-    dispatcher.let_serve(0, True)
+    dispatcher.room.let_serve(0, True)
     taken = [dispatcher.offer(work(), 0.0) for _ in range(4)]
     assert {0, 1} <= set(taken[:2])
     assert taken.count(1) == 2
@@ -99,7 +103,7 @@ def test_an_engine_that_was_slow_is_tried_again_now_and_then() -> None:
     dispatcher = Dispatcher(2, 1024)
     measured(dispatcher, 0, seconds=1.0, length=100)
     measured(dispatcher, 1, seconds=10.0, length=100)
-    dispatcher.let_serve(0, True)
+    dispatcher.room.let_serve(0, True)
     taken = [dispatcher.offer(work(), 0.0) for _ in range(600)]
     assert taken.count(1) == 2
     assert taken[:256].count(1) == 0
@@ -125,6 +129,71 @@ def test_an_engine_several_times_slower_than_the_fastest_is_named() -> None:
     assert [dispatcher.slower_than(index) for index in range(3)] == [None, None, 0]
 
 
+def chosen_by_a_look_at_all(dispatcher: Dispatcher, one: Work) -> int | None:
+    """Return the engine that the rules of docs/cluster.md choose, found the long way."""
+    members, common = dispatcher.members, dispatcher.room.slots
+    alone = sum(not member.retired for member in members) == 1
+    fill = 0.5 if dispatcher._fill is None else dispatcher._fill
+    bound = math.inf if alone else 1.25 / max(0.125, fill)
+    able = [
+        index
+        for index, member in enumerate(members)
+        if member.serves
+        and member.requests < (member.slots or common) * bound
+        and member.version >= one.least_version
+    ]
+    if dispatcher.held or not able:
+        return None
+    known = [member.speed for member in members if member.speed is not None]
+    average = sum(known) / len(known) if known else 1.0
+    seconds = {i: members[i].tokens / (members[i].speed or average) for i in able}
+    least = min(able, key=seconds.__getitem__)
+    paced = [member for member in members if member.serves and member.pace]
+    worth = able
+    if paced:
+        fastest = max(member.pace for member in paced)
+        together = sum((member.slots or common) * member.pace for member in paced)
+        waiting = dispatcher.waiting + (0 if one.waits else one.size)
+        others = max(1 / fastest + waiting / together, 1.5 / fastest)
+        worth = [i for i in able if (members[i].pace or math.inf) >= 1 / others]
+    if least in worth or members[least].refused >= 256:
+        return least
+    return min(worth, key=seconds.__getitem__, default=None)
+
+
+class CountedList(list[Member]):
+    """Counts how often a member is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
+        self.looks += 1
+        return super().__getitem__(index)
+
+    def __iter__(self):  # type: ignore[no-untyped-def, override]
+        self.looks += len(self)
+        return super().__iter__()
+
+
+def looks_per_request(engines: int) -> float:
+    """Offer and answer requests so that all engines are full and some requests wait."""
+    dispatcher = Dispatcher(engines, SLOTS)
+    members = dispatcher.members = dispatcher.room.members = CountedList(dispatcher.members)
+    bound: deque[Work] = deque()
+    for number in range(20 * engines):
+        if dispatcher.offer(one := work(), number / engines) is not None:
+            bound.append(one)
+        if number > 12 * engines:
+            dispatcher.release(bound.popleft(), number / engines, [90 + number % 7])
+            bound += dispatcher.bindings(number / engines)
+    assert dispatcher.waiting
+    return members.looks / (20 * engines)
+
+
+def test_a_choice_among_many_engines_looks_at_few_of_them() -> None:
+    assert looks_per_request(500) < 2 * looks_per_request(20) < 50
+
+
 # ---- the dispatcher under random events
 
 
@@ -138,14 +207,30 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.bound: list[Work] = []
 
     def _bind(self) -> None:
-        for one in self.dispatcher.bindings(self.now):
-            assert one is self.waiting[0], "first come, first served"
+        bindings = self.dispatcher.bindings(self.now)
+        while True:
+            first = self.waiting[0] if self.waiting else None
+            engine = None if first is None else chosen_by_a_look_at_all(self.dispatcher, first)
+            one = next(bindings, None)
+            if engine is None:
+                assert one is None
+                return
+            assert one is first, "first come, first served"
+            assert first.engine == engine
             self.bound.append(self.waiting.pop(0))
 
-    @rule(size=st.integers(1, 6), longest=st.integers(1, 50), first=st.booleans())
-    def offer(self, size: int, longest: int, first: bool) -> None:
-        one = work(size, longest=longest)
-        if self.dispatcher.offer(one, self.now, first=first) is not None:
+    @rule(
+        size=st.integers(1, 6),
+        longest=st.integers(1, 50),
+        first=st.booleans(),
+        version=st.integers(0, 1),
+    )
+    def offer(self, size: int, longest: int, first: bool, version: int) -> None:
+        one = work(size, longest=longest, least_version=version)
+        may_bind = first or not self.waiting
+        engine = chosen_by_a_look_at_all(self.dispatcher, one) if may_bind else None
+        assert self.dispatcher.offer(one, self.now, first=first) == engine
+        if engine is not None:
             self.bound.append(one)
         else:
             self.waiting.insert(0 if first else len(self.waiting), one)
@@ -170,13 +255,20 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(data=st.data(), serves=st.booleans())
     def come_or_go(self, data: st.DataObject, serves: bool) -> None:
         count = len(self.dispatcher.members)
-        self.dispatcher.let_serve(data.draw(st.integers(0, count - 1)), serves)
+        self.dispatcher.room.let_serve(data.draw(st.integers(0, count - 1)), serves)
+        self._bind()
+
+    @rule(data=st.data(), version=st.integers(0, 2), slots=st.integers(1, 8))
+    def load_weights_and_tell_slots(self, data: st.DataObject, version: int, slots: int) -> None:
+        index = data.draw(st.integers(0, len(self.dispatcher.members) - 1))
+        self.dispatcher.room.loaded(index, version)
+        self.dispatcher.room.set_slots(index, slots)
         self._bind()
 
     @precondition(lambda self: len(self.dispatcher.members) < 6)
     @rule()
     def add(self) -> None:
-        self.dispatcher.let_serve(self.dispatcher.add(), True)
+        self.dispatcher.room.add(serves=True)
         self._bind()
 
     @rule(held=st.booleans())
@@ -198,17 +290,12 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert member.tokens == sum(one.tokens for one in here)
 
     @invariant()
-    def nothing_waits_beside_an_engine_with_room(self) -> None:
-        if hasattr(self, "dispatcher") and self.waiting and not self.dispatcher.held:
-            able = self.dispatcher._able(self.waiting[0])
-            assert not self.dispatcher._worth_using(self.waiting[0], able)
-
-    @invariant()
     def what_waits_has_something_to_wait_for(self) -> None:
         """Queued work waits for an engine that runs something, or for one that joins."""
         if hasattr(self, "dispatcher") and self.waiting and not self.dispatcher.held:
-            serving = self.dispatcher.serving
-            assert not serving or any(self.dispatcher.members[i].requests for i in serving)
+            serving = [self.dispatcher.members[i] for i in self.dispatcher.serving]
+            able = [one for one in serving if one.version >= self.waiting[0].least_version]
+            assert not able or any(member.requests for member in serving)
 
 
 TestDispatcher = DispatcherMachine.TestCase

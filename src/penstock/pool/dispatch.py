@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.pool.room import Room
+
 _NEWEST_SHARE = 0.2  # weight of the last answer in a running average
 _AHEAD = 1.25  # requests to bind per request that can run, so that a free slot is refilled at once
 _LEAST_FILL = 0.125
@@ -22,6 +24,7 @@ _REFUSALS = 256  # after so many skips in a row a slow engine gets work, to meas
 _ALIKE = 1.5  # paces within this factor differ by the rows that engines happen to decode together
 _SLOW = 4.0  # tell the user of an engine this many times slower than the fastest
 _ANSWERS_TO_JUDGE = 4  # answers to measure before an engine is called slow
+_LEAST_S = 1e-9  # an answer took at least so long: speeds stay finite
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -37,31 +40,15 @@ class Work:
     ahead: int = 0  # outstanding tokens of the engine when this work was bound, its own included
 
 
-@dataclass(slots=True, eq=False)
-class Member:
-    """One engine as the dispatcher sees it."""
-
-    serves: bool = True  # whether the engine takes work
-    retired: bool = False  # the engine never takes work again
-    version: int = 0  # policy version of its weights
-    slots: int = 0  # requests that it runs at once; 0: as many as every engine
-    requests: int = 0  # requests bound to it
-    tokens: int = 0  # tokens of these requests
-    speed: float | None = None  # outstanding tokens finished per second
-    pace: float | None = None  # tokens per second of one response
-    answers: int = 0  # answers measured so far
-    refused: int = 0  # skips in a row: work waited for another engine instead
-
-
 class Dispatcher:
     """Consumes offers and answers, produces bindings. While `held`, nothing is bound."""
 
     def __init__(self, engines: int, slots: int) -> None:
-        self.members = [Member() for _ in range(engines)]
+        self.room = Room(engines, slots)
+        self.members = self.room.members
         self.held = False
         self.waiting = 0  # requests in the queue
         self.running = 0  # requests that are bound
-        self.slots = slots  # requests that every engine runs at once
         self._queue: deque[Work] = deque()
         self._fill: float | None = None  # share of bound requests that still run
 
@@ -72,23 +59,19 @@ class Dispatcher:
         """Indices of the engines that take work."""
         return [index for index, member in enumerate(self.members) if member.serves]
 
-    def add(self) -> int:
-        """Add an engine that does not serve yet; return its index."""
-        self.members.append(Member(serves=False))
-        return len(self.members) - 1
-
-    def let_serve(self, index: int, serves: bool, *, retired: bool = False) -> None:
-        member = self.members[index]
-        member.serves, member.retired = serves, member.retired or retired
-
     def slower_than(self, index: int) -> int | None:
         """Return the fastest engine if this one makes responses several times slower, else None."""
-        member = self.members[index]
+        member, fastest = self.members[index], self.room.fastest()
+        if member.pace is None or fastest is None:
+            return None
+        least = _SLOW * member.pace
+        if (self.members[fastest].pace or 0.0) <= least:
+            return None
         judged = [i for i in self.serving if self.members[i].answers >= _ANSWERS_TO_JUDGE]
-        if index not in judged or member.pace is None:
+        if index not in judged:
             return None
         best = max(judged, key=lambda i: self.members[i].pace or 0.0)
-        return best if (self.members[best].pace or 0.0) > _SLOW * member.pace else None
+        return best if (self.members[best].pace or 0.0) > least else None
 
     # ---- binding
 
@@ -137,20 +120,16 @@ class Dispatcher:
     def release(self, work: Work, now: float, lengths: Sequence[int] = ()) -> None:
         """Unbind work that left its engine; measure the engine by the `lengths` of its responses."""
         assert work.engine is not None
-        member = self.members[work.engine]
-        work.engine = None
-        member.requests -= work.size
-        member.tokens -= work.tokens
+        index, work.engine = work.engine, None
+        self.room.load(index, -work.size, -work.tokens)
         self.running -= work.size
         if lengths and now > work.since:
-            self._measure(member, work, now - work.since, lengths)
+            self._measure(index, work, max(now - work.since, _LEAST_S), lengths)
 
     def _bind(self, work: Work, index: int, now: float) -> None:
-        member = self.members[index]
         work.engine, work.since = index, now
+        member = self.room.load(index, work.size, work.tokens)
         member.refused = 0
-        member.requests += work.size
-        member.tokens += work.tokens
         work.ahead = member.tokens
         self.running += work.size
 
@@ -158,57 +137,44 @@ class Dispatcher:
         """Return the engine that takes this work now, by the seconds of work that it has; or None."""
         if self.held:
             return None
-        able = self._able(work)
-        if not able:
-            return None
-        known = [member.speed for member in self.members if member.speed is not None]
-        average = sum(known) / len(known) if known else 1.0
-        seconds = {i: self.members[i].tokens / (self.members[i].speed or average) for i in able}
-        least = min(able, key=seconds.__getitem__)
-        worth = self._worth_using(work, able)
-        if least in worth or self.members[least].refused >= _REFUSALS:
+        self.room.limit(self._bound_per_slot)
+        least, fast = self.room.least_busy(work.least_version, self._least_pace(work))
+        if least is None or least == fast:
             return least
-        self.members[least].refused += 1
-        return min(worth, key=seconds.__getitem__, default=None)
+        member = self.members[least]
+        if member.refused >= _REFUSALS:
+            return least
+        member.refused += 1
+        return fast
 
-    def _able(self, work: Work) -> list[int]:
-        """List the engines that have room for this work, and the weights that it needs."""
-        alone = sum(not member.retired for member in self.members) == 1
-        ahead = math.inf if alone else self._bound_per_slot  # one engine alone has its own queue
-        return [
-            index
-            for index, member in enumerate(self.members)
-            if member.serves
-            and member.requests < (member.slots or self.slots) * ahead
-            and member.version >= work.least_version
-        ]
-
-    def _worth_using(self, work: Work, able: list[int]) -> list[int]:
-        """Skip a slow engine if the others would finish the queue before it finishes one response."""
-        paced = [member for member in self.members if member.serves and member.pace]
-        if not paced:
-            return able
-        paces = [member.pace or 0.0 for member in paced]
-        together = sum((m.slots or self.slots) * (m.pace or 0.0) for m in paced)
+    def _least_pace(self, work: Work) -> float:
+        """Return the pace below which the other engines would finish the queue before one response is made."""
+        fastest = self.room.fastest()
+        if fastest is None:
+            return 0.0
+        pace = self.members[fastest].pace or math.inf
         waiting = self.waiting if work.waits else self.waiting + work.size
-        others = 1 / max(paces) + waiting / together
-        others = max(others, _ALIKE / max(paces))
-        return [i for i in able if 1 / (self.members[i].pace or math.inf) <= others]
+        return 1 / max(1 / pace + waiting / self.room.together(), _ALIKE / pace)
 
     @property
     def _bound_per_slot(self) -> float:
         """How many requests to bind per slot of an engine, by the share of bound ones that still runs.
 
-        Work is answered whole: its first responses that end wait for its longest one.
+        Work is answered whole: its first responses that end wait for its longest one. One engine alone has a
+        queue of its own.
         """
+        if self.room.num_active == 1:
+            return math.inf
         fill = _UNKNOWN_FILL if self._fill is None else self._fill
         return _AHEAD / max(_LEAST_FILL, fill)
 
-    def _measure(self, member: Member, work: Work, seconds: float, lengths: Sequence[int]) -> None:
-        longest = max(1, *lengths)
-        member.speed = _average(member.speed, work.ahead / seconds)
-        member.pace = _average(member.pace, longest / seconds)
-        member.answers += 1
+    def _measure(self, index: int, work: Work, seconds: float, lengths: Sequence[int]) -> None:
+        longest, member = max(1, *lengths), self.members[index]
+        self.room.measured(
+            index,
+            speed=_average(member.speed, work.ahead / seconds),
+            pace=_average(member.pace, longest / seconds),
+        )
         self._fill = _average(self._fill, sum(lengths) / (len(lengths) * longest))
 
 

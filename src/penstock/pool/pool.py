@@ -132,11 +132,11 @@ class EnginePool:
         assert state in MOVES[engine.state], f"{engine.state} -> {state}"
         engine.state, engine.reason = state, reason
         if engine.loaded is not None:
-            self._dispatcher.members[engine.index].version = engine.loaded[0]
-        self._dispatcher.let_serve(
+            self._dispatcher.room.loaded(engine.index, engine.loaded[0])
+        self._dispatcher.room.let_serve(
             engine.index, state is EngineState.SERVING, retired=state is EngineState.RETIRED
         )
-        if not self.serving:
+        if not self._dispatcher.room.num_serving:
             self._requests.unqueue_all()
         self._requests.bind_queued()
         self._changed.set()
@@ -160,7 +160,10 @@ class EnginePool:
 
     async def _until_one_serves(self, batch: PromptBatch | None = None) -> None:
         """Wait until an engine serves, or `batch` has ended; raise EnginesLost if all are dead."""
-        while not self.serving and (batch is None or (batch.left and not self._requests.closed)):
+        room = self._dispatcher.room
+        while not room.num_serving and (
+            batch is None or (batch.left and not self._requests.closed)
+        ):
             if not self.count:
                 reasons = [engine.reason for engine in self._in(EngineState.DEAD)]
                 raise EnginesLost("no engine is left: " + "; ".join(reasons))
@@ -257,7 +260,7 @@ class EnginePool:
         engine = Engine(make(index), index, EngineState.STARTING)
         async with self._reserve_start(engine):
             await engine.supervised.start()
-            self._dispatcher.add()
+            self._dispatcher.room.add(serves=False)
             self._adopt(engine)
             await self._prepare(engine, engine.supervised.call)
         await self._join(engine)
@@ -460,9 +463,10 @@ class EnginePool:
                 await self._end(engine, error)
             raise WorkerDied(str(error)) from error
         engine.tokens = stats.tokens_generated
-        if self._asks_for_slots and stats.slots:
-            engine.slots = self._dispatcher.members[engine.index].slots = stats.slots
-            self._dispatcher.slots = min(one.slots for one in self._engines if one.slots)
+        if self._asks_for_slots and stats.slots and stats.slots != engine.slots:
+            engine.slots = stats.slots
+            self._dispatcher.room.set_slots(engine.index, stats.slots)
+            self._dispatcher.room.slots = min(one.slots for one in self._engines if one.slots)
         return replace(stats, tokens_generated=engine.tokens + engine.earlier_tokens)
 
     async def _is_alive(self, engine: Engine) -> bool:
@@ -561,7 +565,7 @@ class EnginePool:
 
     def _note_version(self, engine: Engine) -> None:
         if engine.loaded is not None:
-            self._dispatcher.members[engine.index].version = engine.loaded[0]
+            self._dispatcher.room.loaded(engine.index, engine.loaded[0])
             self._requests.bind_queued()
 
     def _tell_first_loaded(self, version: int, digest: str) -> None:

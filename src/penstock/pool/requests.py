@@ -51,7 +51,7 @@ class Requests:
         prompts: dict[bytes, list[int]] = {}
         for place, request in enumerate(requests):
             prompts.setdefault(request.prompt_ids.tobytes(), []).append(place)
-        slots = self.dispatcher.slots
+        slots = self.dispatcher.room.slots
         parts = [
             places[start : start + slots]
             for places in prompts.values()
