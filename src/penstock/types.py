@@ -240,10 +240,15 @@ class Rollout:
         self, token_ids: np.ndarray, logprobs: np.ndarray, segments: Sequence[VersionSegment]
     ) -> None:
         """Add tokens that the policy sampled; `segments` cover only the new tokens."""
-        ids = np.concatenate([self.response_ids, token_ids])
-        self.response_ids = ids.astype(np.int32, copy=False)
-        self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32, copy=False)
-        self.loss_mask = np.concatenate([self.loss_mask, np.ones(len(token_ids), dtype=np.bool_)])
+        sampled = np.ones(len(token_ids), dtype=np.bool_)
+        if len(self.response_ids):
+            ids = np.concatenate([self.response_ids, token_ids])
+            self.response_ids = ids.astype(np.int32, copy=False)
+            self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32, copy=False)
+            self.loss_mask = np.concatenate([self.loss_mask, sampled])
+        else:  # copies: an engine may use its arrays again
+            self.response_ids = np.array(token_ids, np.int32)
+            self.logprobs, self.loss_mask = np.array(logprobs, np.float32), sampled
         for segment in segments:
             self.segments = extend_segments(self.segments, segment.version, segment.length)
         self.check()
@@ -295,6 +300,8 @@ class Rollout:
     @property
     def oldest_version(self) -> int | None:
         """The version of the oldest token; None without tokens."""
+        if len(self.segments) == 1:
+            return self.segments[0].version
         return min((segment.version for segment in self.segments), default=None)
 
     @property
@@ -375,7 +382,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        versions = (rollout.oldest_version for rollout in self.rollouts)
+        versions = [rollout.oldest_version for rollout in self.rollouts if rollout.segments]
         return min((version for version in versions if version is not None), default=None)
 
     def staleness(self, train_step: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -43,9 +43,11 @@ class PromptBatch(Work):
         self.left = failed
 
     def end(
-        self, reason: FinishReason, names: Iterable[str] | None = None, error: str = ""
+        self, reason: FinishReason, names: Collection[str] | None = None, error: str = ""
     ) -> None:
         """Answer requests of `left` (all of them, or those of `names`) with no tokens."""
+        if not self.left or not (names is None or names):
+            return
         chosen = {request.request_id for request in self.left}
         if names is not None:
             chosen &= set(names)

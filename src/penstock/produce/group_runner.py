@@ -142,12 +142,13 @@ class GroupRunner:
         for index, rollout in enumerate(group.rollouts):
             if rollout.status is Status.COMPLETED:
                 continue
+            is_fresh = rollout.status is Status.INIT and group.tries == 0
             lacks_score = rollout.is_finished and rollout.status is not Status.EXPIRED
             is_partial = rollout.status is Status.ABORTED and len(rollout.response_ids)
             if lacks_score or (keep_partial and is_partial):
                 rollout.move_to(Status.INIT)
                 rollout.error = ""
-            else:
+            elif not is_fresh:  # else it is as the sampler made it
                 rollout.restart()
                 rollout.seed = rollout_seed(ctx.sampler.seed, group.group_id, index, group.tries)
             rollout.issued_version = ctx.model_step

@@ -284,8 +284,6 @@ def _replay(calls: Sequence[_Call], model: DecodeModel) -> np.ndarray:
     rows, begin = Rows(model), calls[0].start
     first = np.zeros((len(calls), 3))
     parts = np.zeros((len(calls), 3))
-    owner: dict[int, int] = {}
-    left = [len(call.lengths) for call in calls]
 
     def done() -> tuple[float, float, float]:
         return rows.steps, rows.tokens, rows.stalls_s / model.prefill_s
@@ -294,17 +292,13 @@ def _replay(calls: Sequence[_Call], model: DecodeModel) -> np.ndarray:
         until = calls[place].start - begin if place < len(calls) else math.inf
         while (end := rows.next_end()) is not None and end <= until:
             rows.advance(end)
-            for row in rows.take_ended():
-                left[owner[row]] -= 1
-                if not left[owner[row]]:
-                    parts[owner[row]] = np.subtract(done(), first[owner[row]])
+            for number, _ in rows.take_ended():
+                parts[number] = np.subtract(done(), first[number])
             rows.admit()
         if place < len(calls):
             rows.advance(until)
             first[place] = done()
             rows.stall(model.prefill_s)
-            for length in calls[place].lengths:
-                owner[len(owner)] = place
-                rows.add(len(owner) - 1, length)
+            rows.add(place, calls[place].lengths)
             rows.admit()
     return parts

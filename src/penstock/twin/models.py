@@ -7,9 +7,11 @@ row_s`. A group's prompt is computed once, in `prefill_s`. A trainer needs `fixe
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
+from itertools import count
 
 LOSS_PER_DOUBLING = 0.05  # assumed: twice the ranks train 5 % less than twice as fast
 
@@ -41,51 +43,67 @@ class TrainModel:
         return (self.fixed_s + shared) * self.spread[step % len(self.spread)]
 
 
+@dataclass(slots=True, eq=False)
+class _Request:
+    """Some rows that were asked for together."""
+
+    lengths: Sequence[int]  # tokens of each row
+    left: int  # rows that have not ended
+    begun: int = 0  # rows that run or have ended
+    made: int = 0  # tokens of the longest row that has ended
+    parts: list[_Part] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """The rows of a request that began together."""
+
+    request: int
+    began: float  # decode steps done by then
+    lengths: list[int]  # ascending
+    ended: int = 0  # rows
+
+
 class Rows:
     """The rows of one engine, or of `engines` equal ones as one: which run, which wait, which ends next.
 
-    Rows advance together, so a row ends when the count of decode steps has reached its own: adding and
-    ending a row cost a heap operation, whatever the number of rows and tokens.
+    Rows advance together, so a row ends when the count of decode steps has reached its own: rows that begin
+    together need one place in a heap, whatever their number and their tokens.
     """
 
     def __init__(self, model: DecodeModel, engines: int = 1) -> None:
         self.model = model
         self.slots = model.slots * engines
+        self.running = self.waiting = 0  # rows
         self.busy_s = self.row_s = 0.0  # seconds with a row, and seconds of all rows
-        self._engines = engines
-        self._steps = self._now = 0.0  # decode steps done by then
-        self._stalled_s = 0.0  # seconds to come in which no row advances
-        self.stalls_s = 0.0  # such seconds that have passed beside a row
+        self.steps = 0.0  # decode steps done
+        self.stalls_s = 0.0  # seconds in which no row advanced, beside a row
         self.tokens = 0.0
-        self._ends: list[tuple[float, int]] = []  # (count of steps at which it ends, row)
-        self._running: dict[int, float] = {}  # row -> steps done when it began
-        self._waiting: deque[tuple[int, int]] = deque()  # (row, tokens)
         self.is_held = False  # no row begins
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+        self._engines = engines
+        self._now = 0.0
+        self._stalled_s = 0.0  # seconds to come in which no row advances
+        self._requests: dict[int, _Request] = {}
+        self._queue: deque[int] = deque()  # requests with rows that have not begun
+        self._ends: list[tuple[float, int, _Part]] = []  # (steps at its next end, number, part)
+        self._numbers = count()
 
     def _pace(self) -> float:
-        return self.model.seconds(max(1.0, len(self._running) / self._engines))
+        return self.model.seconds(max(1.0, self.running / self._engines))
 
     def advance(self, now: float) -> None:
         """Move to a time at which no row ends or began to run before."""
         passed = now - self._now
         self._now = now
-        if self._running:
+        if self.running:
             self.busy_s += passed
-            self.row_s += passed * len(self._running)
+            self.row_s += passed * self.running
             stalled = min(passed, self._stalled_s)
             self._stalled_s -= stalled
             self.stalls_s += stalled
             steps = (passed - stalled) / self._pace()
-            self._steps += steps
-            self.tokens += steps * len(self._running)
+            self.steps += steps
+            self.tokens += steps * self.running
         else:
             self._stalled_s = max(0.0, self._stalled_s - passed)
 
@@ -93,45 +111,72 @@ class Rows:
         """Let all rows wait: a prefill, or weights being loaded between two decode steps."""
         self._stalled_s += seconds / self._engines
 
-    def add(self, row: int, tokens: int) -> None:
-        self._waiting.append((row, tokens))
+    def add(self, request: int, lengths: Sequence[int]) -> None:
+        """Let a request's rows, of so many tokens each, wait for free slots."""
+        self._requests[request] = _Request(lengths, len(lengths))
+        self._queue.append(request)
+        self.waiting += len(lengths)
 
     def admit(self) -> None:
         """Let waiting rows run for as long as slots are free."""
-        while self._waiting and len(self._running) < self.slots and not self.is_held:
-            row, tokens = self._waiting.popleft()
-            self._running[row] = self._steps
-            heapq.heappush(self._ends, (self._steps + tokens, row))
+        while self._queue and self.running < self.slots and not self.is_held:
+            number = self._queue[0]
+            request = self._requests.get(number)
+            if request is None:  # it was removed
+                self._queue.popleft()
+                continue
+            begin = request.begun
+            lengths = sorted(request.lengths[begin : begin + self.slots - self.running])
+            request.begun += len(lengths)
+            self.running += len(lengths)
+            self.waiting -= len(lengths)
+            part = _Part(number, self.steps, lengths)
+            request.parts.append(part)
+            heappush(self._ends, (self.steps + lengths[0], next(self._numbers), part))
+            if request.begun == len(request.lengths):
+                self._queue.popleft()
 
     def next_end(self) -> float | None:
         """Return the time at which the next row ends if no other begins before; None without rows."""
-        while self._ends and self._ends[0][1] not in self._running:
-            heapq.heappop(self._ends)
+        while self._ends and self._ends[0][2].request not in self._requests:
+            heappop(self._ends)
         if not self._ends:
             return None
-        left = max(0.0, self._ends[0][0] - self._steps)
+        left = max(0.0, self._ends[0][0] - self.steps)
         return self._now + self._stalled_s + left * self._pace()
 
-    def take_ended(self) -> list[int]:
-        """Return and forget the rows that have made their last token."""
-        ended = []
-        while self._ends and (
-            self._ends[0][1] not in self._running or self._ends[0][0] <= self._steps + 1e-6
-        ):
-            _, row = heapq.heappop(self._ends)
-            if self._running.pop(row, None) is not None:
-                ended.append(row)
-        return ended
+    def take_ended(self) -> list[tuple[int, int]]:
+        """Return and forget the requests whose last row has ended, with the tokens of their longest rows."""
+        done, until = [], self.steps + 1e-6
+        while self._ends and self._ends[0][0] <= until:
+            _, number, part = self._ends[0]
+            request = self._requests.get(part.request)
+            if request is None:  # it was removed
+                heappop(self._ends)
+                continue
+            lengths, ended = part.lengths, part.ended
+            while ended < len(lengths) and part.began + lengths[ended] <= until:
+                ended += 1
+            self.running -= ended - part.ended
+            request.left -= ended - part.ended
+            request.made = max(request.made, lengths[ended - 1])
+            part.ended = ended
+            if ended < len(lengths):
+                heapreplace(self._ends, (part.began + lengths[ended], number, part))
+            else:
+                heappop(self._ends)
+            if not request.left:
+                del self._requests[part.request]
+                done.append((part.request, request.made))
+        return done
 
-    @property
-    def steps(self) -> float:
-        """The decode steps done."""
-        return self._steps
-
-    def remove(self, row: int) -> int:
-        """Forget a row before its end; return the tokens that it has made."""
-        began = self._running.pop(row, None)
-        if began is None:
-            self._waiting = deque(one for one in self._waiting if one[0] != row)
-            return 0
-        return max(0, int(self._steps - began + 1e-6))
+    def remove(self, number: int) -> int:
+        """Forget a request before its end; return the tokens that its longest row has made."""
+        request = self._requests.pop(number)
+        made = request.made
+        for part in request.parts:
+            if part.ended < len(part.lengths):
+                self.running -= len(part.lengths) - part.ended
+                made = max(made, int(self.steps - part.began + 1e-6))
+        self.waiting -= len(request.lengths) - request.begun
+        return made

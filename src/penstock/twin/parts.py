@@ -57,6 +57,12 @@ class Samples:
     def draw(self) -> float:
         return self._values[next(self._next) % len(self._values)]
 
+    def longest(self, times: int) -> float:
+        """Draw so many times; return the longest."""
+        if len(self._values) == 1:
+            return self._values[0]
+        return max(self.draw() for _ in range(times))
+
     async def wait(self) -> None:
         if seconds := self.draw():
             await asyncio.sleep(seconds)
@@ -67,26 +73,33 @@ class Recorded:
 
     def __init__(self, groups: Sequence[SeenGroup], *, size: int, longest: int) -> None:
         """size: responses of a group. longest: most tokens of a response."""
-        self._groups, self.size, self._longest = groups, size, longest
+        self.size = size
+        self._made = [self._group(groups, n, longest) for n in range(len(groups))]
+        self._tokens = [sum(one.lengths[:size]) for one in self._made]
 
-    def group(self, cursor: int) -> SeenGroup:
-        """Return the recorded group of a cursor; a larger group takes members of further groups."""
-        seen = self._groups[cursor % len(self._groups)]
-        if len(seen.lengths) >= self.size and max(seen.lengths) <= self._longest:
-            return seen
+    def _group(self, groups: Sequence[SeenGroup], number: int, longest: int) -> SeenGroup:
+        """Return a recorded group; a larger group takes members of further groups."""
+        seen, further = groups[number], number
         lengths, rewards = list(seen.lengths), list(seen.rewards)
-        further = cursor
         while len(lengths) < self.size:
             further += _FAR
-            one = self._groups[further % len(self._groups)]
+            one = groups[further % len(groups)]
             lengths += one.lengths
             rewards += one.rewards
-        cut = tuple(min(length, self._longest) for length in lengths)
+        cut = tuple(min(length, longest) for length in lengths)
         return SeenGroup(cut, tuple(rewards), seen.refused, seen.task)
+
+    def group(self, cursor: int) -> SeenGroup:
+        """Return the recorded group of a cursor."""
+        return self._made[cursor % len(self._made)]
+
+    def tokens(self, cursor: int) -> int:
+        """Return the tokens of all responses of a cursor's group."""
+        return self._tokens[cursor % len(self._tokens)]
 
     def mean_rows(self) -> float:
         """Return the rows of a group that still run, on average until its longest response ends."""
-        groups = [self.group(cursor).lengths[: self.size] for cursor in range(len(self._groups))]
+        groups = [one.lengths[: self.size] for one in self._made]
         return sum(sum(one) / max(one) for one in groups) / len(groups)
 
 
@@ -108,7 +121,8 @@ class DriverTime:
         seconds, now = self._per_group_s + responses * self._per_response_s, loop_time()
         self.busy_s += seconds
         self._free_at = max(now, self._free_at) + seconds
-        await asyncio.sleep(self._free_at - now)
+        if self._free_at > now:
+            await asyncio.sleep(self._free_at - now)
 
 
 class VirtualReward:
@@ -124,7 +138,7 @@ class VirtualReward:
 
     async def score_group(self, rollouts: list[Rollout], prompts: list[Prompt]) -> list[Score]:
         await self._driver.spend(self._recorded.size)
-        longest = max(self._seconds.draw() for _ in range(self._recorded.size))
+        longest = self._seconds.longest(self._recorded.size)
         if longest:
             await asyncio.sleep(longest)
         _, cursor, first = place_of(rollouts[0].rollout_id)
@@ -149,8 +163,7 @@ class _Asked:
 
     request: GenerationRequest
     call: _Call
-    rows: dict[int, int]  # rows that are not done -> their tokens
-    tokens: int = 0  # of its longest row that is done
+    number: int  # of its rows in `Rows`
 
 
 class VirtualEngine:
@@ -171,7 +184,7 @@ class VirtualEngine:
         self._sync = Samples(profile.sync_s, number, of)
         self._switches: list[tuple[float, int]] = [(0.0, 0)]  # (decode steps done, version)
         self._digest = ""
-        self._asked: dict[int, _Asked] = {}  # by row
+        self._asked: dict[int, _Asked] = {}  # by number
         self._names: dict[str, _Asked] = {}
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
@@ -190,11 +203,9 @@ class VirtualEngine:
         self.rows.advance(loop_time())
         self.rows.stall(self._prefill_s)
         for request in requests:
-            self._names[request.request_id] = asked = _Asked(request, call, {})
-            for tokens in self._left(request):
-                number = next(self._numbers)
-                self._asked[number], asked.rows[number] = asked, tokens
-                self.rows.add(number, tokens)
+            asked = _Asked(request, call, next(self._numbers))
+            self._names[request.request_id] = self._asked[asked.number] = asked
+            self.rows.add(asked.number, self._left(request))
         self._go_on()
         try:
             await call.answer
@@ -210,40 +221,37 @@ class VirtualEngine:
         return [length - begun for length in lengths if length > begun] or [1]
 
     def _go_on(self) -> None:
-        """Let waiting rows begin, and set the timer of the next end."""
+        """Let waiting rows begin, and set the timer of the next end; one that is too early does no harm."""
         self.rows.admit()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if (end := self.rows.next_end()) is not None:
-            due = max(end, self._ended_at + self._grain_s)
+        end = self.rows.next_end()
+        if end is None:
+            if not self.rows.running:
+                self._idle.set()
+            return
+        due = max(end, self._ended_at + self._grain_s)
+        if self._timer is None or due < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_at(due, self._end_rows)
-        elif not self.rows.running:
-            self._idle.set()
 
     def _end_rows(self) -> None:
-        self._timer, self._ended_at = None, loop_time()
-        self.rows.advance(self._ended_at)
-        for number in self.rows.take_ended():
-            asked = self._asked[number]
-            self._end_row(number, asked.rows[number])
-            if not asked.rows:
-                self._answer(asked, "stop")
+        self._timer, now = None, loop_time()
+        self.rows.advance(now)
+        before = self.rows.running
+        for number, tokens in self.rows.take_ended():
+            self._answer(self._asked[number], tokens, "stop")
+        if self.rows.running < before:
+            self._ended_at = now
         self._go_on()
 
-    def _end_row(self, number: int, made: int) -> None:
-        asked = self._asked.pop(number)
-        del asked.rows[number]
-        asked.tokens = max(asked.tokens, made)
-
-    def _answer(self, asked: _Asked, reason: FinishReason) -> None:
+    def _answer(self, asked: _Asked, tokens: int, reason: FinishReason) -> None:
         name, call = asked.request.request_id, asked.call
-        del self._names[name]
+        del self._names[name], self._asked[asked.number]
         call.made[name] = Generation(
             request_id=name,
-            token_ids=_IDS[: asked.tokens],
-            logprobs=_LOGPROBS[: asked.tokens],
-            segments=self._segments(asked.tokens),
+            token_ids=_IDS[:tokens],
+            logprobs=_LOGPROBS[:tokens],
+            segments=self._segments(tokens),
             finish_reason=reason,
         )
         call.left -= 1
@@ -270,9 +278,7 @@ class VirtualEngine:
         asked = self._names.get(request_id)
         if asked is not None:
             self.rows.advance(loop_time())
-            for number in list(asked.rows):
-                self._end_row(number, self.rows.remove(number))
-            self._answer(asked, "abort")
+            self._answer(asked, self.rows.remove(asked.number), "abort")
             self._go_on()
 
     async def pause(self, mode: PauseMode = "abort") -> None:

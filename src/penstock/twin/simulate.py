@@ -7,6 +7,7 @@ response. The same strategies, buffer and dispatcher decide.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -64,6 +65,7 @@ from penstock.watch.waits import Waits
 MOST_ENGINES = 64
 MANY_GROUPS = 20_000
 DRIVER_IS_FULL = 0.9  # of its core
+_COLLECT_AFTER = 1_000_000  # new objects; by default Python looks for garbage every few groups
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,13 +150,15 @@ def simulate(
     if not steps:
         raise UserError("train.steps: got nothing, allowed: train.steps or --steps in a simulation")
     check_executes_nothing(config)
-    clock, began = VirtualClock(), time.perf_counter()
+    clock, began, thresholds = VirtualClock(), time.perf_counter(), gc.get_threshold()
+    gc.set_threshold(_COLLECT_AFTER)
     try:
         if whole_groups is None:
             whole_groups = steps * config.train.groups_per_step > MANY_GROUPS
         result = clock.run(_run(config, profile, steps, whole_groups))
     finally:
         clock.close()
+        gc.set_threshold(*thresholds)
     result.wall_s = time.perf_counter() - began
     return result
 
@@ -258,8 +262,7 @@ async def _build(
     def tokens_of(group: Group) -> int:
         if not whole_groups:
             return group.num_response_tokens
-        own = recorded[group.task]
-        return sum(own.group(group.cursor).lengths[: own.size])
+        return recorded[group.task].tokens(group.cursor)
 
     trainer = VirtualTrainer(profile, config.launch.num_consumers, tokens_of)
 
