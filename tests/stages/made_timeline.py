@@ -1,4 +1,4 @@
-"""A timeline for a made run: its groups on one engine of a known speed, its steps with known times."""
+"""A timeline for a made run: its groups on engines of known speeds, its steps with known times."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ ENGINE = DecodeModel(step_s=0.02, row_s=0.001, prefill_s=0.005, slots=256)
 REWARD_S, TRAIN_FIXED_S, TRAIN_TOKEN_S, PUBLISH_S, SYNC_S = 0.25, 0.5, 0.002, 0.03, 0.04
 
 
-def make_timeline(folder: RunFolder, model: DecodeModel = ENGINE) -> None:
-    """Write RUN/timeline/events.jsonl: each step's groups come together and are trained when all have ended."""
+def make_timeline(folder: RunFolder, *models: DecodeModel) -> None:
+    """Write RUN/timeline/events.jsonl: each step's groups come together and are trained when all have ended.
+
+    models: of the engines, which take turns; without one, ENGINE.
+    """
+    models = models or (ENGINE,)
     with contextlib.closing(Journal.open(folder.journal, readonly=True)) as journal:
         rows = journal.query(
             "SELECT g.step, g.group_id, r.num_tokens FROM groups g JOIN rollouts r USING(group_id)"
@@ -30,9 +34,10 @@ def make_timeline(folder: RunFolder, model: DecodeModel = ENGINE) -> None:
 
     now = 0.0
     for step, groups in steps.items():
-        ends = _decode(model, list(groups.values()))
+        engine = step % len(models)
+        ends = _decode(models[engine], list(groups.values()))
         for (group, lengths), end in zip(groups.items(), ends, strict=True):
-            add("engine-0", "generate", now, now + end)
+            add(f"engine-{engine}", "generate", now, now + end)
             scored = now + end + 1e-4
             for number in range(len(lengths)):
                 add("rewards of train", "reward", scored, scored + REWARD_S, f"{group}.{number}")
@@ -52,18 +57,15 @@ def make_timeline(folder: RunFolder, model: DecodeModel = ENGINE) -> None:
 
 def _decode(model: DecodeModel, groups: list[list[int]]) -> list[float]:
     """Return when each group ends if all of them come at time 0."""
-    rows, owner, left = Rows(model), {}, [len(lengths) for lengths in groups]
+    rows = Rows(model)
     for place, lengths in enumerate(groups):
         rows.stall(model.prefill_s)
-        for length in lengths:
-            owner[len(owner)] = place
-            rows.add(len(owner) - 1, length)
+        rows.add(place, lengths)
     rows.admit()
     ends = [0.0] * len(groups)
     while (end := rows.next_end()) is not None:
         rows.advance(end)
-        for row in rows.take_ended():
-            left[owner[row]] -= 1
-            ends[owner[row]] = end
+        for place, _ in rows.take_ended():
+            ends[place] = end
         rows.admit()
     return ends

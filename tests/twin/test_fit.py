@@ -12,6 +12,7 @@ from penstock.errors import UserError
 from penstock.twin.fit import fit, read_profile, read_recording
 from penstock.twin.plan import check
 from penstock.twin.profile import Profile
+from penstock.twin.simulate import simulate
 from stages.made_run import make_run
 from stages.made_timeline import (
     ENGINE,
@@ -146,3 +147,57 @@ def test_the_command_answers_as_table_json_and_picture(
         assert "cannot write no/x" in capsys.readouterr().err
     assert penstock(monkeypatch, "--profile", "p.json", "--nodes", "none") == 2
     assert penstock(monkeypatch, "--profile", "p.json", "--vary", "max_staleness") == 2
+
+
+def test_the_command_simulates_engines_of_different_speeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four engines, three of them four times slower: they generate as much as 1.75 of the fast one."""
+    monkeypatch.chdir(tmp_path)
+    engine = {"step_s": 0.1, "row_s": 0.0, "prefill_s": 0.0, "slots": 8}
+    seen = {"lengths": [40, 40], "rewards": [0.0, 1.0], "refused": False, "task": ""}
+    train = {"fixed_s": 0.0, "token_s": 0.0, "spread": [1.0]}
+    Path("p.json").write_text(
+        json.dumps({**_SMALL, "groups": [seen], "decode": engine, "train": train})
+    )
+    Path("c.toml").write_text(
+        "[launch]\nnum_producers = 4\n[[launch.producer_kinds]]\ncount = 3\nplace = {accelerator = 'L4'}\n"
+        "[train]\ngroups_per_step = 64\nsteps = 10\n[sampling]\nnum_generations = 2\nmax_tokens = 64\n"
+        "[produce]\nmax_staleness = 2\n[engine]\nmax_slots = 8\n[eval]\ntasks = {}\n"
+    )
+
+    def rate(*words: str) -> float:
+        assert penstock(monkeypatch, "c.toml", "--profile", "p.json", "--json", *words) == 0
+        return float(json.loads(capsys.readouterr().out)["as_it_is"]["tokens_per_s"])
+
+    assert rate("--vary", "seed=1") == pytest.approx(4 * 8 / 0.1, rel=0.1)
+    assert rate("--vary", "seed=1", "--kind-speed", "0.25") == pytest.approx(
+        1.75 * 8 / 0.1, rel=0.1
+    )
+    assert penstock(monkeypatch, "c.toml", "--profile", "p.json") == 0
+    assert "launch.producer_kinds[0] are taken to be as fast" in capsys.readouterr().out
+    assert penstock(monkeypatch, "c.toml", "--profile", "p.json", "--kind-speed", "0") == 2
+    assert "allowed: a number above 0 for each of the 1" in capsys.readouterr().err
+
+
+def test_the_speed_of_each_kind_is_read_out_of_a_run_that_has_several(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "made", steps=16, groups_per_step=12)
+    slow = ENGINE.at_speed(0.25)
+    make_timeline(folder, slow, ENGINE)  # engine-0 is of the kind
+    with (folder.path / "config.toml").open("a") as config:
+        config.write("\n[[launch.producer_kinds]]\nplace = {accelerator = 'L4'}\n")
+    text = (folder.path / "config.toml").read_text()
+    text = text.replace("producer_kinds = []\n", "").replace(
+        "num_producers = 1", "num_producers = 2"
+    )
+    (folder.path / "config.toml").write_text(text)
+    profile = read_profile(str(folder.path))
+    ((name, found),) = profile.kinds.items()
+    assert "L4" in name
+    for rows in (8, 24):
+        assert found.seconds(rows) == pytest.approx(slow.seconds(rows), rel=0.15)
+        assert profile.decode.seconds(rows) == pytest.approx(ENGINE.seconds(rows), rel=0.15)
+    config = read_recording_of(folder.path).config
+    assert profile.decode_of(config, 0).step_s == found.step_s
+    assert profile.decode_of(config, 1).step_s == profile.decode.step_s
+    assert not any("producer_kinds" in note for note in simulate(config, profile, steps=2).notes)

@@ -34,6 +34,12 @@ def simulate(
         list[str] | None,
         typer.Option(help="Settings to try instead of the usual ones: KEY=VALUE,VALUE."),
     ] = None,
+    kind_speed: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Speed of the engines of each launch.producer_kinds, relative to the others; once for each."
+        ),
+    ] = None,
     check: Annotated[
         str, typer.Option(help="A real run to predict, from --profile or from its own profile.")
     ] = "",
@@ -60,6 +66,8 @@ def simulate(
         return
     config = _config(arguments or [], profile)
     found = found or assumed(config)
+    if kind_speed:
+        found.set_speeds(config, kind_speed)
     gpus = plan.parse_nodes(nodes) if nodes else 0
     made = plan.make_plan(config, found, steps=steps, gpus=gpus, variations=vary or None)
     for line in [show.json_of(found, made)] if as_json else show.text_of(found, made):

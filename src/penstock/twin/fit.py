@@ -22,7 +22,7 @@ from penstock.inspection.timeline import Event, read_events
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder, find
 from penstock.twin.models import LOSS_PER_DOUBLING, DecodeModel, Rows, TrainModel
-from penstock.twin.profile import Profile, SeenGroup
+from penstock.twin.profile import Profile, SeenGroup, kind_name
 from penstock.watch.waits import WaitKind
 
 MOST_SAMPLES = 2000
@@ -96,10 +96,12 @@ def fit(recording: Recording, name: str) -> Profile:
         e for e in recording.calls(WaitKind.REWARD) if not e.lane.startswith("rewards of eval")
     ]
     before, after = _around(recording, updates)
+    decode, kinds = _fit_engines(recording)
     profile = Profile(
         source=name,
         groups=_thinned(list(recording.groups.values())),
-        decode=_fit_decode(recording),
+        decode=decode,
+        kinds=kinds,
         train=_fit_train(recording, updates),
         reward_s=_seconds(rewards),
         publish_s=_publications(recording, updates),
@@ -201,18 +203,34 @@ class _Call:
     lengths: tuple[int, ...]
 
 
-def _fit_decode(recording: Recording) -> DecodeModel:
-    """Find the engine's parameters by replaying its calls.
+def _fit_engines(recording: Recording) -> tuple[DecodeModel, dict[str, DecodeModel]]:
+    """Return the model of an engine as [engine] says (or of all, without such), and of each other kind."""
+    config = recording.config
+    lanes: dict[str, list[list[_Call]]] = defaultdict(list)
+    slots: dict[str, int] = {}
+    for lane, calls in _calls_of_engines(recording).items():
+        number = int(lane.rpartition("-")[2])
+        kind = config.launch.kind_of(number)
+        name = "" if kind is None else kind_name(kind)
+        lanes[name].append(calls[:_REPLAYED])
+        slots[name] = config.of_engine(number).engine.max_slots or 64
+    if not lanes:
+        raise UserError("--profile: got no generate call of a group, allowed: a run that trained")
+    models = {name: _fit_decode(own, slots[name]) for name, own in lanes.items()}
+    usual = models.pop("", None)
+    if usual is None:
+        usual = _fit_decode([one for own in lanes.values() for one in own], max(slots.values()))
+    return usual, models
+
+
+def _fit_decode(lanes: list[list[_Call]], slots: int) -> DecodeModel:
+    """Find the parameters of equal engines by replaying their calls.
 
     In a replay each call lasts through so many decode steps, rows of these steps and prefills: the
     parameters are those which give the recorded seconds. Other parameters change the replay, so this is
     repeated.
     """
-    lanes = [calls[:_REPLAYED] for calls in _calls_of_engines(recording).values()]
-    slots = recording.config.engine.max_slots or 64
     calls = [call for own in lanes for call in own]
-    if not calls:
-        raise UserError("--profile: got no generate call of a group, allowed: a run that trained")
     seconds = np.array([call.end - call.start for call in calls])
     pace = float(np.median(seconds / [max(call.lengths) for call in calls]))
     pace = max(pace, _LEAST_S)

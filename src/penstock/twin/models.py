@@ -28,6 +28,15 @@ class DecodeModel:
     def seconds(self, rows: float) -> float:
         return self.step_s + rows * self.row_s
 
+    def at_speed(self, speed: float) -> DecodeModel:
+        """Return an engine that is so many times as fast."""
+        return DecodeModel(
+            step_s=self.step_s / speed,
+            row_s=self.row_s / speed,
+            prefill_s=self.prefill_s / speed,
+            slots=self.slots,
+        )
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TrainModel:

@@ -26,7 +26,7 @@ from penstock.engine.protocol import (
 from penstock.evaluation.background import Evaluations
 from penstock.evaluation.evaluate import EvalTask
 from penstock.supervise.trainer import TrainerPart
-from penstock.twin.models import Rows, TrainModel
+from penstock.twin.models import DecodeModel, Rows, TrainModel
 from penstock.twin.profile import Profile, SeenGroup
 from penstock.types import (
     Batch,
@@ -171,17 +171,18 @@ class VirtualEngine:
 
     def __init__(
         self,
-        profile: Profile,
+        decode: DecodeModel,
         lengths: Callable[[str], Sequence[int]],
         *,
         engines: int = 1,
-        number: int = 0,
-        of: int = 1,
+        rows_of_request: float = 1.0,
+        sync: Samples,
     ) -> None:
-        """lengths: of the rows of a request. number: of the engine, among `of` engines of the run."""
-        self.rows = Rows(profile.decode, engines)
-        self._lengths, self._prefill_s = lengths, profile.decode.prefill_s
-        self._sync = Samples(profile.sync_s, number, of)
+        """lengths: of the rows of a request, of which `rows_of_request` run on average. sync: of a load."""
+        self.rows, self.engines = Rows(decode, engines), engines
+        self._requests = max(1, round(self.rows.slots / rows_of_request))  # that run at once
+        self._lengths, self._prefill_s = lengths, decode.prefill_s
+        self._sync = sync
         self._switches: list[tuple[float, int]] = [(0.0, 0)]  # (decode steps done, version)
         self._digest = ""
         self._asked: dict[int, _Asked] = {}  # by number
@@ -189,8 +190,7 @@ class VirtualEngine:
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._ended_at = 0.0
-        self._grain_s = _GRAIN_STEPS * profile.decode.seconds(profile.decode.slots)
-        self._grain_s *= engines > 1
+        self._grain_s = _GRAIN_STEPS * decode.seconds(decode.slots) * (engines > 1)
         self._idle = asyncio.Event()
 
     async def start(self) -> None: ...
@@ -316,7 +316,7 @@ class VirtualEngine:
             waiting=self.rows.waiting,
             tokens_generated=int(self.rows.tokens),
             busy_s=self.rows.busy_s,
-            slots=self.rows.slots,
+            slots=self._requests,
         )
 
     async def close(self) -> None:

@@ -7,12 +7,14 @@ in seconds.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from penstock.config import Config
+from penstock.config.launching import ProducerKindConfig
 from penstock.errors import UserError
 from penstock.twin.models import DecodeModel, TrainModel
 
@@ -37,8 +39,9 @@ class Profile:
 
     source: str
     groups: list[SeenGroup]
-    decode: DecodeModel
+    decode: DecodeModel  # of an engine as [engine] says
     train: TrainModel
+    kinds: dict[str, DecodeModel] = field(default_factory=dict)  # `kind_name` -> such an engine
     reward_s: list[float] = field(default_factory=lambda: [0.0])  # of one response
     publish_s: list[float] = field(default_factory=lambda: [0.0])  # weights leaving the trainer
     sync_s: list[float] = field(default_factory=lambda: [0.0])  # an engine loading weights
@@ -68,9 +71,10 @@ class Profile:
                 for one in given.pop("groups")
             ]
             decode = DecodeModel(**given.pop("decode"))
+            kinds = {key: DecodeModel(**one) for key, one in given.pop("kinds", {}).items()}
             train = given.pop("train")
             train = TrainModel(**{**train, "spread": tuple(train["spread"])})
-            made = cls(groups=groups, decode=decode, train=train, **given)
+            made = cls(groups=groups, decode=decode, kinds=kinds, train=train, **given)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"--profile: {name} got {type(error).__name__}: {error}, allowed: a run folder or a file "
@@ -79,10 +83,32 @@ class Profile:
         made.check(name)
         return made
 
+    def decode_of(self, config: Config, number: int) -> DecodeModel:
+        """Return the model of one engine of a run: of its kind if that is known, with the config's slots."""
+        kind = config.launch.kind_of(number)
+        model = self.decode if kind is None else self.kinds.get(kind_name(kind), self.decode)
+        return replace(model, slots=config.of_engine(number).engine.max_slots or model.slots)
+
+    def set_speeds(self, config: Config, speeds: Sequence[float]) -> None:
+        """Set how fast the engines of each of launch.producer_kinds are, relative to the others."""
+        kinds = config.launch.producer_kinds
+        if len(speeds) != len(kinds) or not all(speed > 0 for speed in speeds):
+            raise UserError(
+                f"--kind-speed: got {' '.join(map(str, speeds))}, allowed: a number above 0 for each of the "
+                f"{len(kinds)} launch.producer_kinds, in their order"
+            )
+        for kind, speed in zip(kinds, speeds, strict=True):
+            self.kinds[kind_name(kind)] = self.decode.at_speed(speed)
+
     def check(self, name: str) -> None:
         """Raise a UserError unless there is something to draw from."""
         if not self.groups or not all(one.lengths for one in self.groups):
             raise UserError(f"--profile: {name} got no finished group, allowed: a run that trained")
+
+
+def kind_name(kind: ProducerKindConfig) -> str:
+    """Return what tells one of launch.producer_kinds from another, in any config."""
+    return json.dumps({"engine": kind.engine, "place": kind.place}, sort_keys=True)
 
 
 def assumed(config: Config) -> Profile:

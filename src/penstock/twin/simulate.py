@@ -24,7 +24,7 @@ import numpy as np
 from penstock.agent.single_turn import SingleTurn
 from penstock.algo.method import run_settings
 from penstock.algo.settings import keep_group
-from penstock.config import Config
+from penstock.config import Config, LaunchConfig
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import SamplingParams
 from penstock.errors import UserError
@@ -56,7 +56,7 @@ from penstock.twin.parts import (
     VirtualWorker,
     place_of,
 )
-from penstock.twin.profile import Profile
+from penstock.twin.profile import Profile, kind_name
 from penstock.twin.virtual_time import VirtualClock
 from penstock.types import Batch, Group, Prompt, Rollout, StepReport
 from penstock.watch.clock import loop_time
@@ -174,10 +174,15 @@ def check_executes_nothing(config: Config) -> None:
             )
 
 
-def packs(engines: int) -> tuple[int, int]:
-    """Return into how many packs engines are put, and the engines of a pack."""
-    size = math.ceil(engines / MOST_ENGINES)
-    return math.ceil(engines / size), size
+def packs(launch: LaunchConfig) -> list[tuple[int, int]]:
+    """Return the packs of engines: the number of its first engine, and how many equal ones it has."""
+    size = math.ceil(launch.num_producers / MOST_ENGINES)
+    counts = [kind.count for kind in launch.producer_kinds]
+    found, first = [], 0
+    for count in (*counts, launch.num_producers - sum(counts)):
+        found += [(first + n, min(size, count - n)) for n in range(0, count, size)]
+        first += count
+    return found
 
 
 async def _run(config: Config, profile: Profile, steps: int, whole_groups: bool) -> Result:
@@ -188,8 +193,8 @@ async def _run(config: Config, profile: Profile, steps: int, whole_groups: bool)
         seconds = max(job.ended_at - started, 1e-9)
         for engine in engines:
             engine.rows.advance(loop_time())
-        count, slots = len(engines), sum(engine.rows.slots for engine in engines)
-        busy = sum(engine.rows.busy_s for engine in engines) / count
+        slots = sum(engine.rows.slots for engine in engines)
+        busy = sum(engine.rows.busy_s * engine.engines for engine in engines)
         producer = cast(Producer, job.source)
         result = Result(
             engines=config.launch.num_producers,
@@ -198,7 +203,7 @@ async def _run(config: Config, profile: Profile, steps: int, whole_groups: bool)
             seconds=seconds,
             tokens=job.trained,
             trainer_idle=max(0.0, 1 - trainer.busy_s / seconds),
-            engine_idle=max(0.0, 1 - busy / seconds),
+            engine_idle=max(0.0, 1 - busy / config.launch.num_producers / seconds),
             slots_used=sum(engine.rows.row_s for engine in engines) / seconds / slots,
             driver_busy=driver.busy_s / seconds,
             groups=job.groups,
@@ -227,11 +232,18 @@ def _notes(config: Config, profile: Profile, result: Result) -> list[str]:
             f"one driver does not suffice: its event loop is {result.driver_busy:.0%} busy at "
             f"{rate:,.0f} groups a second; split the run by task, or make groups larger"
         )
-    count, size = packs(config.launch.num_producers)
-    if size > 1:
+    packed = packs(config.launch)
+    if len(packed) < config.launch.num_producers:
+        size = max(engines for _, engines in packed)
         notes.append(
-            f"{config.launch.num_producers} engines are modelled as {count} packs of {size}"
+            f"{config.launch.num_producers} engines are modelled as {len(packed)} packs of {size}"
         )
+    notes += [
+        f"engines of launch.producer_kinds[{place}] are taken to be as fast as the others: the profile has none "
+        "of that kind; --kind-speed tells their speed"
+        for place, kind in enumerate(config.launch.producer_kinds)
+        if kind_name(kind) not in profile.kinds
+    ]
     missing = sorted(config.eval.tasks.keys() - profile.evaluations.keys())
     if missing:
         notes.append(f"evaluations of {', '.join(missing)} are not modelled: the profile has none")
@@ -244,7 +256,7 @@ async def _build(
     callbacks = SupervisionCallbacks(waits=Waits(), note=lambda line: None)
     recorded = {name: _recorded(config, profile, name) for name in config.tasks}
     driver = DriverTime(profile.driver_s_per_group, profile.driver_s_per_response)
-    count, size = packs(config.launch.num_producers)
+    packed = packs(config.launch)
     any_task = next(iter(recorded.values()))
 
     def lengths(request_id: str) -> Sequence[int]:
@@ -254,10 +266,17 @@ async def _build(
         whole = whole_groups and task in recorded
         return seen[: own.size] if whole else seen[number : number + 1]
 
-    engines = [
-        VirtualEngine(profile, lengths, engines=size, number=n, of=count) for n in range(count)
-    ]
     rows = min(one.mean_rows() for one in recorded.values()) if whole_groups else 1.0
+    engines = [
+        VirtualEngine(
+            profile.decode_of(config, first),
+            lengths,
+            engines=size,
+            rows_of_request=rows,
+            sync=Samples(profile.sync_s, number, len(packed)),
+        )
+        for number, (first, size) in enumerate(packed)
+    ]
 
     def tokens_of(group: Group) -> int:
         if not whole_groups:
@@ -287,12 +306,11 @@ async def _build(
         callbacks,
         "virtual",
         publishes=colocated_publishes(config, steps),
-        settings=config.engine.model_copy(
-            update={"max_slots": max(1, round(engines[0].rows.slots / rows))}
-        ),
+        settings=config.engine.model_copy(update={"max_slots": 0}),  # ask each engine
         may_miss=config.publications_to_miss(),
     )
     closing.push_async_callback(made.close)
+    await made.engine.start()
     journal = cast(Any, VirtualJournal(profile))
     job = _TwinJob(
         config=config,
