@@ -240,15 +240,16 @@ class Rollout:
         self, token_ids: np.ndarray, logprobs: np.ndarray, segments: Sequence[VersionSegment]
     ) -> None:
         """Add tokens that the policy sampled; `segments` cover only the new tokens."""
-        sampled = np.ones(len(token_ids), dtype=np.bool_)
+        sampled = np.empty(len(token_ids), dtype=np.bool_)
+        sampled.fill(True)
         if len(self.response_ids):
             ids = np.concatenate([self.response_ids, token_ids])
             self.response_ids = ids.astype(np.int32, copy=False)
             self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32, copy=False)
             self.loss_mask = np.concatenate([self.loss_mask, sampled])
-        else:  # copies: an engine may use its arrays again
-            self.response_ids = np.array(token_ids, np.int32)
-            self.logprobs, self.loss_mask = np.array(logprobs, np.float32), sampled
+        else:
+            self.response_ids, self.logprobs = _own(token_ids, _IDS), _own(logprobs, _LOGPROBS)
+            self.loss_mask = sampled
         for segment in segments:
             self.segments = extend_segments(self.segments, segment.version, segment.length)
         self.check()
@@ -326,6 +327,13 @@ _GROUP_STATUS_ORDER = (
 
 _FINGERPRINT = "1-"  # the form: another number if other things are hashed
 _IDS, _LOGPROBS, _MASK = np.dtype("<i4"), np.dtype("<f4"), np.dtype(np.bool_)
+
+
+def _own(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return the array, or a copy if an engine may write to it again."""
+    if array.dtype is dtype and not array.flags.writeable:
+        return array
+    return np.array(array, dtype)
 
 
 def _bytes_of(array: np.ndarray, dtype: np.dtype) -> bytes:

@@ -50,6 +50,7 @@ class SingleTurn(AgentLoop):
         self._temperature = temperature or (lambda version: annealed_temperature(sampling, version))
         self._running: dict[str, None] = {}  # request ids, in the order of their start
         self._requests = 0
+        self._newest_params: SamplingParams | None = None
         self._aborting: set[asyncio.Task[None]] = set()
         self._searching = asyncio.Lock()  # one group at a time is asked one by one
         self._not_searched: int | None = None  # groups since then; None: no blame
@@ -92,13 +93,7 @@ class SingleTurn(AgentLoop):
     async def _generate(self, rollouts: list[Rollout]) -> None:
         if not rollouts:
             return
-        params = {
-            (temperature, least): SamplingParams.from_config(
-                self._sampling, temperature=temperature, min_tokens=least
-            )
-            for temperature, least in {(one.temperature, one.min_tokens) for one in rollouts}
-        }  # shared by the requests, so that each object is sent once
-        requests = [self._request(rollout, params) for rollout in rollouts]
+        requests = [self._request(rollout) for rollout in rollouts]
         ids = [request.request_id for request in requests]
         self._running.update(dict.fromkeys(ids))
         try:
@@ -171,14 +166,21 @@ class SingleTurn(AgentLoop):
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
-    def _request(
-        self, rollout: Rollout, params: dict[tuple[float, int], SamplingParams]
-    ) -> GenerationRequest:
+    def _params(self, temperature: float, least: int) -> SamplingParams:
+        """Return one object for equal requests, so that a message has it once."""
+        newest = self._newest_params
+        if newest is None or (newest.temperature, newest.min_tokens) != (temperature, least):
+            newest = self._newest_params = SamplingParams.from_config(
+                self._sampling, temperature=temperature, min_tokens=least
+            )
+        return newest
+
+    def _request(self, rollout: Rollout) -> GenerationRequest:
         self._requests += 1
         return GenerationRequest(
             request_id=f"{rollout.rollout_id}/{self._requests}",
             prompt_ids=rollout.prompt_ids,
-            sampling=params[rollout.temperature, rollout.min_tokens],
+            sampling=self._params(rollout.temperature, rollout.min_tokens),
             seed=rollout.seed,
             response_ids=rollout.response_ids,
         )

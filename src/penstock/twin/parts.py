@@ -43,6 +43,7 @@ from penstock.watch.clock import loop_time
 
 _IDS = np.zeros(1 << 20, dtype=np.int32)  # the tokens of every response
 _LOGPROBS = np.zeros(1 << 20, dtype=np.float32)
+_IDS.flags.writeable = _LOGPROBS.flags.writeable = False  # so that a rollout needs no copy
 _FAR = 7919  # a prime: groups this far away are not those of the next cursors
 _GRAIN_STEPS = 4  # decode steps after which a pack of engines looks for rows that have ended
 
