@@ -256,27 +256,7 @@ async def _build(
     callbacks = SupervisionCallbacks(waits=Waits(), note=lambda line: None)
     recorded = {name: _recorded(config, profile, name) for name in config.tasks}
     driver = DriverTime(profile.driver_s_per_group, profile.driver_s_per_response)
-    packed = packs(config.launch)
-    any_task = next(iter(recorded.values()))
-
-    def lengths(request_id: str) -> Sequence[int]:
-        task, cursor, number = place_of(request_id)
-        own = recorded.get(task) or any_task  # of an evaluation: as in training
-        seen = own.group(cursor).lengths
-        whole = whole_groups and task in recorded
-        return seen[: own.size] if whole else seen[number : number + 1]
-
-    rows = min(one.mean_rows() for one in recorded.values()) if whole_groups else 1.0
-    engines = [
-        VirtualEngine(
-            profile.decode_of(config, first),
-            lengths,
-            engines=size,
-            rows_of_request=rows,
-            sync=Samples(profile.sync_s, number, len(packed)),
-        )
-        for number, (first, size) in enumerate(packed)
-    ]
+    engines = _engines(config, profile, recorded, whole_groups)
 
     def tokens_of(group: Group) -> int:
         if not whole_groups:
@@ -310,6 +290,7 @@ async def _build(
         may_miss=config.publications_to_miss(),
     )
     closing.push_async_callback(made.close)
+    assert made.engine is not None
     await made.engine.start()
     journal = cast(Any, VirtualJournal(profile))
     job = _TwinJob(
@@ -330,6 +311,32 @@ async def _build(
         tokens_of=tokens_of,
     )
     return job, engines, trainer, driver
+
+
+def _engines(
+    config: Config, profile: Profile, recorded: dict[str, Recorded], whole_groups: bool
+) -> list[VirtualEngine]:
+    packed = packs(config.launch)
+    any_task = next(iter(recorded.values()))
+
+    def lengths(request_id: str) -> Sequence[int]:
+        task, cursor, number = place_of(request_id)
+        own = recorded.get(task) or any_task  # of an evaluation: as in training
+        seen = own.group(cursor).lengths
+        whole = whole_groups and task in recorded
+        return seen[: own.size] if whole else seen[number : number + 1]
+
+    rows = min(one.mean_rows() for one in recorded.values()) if whole_groups else 1.0
+    return [
+        VirtualEngine(
+            profile.decode_of(config, first),
+            lengths,
+            engines=size,
+            rows_of_request=rows,
+            sync=Samples(profile.sync_s, number, len(packed)),
+        )
+        for number, (first, size) in enumerate(packed)
+    ]
 
 
 def _evaluations(
