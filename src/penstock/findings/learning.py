@@ -85,6 +85,12 @@ def _cause(o: Observed) -> tuple[str, str, tuple[str, ...]]:
             "Take easier prompts or a stronger model, or sample more responses to each prompt",
             (f"sampling.num_generations={more}",),
         )
+    if _has_improved(o):
+        return (
+            f"the mean reward rose from {o.at_start('reward/mean'):.3g} to {o.now('reward/mean'):.3g}",
+            "Take harder prompts, or stop if no response can earn more",
+            (),
+        )
     return (
         f"the mean reward is {o.now('reward/mean'):.3g}",
         f"Check the reward on samples of the run: penstock rollouts {o.run}",
