@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import select
 import socket
 import struct
 import threading
@@ -12,8 +14,13 @@ from typing import Any
 
 import pytest
 
+from penstock.sandbox import pool
+from penstock.sandbox.host import Mode
+from penstock.sandbox.layers import Isolation
 from penstock.sandbox.links import Client, Link
 from penstock.sandbox.listener import Listener, ListenerLimits, Request
+from penstock.sandbox.pool import SandboxPool
+from penstock.sandbox.settings import SandboxSettings, job_limits
 from penstock.sandbox.verify import verify
 from stages.sandbox_pools import make_pool
 
@@ -135,6 +142,55 @@ def test_more_than_the_kernel_takes_at_once_is_sent_and_read_whole() -> None:
     on_a_link(use)
 
 
+class FakeSandbox:
+    facts, is_ready = True, True
+
+    def stop(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class FakeNursery:
+    """Makes sandboxes of nothing and counts them."""
+
+    alive = True
+
+    def __init__(self) -> None:
+        self.number, self._made = 0, threading.Condition()
+
+    def spawn(self) -> FakeSandbox:
+        with self._made:
+            self.number += 1
+            self._made.notify_all()
+        return FakeSandbox()
+
+    def has_made(self, number: int) -> bool:
+        with self._made:
+            return self._made.wait_for(lambda: self.number >= number, 60)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("pause_s", "ready"), [(0.0, pool.WARM), (3600.0, pool.FEW + 1)])
+def test_sandboxes_are_set_up_between_submissions_while_enough_are_ready(
+    pause_s: float, ready: int
+) -> None:
+    uses, nursery = 8, FakeNursery()
+    isolation = Isolation(Mode(False, False, False), "filtered", ())
+    one = SandboxPool(SandboxSettings(workers=1), isolation, pause_s)
+    one._nursery = nursery  # type: ignore[assignment]
+    for _ in range(uses):
+        with one.sandbox():
+            pass
+    if pause_s == 0:
+        assert nursery.has_made(uses + ready)
+    one.close()
+    assert nursery.number <= uses + ready
+
+
 def test_a_solution_of_assert_style_tests_is_charged_for_its_time() -> None:
     one = make_pool("namespaces", submission_timeout_s=60)
     try:
@@ -146,3 +202,20 @@ def test_a_solution_of_assert_style_tests_is_charged_for_its_time() -> None:
         one.close()
     assert verdict.result == [1]
     assert verdict.cpu_s >= 0.2
+
+
+def test_a_program_that_runs_on_is_stopped_with_its_submission() -> None:
+    one = make_pool("namespaces")
+    limits = job_limits(one.settings, 600.0)
+    try:
+        with one.sandbox() as sandbox:
+            sandbox.run({"job": "program", "source": ""}, limits)
+            sandbox.stop()  # nothing runs: it can be used on
+            assert sandbox.run({"job": "program", "source": "print(1)"}, limits).stdout == b"1\n"
+            sandbox.start({"job": "program", "source": "while True: pass"}, limits)
+            ended = os.pidfd_open(sandbox.pid)
+            sandbox.stop()
+            assert select.select([ended], [], [], 60)[0]
+            os.close(ended)
+    finally:
+        one.close()

@@ -319,6 +319,7 @@ class Sandbox:
     def __init__(self, nursery: Nursery, pid: int, link: socket.socket) -> None:
         self._nursery, self.pid, self._link = nursery, pid, link
         self._facts: dict[str, Any] | None = None
+        self._busy = False  # with a job whose result nobody has taken
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -356,6 +357,7 @@ class Sandbox:
     ) -> None:
         """Start a job without waiting for its result."""
         facts = self.facts
+        self._busy = True
         self._link.settimeout(GRACE_S)
         try:
             wire.send(self._link, job | {"limits": self._adapt(limits, facts)}, descriptors)
@@ -368,6 +370,7 @@ class Sandbox:
         try:
             fields = wire.receive(self._link)[0]
             stdout, stderr, report = fields.pop("blobs")
+            self._busy = False
             return Outcome(**fields, stdout=stdout, stderr=stderr, report=report)
         except (wire.Closed, TimeoutError, OSError):
             raise SandboxLost from None
@@ -381,6 +384,11 @@ class Sandbox:
             "tasks": limits["tasks"] if own_user else None,
             "processes": limits["processes"] and self._nursery.mode.namespaces,
         }
+
+    def stop(self) -> None:
+        """Let no process of a submission run on; the sandbox itself may end later."""
+        if self._busy:
+            self._link.close()  # its first process ends, and all others with it
 
     def end(self) -> None:
         """Kill every process of the sandbox."""

@@ -1,13 +1,15 @@
 """Warm sandboxes for worker threads: one per submission, never used for two; and referees.
 
-A sandbox ends after its submission; the next one is set up meanwhile. A dead nursery is replaced. Referees run
-no solution and are used again.
+A sandbox ends after its submission, and the next one is set up: both take more processor time than a short
+submission, so they wait for a pause between submissions unless that leaves few sandboxes ready. A dead nursery is
+replaced. Referees run no solution and are used again.
 Blocking; the number of callers bounds the number of sandboxes.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +24,27 @@ REFEREE_LIFE_S = 1e6
 REFEREE_BYTES = 1 << 30
 NICE = 19
 WARM = 4  # sandboxes that are ready, for each worker
+FEW = 2  # with fewer of them, for each worker, the next ones are set up without a wait
+MOST_ENDING = 8  # used sandboxes, for each worker; past it a submission ends its own
+PAUSE_S = 0.005  # after a submission nothing is set up for so long: its verdict is on the way
+SHORT_S = 0.03  # nor while one runs, unless it runs for longer
 ANSWERS_PER_REFEREE = 1000  # then a fresh one: its memory may be in pieces
 
 
 class SandboxPool:
     """Lends sandboxes. Starts at first use; `close()` ends all of them."""
 
-    def __init__(self, settings: SandboxSettings, isolation: Isolation | None = None) -> None:
+    def __init__(
+        self,
+        settings: SandboxSettings,
+        isolation: Isolation | None = None,
+        pause_s: float = PAUSE_S,
+    ) -> None:
         """Use `isolation`, or the strongest that works here if it is None."""
         self.settings = settings
+        self._pause_s = pause_s
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # one came back, few are left, or all end
         self._nursery: Nursery | None = None
         self._warm: deque[Sandbox] = deque()
         # those that nobody uses; the nice ones judge large answers, behind all small ones
@@ -39,6 +52,8 @@ class SandboxPool:
         self._isolation = isolation
         self._closed = False
         self._ending = 0  # used sandboxes that the gardener has still to end
+        self._lent: dict[Sandbox, float] = {}  # when each is no longer taken for a short one
+        self._pause_until_s = 0.0
         self._gardener = ThreadPoolExecutor(1, thread_name_prefix="sandbox-refill")
 
     @property
@@ -52,11 +67,17 @@ class SandboxPool:
     def sandbox(self) -> Iterator[Sandbox]:
         """Lend a fresh sandbox; it ends, with all its processes, when the block is left."""
         sandbox = self._take()
+        with self._lock:
+            self._lent[sandbox] = time.monotonic() + SHORT_S
         try:
             yield sandbox
         finally:
+            sandbox.stop()
             with self._lock:
-                later = not self._closed and self._ending <= self.settings.workers
+                del self._lent[sandbox]
+                self._pause_until_s = time.monotonic() + self._pause_s
+                self._changed.notify()
+                later = not self._closed and self._ending < MOST_ENDING * self.settings.workers
                 if later:  # the verdict does not wait for the end of the solution's processes
                     self._ending += 1
                     self._gardener.submit(self._replace, sandbox)
@@ -118,6 +139,8 @@ class SandboxPool:
                 return None
             sandbox = next((one for one in self._warm if one.is_ready), self._warm[0])
             self._warm.remove(sandbox)
+            if self._is_behind():
+                self._changed.notify()
             return sandbox
 
     def _start(self) -> Nursery:
@@ -143,11 +166,25 @@ class SandboxPool:
     def _replace(self, used: Sandbox) -> None:
         """Set up the next sandbox, then end a used one. Woken by each use of one."""
         try:
+            self._wait_for_pause()
             self._refill()
         finally:
             used.end()
             with self._lock:
                 self._ending -= 1
+
+    def _wait_for_pause(self) -> None:
+        """Return when no short submission runs or has just ended, or when there is much to do."""
+        with self._lock:
+            while not self._is_behind() and not self._closed:
+                left_s = max([self._pause_until_s, *self._lent.values()]) - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._changed.wait(left_s)
+
+    def _is_behind(self) -> bool:
+        workers = self.settings.workers
+        return len(self._warm) < FEW * workers or self._ending > WARM * workers
 
     def _refill(self) -> None:
         """Keep more sandboxes ready than one client may ask for: on a busy machine set-up takes long."""
@@ -171,6 +208,7 @@ class SandboxPool:
         """End every sandbox, also those in use, and lend no more."""
         with self._lock:
             self._closed = True
+            self._changed.notify()
             nursery, self._nursery = self._nursery, None
             warm = list(self._warm)
             self._warm.clear()
