@@ -172,6 +172,11 @@ async def _resume(config: Config, folder: RunFolder, changes: list[Change], acce
     journal = Journal.open(folder.journal)
     try:
         committed = journal.last_committed_step()
+        if config.train.steps is not None and config.train.steps < committed:
+            raise UserError(
+                f"train.steps: got {config.train.steps}, allowed: at least {committed}, the steps that "
+                "the run has done"
+            )
         needed = last_step_of_old_configs(folder)
         if any(change.in_update for change in changes):
             needed = committed

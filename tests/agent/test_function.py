@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from typing import Any
 
@@ -60,9 +61,11 @@ def test_a_reward_after_a_turn_is_not_credited_to_later_calls() -> None:
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
-        (None, "it returned None: the rollout has no reward"),
-        ("good", "got 'good'"),
-        (math.nan, "got the reward nan"),
+        (None, "it returned None and the task has no rewards, allowed: a number, a bool, a dict"),
+        ("good", "got 'good', allowed: a number, a bool, a Score or a dict of its fields: value, "),
+        ({"reward": 1.0}, "got {'reward': 1.0}, allowed: a number, a bool, a Score or a dict of "),
+        ({"value": "high"}, "got {'value': 'high'}, allowed: a number, a bool, a Score or a dict"),
+        (math.nan, "got the reward nan, allowed: a finite number"),
     ],
 )
 def test_what_is_no_reward_fails_the_rollout_and_is_never_a_zero(result, reason) -> None:
@@ -72,7 +75,7 @@ def test_what_is_no_reward_fails_the_rollout_and_is_never_a_zero(result, reason)
 
     for rollout in run(make_agent(agent), make_group()):
         assert (rollout.status, rollout.score) == (Status.FAILED, None)
-        assert reason in rollout.error
+        assert rollout.error.startswith(f"agent: {reason}")
 
 
 def test_one_raising_or_slow_rollout_costs_no_other() -> None:
@@ -91,8 +94,9 @@ def test_one_raising_or_slow_rollout_costs_no_other() -> None:
         return True
 
     first, slow, scored, right = run(make_agent(agent, timeout_s=0.05), group)
-    assert first.error == "agent: OSError: the browser is gone"
-    assert slow.error == "agent: RewardError: no result after 0.05 s (timeout_s)"
+    line = inspect.getsourcelines(agent)[1] + 4
+    assert first.error == f"agent: OSError: the browser is gone ({__file__}:{line})"
+    assert slow.error == "agent: no result after 0.05 s (timeout_s)"
     assert (scored.reward, scored.score.answer_ok) == (0.5, False)
     assert (right.reward, right.score.answer_ok) == (1.0, True)
 
@@ -103,10 +107,13 @@ def test_an_overflowing_context_truncates_the_rollout() -> None:
         await model.chat([user("x" * 500)])
         return 1.0
 
+    told = list[str]()
+
     async def careful(task: Any, model: Any) -> float:
         try:
             return await agent(task, model)
-        except Exception:
+        except Exception as error:
+            told.append(str(error))
             return 0.75
 
     for function, reward in ((agent, -1.0), (careful, 0.75)):
@@ -114,6 +121,7 @@ def test_an_overflowing_context_truncates_the_rollout() -> None:
         assert {r.status for r in rollouts} == {Status.COMPLETED}
         assert {r.finish_reason for r in rollouts} == {"length"}
         assert {r.reward for r in rollouts} == {reward}
+    assert told[0].endswith(" (max_prompt_tokens)")
 
 
 def test_an_answer_cut_by_length_truncates_a_rollout_whose_function_raises() -> None:
@@ -128,7 +136,7 @@ def test_an_answer_cut_by_length_truncates_a_rollout_whose_function_raises() -> 
         assert (rollout.status, rollout.finish_reason) == (Status.COMPLETED, "length")
         assert rollout.reward == -1.0
     for rollout in run(make_agent(agent), make_group()):  # an answer that was not cut
-        assert rollout.error == "agent: ValueError: the length limit was reached"
+        assert rollout.error.startswith("agent: ValueError: the length limit was reached (")
 
 
 def test_a_pause_keeps_the_calls_and_a_partial_rollout_goes_on_from_them() -> None:
@@ -200,7 +208,7 @@ def test_an_agent_that_never_calls_the_model_fails() -> None:
         return 1.0
 
     (rollout, *_) = run(make_agent(agent), make_group())
-    assert rollout.error == "agent: RewardError: it ended without an answer of the model"
+    assert rollout.error == "agent: it ended without an answer of the model"
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,10 @@ def test_a_tool_that_raises_or_is_unknown_tells_the_policy(file: Path) -> None:
 def test_functions_are_tools_and_turns_are_bounded(file: Path) -> None:
     function = make_tools("o", {"functions": [f"{file}:double"]})
     rollout, _, _ = play(function, tool_call("double", a=4), tool_call("double", a=8), max_turns=2)
-    assert rollout.error == "agent: RewardError: it returned None: the rollout has no reward"
+    assert rollout.error == (
+        "agent: it returned None and the task has no rewards, allowed: a number, a bool, a dict with "
+        "the fields of a score, or rewards in the config"
+    )
     env = make_tools("o", {"env": f"{file}:Calculator"})
     rollout, _, _ = play(env, tool_call("add", a=1, b=1), tool_call("add", a=1, b=1), max_turns=2)
     assert (rollout.reward, rollout.finish_reason) == (4.0, "length")
@@ -132,6 +135,7 @@ def test_a_template_without_tools_gets_them_as_text(file: Path) -> None:
         ({}, "allowed: one of"),
         ({"env": "calc.py:Calculator", "functions": ["a:b"]}, "allowed: one of"),
         ({"functions": ["FILE:untyped"]}, "types and a docstring"),
+        ({"env": "FILE:untyped"}, r"o\.env: got '.*:untyped', which is no class, allowed: a class"),
     ],
 )
 def test_tools_that_cannot_be_described_are_refused(file: Path, options, words) -> None:

@@ -105,3 +105,10 @@ def test_a_finished_run_can_be_made_longer(server: CrashServer) -> None:
     assert code == 0
     assert server.run("resume", str(run.path), "train.steps=3") == 0, server.output()
     assert_sound(run, steps=3)
+    before = (run.path / "config.toml").read_text()
+    assert server.run("resume", str(run.path), "train.steps=2") == 2
+    assert (
+        "train.steps: got 2, allowed: at least 3, the steps that the run has done"
+        in server.output()
+    )
+    assert (run.path / "config.toml").read_text() == before

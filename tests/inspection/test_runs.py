@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from penstock import cli
 from penstock.inspection.compare import compare, interval, read_samples
 from penstock.inspection.rollout_viewer import find_evaluated
+from penstock.inspection.runs import RunLine, print_runs
 from penstock.run_folder import RunFolder
 from stages.made_run import make_run
 
@@ -36,6 +40,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_samples(root / "b", "heldout", 2, [[0, 0]] * 4)  # an older evaluation
     write_samples(root / "b", "heldout", 4, [[1, 1], [1, 0], [1, 1], [0, 0]])
     return root
+
+
+def test_a_narrow_terminal_gets_one_line_for_each_run() -> None:
+    name, held_out = "train-grpo-20261116-100757", "heldout accuracy 0.344 -> 0.992"
+    line = RunLine(name=name, state="finished", steps=80, total_steps=80, reward=0.953)
+    line.changed_at = time.time() - 35 * 60
+    line.held_out, line.rewards = held_out, (0.1, 0.9)
+    for width, shown in ((80, "0.992"), (160, held_out)):
+        out = io.StringIO()
+        print_runs([line, line], Console(file=out, width=width))
+        _, first, second = out.getvalue().splitlines()
+        assert first == second
+        assert name in first
+        assert shown in first
+        assert first.rstrip().endswith(" 35 min ago")
 
 
 def write_samples(

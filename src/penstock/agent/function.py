@@ -24,6 +24,7 @@ from penstock.config import SamplingConfig
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import RewardError, UserError
 from penstock.journal.calls import ToolResult
+from penstock.plugins import place_of
 from penstock.produce.context import AgentLoop
 from penstock.reward.call_threads import CallThreads
 from penstock.reward.protocol import Reward
@@ -226,7 +227,9 @@ class FunctionAgent(AgentLoop):
                 self._set_aside(session)
                 return
             rollout.restart()  # its calls are spent: a retry needs another seed
-            rollout.fail(f"agent: {type(error).__name__}: {error}")
+            own = isinstance(error, RewardError)
+            said = error if own else f"{type(error).__name__}: {error}{place_of(error)}"
+            rollout.fail(f"agent: {said}")
             return
         rollout.move_to(Status.COMPLETED)
 
@@ -251,7 +254,10 @@ class FunctionAgent(AgentLoop):
             assert rollout.prompt is not None, "a group gives its prompt to its rollouts"
             score = await self._reward.score(rollout, rollout.prompt)
         elif result is None:
-            raise RewardError("it returned None: the rollout has no reward")
+            raise RewardError(
+                "it returned None and the task has no rewards, allowed: a number, a bool, a dict with "
+                "the fields of a score, or rewards in the config"
+            )
         else:
             score = as_score(result)
         total = score.value + earned

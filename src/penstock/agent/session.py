@@ -340,8 +340,10 @@ class Session:
             raise TurnsExceeded(self.refused)
         room = limits.max_positions - context
         if context > limits.max_context or room < 1:
-            most = min(limits.max_context, limits.max_positions - 1)
-            self.refused = f"got a context of {context} tokens, allowed: at most {most}"
+            most, whose = limits.max_context, "max_prompt_tokens"
+            if limits.max_positions <= most:
+                most, whose = limits.max_positions - 1, "the model's positions"
+            self.refused = f"got a context of {context} tokens, allowed: at most {most} ({whose})"
             raise ContextOverflow(self.refused)
         return room
 

@@ -37,6 +37,8 @@ def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awai
         raise UserError(f"{where}.functions: got {functions!r}, allowed: a list of names")
     servers = read_servers(f"{where}.mcp", given)
     kind = plugins.load(f"{where}.env", str(env), {}) if env else None
+    if kind is not None and not isinstance(kind, type):
+        raise UserError(f"{where}.env: got {env!r}, which is no class, allowed: a class")
     loaded = [plugins.load(f"{where}.functions", name, {}) for name in functions or ()]
     if kind is not None:
         loaded = list(tools_of(kind).values())

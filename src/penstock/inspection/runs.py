@@ -105,7 +105,14 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
     if as_json:
         console.file.write(json.dumps([asdict(line) for line in lines]) + "\n")
         return
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    is_narrow = console.width < _WIDE
+    table = Table(
+        box=None,
+        padding=(0, 1),
+        pad_edge=False,
+        collapse_padding=is_narrow,
+        header_style="dim",
+    )
     for name, justify in (
         ("run", "left"),
         ("state", "left"),
@@ -113,23 +120,29 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
         ("reward", "right"),
     ):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for name in ("", "held out", "findings", "changed"):
-        table.add_column(name, overflow="fold")
+    if not is_narrow:
+        table.add_column("")
+    for name in ("held out", "findings", "changed"):
+        table.add_column(name, no_wrap=True)
     for line in lines:
         steps = f"{line.steps}/{line.total_steps}" if line.total_steps else str(line.steps)
+        curve = [Text(sparkline(console, line.rewards, width=16), style="cyan")]
+        if is_narrow:
+            curve = []
         table.add_row(
             Text(line.name, style="bold"),
             Text(line.state, style=_STYLES[line.state]),
             steps,
             "" if line.reward is None else f"{line.reward:.3f}",
-            Text(sparkline(console, line.rewards, width=16), style="cyan"),
-            Text(line.held_out),
+            *curve,
+            Text(line.held_out.rpartition(" ")[2] if is_narrow else line.held_out),
             Text(str(line.findings) if line.findings else "", style="yellow"),
             _ago(time.time() - line.changed_at),
         )
     console.print(table, highlight=False)
 
 
+_WIDE = 120  # columns of a terminal from which a line shows curves and whole scores
 _STYLES = {
     "training": "green",
     "finished": "",

@@ -7,6 +7,7 @@ It runs in a thread, so that slow code does not block the event loop (`call_thre
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -127,11 +128,11 @@ def as_score(value: Any) -> Score:
         return value
     if isinstance(value, bool):
         return Score(value=float(value), answer_ok=value)
-    if isinstance(value, Mapping):
-        return Score(**value)
+    fields = value if isinstance(value, Mapping) else {"value": value}
     try:
-        return Score(value=float(value))
-    except (TypeError, ValueError):
+        return Score(**{**fields, "value": float(fields["value"])})
+    except (KeyError, TypeError, ValueError):
         raise RewardError(
-            f"got {value!r}, allowed: a number, a bool, a Score or a dict of its fields"
+            f"got {value!r}, allowed: a number, a bool, a Score or a dict of its fields: "
+            f"{', '.join(field.name for field in dataclasses.fields(Score))}"
         ) from None
