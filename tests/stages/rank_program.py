@@ -13,7 +13,7 @@ import torch
 from penstock.config import ParallelConfig
 from penstock.errors import StopRequested
 from penstock.training.consumer import Consumer
-from penstock.training.policy import add_adapters
+from penstock.training.policy import add_adapters, load_for_ranks, load_policy
 from penstock.training.ptx import Text, TextStream
 from penstock.training.ranks import Ranks, rank_share
 from penstock.weights.offload import HostOffload
@@ -168,6 +168,36 @@ def start_rounded(job: str, folder: Path, ranks: Ranks) -> None:
         torch.save(content, folder / f"start-{job}-{layout_of(ranks)}.pt")
 
 
+def load_shares(folder: Path, ranks: Ranks) -> None:
+    """Load stored models by rows and whole, train a step with both; save what was read and the weights."""
+    for path in sorted(folder.glob("model-*")):
+        axes = ranks.parallel.model_dump()
+        config = config_of(
+            model={"path": str(path)},
+            train={"lr": 1e-2, "parallel": axes},
+            launch={"num_consumers": ranks.world},
+        )
+        model, stored = load_for_ranks(config.model, torch.float32, ranks)
+        assert stored is not None
+        shared = Consumer(config, model, total_steps=10, ranks=ranks, stored=stored)
+        whole = Consumer(
+            config, load_policy(str(path), config.model, torch.float32), total_steps=10, ranks=ranks
+        )
+        found = {"read": stored.bytes_read, "held": stored.most_held, "packs": shared.policy.packs}
+        assert shared.policy.packs == whole.policy.packs
+        buffers = [dict(one.policy.model.named_buffers()) for one in (shared, whole)]
+        assert buffers[0].keys() == buffers[1].keys()
+        assert all(torch.equal(buffers[0][name], buffers[1][name]) for name in buffers[0])
+        for moment in ("before", "after"):
+            found[moment] = [one.digest() for one in (shared, whole)]
+            for one in (shared, whole):
+                train(one, 2)
+        found["ends"] = [one.policy.end_ids for one in (shared, whole)]
+        found["from_config"] = Consumer.from_config(config, total_steps=10).digest()
+        name = f"loaded-{path.name}-{layout_of(ranks)}-rank-{ranks.rank}.json"
+        (folder / name).write_text(json.dumps(found))
+
+
 class OneRank:
     """What a worker process serves: one of several ranks that meet at that port."""
 
@@ -182,6 +212,8 @@ class OneRank:
         reload("plain", folder, ranks, saved="1")
         for name in STARTS:
             start_rounded(name, folder, ranks)
+        for axes in ({}, {"tensor": 2}, {"pipeline": 2}):
+            load_shares(folder, Ranks.from_environment(torch.device("cpu"), ParallelConfig(**axes)))
 
     def run_layouts(self, folder: Path, tasks: list[tuple[str, str, dict[str, int]]]) -> None:
         """Run each (kind of work, its argument, axes); work on a checkpoint names its layout."""

@@ -7,14 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.launch.processes.process_worker import ProcessWorker
+from penstock.models.stored_weights import build
 from penstock.training.ranks import Axis, Ranks, digest_over, rank_share
 from penstock.training.sharding import Sharding
 from penstock.weights.model_weights import digest_of
 from stages import rank_program
+from stages.training_data import tiny_model
 
 JOBS = list(rank_program.ALGORITHMS)
+
+
+STORED = {"model-tied": True, "model-in-several-files": False}
 
 
 class OneOfTwo(Ranks):
@@ -78,6 +84,9 @@ def results(tmp_path_factory, warm_workers) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     for job in JOBS:
         rank_program.run(job, folder, Ranks())
+    for name, tied in STORED.items():
+        model = tiny_model(dtype=torch.bfloat16, tie_word_embeddings=tied, num_hidden_layers=6)
+        model.save_pretrained(folder / name, max_shard_size="1GB" if tied else "8KB")
     asyncio.run(run_two_ranks(folder))
     rank_program.reload("plain", folder, Ranks(), saved="2")
     for job in rank_program.STARTS:
@@ -120,6 +129,47 @@ def test_a_resumed_step_is_bitwise_the_same(results, job, world) -> None:
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
 def test_a_checkpoint_loads_at_another_number_of_ranks(results, saved, loaded) -> None:
     assert_same_weights(results / f"plain-{saved}-to-{loaded}.pt", results / "plain-1.pt", 1e-9)
+
+
+@pytest.mark.parametrize("layout", ["2", "2-tensor2", "2-pipeline2"])
+@pytest.mark.parametrize("name", STORED)
+def test_a_rank_reads_its_part_of_a_stored_model(results, name, layout) -> None:
+    """Weights, buffers and a trained step are bitwise those of ranks that loaded the whole model."""
+    paths = (results / f"loaded-{name}-{layout}-rank-{rank}.json" for rank in range(2))
+    first, second = (json.loads(path.read_text()) for path in paths)
+    for one in (first, second):
+        shared, whole = one["before"]
+        assert shared == whole == one["from_config"]
+        shared, after = one["after"]
+        assert shared == after != whole
+        assert one["packs"]
+        assert one["ends"][0] == one["ends"][1]
+    files = (load_file(path) for path in (results / name).glob("*.safetensors"))
+    stored = sum(tensor.nbytes for file in files for tensor in file.values())
+    assert len(list((results / name).glob("*.safetensors"))) == (1 if STORED[name] else 6)
+    assert 0.45 * stored < second["read"] < 0.55 * stored
+    assert second["held"] == 0
+    assert (
+        0 < first["held"] < 0.4 * 2 * stored
+    )  # float32: for the check, ends and a layer at a time
+
+
+def test_files_that_do_not_hold_the_parameters_of_the_model_are_no_parts(tmp_path) -> None:
+    """Such a model is loaded whole, which knows other names, or tells what is wrong."""
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "trust_remote_code": False}
+    assert build(str(tmp_path), **options) is None  # no files
+    tiny_model(dtype=torch.float32).save_pretrained(tmp_path)
+    model, stored = build(str(tmp_path), **options)
+    vectors = sum(one.nbytes for one in model.parameters() if one.ndim < 2)
+    assert stored.bytes_read == vectors
+    tensors = load_file(tmp_path / "model.safetensors")
+    first = next(iter(tensors))
+    for wrong in ({"other": tensors[first]}, {first: tensors[first][:-1].clone()}):
+        rest = {name: one for name, one in tensors.items() if name != first}
+        save_file({**rest, **wrong}, tmp_path / "model.safetensors", {"format": "pt"})
+        assert build(str(tmp_path), **options) is None
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    assert build(str(tmp_path), **options) is None
 
 
 @pytest.mark.parametrize("job", rank_program.STARTS)

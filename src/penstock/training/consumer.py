@@ -31,12 +31,13 @@ from penstock.config import Config
 from penstock.data.sampler import stable_hash
 from penstock.errors import RunError, StopRequested
 from penstock.models.loading import compute_dtype
+from penstock.models.stored_weights import StoredWeights
 from penstock.training.arrival import Arrival
 from penstock.training.dither import HALF_FORMATS
 from penstock.training.flat_batch import FlatBatch, mini_batches
 from penstock.training.metrics import TokenStats, mean_of_finite, step_metrics
 from penstock.training.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
-from penstock.training.model_check import check_model, lay_out
+from penstock.training.model_check import check_loaded, check_model, lay_out
 from penstock.training.objective import (
     TokenInputs,
     loss_weights,
@@ -60,7 +61,13 @@ from penstock.training.pack import (
     split_by_tokens,
 )
 from penstock.training.pipeline import Sampling, run_passes
-from penstock.training.policy import Policy, add_adapters, load_policy, trainer_device
+from penstock.training.policy import (
+    Policy,
+    add_adapters,
+    load_for_ranks,
+    load_policy,
+    trainer_device,
+)
 from penstock.training.ptx import TextStream
 from penstock.training.ranks import Ranks, digest_over
 from penstock.training.snapshot import load_snapshot, take_snapshot
@@ -100,7 +107,9 @@ class Consumer:
         reference: Any | None = None,
         texts: TextStream | None = None,
         ranks: Ranks | None = None,
+        stored: StoredWeights | None = None,
     ) -> None:
+        """stored: the files with the matrices of a model that was built without them."""
         self.config = config
         self.total_steps = total_steps
         self.ranks = ranks or Ranks()
@@ -114,7 +123,7 @@ class Consumer:
         self.reference = None if reference is None else Policy(reference)
         self.policy = Policy(model)
         for policy, path in self._policies():
-            check_model(policy, path)
+            check_loaded(policy, path, stored if policy is self.policy else None, self.ranks)
         self.engine_dtype = compute_dtype(config.model, self.policy.device)
         if model.dtype == torch.float64:
             self.engine_dtype = torch.float64
@@ -124,8 +133,10 @@ class Consumer:
             self.policy.compile_layers()
         if self.ranks.world > 1:
             for policy, path in self._policies():
-                lay_out(policy, self.ranks, path)
+                lay_out(policy, self.ranks, path, stored if policy is self.policy else None)
             self.policy.split(self.engine_dtype)
+            if stored is not None:
+                self.policy.fill(stored)
         self.masters = Masters(model, self.engine_dtype, sharding=self.policy.sharding)
         if self.engine_dtype in HALF_FORMATS and self.policy.packs and self.ranks.world == 1:
             with torch.compiler.set_stance("force_eager"):  # again, in the format that computes
@@ -153,7 +164,7 @@ class Consumer:
         ranks = Ranks.from_environment(device, config.train.parallel)
         # Weights that are trained keep the file's digits; a frozen base has no masters.
         own_dtype = dtype if config.model.lora.rank else torch.float32
-        model = load_policy(config.model.path, config.model, own_dtype)
+        model, stored = load_for_ranks(config.model, own_dtype, ranks)
         if config.model.lora.rank:
             add_adapters(model, config.model.lora)
         reference = None
@@ -168,6 +179,7 @@ class Consumer:
             reference=reference,
             texts=TextStream.from_config(config),
             ranks=ranks,
+            stored=stored,
         )
 
     # ---- the interface

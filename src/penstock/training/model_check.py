@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import UserError
+from penstock.models.stored_weights import StoredWeights
 from penstock.training.collectives import all_max
 from penstock.training.pack import Pack, make_pack
 from penstock.training.pipeline import run_passes
 from penstock.training.policy import Policy
 from penstock.training.ranks import Ranks
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LENGTHS = (9, 5, 11, 11)  # two of one length, so that packed attention sees a block
@@ -67,8 +72,42 @@ def check_model(policy: Policy, path: str) -> None:
     log.warning("%s: %s, so the trainer runs one sequence per forward pass", name, reason)
 
 
-def lay_out(policy: Policy, ranks: Ranks, path: str) -> None:
-    """Divide the model over the ranks of one copy; refuse it if log-probs or gradients would change."""
+def check_loaded(policy: Policy, path: str, stored: StoredWeights | None, ranks: Ranks) -> None:
+    """Check a model; if its matrices lie in files, the first rank reads them and tells the others."""
+    if stored is None:
+        check_model(policy, path)
+        return
+
+    def check() -> bool:
+        check_model(policy, path)
+        return policy.packs
+
+    policy.pack_sequences(_streamed_on_first(policy, stored, ranks, check))
+
+
+def _streamed_on_first(
+    policy: Policy, stored: StoredWeights, ranks: Ranks, call: Callable[[], T]
+) -> T:
+    """Call a function on the first rank, whose layers have their matrices while they run; tell all ranks."""
+    answer: list[Any] = [None]
+    if ranks.is_first:
+        try:
+            with stored.streamed(policy.model, policy.layers, policy.device):
+                answer = [call()]
+        except UserError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], UserError):
+        raise answer[0]
+    answered: T = answer[0]
+    return answered
+
+
+def lay_out(policy: Policy, ranks: Ranks, path: str, stored: StoredWeights | None = None) -> None:
+    """Divide the model over the ranks of one copy; refuse it if log-probs or gradients would change.
+
+    stored: the files with the matrices, of which this rank reads its part when the model is divided.
+    """
     if ranks.parallel.copies == 1:
         policy.cut(ranks, path)
         return
@@ -80,8 +119,14 @@ def lay_out(policy: Policy, ranks: Ranks, path: str) -> None:
     sequences = _sequences(policy.model.get_input_embeddings().weight.shape[0])
     policy.train(False)
     with torch.no_grad():
-        before_N = _policy_logprobs(policy, sequences)
+        if stored is None:
+            before_N = _policy_logprobs(policy, sequences)
+        else:
+            score = functools.partial(_policy_logprobs, policy, sequences)
+            before_N = _streamed_on_first(policy, stored, ranks, score)
     policy.cut(ranks, path)
+    if stored is not None:
+        policy.fill(stored)
     name = f"train.parallel: got {type(policy.model).__name__} ({path!r})"
     trained = {n: one for n, one in policy.model.named_parameters() if one.requires_grad}
     after_N = _policy_logprobs(policy, sequences, backward=bool(trained))

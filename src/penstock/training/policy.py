@@ -23,6 +23,7 @@ from penstock.errors import UserError
 from penstock.models.loading import choose_device, end_ids, format_of, load_causal_lm
 from penstock.models.norms import fuse_norms, restore_norms
 from penstock.models.parallel_plan import check_stages, tensor_plan
+from penstock.models.stored_weights import StoredWeights, build
 from penstock.training import packed_attention
 from penstock.training.context_parallel import share_pack
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
@@ -76,7 +77,7 @@ class Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return next(one.device for one in self.model.parameters() if not one.is_meta)
 
     def forward(
         self,
@@ -205,6 +206,19 @@ class Policy(nn.Module):
         """Split what is left of the parameters over the data ranks, and compute in `dtype`."""
         self.sharding.stages.dtype = dtype
         split_over_data(self, self.layers, self.sharding.ranks, dtype)
+
+    def fill(self, stored: StoredWeights) -> None:
+        """Read this rank's part of the matrices that have no values yet."""
+        filled: dict[int, nn.Parameter] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.is_meta:
+                filled[id(parameter)] = self.sharding.read_part(
+                    name, parameter, stored, self.device
+                )
+        tied = self.model.state_dict(keep_vars=True).items()  # under each of its names
+        state = {name: filled[id(one)] for name, one in tied if id(one) in filled}
+        self.model.load_state_dict(state, strict=False, assign=True)
+        stored.close()
 
     def release(self) -> None:
         """Free the weights that were gathered for passes without a backward pass."""
@@ -350,6 +364,26 @@ def load_policy(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
         device=trainer_device(config),
         trust_remote_code=config.trust_remote_code,
     )
+
+
+def load_for_ranks(
+    config: ModelConfig, dtype: torch.dtype, ranks: Ranks
+) -> tuple[Any, StoredWeights | None]:
+    """Load the model; or, for several ranks, only build it, for `fill` to read each rank's part.
+
+    A model with adapters, and one whose files do not hold its parameters as they are, is loaded whole.
+    """
+    if ranks.world > 1 and not config.lora.rank:
+        packed_attention.register()
+        built = build(
+            resolve_model_path(config.path),
+            dtype=dtype,
+            device=trainer_device(config),
+            trust_remote_code=config.trust_remote_code,
+        )
+        if built is not None:
+            return built
+    return load_policy(config.path, config, dtype), None
 
 
 def add_adapters(model: Any, config: LoraConfig) -> None:

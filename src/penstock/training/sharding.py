@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.models.stored_weights import StoredWeights
 from penstock.training.collectives import all_gather
 from penstock.training.ranks import Ranks
 from penstock.training.stages import Stages
@@ -67,6 +68,30 @@ class Sharding:
             values=local(tensor),
             shape=tuple(shape),
         )
+
+    def read_part(
+        self, name: str, empty: nn.Parameter, stored: StoredWeights, device: torch.device
+    ) -> nn.Parameter:
+        """Return a parameter without values with this rank's part from the model's files."""
+        part = self.part(name, empty)
+        rows = slice(part.first_row, part.first_row + len(part.values))
+        columns, cut = slice(None), self.cuts.get(name)
+        if cut is not None and cut.dim == 1:
+            columns = slice(part.first_column, part.first_column + part.values.shape[1])
+        values: Any = stored.read(name, rows, columns).to(device=device, dtype=empty.dtype)
+        if is_split(empty):
+            from torch.distributed.tensor import DTensor
+
+            split: Any = empty
+            values = DTensor.from_local(
+                values,
+                split.device_mesh,
+                split.placements,
+                run_check=False,
+                shape=split.shape,
+                stride=split.stride(),
+            )
+        return nn.Parameter(values, requires_grad=empty.requires_grad)
 
     def is_counted(self, name: str) -> bool:
         """Return whether this rank's part is the one that sums over all ranks count."""
