@@ -420,7 +420,7 @@ def check_key(key: str) -> None:
     if key.endswith(".*"):
         assert any(name.startswith(key[:-1]) for name in valid), f"no key {key}"
         return
-    parts = key.replace("[]", ".NAME").split(".")
+    parts = key.replace("[]", "[0]").split(".")
     named = 1 if parts[0] == "tasks" else 2
     if parts[:1] == ["tasks"] or parts[:2] == ["eval", "tasks"]:
         parts[named : named + 1] = ["NAME"] if len(parts) > named else []

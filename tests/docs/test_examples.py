@@ -50,9 +50,10 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_trains(recipe: Path, examples: Path) -> None:
-    data = examples / recipe.parent.name / "make_data.py"
-    if data.is_file():
-        _load(data).write(data.parent)
+    named = recipe.read_text()
+    for data in examples.glob("*/make_data.py"):
+        if data.parent.name == recipe.parent.name or f"examples/{data.parent.name}/" in named:
+            _load(data).write(data.parent)
     policy = examples / recipe.parent.name / "policy"  # a recipe may ship its own
     if not policy.is_dir():
         policy = save_policy(examples / "policy")
