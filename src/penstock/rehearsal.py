@@ -44,7 +44,8 @@ _LONGEST_S = 15.0  # a slower first sampling leaves out the update: a check take
 _MEASURED_S = 5.0  # what may be spent on each measurement, after a first pass that warms up
 _SAMPLING_S = 6.0  # a machine that would sample longer makes fewer and shorter responses
 _UPDATE_S = 15.0  # what a first update of two responses may promise for all; they take about half
-_TRIED_TOKENS, _FEWEST_TOKENS = 4, 16
+_WARM_UP_TOKENS, _TRIED_TOKENS, _FEWEST_TOKENS = 2, 3, 16
+_TRIED_RESPONSES = 24  # more at once take no longer for each of them
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +64,7 @@ class Rehearsal:
     whole_s: float = 0.0  # what the groups would take as the run samples them
     sampling_s: float = 0.0  # what they took
     token_s: float | None = None  # of training; None: not measured
+    digest_s: float = 0.0  # of the new weights, once a step
     trained: int = 0  # groups of the last update
     metrics: dict[str, float] = field(default_factory=dict)  # of the last update
     facts: dict[str, str] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class Rehearsal:
         prompts = sum(len(group.prompt.token_ids) for group in groups)
         tokens = (_trained_tokens(groups) - prompts) * share
         tokens += prompts * config.train.groups_per_step / max(1, len(groups))
-        training = (self.token_s or 0.0) * tokens / config.launch.num_consumers
+        training = (self.token_s or 0.0) * tokens / config.launch.num_consumers + self.digest_s
         in_turn = config.launch.colocate or config.produce.strategy == "sync"
         in_turn = in_turn or config.produce.max_staleness == 0
         return generating, training, generating + training if in_turn else max(generating, training)
@@ -165,7 +167,9 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
         for name, dataset in data.train.items():
             task, whole = config.tasks[name], config.task_sampling(name)
             prompts = each * len(data.train)
-            sampling, seconds = await _bearable(engine, whole, dataset[0].token_ids, prompts)
+            sampling, seconds = await _bearable(
+                engine, whole, dataset[0].token_ids, prompts, on_cpu=_on_cpu(config)
+            )
             seen.whole_s = max(seen.whole_s, seconds)
             if sampling is not whole:
                 seen.cut[name] = sampling
@@ -201,37 +205,55 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
 
 
 async def _bearable(
-    engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, prompts: int
+    engine: InferenceEngine,
+    sampling: SamplingConfig,
+    prompt_ids: np.ndarray,
+    prompts: int,
+    *,
+    on_cpu: bool,
 ) -> tuple[SamplingConfig, float]:
     """Return the sampling, and the seconds that it takes for so many prompts at once.
 
     On a machine where that is too long, the sampling has fewer and shorter responses.
     """
     few = min(_FEW, sampling.num_generations)
-    few_s = await _token_s(engine, sampling, prompt_ids, prompts * few)  # warms the engine up
-    token_s = await _token_s(engine, sampling, prompt_ids, prompts * sampling.num_generations)
-    whole_s = token_s * sampling.max_tokens
+    if not on_cpu:  # a GPU compiles kernels at its first tokens
+        await _token_s(engine, sampling, prompt_ids, prompts * few, _WARM_UP_TOKENS)
+    count = prompts * sampling.num_generations
+    tried = min(count, _TRIED_RESPONSES)
+    tried_s = await _token_s(engine, sampling, prompt_ids, tried, _TRIED_TOKENS)
+    whole_s = tried_s * count / tried * sampling.max_tokens
     if whole_s <= _SAMPLING_S:
         return sampling, whole_s
-    tokens = max(_FEWEST_TOKENS, int(_SAMPLING_S / min(few_s, token_s)))
-    most = min(tokens, sampling.max_tokens)
+    few_s = tried_s * (1 + prompts * few / tried) / 2  # between "as long" and "as many times less"
+    most = min(max(_FEWEST_TOKENS, int(_SAMPLING_S / few_s)), sampling.max_tokens)
     least = min(sampling.min_tokens, most)
     fewer = {"num_generations": few, "max_tokens": most, "min_tokens": least}
     return sampling.model_copy(update=fewer), whole_s
 
 
+def _on_cpu(config: Config) -> bool:
+    from penstock.models.loading import choose_device  # imports torch
+
+    return choose_device(config.model.device, 0).type == "cpu"
+
+
 async def _token_s(
-    engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, count: int
+    engine: InferenceEngine,
+    sampling: SamplingConfig,
+    prompt_ids: np.ndarray,
+    count: int,
+    tokens: int,
 ) -> float:
     """Return the seconds that `count` responses at once take for each of their tokens."""
-    params = SamplingParams.from_config(sampling, max_tokens=_TRIED_TOKENS, min_tokens=0)
+    params = SamplingParams.from_config(sampling, max_tokens=tokens, min_tokens=0)
     tried = [
         GenerationRequest(request_id=f"try-{n}", prompt_ids=prompt_ids, sampling=params, seed=n)
         for n in range(count)
     ]
     started = time.monotonic()
     await asyncio.gather(*map(engine.generate, tried))
-    return (time.monotonic() - started) / _TRIED_TOKENS
+    return (time.monotonic() - started) / tokens
 
 
 async def _generate(
@@ -250,7 +272,11 @@ async def _generate(
 
 
 async def _train(seen: Rehearsal) -> None:
-    """Do updates of growing size, as far as a few seconds allow, on one rank, and forget them."""
+    """Do updates of growing size, as far as a few seconds allow, on one rank, and forget them.
+
+    Where responses were cut, one group gives the time of a token, and nothing else is taken from an
+    update. The first update warms up a GPU; a CPU needs none.
+    """
     overrides = ["launch.num_consumers=1", "launch.kind=inline", "train.mini_batches=1"]
     overrides += [f"train.parallel.{axis}=1" for axis in ("tensor", "pipeline", "context")]
     small = with_overrides(
@@ -267,11 +293,17 @@ async def _train(seen: Rehearsal) -> None:
             async def update(step: int, groups: Sequence[Group]) -> None:
                 started = time.monotonic()
                 report = await workers.trainer.train(Batch(step=step, groups=tuple(groups)))
-                seen.token_s = (time.monotonic() - started) / _trained_tokens(groups)
+                seen.digest_s = report.metrics["time/digest_s"]
+                seconds = time.monotonic() - started - seen.digest_s
+                seen.token_s = seconds / _trained_tokens(groups)
                 seen.trained, seen.metrics = len(groups), report.metrics
 
-            await update(1, pair)  # warms up
-            await update(2, seen.groups if is_short(seen.groups, _UPDATE_S) else pair)
+            if seen.cut and _on_cpu(seen.config):
+                await update(1, [first])
+                return
+            await update(1, pair)
+            enough = [first] if seen.cut else seen.groups
+            await update(2, enough if is_short(enough, _UPDATE_S) else pair)
             fits = all(one.status is Status.COMPLETED for one in seen.measured)
             if seen.measured and fits and is_short(seen.measured, 2 * _MEASURED_S):
                 await update(3, seen.measured)

@@ -22,6 +22,7 @@ QUANTA = (2, 4, 8, 16, 32, 64)
 _MOST_ROWS = 208
 _VECTOR = 32  # numbers per step of the widest vector loop; a remainder takes another code path
 _MOST_OUTPUTS = 65536  # most outputs of a probed product; more would only cost time
+_DRAWN_OUTPUTS = 4096  # outputs with weights of their own; further ones repeat them
 
 
 def find_row_quantum(
@@ -65,7 +66,9 @@ def _linear_is_invariant(
     inputs: int, outputs: int, dtype: torch.dtype, quantum: int, kind: type[PlainLinear]
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(min(outputs, _MOST_OUTPUTS), inputs, generator=generator).to(dtype)
+    drawn = torch.randn(min(outputs, _DRAWN_OUTPUTS), inputs, generator=generator).to(dtype)
+    probed = min(outputs, _MOST_OUTPUTS)
+    weight = drawn.repeat(-(-probed // len(drawn)), 1)[:probed].contiguous()
     rows = torch.randn(_MOST_ROWS, inputs, generator=generator).to(dtype)
     linear = kind(weight, None)
     whole = linear(rows)
