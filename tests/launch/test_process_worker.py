@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,21 @@ def test_an_answer_that_cannot_be_read_ends_the_worker(tmp_path: Path) -> None:
         return await asyncio.wait_for(remote.ended(), 60)
 
     assert "its answer cannot be read" in with_echo(tmp_path, act)
+
+
+@pytest.mark.parametrize("end", ["close", "kill", "die"])
+def test_processes_that_a_worker_started_end_with_it(end: str, tmp_path: Path) -> None:
+    async def act(remote: ProcessWorker) -> int:
+        started = os.pidfd_open(await remote.call("start_process"))
+        if end == "die":
+            with pytest.raises(WorkerDied):
+                await asyncio.wait_for(remote.call("die"), 60)
+        else:
+            await getattr(remote, end)()
+        return started
+
+    handle = with_echo(tmp_path, act)
+    try:
+        assert select.select([handle], [], [], 60)[0], "it still runs"
+    finally:
+        os.close(handle)

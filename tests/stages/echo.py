@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -36,6 +37,10 @@ class Echo:
 
     async def greet_async(self, name: str) -> str:
         return f"{self._greeting} {name}"
+
+    def start_process(self) -> int:
+        """Return the pid of a process that would not end by itself."""
+        return subprocess.Popen(["sleep", "infinity"]).pid
 
     def fail(self) -> None:
         raise KeyError("missing")

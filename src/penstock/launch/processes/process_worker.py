@@ -142,10 +142,10 @@ class ProcessWorker:
                 else:
                     future.set_exception(with_log_path(error, self._log_path))
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+            self._kill()  # what it has started
         except Exception as error:  # an answer that cannot be read: nor can those after it
             self._end = f"its answer cannot be read: {one_line(error)}"
-            self._process.kill()
+            self._kill()
         finally:
             self._closed = True
             died = WorkerDied(f"{self.name}: {self._end}{self._last_log_line()}")
@@ -190,8 +190,15 @@ class ProcessWorker:
         return await asyncio.to_thread(activity_of, self.pid)
 
     async def kill(self) -> None:
-        self._process.kill()
+        self._kill()
         await asyncio.to_thread(self._process.wait)
+
+    def _kill(self) -> None:
+        """Kill the worker and the processes it has started: both are in the worker's process group."""
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(self.pid) == self.pid:
+                os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
 
     def _last_log_line(self) -> str:
         try:
@@ -211,7 +218,7 @@ class ProcessWorker:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await asyncio.to_thread(self._process.wait, _CLOSE_TIMEOUT_S)
         except (TimeoutError, subprocess.TimeoutExpired):
-            self._process.kill()
+            self._kill()
             await asyncio.to_thread(self._process.wait)
         finally:
             self._close_pipe()

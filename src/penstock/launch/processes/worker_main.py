@@ -42,7 +42,14 @@ async def serve(connection: socket.socket) -> None:
     except (asyncio.IncompleteReadError, ConnectionError):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # the driver is gone: a thread in a model step must not keep the process alive
+        _end()  # the driver is gone: a thread in a model step must not keep the process alive
+
+
+def _end() -> None:
+    """End this process and those it started: one of vLLM's would keep its part of the GPU's memory."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 async def _stacks() -> str:
