@@ -25,7 +25,7 @@ from pathlib import Path
 
 CANDIDATES: dict[str, list[str]] = {
     "defaults": [],
-    "token mean": ["algorithm.aggregation=token"],
+    "sequence mean": ["algorithm.aggregation=sequence"],
     "beta2 0.999": ["train.betas=[0.9, 0.999]"],
     "no dual clip": ["algorithm.dual_clip=0"],
     "plain masters": ["train.masters=plain"],

@@ -134,9 +134,12 @@ def random_case(seed: int):
 
 
 CASES = {
-    "grpo": ({"name": "grpo"}, {"loss_type": "grpo", "low": 0.2, "high": 0.2}),
+    "grpo": (
+        {"name": "grpo", "aggregation": "sequence"},
+        {"loss_type": "grpo", "low": 0.2, "high": 0.2},
+    ),
     "grpo_kl": (
-        {"name": "grpo", "kl_beta": 0.04},
+        {"name": "grpo", "aggregation": "sequence", "kl_beta": 0.04},
         {"loss_type": "grpo", "low": 0.2, "high": 0.2, "beta": 0.04},
     ),
     "dapo": ({"name": "dapo"}, {"loss_type": "dapo", "low": 0.2, "high": 0.28}),
@@ -151,7 +154,11 @@ CASES = {
     ),
     "cispo": ({"name": "cispo"}, {"loss_type": "cispo", "low": 0.2, "high": 5.0}),
     "truncated_importance": (
-        {"name": "grpo", "correction": {"kind": "token_truncate", "cap": 1.3}},
+        {
+            "name": "grpo",
+            "aggregation": "sequence",
+            "correction": {"kind": "token_truncate", "cap": 1.3},
+        },
         {"loss_type": "grpo", "low": 0.2, "high": 0.2, "correction": True},
     ),
 }

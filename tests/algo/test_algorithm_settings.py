@@ -27,7 +27,7 @@ def test_reading_settings_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("grpo", {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "sequence"}),
+        ("grpo", {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"}),
         (
             "dapo",
             {"clip_high": 0.28, "aggregation": "token", "filter_groups": True, "kl_beta": 0.0}

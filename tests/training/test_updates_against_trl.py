@@ -25,7 +25,7 @@ LR = 3e-3
 
 # algorithm, TRL's options for it
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "grpo": ({"name": "grpo"}, {"loss_type": "grpo"}),
+    "grpo": ({"name": "grpo", "aggregation": "sequence"}, {"loss_type": "grpo"}),
     "dapo": (
         {"name": "dapo", "overlong_penalty": 0.0},
         {"loss_type": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True},

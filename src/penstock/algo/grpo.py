@@ -1,4 +1,7 @@
-"""GRPO: rewards normalised within the group, clipped ratio, mean over samples of token means."""
+"""GRPO: rewards normalised within the group, clipped ratio, mean over all tokens.
+
+`aggregation = "sequence"` is the mean over samples of token means, as the paper has it (docs/algorithms.md).
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class AlgorithmSettings:
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, ...
     clip_high: float = 0.2  # ... 1 + clip_high]
     dual_clip: float = 3.0  # the loss of a negative advantage is at most this times |A|; 0: off
-    aggregation: Literal["token", "sequence", "constant"] = "sequence"
+    aggregation: Literal["token", "sequence", "constant"] = "token"
     kl_in: Literal["loss", "reward", "none"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
     kl_beta: float = 0.0
