@@ -197,9 +197,8 @@ def test_peak_memory_at_32k_tokens_and_a_150k_vocabulary_is_below_a_third() -> N
 
 
 @pytest.mark.parametrize("bans_ends", [False, True])
-def test_a_warm_up_leaves_no_gradient(monkeypatch, bans_ends) -> None:
+def test_a_warm_up_leaves_no_gradient(bans_ends) -> None:
     """The consumer calls it on a GPU only, where it compiles; it must run anywhere."""
-    monkeypatch.setattr(logprobs, "COMPILE_ELEMENTS", 1 << 8)
     policy = Policy(tiny_model())
     policy.end_ids = (2, 3)
     policy.warm_up(bans_ends=bans_ends)

@@ -4,14 +4,14 @@ The vocabulary is the largest axis of a language model, so the output head runs 
 The gradient of a token's log-prob with respect to its logits needs nothing that comes later: the forward
 pass computes it beside the log-probs and keeps it if it fits; the backward pass only scales the hidden
 states and the result of its two matrix products. Otherwise each chunk's logits are computed again in
-backward. On a GPU the arithmetic around the products is compiled. If each tensor rank has a slice of the
-vocabulary, no rank holds a whole row of logits: maxima and sums are taken over the ranks.
+backward. On a GPU a kernel (`head_kernels.py`) does the arithmetic around the products. If each tensor
+rank has a slice of the vocabulary, no rank holds a whole row of logits: maxima and sums are taken over
+the ranks.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,6 @@ KEEP_ELEMENTS_CPU = 1 << 27  # gradients of logits up to this many are kept for 
 KEEP_SHARE_GPU = 0.04  # of the device's memory
 CHUNK_ELEMENTS_CPU = 1 << 23
 CHUNK_ELEMENTS_GPU = 1 << 28
-COMPILE_ELEMENTS = 1 << 24  # fewer logits (a check of a model) are not worth the compiler's seconds
 NO_CHANCE = -1e30  # a logit whose probability is 0; finite, so that 0 x its log is 0 in the entropy
 
 
@@ -83,6 +82,10 @@ def token_logprobs(
     if chunk_tokens is None:
         budget = CHUNK_ELEMENTS_GPU if hidden_ND.is_cuda else CHUNK_ELEMENTS_CPU
         chunk_tokens = max(1, budget // largest)
+        if (
+            hidden_ND.is_cuda and chunk_tokens > 64
+        ):  # aligned: a kernel is compiled for its alignment
+            chunk_tokens -= chunk_tokens % 64
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
         hidden_ND,
         weight_VD,
@@ -129,12 +132,12 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs_N = torch.empty(count, dtype=exact, device=hidden_ND.device)
         entropies_N = torch.empty_like(logprobs_N)
         keep = any(ctx.needs_input_grad[:3]) and axis is None and _fits(hidden_ND, vocabulary)
-        chunk_logprobs = _chunk_function(hidden_ND, vocabulary, axis)
+        score_chunk = _chunk_function(hidden_ND, axis)
         kept: list[Tensor] = []
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
             raw_CV = linear(hidden_ND[part], weight_VD, bias_V)
-            logprobs_N[part], entropies_N[part], gradient_CV = chunk_logprobs(
+            logprobs_N[part], entropies_N[part], gradient_CV = score_chunk(
                 raw_CV,
                 targets_N[part],
                 temperatures_N[part],
@@ -159,14 +162,14 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight_VD: Tensor | None = None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         count, chunk = len(hidden_ND), ctx.chunk_tokens
-        chunk_logprobs = _chunk_function(hidden_ND, len(weight_VD), ctx.axis)
+        score_chunk = _chunk_function(hidden_ND, ctx.axis)
         for index, start in enumerate(range(0, count, chunk)):
             part = slice(start, start + chunk)
             factor_C1 = factor_N[part, None]
             if kept:
                 gradient_CV = kept[index]
             else:
-                _, _, gradient_CV = chunk_logprobs(
+                _, _, gradient_CV = score_chunk(
                     linear(hidden_ND[part], weight_VD, bias_V),
                     targets_N[part],
                     temperatures_N[part],
@@ -200,7 +203,7 @@ def warm_up(
 
     `banned` are the tokens that some responses were sampled without; None: there are none.
     """
-    count = COMPILE_ELEMENTS // len(weight_VD) + 64
+    count = 16
     device, exact = weight_VD.device, torch.promote_types(weight_VD.dtype, torch.float32)
     hidden_ND = weight_VD.new_zeros(count, weight_VD.shape[1], requires_grad=True)
     targets_N = torch.zeros(count, dtype=torch.int64, device=device)
@@ -219,11 +222,21 @@ def warm_up(
 
 
 def _chunk_function(
-    hidden_ND: Tensor, vocabulary: int, axis: Axis | None
+    hidden_ND: Tensor, axis: Axis | None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    """Return `_chunk_logprobs`, compiled if that is worth it for so many logits and no rank is asked."""
-    many = hidden_ND.is_cuda and len(hidden_ND) * vocabulary > COMPILE_ELEMENTS
-    return _compiled(_chunk_logprobs, many and axis is None)
+    """Return how a chunk's logits become log-probs: by a kernel on a GPU if no rank is asked."""
+    if not hidden_ND.is_cuda or hidden_ND.dtype == torch.float64 or axis is not None:
+        return chunk_logprobs
+    return _kernel() or chunk_logprobs
+
+
+@functools.cache
+def _kernel() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None:
+    try:
+        from penstock.training.head_kernels import chunk_logprobs_
+    except ImportError:  # CUDA without Triton
+        return None
+    return chunk_logprobs_
 
 
 def _fits(hidden_ND: Tensor, vocabulary: int) -> bool:
@@ -239,7 +252,7 @@ def _part(banned: tuple[Tensor, Tensor] | None, part: slice) -> tuple[Tensor, Te
     return None if banned is None else (banned[0][part], banned[1])
 
 
-def _chunk_logprobs(
+def chunk_logprobs(
     raw_CV: Tensor,
     targets_C: Tensor,
     temperatures_C: Tensor,
@@ -308,15 +321,6 @@ def _minus_probabilities(
         return chosen_CV.to(weight_CV.dtype) - weight_CV / total_C[:, None]
     one_C1 = torch.ones_like(total_C)[:, None]
     return weight_CV.mul_(-1 / total_C[:, None]).scatter_add_(-1, targets_C[:, None], one_C1)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
-    """Return the function compiled if that is wanted and triton is installed, else as it is."""
-    if not wanted or importlib.util.find_spec("triton") is None:
-        return function
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
-    return compiled
 
 
 def _add_product(

@@ -1,0 +1,118 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""A Triton kernel for the arithmetic between the matrix products of the output head.
+
+One program per token reads its row of raw logits, and replaces the row by the gradient if that is wanted.
+`logprobs.py` computes the same in plain torch (`chunk_logprobs`), and tests compare the two. Imported only if
+Triton is installed and the model is on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_COLUMNS = 4096
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _logits(
+    Row, Banned, column, scale, softcap, coldness, early, VOCABULARY,
+    CAPPED: tl.constexpr, BANS: tl.constexpr,
+):  # fmt: skip
+    # (logits that are sampled from, capped logits before the temperature)
+    inside = column < VOCABULARY
+    logit = tl.load(Row + column, mask=inside, other=0.0).to(tl.float32) * scale
+    if CAPPED:
+        logit = softcap * _tanh(logit / softcap)
+    sampled = tl.where(inside, logit * coldness, -1e30)
+    if BANS:
+        banned = tl.load(Banned + column, mask=inside, other=0).to(tl.int32)
+        sampled = tl.where((banned * early) > 0, -1e30, sampled)
+    return sampled, logit
+
+
+@triton.jit
+def _score(
+    Raw, Target, Temperature, Early, Banned, Logprob, Entropy, row_stride, scale, softcap, VOCABULARY,
+    CAPPED: tl.constexpr, BANS: tl.constexpr, GRADIENT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = Raw + row * row_stride
+    coldness = 1.0 / tl.load(Temperature + row).to(tl.float32)
+    target = tl.load(Target + row)
+    # Loaded before the reductions, in which all threads wait for each other: the row is overwritten below.
+    chosen = tl.load(start + target).to(tl.float32) * scale
+    early = tl.full((), 0, tl.int32)
+    if BANS:
+        early = tl.load(Early + row).to(tl.int32)
+    at = tl.arange(0, COLUMNS)
+    peak = tl.full((COLUMNS,), -1e30, tl.float32)  # of each lane; finite, so that 0 x it is 0
+    total = tl.zeros((COLUMNS,), tl.float32)  # of exp(logit - peak)
+    mean = tl.zeros((COLUMNS,), tl.float32)  # of exp(logit - peak) x (logit - peak)
+    for first in range(0, VOCABULARY, COLUMNS):
+        logit, _ = _logits(
+            start, Banned, first + at, scale, softcap, coldness, early, VOCABULARY, CAPPED, BANS
+        )
+        higher = tl.maximum(peak, logit)
+        shrink, weight = tl.exp(peak - higher), tl.exp(logit - higher)
+        mean = shrink * (mean + (peak - higher) * total) + weight * (logit - higher)
+        total = shrink * total + weight
+        peak = higher
+    top = tl.max(peak, 0)
+    shrink = tl.exp(peak - top)
+    mean_all = tl.sum(shrink * (mean + (peak - top) * total), 0)
+    total_all = tl.sum(shrink * total, 0)
+    log_total = top + tl.log(total_all)
+    if CAPPED:
+        chosen = softcap * _tanh(chosen / softcap)
+    tl.store(Logprob + row, chosen * coldness - log_total)
+    tl.store(Entropy + row, tl.log(total_all) - mean_all / total_all)
+    if GRADIENT:
+        for first in range(0, VOCABULARY, COLUMNS):
+            column = first + at
+            logit, capped = _logits(
+                start, Banned, column, scale, softcap, coldness, early, VOCABULARY, CAPPED, BANS
+            )
+            gradient = tl.where(column == target, 1.0, 0.0) - tl.exp(logit - log_total)
+            if CAPPED:
+                gradient = gradient * (1.0 - (capped / softcap) * (capped / softcap))
+            tl.store(start + column, gradient.to(Raw.dtype.element_ty), mask=column < VOCABULARY)
+
+
+def chunk_logprobs_(
+    raw_CV: Tensor,
+    targets_C: Tensor,
+    temperatures_C: Tensor,
+    scale: float,
+    softcap: float | None,
+    banned: tuple[Tensor, Tensor] | None,
+    gradient: bool,
+    axis: None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute `chunk_logprobs` of `logprobs.py` for rows that no ranks share.
+
+    With `gradient`, the raw logits are replaced by it.
+    """
+    rows, vocabulary = raw_CV.shape
+    assert raw_CV.stride(1) == 1
+    assert axis is None
+    logprob_C = torch.empty(rows, dtype=torch.float32, device=raw_CV.device)
+    entropy_C = torch.empty_like(logprob_C)
+    early_C, columns_V = (targets_C, targets_C) if banned is None else banned
+    kernel: Any = _score
+    if rows:
+        kernel[(rows,)](
+            raw_CV, targets_C, temperatures_C, early_C, columns_V, logprob_C, entropy_C,
+            raw_CV.stride(0), scale, softcap or 1.0, vocabulary, CAPPED=softcap is not None,
+            BANS=banned is not None, GRADIENT=gradient, COLUMNS=_COLUMNS, num_warps=8,
+        )  # fmt: skip
+    return logprob_C, entropy_C, raw_CV if gradient else None
