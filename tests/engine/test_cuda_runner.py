@@ -36,7 +36,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 26, 1 << 26))
     for name in ("decode_attention", "store_rows"):
         monkeypatch.setattr(cuda_steps, name, getattr(decode_reference, name))
-    monkeypatch.setattr(cuda_runner, "sample_rows", decode_reference.sample_rows)
+    for name in ("next_rows", "sample_rows"):
+        monkeypatch.setattr(cuda_runner, name, getattr(decode_reference, name))
 
 
 def generate(requests: list[GenerationRequest], slots: int) -> list[tuple[list[int], np.ndarray]]:
@@ -76,6 +77,7 @@ STOPS = tuple(range(20, 40))
     "sampling",
     [
         {"max_tokens": 9},
+        {"max_tokens": 12, "min_tokens": 8, "stop_token_ids": STOPS[:4]},
         {"max_tokens": 12, "min_tokens": 8, "stop_token_ids": STOPS},
         {"max_tokens": 6, "top_k": 5, "min_tokens": 3, "stop_token_ids": STOPS[:2]},
         {"max_tokens": 6, "temperature": 0.0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +143,37 @@ def test_a_row_that_is_no_distribution_gives_nan_and_touches_no_other(wrong: flo
     assert torch.isnan(logprob).tolist() == [False] * 3 + [True] + [False] * 4
     assert torch.equal(token[others], before[0][others])
     assert torch.equal(logprob[others], before[1][others])
+
+
+def test_rows_advance_and_ban_their_stop_tokens() -> None:
+    """Slots 0 to 4 are requests, slot 5 is padding, which two rows use."""
+
+    def state() -> SimpleNamespace:
+        def column(*values: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+        return SimpleNamespace(
+            index=column(0, 4, 7, 2, 9, 0),
+            position=column(10, 24, 37, 42, 59, 0),
+            min_index=column(2, 4, 9, 0, 99, 0),
+            key=column(11, -12, 13, 14, 15, 0),
+            temperature=column(1, 0.5, 0, 2, 1, 1, dtype=torch.float32),
+            stops=column(1, -1, 2, 3, 4, -1, 1, 2, 0, 69, -1, -1).view(6, 2),
+        )
+
+    slot = torch.tensor([4, 0, 5, 2, 1, 5], device=DEVICE)
+    for by in (0, 1):
+        got, wanted = state(), state()
+        logits = torch.randn(6, 70, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+        plain = logits.clone()
+        mine = kernels.next_rows(logits, slot, got, by)
+        theirs = reference.next_rows(plain, slot, wanted, by)
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        assert torch.equal(logits, plain)
+        assert torch.isinf(logits).sum() == 4  # of slot 4 two, of slots 0 and 2 one
+        for name in vars(wanted):
+            assert torch.equal(getattr(got, name), getattr(wanted, name)), name
+        assert got.position.tolist() == [10 + by, 24 + by, 37 + by, 42, 59 + by, 0]
 
 
 def test_the_same_uniforms_everywhere() -> None:

@@ -1,7 +1,7 @@
 """Runs a transformers model on a GPU for the requests in slots.
 
-Decode steps are CUDA graphs, one per batch size. Their inputs (last token, position, region) live on the
-device, so the next step starts before the host has read the last one. The host therefore learns one step
+Decode steps, sampling included, are CUDA graphs, one per batch size. Their inputs (last token, position,
+region) live on the device, so the next step starts before the host has read the last one. The host therefore learns one step
 late that a request has finished, and drops the token sampled in between.
 """
 
@@ -22,6 +22,7 @@ from penstock.engine.transformers.cuda.cuda_steps import (
     HAS_KERNELS,
     DecodeStep,
     PrefillStep,
+    next_rows,
     sample_rows,
 )
 from penstock.engine.transformers.cuda.regions import KVPool, Regions
@@ -38,6 +39,16 @@ from penstock.weights.model_weights import load_weights, named_weights
 from penstock.weights.offload import HostOffload, explain_out_of_memory
 
 _LAG = 1  # launches that the host may not have read yet
+_STOPS = 8  # stop tokens of a request that the device bans until min_tokens; the host bans more
+
+
+@dataclass(slots=True, frozen=True)
+class Sampled:
+    """What a decode step returns, on the device."""
+
+    token_B: torch.Tensor
+    logprob_B: torch.Tensor
+    logits_BV: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -54,13 +65,15 @@ class Launch:
 class DeviceState:
     """The tensors that graphs read and write: one entry per slot, and one for padding rows."""
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, slots: int, num_stops: int, device: torch.device) -> None:
         def column(dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(slots + 1, dtype=dtype, device=device)
 
         self.token, self.position = column(torch.int64), column(torch.int64)
         self.start, self.index = column(torch.int64), column(torch.int64)
         self.key, self.temperature = column(torch.int64), column(torch.float32)
+        self.min_index = column(torch.int64)
+        self.stops = torch.full((slots + 1, num_stops), -1, dtype=torch.int64, device=device)
         self.rows = torch.full((slots,), slots, dtype=torch.int64, device=device)
 
 
@@ -100,8 +113,6 @@ class CudaRunner:
         self._pending: deque[Launch] = deque()
         self._active: list[int] = []
         self._rows_changed = True
-        self._banned_for: tuple[bytes, ...] = ()  # requests whose stop tokens `_banned` holds
-        self._banned: tuple[torch.Tensor, ...] = ()  # (rows, columns) of the logits
         self._host_offload = HostOffload(self._tensors)
         self.longest = min(longest_request(model, options), self._tokens - 2)
         with explain_out_of_memory("engine", self._advice):
@@ -130,10 +141,11 @@ class CudaRunner:
     def _open(self) -> None:
         """Allocate what `sleep` releases, and capture the graphs."""
         self._regions = Regions(self._tokens - 1)
-        self._state = DeviceState(self._slots, self._device)
+        stops = max(_STOPS, len(self.table.end_ids))
+        self._state = DeviceState(self._slots, stops, self._device)
         self._state.start[-1] = self._tokens - 1  # padding rows write to the pool's last token
         self._pool = KVPool.allocate(self._shape, self._tokens, self._device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Sampled]] = {}
         if self._options.cuda_graphs and _can_capture(self.model):
             with _no_collection():
                 self._capture_all()
@@ -234,7 +246,7 @@ class CudaRunner:
         self._keep(groups, logits_UV, keep_prompts)
         self._set_state(order)
         slot_N = torch.tensor(order, device=self._device)
-        self._launch_sampling(torch.cat(logits), slot_N, np.array(order, np.int64), advance=False)
+        self._launch(self._sample(torch.cat(logits), slot_N, 0), np.array(order, np.int64))
         self._active += order
         self._rows_changed = True
 
@@ -289,6 +301,11 @@ class CudaRunner:
         put(state.key, table.key[slots].view(np.int64))
         temperature = np.where(table.greedy[slots], np.float32(0), table.temperature[slots])
         put(state.temperature, temperature.astype(np.float32))
+        put(state.min_index, table.min_index[slots])
+        stops = np.full((len(slots), state.stops.shape[1]), -1, np.int64)
+        width = min(state.stops.shape[1], table.stop_ids.shape[1])
+        stops[:, :width] = table.stop_ids[slots, :width]
+        put(state.stops, stops)
 
     def _decode(self) -> None:
         count = len(self._active)
@@ -300,20 +317,27 @@ class CudaRunner:
             self._active_N = np.array(self._active, np.int64)
             self._rows_changed = False
         if size in self._graphs:
-            graph, logits_BV = self._graphs[size]
+            graph, sampled = self._graphs[size]
             graph.replay()
         else:
-            logits_BV = self._decode_logits(count)
-        self._launch_sampling(
-            logits_BV[:count], self._state.rows[:count], self._active_N, advance=True
-        )
+            sampled = self._decode_step(count)
+        self._launch(sampled, self._active_N)
 
-    def _decode_logits(self, size: int) -> torch.Tensor:
+    def _decode_step(self, size: int) -> Sampled:
+        """Decode one token for the first `size` rows; a graph captures this."""
         state = self._state
         slot_B = state.rows[:size]
         position_B = state.position[slot_B]
         with running(DecodeStep(self._pool, state.start[slot_B], position_B)):
-            return self._model_logits(state.token[slot_B], position_B, 0)
+            logits_BV = self._model_logits(state.token[slot_B], position_B, 0)
+        return self._sample(logits_BV, slot_B, 1)
+
+    def _sample(self, logits_BV: torch.Tensor, slot_B: torch.Tensor, by: int) -> Sampled:
+        """Sample a token for each row; `by` is 0 for a request's first one."""
+        key_B, index_B, temperature_B = next_rows(logits_BV, slot_B, self._state, by)
+        token_B, logprob_B = sample_rows(logits_BV, key_B, index_B, temperature_B)
+        self._state.token.index_copy_(0, slot_B, token_B)
+        return Sampled(token_B, logprob_B, logits_BV)
 
     def _model_logits(
         self, ids_R: torch.Tensor, position_R: torch.Tensor, keep: int | torch.Tensor
@@ -332,62 +356,38 @@ class CudaRunner:
         for size in reversed(batch_sizes(self._slots)):
             stream = torch.cuda.Stream(self._device)
             with torch.cuda.stream(stream):
-                self._decode_logits(size)
+                self._decode_step(size)
             torch.cuda.current_stream(self._device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-                logits = self._decode_logits(size)
+                sampled = self._decode_step(size)
             memory = memory or graph.pool()
-            self._graphs[size] = (graph, logits)
+            self._graphs[size] = (graph, sampled)
         self._graphs = dict(sorted(self._graphs.items()))
 
-    def _launch_sampling(
-        self, logits_NV: torch.Tensor, slot_N: torch.Tensor, slots_N: np.ndarray, *, advance: bool
-    ) -> None:
-        """Sample a token for each row; `slot_N` holds `slots_N` on the device."""
-        state = self._state
-        self._ban_early_stops(logits_NV, slots_N)
-        if not advance:
-            index_N = state.index[slot_N]
-        else:
-            index_N = state.index[slot_N] + 1
-            state.position.index_add_(0, slot_N, torch.ones_like(slot_N))
-        state.index.index_copy_(0, slot_N, index_N)
-        token_N, logprob_N = sample_rows(
-            logits_NV, state.key[slot_N], index_N, state.temperature[slot_N]
-        )
+    def _launch(self, sampled: Sampled, slots_N: np.ndarray) -> None:
+        """Sample again on the host's terms where the kernel cannot; send the tokens to the host."""
+        token_N, logprob_N = sampled.token_B[: len(slots_N)], sampled.logprob_B[: len(slots_N)]
         special = self._special_rows(slots_N)
         if len(special):
             at = torch.from_numpy(special).to(self._device)
             slots = slots_N[special]
             how = self.table.row_sampling(slots, self._device, self._launched[slots])
-            token_N[at], logprob_N[at] = sample(logits_NV[at], how)
-        state.token.index_copy_(0, slot_N, token_N)
+            token_N[at], logprob_N[at] = sample(sampled.logits_BV[at], how)
+            self._state.token[torch.from_numpy(slots).to(self._device)] = token_N[at]
         self._launched[slots_N] += 1
         self._send(token_N, logprob_N, slots_N)
 
-    def _ban_early_stops(self, logits_NV: torch.Tensor, slots_N: np.ndarray) -> None:
-        """Give no probability to the stop tokens of responses that are shorter than their min_tokens."""
-        table = self.table
-        early_N = table.start_index[slots_N] + self._launched[slots_N] < table.min_index[slots_N]
-        if not early_N.any():
-            return
-        requests = (slots_N.tobytes(), self._serial[slots_N].tobytes(), early_N.tobytes())
-        if requests != self._banned_for:  # the same in most steps
-            stops = np.where(early_N[:, None], table.stop_ids[slots_N], -1)
-            row, place = np.nonzero(stops >= 0)
-            self._banned_for, self._banned = (
-                requests,
-                (
-                    torch.from_numpy(row).to(self._device),
-                    torch.from_numpy(stops[row, place]).to(self._device),
-                ),
-            )
-        logits_NV[self._banned] = -torch.inf
-
     def _special_rows(self, slots_N: np.ndarray) -> np.ndarray:
-        """Return the rows that the kernel cannot sample: top_k or top_p."""
-        return np.flatnonzero((self.table.top_k[slots_N] > 0) | (self.table.top_p[slots_N] < 1))
+        """Return the rows that the kernel cannot sample: top_k, top_p, or too many tokens to ban."""
+        table = self.table
+        special_N = (table.top_k[slots_N] > 0) | (table.top_p[slots_N] < 1)
+        width = self._state.stops.shape[1]
+        if table.stop_ids.shape[1] > width:
+            index_N = table.start_index[slots_N] + self._launched[slots_N]
+            more_N = (table.stop_ids[slots_N, width:] >= 0).any(axis=1)
+            special_N |= more_N & (index_N < table.min_index[slots_N])
+        return np.flatnonzero(special_N)
 
     def _send(self, token_N: torch.Tensor, logprob_N: torch.Tensor, slots_N: np.ndarray) -> None:
         tokens = torch.empty(len(token_N), dtype=torch.int64, pin_memory=True)

@@ -13,7 +13,11 @@ from penstock.engine.transformers.kv_attention import AttentionCall, causal_atte
 from penstock.engine.transformers.sequences import Span
 
 try:
-    from penstock.engine.transformers.cuda.decode_kernels import decode_attention, sample_rows
+    from penstock.engine.transformers.cuda.decode_kernels import (
+        decode_attention,
+        next_rows,
+        sample_rows,
+    )
     from penstock.engine.transformers.cuda.layer_kernels import store_rows
 
     HAS_KERNELS = True
@@ -21,11 +25,12 @@ except ImportError:  # CUDA without Triton
     HAS_KERNELS = False
     from penstock.engine.transformers.cuda.decode_reference import (
         decode_attention,
+        next_rows,
         sample_rows,
         store_rows,
     )
 
-__all__ = ["HAS_KERNELS", "DecodeStep", "PrefillStep", "sample_rows"]
+__all__ = ["HAS_KERNELS", "DecodeStep", "PrefillStep", "next_rows", "sample_rows"]
 
 
 class DecodeStep:

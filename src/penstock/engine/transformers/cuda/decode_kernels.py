@@ -165,6 +165,47 @@ def decode_attention(
 
 
 @triton.jit
+def _next_rows(
+    Logits, Slot, Index, Position, MinIndex, Stops, Key, Temperature, KeyOut, IndexOut,
+    TemperatureOut, row_stride, by, padding, STOPS: tl.constexpr, STOPS_PAD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(Slot + row)
+    index = tl.load(Index + slot) + by
+    position = tl.load(Position + slot) + by
+    if index < tl.load(MinIndex + slot):
+        at = tl.arange(0, STOPS_PAD)
+        stop = tl.load(Stops + slot * STOPS + at, mask=at < STOPS, other=-1)
+        tl.store(Logits + row * row_stride + stop, -float("inf"), mask=stop >= 0)
+    tl.store(KeyOut + row, tl.load(Key + slot))
+    tl.store(IndexOut + row, index)
+    tl.store(TemperatureOut + row, tl.load(Temperature + slot))
+    if slot < padding:  # several rows may be padding
+        tl.store(Index + slot, index)
+        tl.store(Position + slot, position)
+
+
+def next_rows(
+    logits_BV: torch.Tensor, slot_B: torch.Tensor, state: Any, by: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Advance the slots by `by` tokens; return the key, index and temperature of each row.
+
+    The logits of a row's stop tokens become -inf while its response is shorter than `min_index`. The
+    last slot is padding and does not advance.
+    """
+    rows, stops = len(slot_B), state.stops.shape[1]
+    key_B, index_B = torch.empty_like(slot_B), torch.empty_like(slot_B)
+    temperature_B = torch.empty(rows, dtype=torch.float32, device=slot_B.device)
+    kernel: Any = _next_rows
+    kernel[(rows,)](
+        logits_BV, slot_B, state.index, state.position, state.min_index, state.stops, state.key,
+        state.temperature, key_B, index_B, temperature_B, logits_BV.stride(0), by,
+        len(state.index) - 1, STOPS=stops, STOPS_PAD=triton.next_power_of_2(stops), num_warps=1,
+    )  # fmt: skip
+    return key_B, index_B, temperature_B
+
+
+@triton.jit
 def _block_sums(
     Logits, Temperature, Peak, Sum, Best, row_stride, VOCABULARY, BLOCKS, COLUMNS: tl.constexpr
 ):  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from penstock.engine.transformers.sampling import uniforms_torch
@@ -50,6 +52,25 @@ def store_rows(
     """Store row i of the new keys and values, [1, kv heads, rows, size], at token `target_R[i]`."""
     keys_TGD.index_copy_(0, target_R, key[0].transpose(0, 1))
     values_TGD.index_copy_(0, target_R, value[0].transpose(0, 1))
+
+
+def next_rows(
+    logits_BV: torch.Tensor, slot_B: torch.Tensor, state: Any, by: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Advance the slots by `by` tokens; return the key, index and temperature of each row.
+
+    The logits of a row's stop tokens become -inf while its response is shorter than `min_index`. The
+    last slot is padding and does not advance.
+    """
+    index_B = state.index[slot_B] + by
+    step_B = torch.where(slot_B < len(state.index) - 1, by, 0)
+    stop_BS = state.stops[slot_B]
+    banned_BS = (stop_BS >= 0) & (index_B < state.min_index[slot_B])[:, None]
+    row_B = torch.arange(len(slot_B), device=slot_B.device)
+    logits_BV[row_B[:, None].expand_as(stop_BS)[banned_BS], stop_BS[banned_BS]] = -torch.inf
+    state.index.index_add_(0, slot_B, step_B)
+    state.position.index_add_(0, slot_B, step_B)
+    return state.key[slot_B], index_B, state.temperature[slot_B]
 
 
 def sample_rows(
