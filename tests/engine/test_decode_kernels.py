@@ -186,8 +186,6 @@ def test_the_same_uniforms_everywhere() -> None:
 
 
 def test_rows_are_stored_where_they_belong() -> None:
-    from penstock.engine.transformers.cuda import layer_kernels
-
     generator = torch.Generator().manual_seed(3)
     key = torch.randn(1, 6, 2 * 48 + 5, generator=generator)[..., : 2 * 48].view(1, 6, 2, 48)
     value = torch.randn(1, 6, 2, 32, generator=generator)
@@ -195,7 +193,7 @@ def test_rows_are_stored_where_they_belong() -> None:
     target = torch.tensor([4, 0, 9, 30, 2, 17], device=DEVICE)
     got = [torch.zeros(40, 2, size, device=DEVICE) for size in (48, 32)]
     wanted = [pool.clone() for pool in got]
-    layer_kernels.store_rows(key, value, *got, target)
+    kernels.store_rows(key, value, *got, target)
     reference.store_rows(key, value, *wanted, target)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
@@ -203,9 +201,9 @@ def test_rows_are_stored_where_they_belong() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_compute_the_same_with_kernels(dtype: torch.dtype) -> None:
     """The kernels are installed in every layer of a real model and leave its outputs unchanged."""
-    from penstock.engine.transformers.cuda.layer_kernels import fuse_layers
     from penstock.engine.transformers.fuse import fuse_projections
     from penstock.engine.transformers.kv_attention import probe_shape
+    from penstock.models.layer_kernels import fuse_layers
     from penstock.models.norms import fuse_norms
     from stages import tiny_policy as tiny
 

@@ -36,6 +36,7 @@ from penstock.training.stages import take_stage
 from penstock.training.tensor_parallel import cut_model
 
 ADAPTER = "default"
+FUSED = ("gated mlp",)  # kinds of layers that run as one kernel on a GPU
 
 
 class Policy(nn.Module):
@@ -53,6 +54,7 @@ class Policy(nn.Module):
         self.sharding = Sharding(Ranks())
         self.head_share: VocabularySlice | None = None  # None: all of the vocabulary
         self._delays_gradients = False  # until the end of an update
+        self._compiles = False  # the compiler fuses the layers
         self.rule = LogitRule.from_config(model.config.get_text_config())
         self.end_ids = end_ids(model)
         self._own_attention = model.config._attn_implementation
@@ -60,11 +62,16 @@ class Policy(nn.Module):
         self.pack_sequences(True)
 
     def pack_sequences(self, packs: bool) -> None:
-        """Choose packed attention and fused norms, or the model's own code for packs of one sequence."""
+        """Choose packed attention and fused layers, or the model's own code for packs of one sequence."""
         self.packs = packs
+        kernels = _layer_kernels() if self.device.type == "cuda" else None
         restore_norms(self.model)
+        if kernels is not None:
+            kernels.restore_layers(self.model)
         if packs and self.model.dtype != torch.float64:  # transformers' norms round to float32
             fuse_norms(self.model)
+            if kernels is not None and not self._compiles:
+                kernels.fuse_layers(self.model, FUSED)
         self.model.set_attn_implementation(
             packed_attention.ATTENTION_NAME if packs else self._own_attention
         )
@@ -185,6 +192,8 @@ class Policy(nn.Module):
 
     def compile_layers(self) -> None:
         """Fuse each block's small operations; one compilation serves all blocks and lengths."""
+        self._compiles = True
+        self.pack_sequences(self.packs)
         for layer in self.layers:
             layer.compile(dynamic=True)
 
@@ -344,6 +353,15 @@ def _checkpointed(layer: nn.Module, call: Callable[..., Any], *inputs: Any) -> A
             layer.training = True
 
     return checkpoint(evaluate, *inputs, use_reentrant=False)
+
+
+def _layer_kernels() -> Any | None:
+    """Return the Triton kernels of layers; None: Triton is not installed."""
+    try:
+        from penstock.models import layer_kernels
+    except ImportError:
+        return None
+    return layer_kernels
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -100,7 +100,7 @@ class CudaRunner:
             fuse_projections(model)
             fuse_norms(model)
             if HAS_KERNELS:
-                from penstock.engine.transformers.cuda.layer_kernels import fuse_layers
+                from penstock.models.layer_kernels import fuse_layers
 
                 fuse_layers(model)
         self._cache = StepCache()

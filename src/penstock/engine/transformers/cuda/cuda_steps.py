@@ -17,8 +17,8 @@ try:
         decode_attention,
         next_rows,
         sample_rows,
+        store_rows,
     )
-    from penstock.engine.transformers.cuda.layer_kernels import store_rows
 
     HAS_KERNELS = True
 except ImportError:  # CUDA without Triton

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton kernels of a decode step: grouped attention over regions, and sampling.
+"""Triton kernels of a decode step: storing keys and values, attention over regions, and sampling.
 
 `decode_reference.py` computes the same in plain torch, and tests compare the two. Imported only if CUDA and
 Triton are present. Attention reads each key and value once for all query heads of a group; sampling reads
@@ -162,6 +162,42 @@ def decode_attention(
             VALUE=value_size, VALUE_PAD=value_pad, SPLITS=splits, num_warps=1,
         )  # fmt: skip
     return output
+
+
+@triton.jit
+def _store(
+    Key, Value, Keys, Values, Target, key_row, key_head, value_row, value_head,
+    HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    target = (tl.load(Target + row).to(tl.int64)) * HEADS + head
+    at = tl.arange(0, KEY_PAD)
+    key = tl.load(Key + row * key_row + head * key_head + at, mask=at < KEY, other=0.0)
+    tl.store(Keys + target * KEY + at, key, mask=at < KEY)
+    at = tl.arange(0, VALUE_PAD)
+    value = tl.load(Value + row * value_row + head * value_head + at, mask=at < VALUE, other=0.0)
+    tl.store(Values + target * VALUE + at, value, mask=at < VALUE)
+
+
+def store_rows(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys_TGD: torch.Tensor,
+    values_TGD: torch.Tensor,
+    target_R: torch.Tensor,
+) -> None:
+    """Store row i of the new keys and values, [1, kv heads, rows, size], at token `target_R[i]`."""
+    _, heads, rows, key_size = key.shape
+    value_size = value.shape[3]
+    assert key.stride(3) == value.stride(3) == 1
+    kernel: Any = _store
+    kernel[(rows, heads)](
+        key, value, keys_TGD, values_TGD, target_R,
+        key.stride(2), key.stride(1), value.stride(2), value.stride(1), HEADS=heads,
+        KEY=key_size, KEY_PAD=triton.next_power_of_2(key_size),
+        VALUE=value_size, VALUE_PAD=triton.next_power_of_2(value_size), num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit

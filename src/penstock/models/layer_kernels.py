@@ -1,0 +1,251 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton kernels between the matrix products of a layer: rotary embedding and gated activation.
+
+Each replaces several launches of plain operations and keeps no intermediate result. `fuse_layers` installs them in a model's layers after comparing each with the layer's own output; a
+layer whose output would change by more than rounding keeps its own code. Only instances of this model
+change, never a class or module of transformers. Imported only if Triton is installed and the model is on a
+GPU; engine and trainer use the same kernels, so that their log-probs agree.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_ROTARY = "apply_rotary_pos_emb"
+_COLUMNS = 1024  # of a gated activation, per program
+
+KINDS = ("gated mlp", "rotary")
+
+
+# ---- rotary embedding
+
+
+@triton.jit
+def _rotate(
+    X, Out, Cos, Sin, x_row, x_head, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
+    HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head, at = tl.arange(0, HEADS_PAD), tl.arange(0, HALF_PAD)
+    inside = (head < HEADS)[:, None] & (at < HALF)[None, :]
+    source = X + row * x_row + head[:, None] * x_head + at[None, :]
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    turn = row * 2 * HALF + at
+    cos_low = tl.load(Cos + turn, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
+    cos_high = tl.load(Cos + turn + HALF, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
+    sin_low = tl.load(Sin + turn, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(Sin + turn + HALF, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
+    target = Out + (row * HEADS + head[:, None]) * 2 * HALF + at[None, :]
+    kind = Out.dtype.element_ty
+    tl.store(target, (low * cos_low - high * sin_low).to(kind), mask=inside)
+    tl.store(target + HALF, (high * cos_high + low * sin_high).to(kind), mask=inside)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return x [1, heads, rows, size], rotated by cos and sin [1, rows, size]; laid out by rows."""
+    _, heads, rows, size = x.shape
+    output = x.new_empty(1, rows, heads, size)
+    rotate: Any = _rotate
+    rotate[(rows,)](
+        x, output, cos, sin, x.stride(2), x.stride(1), HEADS=heads,
+        HEADS_PAD=triton.next_power_of_2(heads), HALF=size // 2,
+        HALF_PAD=triton.next_power_of_2(size // 2), num_warps=2 if heads > 4 else 1,
+    )  # fmt: skip
+    return output.transpose(1, 2)
+
+
+def apply_rotary(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute transformers' `apply_rotary_pos_emb` for a batch of one; cos and sin are constants."""
+    assert q.stride(3) == k.stride(3) == 1
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+# ---- gated activation
+
+
+@triton.jit
+def _gate(Gate, Up, Out, gate_row, up_row, WIDTH, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(Gate + row * gate_row + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+    up = tl.load(Up + row * up_row + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(Out.dtype.element_ty).to(tl.float32)
+    tl.store(Out + row * WIDTH + at, (active * up).to(Out.dtype.element_ty), mask=at < WIDTH)
+
+
+@triton.jit
+def _gate_back(
+    Grad, Gate, Up, GateGrad, UpGrad, gate_row, up_row, WIDTH, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    grad = tl.load(Grad + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+    gate = tl.load(Gate + row * gate_row + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+    up = tl.load(Up + row * up_row + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+    open_share = 1.0 / (1.0 + tl.exp(-gate))
+    slope = open_share * (1.0 + gate * (1.0 - open_share))
+    kind = UpGrad.dtype.element_ty
+    tl.store(GateGrad + row * WIDTH + at, (grad * up * slope).to(kind), mask=at < WIDTH)
+    tl.store(UpGrad + row * WIDTH + at, (grad * gate * open_share).to(kind), mask=at < WIDTH)
+
+
+class _SiluGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        width = gate.shape[-1]
+        gate_RF, up_RF = gate.reshape(-1, width), up.reshape(-1, width)
+        assert gate_RF.stride(1) == up_RF.stride(1) == 1
+        ctx.save_for_backward(gate_RF, up_RF)
+        output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        kernel: Any = _gate
+        kernel[(len(gate_RF), triton.cdiv(width, _COLUMNS))](
+            gate_RF, up_RF, output, gate_RF.stride(0), up_RF.stride(0), width,
+            BLOCK=_COLUMNS, num_warps=4,
+        )  # fmt: skip
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate_RF, up_RF = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        gate_grad, up_grad = torch.empty_like(grad), torch.empty_like(grad)
+        kernel: Any = _gate_back
+        kernel[(len(gate_RF), triton.cdiv(grad.shape[-1], _COLUMNS))](
+            grad, gate_RF, up_RF, gate_grad, up_grad, gate_RF.stride(0), up_RF.stride(0),
+            grad.shape[-1], BLOCK=_COLUMNS, num_warps=4,
+        )  # fmt: skip
+        return gate_grad, up_grad
+
+
+def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, rounded where the two plain operations round."""
+    output: torch.Tensor = _SiluGate.apply(gate, up)
+    return output
+
+
+# ---- installing them
+
+
+def fuse_layers(model: nn.Module, kinds: tuple[str, ...] = KINDS) -> dict[str, int]:
+    """Install these kinds of kernels in the model's layers; return the number of layers of each."""
+    fuse = {"gated mlp": _fuse_mlp, "rotary": _fuse_rotary}
+    counts = dict.fromkeys(kinds, 0)
+    with torch.no_grad():
+        for module in model.modules():
+            for kind in kinds:
+                counts[kind] += fuse[kind](module)
+    return counts
+
+
+def restore_layers(model: nn.Module) -> None:
+    """Undo `fuse_layers`: every layer runs its own code again."""
+    for module in model.modules():
+        function = getattr(module.__dict__.get("forward"), "__func__", None)
+        if function is _mlp_forward or hasattr(function, "is_fused"):
+            del module.forward
+
+
+def _mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = module.down_proj(silu_gate(module.gate_proj(x), module.up_proj(x)))
+    return output
+
+
+def _fuse_mlp(module: Any) -> bool:
+    names = ("gate_proj", "up_proj", "down_proj")
+    parts: list[Any] = [getattr(module, name, None) for name in names]
+    if not all(isinstance(part, nn.Module) for part in parts) or not hasattr(module, "act_fn"):
+        return False
+    weight = getattr(parts[0], "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not _is_silu(module.act_fn):
+        return False
+    fused = types.MethodType(_mlp_forward, module)  # a bound method follows a copy of the model
+    probe = torch.linspace(-1, 1, 3 * weight.shape[1], device=weight.device, dtype=weight.dtype)
+    probe = probe.view(1, 3, -1)
+    same = _close(fused(probe), module(probe))
+    if same:
+        module.forward = fused
+    return same
+
+
+def _is_silu(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    probe = torch.linspace(-9, 9, 37)
+    return torch.allclose(function(probe), nn.functional.silu(probe))
+
+
+def _fuse_rotary(module: nn.Module) -> bool:
+    forward: Any = type(module).forward
+    if not isinstance(forward, types.FunctionType) or _ROTARY not in forward.__code__.co_names:
+        return False
+    own = forward.__globals__.get(_ROTARY)
+    size = getattr(module, "head_dim", None)
+    weight = next(module.parameters(), None)
+    if own is None or not isinstance(size, int) or size % 2 or weight is None:
+        return False
+    if not _rotary_matches(own, size, weight):
+        return False
+    module.forward = types.MethodType(_with_kernel(forward), module)
+    return True
+
+
+@functools.cache
+def _with_kernel(forward: Any) -> Any:
+    """Return an attention layer's forward function that calls the kernel where its shapes fit."""
+    own = forward.__globals__[_ROTARY]
+
+    def rotary(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *other: Any,
+        **named: Any,
+    ) -> Any:
+        whole = cos.shape == sin.shape == (1, q.shape[2], q.shape[3])  # else a part of each head
+        if other or named or q.shape[0] != 1 or q.shape[3] != k.shape[3] or not whole:
+            return own(q, k, cos, sin, *other, **named)
+        return apply_rotary(q, k, cos, sin)
+
+    rebound: Any = types.FunctionType(
+        forward.__code__,
+        {**forward.__globals__, _ROTARY: rotary},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    rebound.__kwdefaults__ = forward.__kwdefaults__
+    rebound.is_fused = True
+    return rebound
+
+
+def _rotary_matches(own: Any, size: int, weight: torch.Tensor) -> bool:
+    def draw(*shape: int) -> torch.Tensor:
+        values = torch.linspace(-2, 2, int(torch.tensor(shape).prod()), device=weight.device)
+        return values.sin().view(shape).to(weight.dtype)
+
+    arguments = (draw(1, 4, 3, size), draw(1, 2, 3, size), draw(1, 3, size), draw(1, 3, size))
+    try:
+        wanted = own(*arguments)
+    except (TypeError, ValueError, RuntimeError):
+        return False  # another signature: this model has a rotary embedding of its own
+    return all(_close(a, b) for a, b in zip(apply_rotary(*arguments), wanted, strict=True))
+
+
+def _close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    tolerance = _TOLERANCE.get(wanted.dtype, 0.0)
+    scale = float(wanted.abs().max())
+    return got.shape == wanted.shape and torch.allclose(
+        got, wanted, rtol=tolerance, atol=tolerance * scale
+    )
