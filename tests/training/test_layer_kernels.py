@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import types
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -67,3 +70,82 @@ def test_layers_are_replaced_only_where_they_compute_the_same_and_can_be_restore
     assert "forward" in vars(model.model.layers[0].mlp)
     kernels.restore_layers(model)
     assert "forward" not in vars(model.model.layers[0].mlp)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (3, 1, 20)])
+def test_a_rotary_embedding_and_its_gradients(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype
+) -> None:
+    """The halves of cos and sin differ here, so that a mixed-up half shows."""
+    from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+
+    rows = 5
+    product = draw(1, rows, (heads + kv_heads) * size).to(dtype)
+    cos, sin = (draw(1, rows, size, seed=seed).to(dtype) for seed in (3, 4))
+
+    def rotated(apply: Any, leaf: torch.Tensor, *turn: torch.Tensor) -> torch.Tensor:
+        parts = leaf.split([heads * size, kv_heads * size], dim=-1)
+        q, k = (part.view(1, rows, -1, size).transpose(1, 2) for part in parts)
+        q, k = apply(q, k, *turn)
+        (q.square().sum() + k.sin().sum()).backward()
+        return torch.cat([q, k], dim=1).detach().cpu()
+
+    exact, own = product.double().requires_grad_(), product.to(DEVICE).requires_grad_()
+    wanted = rotated(apply_rotary_pos_emb, exact, cos.double(), sin.double())
+    got = rotated(kernels.apply_rotary, own, cos.to(DEVICE), sin.to(DEVICE))
+    assert relative_error(got, wanted) < (1e-6 if dtype is torch.float32 else 5e-3)
+    assert own.grad is not None
+    assert exact.grad is not None
+    assert relative_error(own.grad.cpu(), exact.grad) < (1e-6 if dtype is torch.float32 else 2e-2)
+
+
+def test_a_rotary_embedding_of_a_part_of_each_head_keeps_its_own_code() -> None:
+    """The layer's function rotates as many dimensions as cos has; the kernel rotates all."""
+    calls = []
+
+    def own(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(inputs)
+        return inputs[0], inputs[1]
+
+    def forward(*inputs: Any) -> Any:
+        return apply_rotary_pos_emb(*inputs)  # type: ignore[name-defined]  # noqa: F821
+
+    layer = types.FunctionType(forward.__code__, {"apply_rotary_pos_emb": own})
+    fused = kernels._with_kernel(layer)
+    q, k = draw(1, 2, 3, 8).to(DEVICE), draw(1, 1, 3, 8).to(DEVICE)
+    narrow, whole = torch.ones(1, 3, 4, device=DEVICE), torch.ones(1, 3, 8, device=DEVICE)
+    fused(q, k, narrow, narrow)
+    assert len(calls) == 1
+    fused(q, k, whole, whole)
+    assert len(calls) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_policy_on_a_gpu_has_the_gradients_of_its_plain_layers(dtype: torch.dtype) -> None:
+    from penstock.training import policy as policies
+    from penstock.training.pack import make_pack
+
+    def gradients(kinds: tuple[str, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model = tiny.tiny_model().to("cuda", dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(policies, "FUSED", kinds)
+            policy = policies.Policy(model)
+        fused = sum("forward" in vars(layer.mlp) for layer in model.model.layers)
+        assert fused == (2 if "gated mlp" in kinds else 0)
+        ids = [np.arange(3, 40), np.arange(5, 25)]
+        predictors = [np.arange(len(row) - 1) for row in ids]
+        pack = make_pack(range(2), ids, predictors, np.array([0, 36, 55]), policy.device)
+        logprobs, _ = policy(pack, torch.ones(len(pack.target_N), device="cuda"))
+        logprobs.square().sum().backward()
+        return logprobs.detach(), {
+            n: p.grad for n, p in model.named_parameters() if p.grad is not None
+        }
+
+    got, got_gradients = gradients(policies.FUSED)
+    wanted, wanted_gradients = gradients(())
+    limit = 1e-5 if dtype is torch.float32 else 5e-2
+    assert relative_error(got, wanted) < limit
+    for name, one in wanted_gradients.items():
+        assert relative_error(got_gradients[name], one) < limit, name

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton kernels between the matrix products of a layer: rotary embedding and gated activation.
 
-Each replaces several launches of plain operations and keeps no intermediate result. `fuse_layers` installs them in a model's layers after comparing each with the layer's own output; a
+Each replaces several launches of plain operations, forward and backward, and keeps no intermediate
+result. `fuse_layers` installs them in a model's layers after comparing each with the layer's own output; a
 layer whose output would change by more than rounding keeps its own code. Only instances of this model
 change, never a class or module of transformers. Imported only if Triton is installed and the model is on a
 GPU; engine and trainer use the same kernels, so that their log-probs agree.
@@ -32,7 +33,7 @@ KINDS = ("gated mlp", "rotary")
 @triton.jit
 def _rotate(
     X, Out, Cos, Sin, x_row, x_head, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
-    HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    HALF: tl.constexpr, HALF_PAD: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head, at = tl.arange(0, HEADS_PAD), tl.arange(0, HALF_PAD)
@@ -47,11 +48,15 @@ def _rotate(
     sin_high = tl.load(Sin + turn + HALF, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
     target = Out + (row * HEADS + head[:, None]) * 2 * HALF + at[None, :]
     kind = Out.dtype.element_ty
-    tl.store(target, (low * cos_low - high * sin_low).to(kind), mask=inside)
-    tl.store(target + HALF, (high * cos_high + low * sin_high).to(kind), mask=inside)
+    if BACK:  # the transposed matrix
+        new_low, new_high = low * cos_low + high * sin_high, high * cos_high - low * sin_low
+    else:
+        new_low, new_high = low * cos_low - high * sin_low, high * cos_high + low * sin_high
+    tl.store(target, new_low.to(kind), mask=inside)
+    tl.store(target + HALF, new_high.to(kind), mask=inside)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool) -> torch.Tensor:
     """Return x [1, heads, rows, size], rotated by cos and sin [1, rows, size]; laid out by rows."""
     _, heads, rows, size = x.shape
     output = x.new_empty(1, rows, heads, size)
@@ -59,9 +64,22 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     rotate[(rows,)](
         x, output, cos, sin, x.stride(2), x.stride(1), HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads), HALF=size // 2,
-        HALF_PAD=triton.next_power_of_2(size // 2), num_warps=2 if heads > 4 else 1,
+        HALF_PAD=triton.next_power_of_2(size // 2), BACK=back, num_warps=2 if heads > 4 else 1,
     )  # fmt: skip
     return output.transpose(1, 2)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (grad,) = grads
+        grad = grad if grad.stride(3) == 1 else grad.contiguous()
+        return _rotated(grad, *ctx.saved_tensors, back=True), None, None
 
 
 def apply_rotary(
@@ -70,7 +88,7 @@ def apply_rotary(
     """Compute transformers' `apply_rotary_pos_emb` for a batch of one; cos and sin are constants."""
     assert q.stride(3) == k.stride(3) == 1
     cos, sin = cos.contiguous(), sin.contiguous()
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+    return _Rotary.apply(q, cos, sin), _Rotary.apply(k, cos, sin)
 
 
 # ---- gated activation
