@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from penstock.training import logprobs
 from penstock.training.logprobs import LogitRule, chunk_logprobs, token_logprobs
 
 pytestmark = pytest.mark.gpu(stand_in=True)
@@ -39,11 +40,11 @@ def test_scores_and_gradients_equal_plain_torch(
     for gradient in (False, True):
         got = raw.clone().to(DEVICE)
         place = None if banned is None else (banned[0].to(DEVICE), banned[1].to(DEVICE))
-        logprobs, entropies, own = head_kernels.chunk_logprobs_(
+        scores, entropies, own = head_kernels.chunk_logprobs_(
             got, targets.to(DEVICE), temperatures.to(DEVICE), *how, place, gradient, None
         )
         assert own is (got if gradient else None)
-        torch.testing.assert_close(logprobs.cpu(), wanted[0], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(scores.cpu(), wanted[0], rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(entropies.cpu(), wanted[1], rtol=1e-4, atol=1e-4)
         expected = wanted[2] if gradient else raw
         torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-5)
@@ -51,8 +52,12 @@ def test_scores_and_gradients_equal_plain_torch(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
-def test_half_precision_on_a_gpu_has_the_gradient_of_float32(bias: bool) -> None:
-    """Kept in one piece and computed again; a confident token keeps its small gradient."""
+@pytest.mark.parametrize("share", [logprobs.KEEP_SHARE_GPU, 0.0])
+def test_half_precision_on_a_gpu_has_the_gradient_of_float32(
+    share: float, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept in one piece, or computed again chunk by chunk; a confident token keeps its small gradient."""
+    monkeypatch.setattr(logprobs, "KEEP_SHARE_GPU", share)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(300, 64, generator=generator)
     weight = torch.randn(1000, 64, generator=generator) / 8
@@ -61,18 +66,15 @@ def test_half_precision_on_a_gpu_has_the_gradient_of_float32(bias: bool) -> None
     temperatures = torch.full((300,), 0.5)
     factors = torch.randn(300, generator=generator)
 
-    def gradients(device: str, dtype: torch.dtype, chunk: int | None) -> list[torch.Tensor]:
+    def gradients(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [
             t.to(device, dtype).requires_grad_() for t in (hidden, weight, offset) if t is not None
         ]
         own = (*leaves, None)[:3]
-        got, _ = token_logprobs(
-            *own, targets.to(device), temperatures.to(device), chunk_tokens=chunk
-        )
+        got, _ = token_logprobs(*own, targets.to(device), temperatures.to(device), chunk_tokens=128)
         (got * factors.to(device)).sum().backward()
         return [leaf.grad.float().cpu() for leaf in leaves]
 
-    wanted = gradients("cpu", torch.float32, None)
-    for chunk in (None, 128):
-        for own, other in zip(gradients("cuda", torch.bfloat16, chunk), wanted, strict=True):
-            assert float((own - other).norm() / other.norm()) < 0.05
+    wanted = gradients("cpu", torch.float32)
+    for own, other in zip(gradients("cuda", torch.bfloat16), wanted, strict=True):
+        assert float((own - other).norm() / other.norm()) < 0.05

@@ -133,6 +133,8 @@ class _TokenLogprobs(torch.autograd.Function):
         entropies_N = torch.empty_like(logprobs_N)
         keep = any(ctx.needs_input_grad[:3]) and axis is None and _fits(hidden_ND, vocabulary)
         score_chunk = _chunk_function(hidden_ND, axis)
+        if keep and score_chunk is not chunk_logprobs:
+            chunk_tokens = max(count, 1)  # in place: one chunk needs no more memory than many
         kept: list[Tensor] = []
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
