@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import types
 from typing import Any
@@ -121,11 +122,44 @@ def test_a_rotary_embedding_of_a_part_of_each_head_keeps_its_own_code() -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("kind", ["Qwen2", "Llama"])  # with biases, and without
+def test_one_product_for_queries_keys_and_values(kind: str) -> None:
+    """Log-probs and gradients stay the same, in a copy of the model too; q, k and v can be separated again."""
+    import transformers
+
+    torch.manual_seed(0)
+    fields = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}
+    config = getattr(transformers, f"{kind}Config")(**fields, **sizes)
+    plain = getattr(transformers, f"{kind}ForCausalLM")(config)
+    joined = copy.deepcopy(plain)
+    assert kernels.fuse_layers(joined, ("joint qkv",)) == {"joint qkv": 2}
+    joined = copy.deepcopy(joined)
+    ids = torch.arange(30).view(2, 15)
+    products = []
+    own = nn.functional.linear
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "linear", lambda *given: products.append(1) or own(*given))
+        got = joined(ids).logits
+    assert len(products) == 2 * 5 + 1  # qkv, o, gate, up and down of each layer; the head
+    wanted = plain(ids).logits
+    torch.testing.assert_close(got, wanted)
+    for logits in (got, wanted):
+        logits.square().sum().backward()
+    for (name, one), other in zip(joined.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+    kernels.restore_layers(joined)
+    assert not any("forward" in vars(module) for module in joined.modules())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_policy_on_a_gpu_has_the_gradients_of_its_plain_layers(dtype: torch.dtype) -> None:
+    from penstock.training import packed_attention
     from penstock.training import policy as policies
     from penstock.training.pack import make_pack
+
+    packed_attention.register()
 
     def gradients(kinds: tuple[str, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model = tiny.tiny_model().to("cuda", dtype)
@@ -145,7 +179,7 @@ def test_a_policy_on_a_gpu_has_the_gradients_of_its_plain_layers(dtype: torch.dt
 
     got, got_gradients = gradients(policies.FUSED)
     wanted, wanted_gradients = gradients(())
-    limit = 1e-5 if dtype is torch.float32 else 5e-2
-    assert relative_error(got, wanted) < limit
+    exact = dtype is torch.float32
+    assert relative_error(got, wanted) < (1e-5 if exact else 5e-2)
     for name, one in wanted_gradients.items():
-        assert relative_error(got_gradients[name], one) < limit, name
+        assert relative_error(got_gradients[name], one) < (1e-4 if exact else 0.2), name

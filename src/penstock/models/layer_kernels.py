@@ -20,11 +20,13 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from penstock.models.joint_projections import join_projections, separate_projections
+
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _ROTARY = "apply_rotary_pos_emb"
 _COLUMNS = 1024  # of a gated activation, per program
 
-KINDS = ("gated mlp", "rotary")
+KINDS = ("gated mlp", "rotary")  # of the engine; for a trainer also "joint qkv"
 
 
 # ---- rotary embedding
@@ -159,7 +161,7 @@ def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def fuse_layers(model: nn.Module, kinds: tuple[str, ...] = KINDS) -> dict[str, int]:
     """Install these kinds of kernels in the model's layers; return the number of layers of each."""
-    fuse = {"gated mlp": _fuse_mlp, "rotary": _fuse_rotary}
+    fuse = {"gated mlp": _fuse_mlp, "rotary": _fuse_rotary, "joint qkv": join_projections}
     counts = dict.fromkeys(kinds, 0)
     with torch.no_grad():
         for module in model.modules():
@@ -174,6 +176,7 @@ def restore_layers(model: nn.Module) -> None:
         function = getattr(module.__dict__.get("forward"), "__func__", None)
         if function is _mlp_forward or hasattr(function, "is_fused"):
             del module.forward
+        separate_projections(module)
 
 
 def _mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:

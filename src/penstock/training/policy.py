@@ -36,7 +36,7 @@ from penstock.training.stages import take_stage
 from penstock.training.tensor_parallel import cut_model
 
 ADAPTER = "default"
-FUSED = ("gated mlp", "rotary")  # kinds of layers that run as one kernel on a GPU
+FUSED = ("gated mlp", "rotary", "joint qkv")  # kinds of layers that run as one kernel on a GPU
 
 
 class Policy(nn.Module):
@@ -71,7 +71,9 @@ class Policy(nn.Module):
         if packs and self.model.dtype != torch.float64:  # transformers' norms round to float32
             fuse_norms(self.model)
             if kernels is not None and not self._compiles:
-                kernels.fuse_layers(self.model, FUSED)
+                alone = self.sharding.ranks.world == 1  # else each of q, k and v is cut by itself
+                kinds = tuple(kind for kind in FUSED if alone or kind != "joint qkv")
+                kernels.fuse_layers(self.model, kinds)
         self.model.set_attn_implementation(
             packed_attention.ATTENTION_NAME if packs else self._own_attention
         )
@@ -200,6 +202,8 @@ class Policy(nn.Module):
     def cut(self, ranks: Ranks, path: str) -> None:
         """Keep this tensor rank's slice of the parameters; see `tensor_parallel.py`."""
         self.sharding = Sharding(ranks)
+        if self.device.type == "cuda":
+            self.pack_sequences(self.packs)  # separates q, k and v
         if ranks.tensor.size > 1:
             plan = tensor_plan(self.model.config, ranks.tensor.size, path)
             cut = cut_model(self.model, self.body, plan, self.sharding)
