@@ -199,6 +199,28 @@ def test_rows_are_stored_where_they_belong() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (3, 3, 20), (4, 1, 32)])
+def test_queries_are_turned_and_keys_and_values_stored(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype
+) -> None:
+
+    def draw(*shape: int, seed: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return values.to(dtype).to(DEVICE)
+
+    product = draw(4, (heads + 2 * kv_heads) * size, seed=1)
+    cos, sin = draw(4, size, seed=2), draw(4, size, seed=3)
+    target = torch.tensor([7, 0, 3, 9], device=DEVICE)
+    pools = [torch.full((11, kv_heads, size), 5.0, dtype=dtype, device=DEVICE) for _ in range(4)]
+    got = kernels.rotate_store(product, cos, sin, *pools[:2], target)
+    wanted = reference.rotate_store(product, cos, sin, *pools[2:], target)
+    limit = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(got, wanted, **limit)
+    torch.testing.assert_close(pools[0], pools[2], **limit)
+    assert torch.equal(pools[1], pools[3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_compute_the_same_with_kernels(dtype: torch.dtype) -> None:
     """The kernels are installed in every layer of a real model and leave its outputs unchanged."""
     from penstock.engine.transformers.fuse import fuse_projections

@@ -190,18 +190,19 @@ def _fuse_mlp(module: Any) -> bool:
     if not all(isinstance(part, nn.Module) for part in parts) or not hasattr(module, "act_fn"):
         return False
     weight = getattr(parts[0], "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not _is_silu(module.act_fn):
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not is_silu(module.act_fn):
         return False
     fused = types.MethodType(_mlp_forward, module)  # a bound method follows a copy of the model
     probe = torch.linspace(-1, 1, 3 * weight.shape[1], device=weight.device, dtype=weight.dtype)
     probe = probe.view(1, 3, -1)
-    same = _close(fused(probe), module(probe))
+    same = is_close(fused(probe), module(probe))
     if same:
         module.forward = fused
     return same
 
 
-def _is_silu(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+def is_silu(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Return whether an activation is silu; near zero, others look the same in a layer's output."""
     probe = torch.linspace(-9, 9, 37)
     return torch.allclose(function(probe), nn.functional.silu(probe))
 
@@ -261,10 +262,11 @@ def _rotary_matches(own: Any, size: int, weight: torch.Tensor) -> bool:
         wanted = own(*arguments)
     except (TypeError, ValueError, RuntimeError):
         return False  # another signature: this model has a rotary embedding of its own
-    return all(_close(a, b) for a, b in zip(apply_rotary(*arguments), wanted, strict=True))
+    return all(is_close(a, b) for a, b in zip(apply_rotary(*arguments), wanted, strict=True))
 
 
-def _close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+def is_close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Return whether two outputs differ by rounding only."""
     tolerance = _TOLERANCE.get(wanted.dtype, 0.0)
     scale = float(wanted.abs().max())
     return got.shape == wanted.shape and torch.allclose(

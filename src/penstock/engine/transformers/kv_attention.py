@@ -95,6 +95,11 @@ def running(step: Step) -> Iterator[None]:
         _current.step = None
 
 
+def current_step() -> Step | None:
+    """Return the step of this thread's forward pass."""
+    return _current.step
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,

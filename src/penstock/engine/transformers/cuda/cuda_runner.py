@@ -100,9 +100,11 @@ class CudaRunner:
             fuse_projections(model)
             fuse_norms(model)
             if HAS_KERNELS:
+                from penstock.engine.transformers.cuda.decode_layer import fuse_decode
                 from penstock.models.layer_kernels import fuse_layers
 
                 fuse_layers(model)
+                fuse_decode(model, self._shape)
         self._cache = StepCache()
         self._slots, self._tokens = self._choose_sizes()
         self.table = SlotTable(self._slots, end_ids(model))

@@ -16,6 +16,7 @@ try:
     from penstock.engine.transformers.cuda.decode_kernels import (
         decode_attention,
         next_rows,
+        rotate_store,
         sample_rows,
         store_rows,
     )
@@ -26,6 +27,7 @@ except ImportError:  # CUDA without Triton
     from penstock.engine.transformers.cuda.decode_reference import (
         decode_attention,
         next_rows,
+        rotate_store,
         sample_rows,
         store_rows,
     )
@@ -56,6 +58,21 @@ class DecodeStep:
             call.softcap,
             call.sinks,
         )[None]
+
+    def turn_and_attend(
+        self,
+        layer: int,
+        product_BN: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Store and attend for a product of q, k and v, which `turn` (cos, sin) has yet to turn."""
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        query_BHD = rotate_store(product_BN, *turn, keys, values, self._target_B)
+        return decode_attention(
+            query_BHD, keys, values, self._start_B, self._length_B, scale, window
+        )
 
 
 class PrefillStep:

@@ -201,6 +201,69 @@ def store_rows(
 
 
 @triton.jit
+def _rotate_store(
+    Product, Query, Keys, Values, Cos, Sin, Target, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+):  # fmt: skip
+    # One program per row: query and key heads are turned, key and value heads stored in the cache.
+    row = tl.program_id(0).to(tl.int64)
+    head, at = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, HALF_PAD)[None, :]
+    inside = (head < HEADS + KV_HEADS) & (at < HALF)
+    source = Product + (row * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF + at
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    turn, part = row * 2 * HALF + at, at < HALF
+    cos_low = tl.load(Cos + turn, mask=part, other=0.0).to(tl.float32)
+    cos_high = tl.load(Cos + turn + HALF, mask=part, other=0.0).to(tl.float32)
+    sin_low = tl.load(Sin + turn, mask=part, other=0.0).to(tl.float32)
+    sin_high = tl.load(Sin + turn + HALF, mask=part, other=0.0).to(tl.float32)
+    kind = Query.dtype.element_ty
+    new_low = (low * cos_low - high * sin_low).to(kind)
+    new_high = (high * cos_high + low * sin_high).to(kind)
+    target = Query + (row * HEADS + head) * 2 * HALF + at
+    tl.store(target, new_low, mask=inside & (head < HEADS))
+    tl.store(target + HALF, new_high, mask=inside & (head < HEADS))
+    place = tl.load(Target + row).to(tl.int64) * KV_HEADS
+    target = Keys + (place + head - HEADS) * 2 * HALF + at
+    tl.store(target, new_low, mask=inside & (head >= HEADS))
+    tl.store(target + HALF, new_high, mask=inside & (head >= HEADS))
+    own = (head < KV_HEADS) & (at < HALF)
+    source = Product + (row * (HEADS + 2 * KV_HEADS) + HEADS + KV_HEADS + head) * 2 * HALF + at
+    target = Values + (place + head) * 2 * HALF + at
+    tl.store(target, tl.load(source, mask=own, other=0.0), mask=own)
+    tl.store(target + HALF, tl.load(source + HALF, mask=own, other=0.0), mask=own)
+
+
+def rotate_store(
+    product_BN: torch.Tensor,
+    cos_BD: torch.Tensor,
+    sin_BD: torch.Tensor,
+    keys_TGD: torch.Tensor,
+    values_TGD: torch.Tensor,
+    target_B: torch.Tensor,
+) -> torch.Tensor:
+    """Return the turned query heads [B, H, D] of a product of q, k and v; store k, turned, and v.
+
+    Row i is stored at token `target_B[i]`.
+    """
+    kv_heads, size = keys_TGD.shape[1:]
+    heads = product_BN.shape[1] // size - 2 * kv_heads
+    assert product_BN.is_contiguous()
+    assert keys_TGD.is_contiguous()
+    assert values_TGD.is_contiguous()
+    assert cos_BD.is_contiguous()
+    assert sin_BD.is_contiguous()
+    query_BHD = product_BN.new_empty(len(product_BN), heads, size)
+    kernel: Any = _rotate_store
+    kernel[(len(product_BN),)](
+        product_BN, query_BHD, keys_TGD, values_TGD, cos_BD, sin_BD, target_B, HEADS=heads,
+        HEADS_PAD=triton.next_power_of_2(heads + kv_heads), KV_HEADS=kv_heads, HALF=size // 2,
+        HALF_PAD=triton.next_power_of_2(size // 2), num_warps=4,
+    )  # fmt: skip
+    return query_BHD
+
+
+@triton.jit
 def _next_rows(
     Logits, Slot, Index, Position, MinIndex, Stops, Key, Temperature, KeyOut, IndexOut,
     TemperatureOut, row_stride, by, padding, STOPS: tl.constexpr, STOPS_PAD: tl.constexpr,

@@ -88,3 +88,23 @@ def sample_rows(
     token_B = (ends_BV <= target_B[:, None]).sum(dim=-1).clamp_max(logits_BV.shape[1] - 1)
     token_B = torch.where(greedy_B, logprobs_BV.argmax(dim=-1), token_B)
     return token_B, logprobs_BV.gather(1, token_B[:, None])[:, 0]
+
+
+def rotate_store(
+    product_BN: torch.Tensor,
+    cos_BD: torch.Tensor,
+    sin_BD: torch.Tensor,
+    keys_TGD: torch.Tensor,
+    values_TGD: torch.Tensor,
+    target_B: torch.Tensor,
+) -> torch.Tensor:
+    """Return the turned query heads [B, H, D] of a product of q, k and v; store k, turned, and v."""
+    kv_heads, size = keys_TGD.shape[1:]
+    every_BHD = product_BN.unflatten(1, (-1, size))
+    turned_BHD, value_BGD = every_BHD[:, :-kv_heads].float(), every_BHD[:, -kv_heads:]
+    low, high = turned_BHD.chunk(2, dim=-1)
+    cos_B1D, sin_B1D = cos_BD[:, None].float(), sin_BD[:, None].float()
+    turned_BHD = turned_BHD * cos_B1D + torch.cat([-high, low], dim=-1) * sin_B1D
+    turned_BHD = turned_BHD.to(product_BN.dtype)
+    keys_TGD[target_B], values_TGD[target_B] = turned_BHD[:, -kv_heads:], value_BGD
+    return turned_BHD[:, :-kv_heads]
