@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,47 @@ class Arrival:
     def __init__(self, policy: Policy, masters: Masters) -> None:
         self._policy, self._masters = policy, masters
         self._sharding = policy.sharding
+        self._rounded = [name for name in masters.rounded if self._is_sampled(name)]
+        self._sampler = self._make_sampler()
+
+    def _make_sampler(self) -> Any | None:
+        """Return what copies all samples at once; None: one by one, as on a CPU."""
+        formats = {self._masters.rounded[name].dtype for name in self._rounded}
+        if (
+            self._policy.device.type != "cuda"
+            or self._sharding.ranks.world > 1
+            or len(formats) != 1
+        ):
+            return None
+        try:
+            from penstock.training.sample_kernels import EvenSamples
+        except ImportError:  # CUDA without Triton
+            return None
+        parts = [
+            self._sharding.part(n, self._masters.parameters[n].detach()) for n in self._rounded
+        ]
+        sizes = [(len(part.values), part.values.numel() // len(part.values)) for part in parts]
+        return EvenSamples(
+            [(size, *_spacing(part)) for size, part in zip(sizes, parts, strict=True)]
+        )
+
+    def _full_at_once(self, sampler: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the numbers of all masters and of all weights that are rounded from them."""
+        yield (
+            sampler.copy([self._masters.parameters[name] for name in self._rounded]),
+            sampler.copy([self._masters.rounded[name] for name in self._rounded]),
+        )
+
+    def _is_sampled(self, name: str) -> bool:
+        whole = self._masters.parameters[name]
+        return ".lora_" not in name and whole.ndim > 0 and whole.numel() > 0
 
     def sample(self) -> Sample:
         """Copy the sample's numbers of every tensor that is published rounded."""
         nothing = torch.zeros(0, device=self._policy.device)
         with torch.no_grad():
-            pairs = [*self._full(), *self._adapted(), (nothing, nothing)]
+            full = self._full() if self._sampler is None else self._full_at_once(self._sampler)
+            pairs = [*full, *self._adapted(), (nothing, nothing)]
             # One copy for all tensors: hundreds of small operations would take longer than the update.
             exact, published = (
                 torch.cat([part.reshape(-1) for part in side]) for side in zip(*pairs, strict=True)
