@@ -122,6 +122,34 @@ def test_a_rotary_embedding_of_a_part_of_each_head_keeps_its_own_code() -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 70), (9, 64), (5, 1300)])
+def test_the_gradients_of_a_norm(
+    rows: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.models import norm_kernels
+
+    monkeypatch.setattr(norm_kernels, "_PROGRAMS", 2)  # each has several blocks of rows
+    monkeypatch.setattr(norm_kernels, "_ELEMENTS", 2 * 128)
+    x, weight, grad = (
+        draw(*shape, seed=seed).to(dtype)
+        for seed, shape in enumerate(((1, rows, width), (width,), (1, rows, width)), start=1)
+    )
+    x[0, 0] *= 30
+    results = []
+    for device, kind, norm in (
+        ("cpu", torch.float64, None),
+        (DEVICE, dtype, norm_kernels.rms_norm),
+    ):
+        leaves = [one.to(device, kind, copy=True).requires_grad_() for one in (x, weight)]
+        norm = norm or (lambda x, w, eps: nn.functional.rms_norm(x, w.shape, w, eps))
+        output = norm(*leaves, 1e-6)
+        output.backward(grad.to(device, kind))
+        results.append([one.detach().cpu() for one in (output, leaves[0].grad, leaves[1].grad)])
+    for got, wanted in zip(results[1], results[0], strict=True):
+        assert relative_error(got, wanted) < (1e-5 if dtype is torch.float32 else 1e-2)
+
+
 @pytest.mark.parametrize("kind", ["Qwen2", "Llama"])  # with biases, and without
 def test_one_product_for_queries_keys_and_values(kind: str) -> None:
     """Log-probs and gradients stay the same, in a copy of the model too; q, k and v can be separated again."""

@@ -21,12 +21,14 @@ import triton.language as tl
 from torch import nn
 
 from penstock.models.joint_projections import join_projections, separate_projections
+from penstock.models.norm_kernels import rms_norm
+from penstock.models.norms import epsilon, is_fused
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _ROTARY = "apply_rotary_pos_emb"
 _COLUMNS = 1024  # of a gated activation, per program
 
-KINDS = ("gated mlp", "rotary")  # of the engine; for a trainer also "joint qkv"
+KINDS = ("gated mlp", "rotary")  # of the engine; a trainer has more
 
 
 # ---- rotary embedding
@@ -161,7 +163,12 @@ def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def fuse_layers(model: nn.Module, kinds: tuple[str, ...] = KINDS) -> dict[str, int]:
     """Install these kinds of kernels in the model's layers; return the number of layers of each."""
-    fuse = {"gated mlp": _fuse_mlp, "rotary": _fuse_rotary, "joint qkv": join_projections}
+    fuse = {
+        "gated mlp": _fuse_mlp,
+        "rotary": _fuse_rotary,
+        "joint qkv": join_projections,
+        "norm": _fuse_norm,
+    }
     counts = dict.fromkeys(kinds, 0)
     with torch.no_grad():
         for module in model.modules():
@@ -174,7 +181,7 @@ def restore_layers(model: nn.Module) -> None:
     """Undo `fuse_layers`: every layer runs its own code again."""
     for module in model.modules():
         function = getattr(module.__dict__.get("forward"), "__func__", None)
-        if function is _mlp_forward or hasattr(function, "is_fused"):
+        if function in (_mlp_forward, _norm_forward) or hasattr(function, "is_fused"):
             del module.forward
         separate_projections(module)
 
@@ -199,6 +206,20 @@ def _fuse_mlp(module: Any) -> bool:
     if same:
         module.forward = fused
     return same
+
+
+def _norm_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    eps = epsilon(module)
+    assert eps is not None
+    return rms_norm(x, module.weight, eps)
+
+
+def _fuse_norm(module: nn.Module) -> bool:
+    """Give a norm that `fuse_norms` found the kernel's backward pass."""
+    if not is_fused(module):
+        return False
+    module.forward = types.MethodType(_norm_forward, module)
+    return True
 
 
 def is_silu(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:

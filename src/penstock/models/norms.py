@@ -24,7 +24,7 @@ def fuse_norms(model: nn.Module) -> int:
     for module in model.modules():
         weight = getattr(module, "weight", None)
         named = type(module).__name__.endswith("RMSNorm")
-        if named and weight is not None and _eps(module) is not None:
+        if named and weight is not None and epsilon(module) is not None:
             count += _fuse_norm(module, weight)
     return count
 
@@ -32,7 +32,7 @@ def fuse_norms(model: nn.Module) -> int:
 def restore_norms(model: nn.Module) -> None:
     """Undo `fuse_norms`: every norm runs its own code again."""
     for module in model.modules():
-        if getattr(module.__dict__.get("forward"), "__func__", None) is _forward:
+        if is_fused(module):
             del module.forward
 
 
@@ -49,8 +49,14 @@ def _fuse_norm(module: nn.Module, weight: torch.Tensor) -> bool:
 
 
 def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return nn.functional.rms_norm(x, module.weight.shape, module.weight, _eps(module))
+    return nn.functional.rms_norm(x, module.weight.shape, module.weight, epsilon(module))
 
 
-def _eps(module: Any) -> float | None:
+def is_fused(module: nn.Module) -> bool:
+    """Return whether `fuse_norms` replaced this norm's code."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) is _forward
+
+
+def epsilon(module: Any) -> float | None:
+    """Return what a norm adds to the mean square."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))

@@ -36,7 +36,12 @@ from penstock.training.stages import take_stage
 from penstock.training.tensor_parallel import cut_model
 
 ADAPTER = "default"
-FUSED = ("gated mlp", "rotary", "joint qkv")  # kinds of layers that run as one kernel on a GPU
+FUSED = (
+    "gated mlp",
+    "rotary",
+    "joint qkv",
+    "norm",
+)  # kinds of layers that run as one kernel on a GPU
 
 
 class Policy(nn.Module):

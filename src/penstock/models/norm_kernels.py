@@ -1,0 +1,77 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""The backward pass of an RMS norm as one Triton kernel and a small sum.
+
+torch reads the inputs twice, once for the gradient of the input and once, slowly, for that of the weight.
+The forward pass is torch's own, and so the engine's (`norms.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_PROGRAMS = 528  # four for each processor of a large GPU
+_ELEMENTS = 4096  # of the rows that a program holds at once
+LARGEST = 8192  # width of a row
+
+
+@triton.jit
+def _back(
+    Grad, X, Weight, Inverse, XGrad, Partial, rows, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
+    ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    at = tl.arange(0, WIDTH_PAD)
+    inside = at < WIDTH
+    weight = tl.load(Weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros((ROWS, WIDTH_PAD), tl.float32)  # of the weight's gradient
+    for first in range(program * ROWS, rows, PROGRAMS * ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        place = row[:, None].to(tl.int64) * WIDTH + at[None, :]
+        grad = tl.load(Grad + place, mask=mask, other=0.0).to(tl.float32)
+        inverse = tl.load(Inverse + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        normed = tl.load(X + place, mask=mask, other=0.0).to(tl.float32) * inverse
+        total += grad * normed
+        grad = grad * weight
+        mean = tl.sum(grad * normed, 1) / WIDTH
+        x_grad = (grad - normed * mean[:, None]) * inverse
+        tl.store(XGrad + place, x_grad.to(XGrad.dtype.element_ty), mask=mask)
+    tl.store(Partial + program * WIDTH + at, tl.sum(total, 0), mask=inside)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        output, inverse = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        width = len(weight)
+        rows = x.numel() // width
+        grad, x_grad = grads[0].contiguous(), torch.empty_like(x)
+        pad = triton.next_power_of_2(width)
+        at_once = max(1, _ELEMENTS // pad)
+        programs = min(_PROGRAMS, triton.cdiv(rows, at_once))
+        partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        kernel: Any = _back
+        kernel[(programs,)](
+            grad, x, weight, inverse.contiguous(), x_grad, partial, rows, WIDTH=width,
+            WIDTH_PAD=pad, ROWS=at_once, PROGRAMS=programs, num_warps=4 if pad <= _ELEMENTS else 8,
+        )  # fmt: skip
+        return x_grad, partial.sum(0).to(weight.dtype), None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return torch's `rms_norm` of the last dimension; its backward pass is one kernel where it can be."""
+    fits = weight.ndim == 1 and len(weight) <= LARGEST and x.is_contiguous()
+    if not fits or x.dtype != weight.dtype or not x.numel():
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    output: torch.Tensor = _RmsNorm.apply(x, weight, eps)
+    return output
