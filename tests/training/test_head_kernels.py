@@ -68,7 +68,9 @@ def test_half_precision_on_a_gpu_has_the_gradient_of_float32(
 
     def gradients(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [
-            t.to(device, dtype).requires_grad_() for t in (hidden, weight, offset) if t is not None
+            t.detach().to(device, dtype).requires_grad_()
+            for t in (hidden, weight, offset)
+            if t is not None
         ]
         own = (*leaves, None)[:3]
         got, _ = token_logprobs(*own, targets.to(device), temperatures.to(device), chunk_tokens=128)
