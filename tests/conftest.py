@@ -84,7 +84,8 @@ def pytest_configure(config: pytest.Config) -> None:
         home = os.environ["PENSTOCK_TEST_HOME"] = tempfile.mkdtemp(prefix="penstock-test-home-")
         os.environ["XDG_CONFIG_HOME"] = home
         atexit.register(shutil.rmtree, home, ignore_errors=True)
-    if not (_asks_for("gpu", config) and _has_gpu()):
+    asks = _asks_for("gpu", config) or "PENSTOCK_TEST_VLLM" in os.environ
+    if not (asks and _has_gpu()):
         if shutil.which("nvidia-smi"):  # elsewhere Ray's tests count GPUs that are made up
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TRITON_INTERPRET", "1")
