@@ -27,6 +27,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -76,6 +78,34 @@ def memcpy_bandwidth(gigabytes: float, device: str, threads: int = 1) -> float:
         best = min(best, finished_at(device) - started)
     torch.set_num_threads(1)
     return sum(tensor.nbytes for _, tensor in source) / best
+
+
+def stream_bandwidth(count: int = 1 << 29, piece: int = 1 << 23) -> float:
+    """Return the bytes per second of one TCP stream over the loopback: what gloo can reach at most."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    receiver = multiprocessing.Process(target=_receive, args=(listener.getsockname(), count, piece))
+    receiver.start()
+    link, _ = listener.accept()
+    data, best = memoryview(os.urandom(piece) * (count // piece)), float("inf")
+    for _ in range(4):
+        started = time.perf_counter()
+        for first in range(0, count, piece):
+            link.sendall(data[first : first + piece])
+        link.recv(1)
+        best = min(best, time.perf_counter() - started)
+    link.close()
+    receiver.join()
+    return count / best
+
+
+def _receive(address: tuple[str, int], count: int, piece: int) -> None:
+    target = memoryview(bytearray(count))
+    with socket.create_connection(address) as link:
+        for _ in range(4):
+            got = 0
+            while got < count:
+                got += link.recv_into(target[got : got + piece])
+            link.send(b".")
 
 
 def producer(index: int, orders: Any, done: Any, device: str) -> None:
@@ -318,6 +348,7 @@ def main() -> None:
         if device == "cpu":
             both = memcpy_bandwidth(gigabytes, device, 2)
             line += f" with one thread, {both / 1e9:.1f} GB/s with two"
+            line += f"; one TCP stream over the loopback {stream_bandwidth() / 1e9:.1f} GB/s"
         print(line, flush=True)
         weights = make_weights(gigabytes, device)
         size = sum(tensor.nbytes for _, tensor in weights)

@@ -172,6 +172,8 @@ def build(
                 model.generation_config = GenerationConfig.from_pretrained(path)
     except (OSError, ValueError, SafetensorError):  # loading the whole model says what is wrong
         return None
+    if model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
+        return None  # parts of such a model have another dtype
     model.tie_weights()
     named = {**dict(model.named_parameters()), **_persistent_buffers(model)}
     if not all(stored.has(name, tensor.shape) for name, tensor in named.items()):
