@@ -331,7 +331,7 @@ _IDS, _LOGPROBS, _MASK = np.dtype("<i4"), np.dtype("<f4"), np.dtype(np.bool_)
 
 def _own(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return the array, or a copy if an engine may write to it again."""
-    if array.dtype is dtype and not array.flags.writeable:
+    if isinstance(array, np.ndarray) and array.dtype is dtype and not array.flags.writeable:
         return array
     return np.array(array, dtype)
 

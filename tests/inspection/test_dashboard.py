@@ -76,7 +76,9 @@ def test_the_list_tells_how_each_run_is_and_then_every_change(folder: Path, tmp_
             file.write('{"step": 3, "reward/mean": 0.75}\n')
         change = next(told)
         assert (change["name"], change["steps"], change["reward"]) == ("stopped", 3, 0.75)
-        shutil.rmtree(runs / "killed")
+        (runs / "killed").rename(
+            tmp_path / "gone"
+        )  # at once; a change during a removal is told too
         assert next(told) == {"gone": lines["killed"]["id"]}
 
 

@@ -67,7 +67,7 @@ class StoredWeights:
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """Return a tensor, or some rows and columns of it."""
         part = self._slice(name)
-        values: Tensor = part[rows] if columns == slice(None) else part[rows, columns]
+        values: Tensor = part[rows] if columns == slice(None) else part[rows, columns].contiguous()
         self.bytes_read += values.nbytes
         return values
 
