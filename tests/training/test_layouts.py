@@ -155,21 +155,22 @@ def test_every_job_in_every_layout(tmp_path, warm_workers, world, axes) -> None:
             assert torch.equal(several["published"][name], tensor), name
         for name, master in several["masters"].items():
             assert torch.equal(master, one["masters"][name]), name
-        assert_same_moves(one, several)
+        assert_same_moves(one, several, most=1e-3 if job == "lora" else 3e-4)
 
 
-def assert_same_moves(one: dict, several: dict) -> None:
+def assert_same_moves(one: dict, several: dict, *, most: float = 3e-4) -> None:
     """Compare the weights after one update: those that moved have moved to the same bits, but for a few.
 
     Partial sums in half precision move a weight only where a master is near a border of the grid, or a
     gradient is zero but for rounding: Adam makes a step of lr (1e-4) of it, in either direction. So no
-    weight differs by more than two such steps and one step of the grid.
+    weight differs by more than two such steps and one step of the grid. `most`: two steps; those of an
+    adapter's row move all weights of that row, by the step times the other adapter's numbers.
     """
     parts = ((one, "published"), (one, "after"), (several, "after"))
     before, own, other = (
         torch.cat([run[part][name].flatten() for name in one[part]]) for run, part in parts
     )
-    torch.testing.assert_close(other, own, rtol=2**-7, atol=3e-4)
+    torch.testing.assert_close(other, own, rtol=2**-7, atol=most)
     moved = (own != before) | (other != before)
     assert moved.sum() > 1000
     assert (own == other)[moved].double().mean() > 0.95  # 0.97 or more in every layout
