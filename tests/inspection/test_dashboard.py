@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import UserError
-from penstock.inspection.dashboard import views
+from penstock.inspection.dashboard import shown_run, views
 from penstock.inspection.dashboard.pairs import TRAINING, read_pairs
 from penstock.inspection.dashboard.server import TOKEN_VARIABLE, serve
-from penstock.inspection.dashboard.shown_run import ShownRun, odd_file
+from penstock.inspection.dashboard.shown_run import ShownRun, ShownRuns, odd_file
 from penstock.inspection.report.data import RunRecord, read_run
+from penstock.inspection.runs import RunLine
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder, _take_lock
 from stages.dashboard_server import Client, serving
@@ -76,10 +77,29 @@ def test_the_list_tells_how_each_run_is_and_then_every_change(folder: Path, tmp_
             file.write('{"step": 3, "reward/mean": 0.75}\n')
         change = next(told)
         assert (change["name"], change["steps"], change["reward"]) == ("stopped", 3, 0.75)
-        (runs / "killed").rename(
-            tmp_path / "gone"
-        )  # at once; a change during a removal is told too
+        (runs / "killed").rename(tmp_path / "gone")
         assert next(told) == {"gone": lines["killed"]["id"]}
+
+
+def test_a_run_that_is_removed_while_it_is_read_is_gone_and_not_half_a_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path / "runs")
+    runs = ShownRuns(tmp_path / "runs")
+    told = {change["name"]: change["id"] for change in runs.changes()}
+
+    def read(run: RunFolder) -> RunLine:
+        if run.path.name == "b":
+            run.path.rename(tmp_path / "gone")
+        return RunLine(name=run.name, state="training")
+
+    monkeypatch.setattr(shown_run, "_REST", 0)
+    monkeypatch.setattr(shown_run, "read_line", read)
+    for name in ("a", "b"):
+        with (tmp_path / "runs" / name / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 99, "reward/mean": 0.5}\n')
+    assert [change["name"] for change in runs.changes()] == ["a"]
+    assert list(runs.changes()) == [{"gone": told["b"]}]
 
 
 def test_a_folder_that_is_a_run_is_shown_alone(folder: Path) -> None:

@@ -131,7 +131,7 @@ class ShownRuns:
                 changed = run.renew()
             except (OSError, PenstockError):  # removed or replaced during the look
                 continue
-            if changed:
+            if changed and _is_run(path):  # else removed during the look
                 yield run.line
 
     def _paths(self) -> list[Path]:
