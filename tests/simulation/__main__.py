@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ MOST_SHOWN = 5
 def main() -> int:
     options = _options()
     sys.unraisablehook = lambda unraisable: None  # coroutines of dead drivers are freed half-way
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # theirs
     gc.collect()
     gc.freeze()
     if options.seed is not None:
