@@ -174,11 +174,10 @@ def test_check_says_what_would_be_found(server: CrashServer) -> None:
 
 @pytest.mark.parametrize(
     ("second_per_token", "kept"),
-    [(0.01, (8, 512)), (0.0125, (4, 512)), (0.125, (4, 64)), (9.0, (4, 16))],
+    [(0.01, (8, 512)), (0.0125, (4, 512)), (0.125, (4, 96)), (9.0, (4, 16))],
 )
-@pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_slow_machine_samples_fewer_and_shorter_responses_in_a_check(
-    monkeypatch: pytest.MonkeyPatch, second_per_token: float, kept: tuple[int, int], on_cpu: bool
+    monkeypatch: pytest.MonkeyPatch, second_per_token: float, kept: tuple[int, int]
 ) -> None:
     """So that a check takes half a minute there too."""
     now = [0.0]
@@ -190,9 +189,7 @@ def test_a_slow_machine_samples_fewer_and_shorter_responses_in_a_check(
     monkeypatch.setattr(rehearsal, "time", SimpleNamespace(monotonic=lambda: now[0]))
     sampling = SamplingConfig(num_generations=8, max_tokens=512)
     engine: Any = Engine()
-    found, seconds = asyncio.run(
-        rehearsal._bearable(engine, sampling, np.arange(4), 3, on_cpu=on_cpu)
-    )
+    found, seconds = asyncio.run(rehearsal._bearable(engine, sampling, np.arange(4), 3))
     assert (found.num_generations, found.max_tokens) == kept
     assert seconds == pytest.approx(512 * second_per_token)  # as the run samples
 

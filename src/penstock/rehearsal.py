@@ -44,7 +44,7 @@ _LONGEST_S = 15.0  # a slower first sampling leaves out the update: a check take
 _MEASURED_S = 5.0  # what may be spent on each measurement, after a first pass that warms up
 _SAMPLING_S = 6.0  # a machine that would sample longer makes fewer and shorter responses
 _UPDATE_S = 15.0  # what a first update of two responses may promise for all; they take about half
-_WARM_UP_TOKENS, _TRIED_TOKENS, _FEWEST_TOKENS = 2, 3, 16
+_TRIED_TOKENS, _FEWEST_TOKENS = 3, 16
 _TRIED_RESPONSES = 24  # more at once take no longer for each of them
 
 
@@ -167,9 +167,7 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
         for name, dataset in data.train.items():
             task, whole = config.tasks[name], config.task_sampling(name)
             prompts = each * len(data.train)
-            sampling, seconds = await _bearable(
-                engine, whole, dataset[0].token_ids, prompts, on_cpu=_on_cpu(config)
-            )
+            sampling, seconds = await _bearable(engine, whole, dataset[0].token_ids, prompts)
             seen.whole_s = max(seen.whole_s, seconds)
             if sampling is not whole:
                 seen.cut[name] = sampling
@@ -205,28 +203,22 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
 
 
 async def _bearable(
-    engine: InferenceEngine,
-    sampling: SamplingConfig,
-    prompt_ids: np.ndarray,
-    prompts: int,
-    *,
-    on_cpu: bool,
+    engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, prompts: int
 ) -> tuple[SamplingConfig, float]:
     """Return the sampling, and the seconds that it takes for so many prompts at once.
 
     On a machine where that is too long, the sampling has fewer and shorter responses.
     """
     few = min(_FEW, sampling.num_generations)
-    if not on_cpu:  # a GPU compiles kernels at its first tokens
-        await _token_s(engine, sampling, prompt_ids, prompts * few, _WARM_UP_TOKENS)
+    few_s = await _token_s(engine, sampling, prompt_ids, prompts * few)  # warms the engine up
     count = prompts * sampling.num_generations
     tried = min(count, _TRIED_RESPONSES)
-    tried_s = await _token_s(engine, sampling, prompt_ids, tried, _TRIED_TOKENS)
+    tried_s = await _token_s(engine, sampling, prompt_ids, tried)
     whole_s = tried_s * count / tried * sampling.max_tokens
     if whole_s <= _SAMPLING_S:
         return sampling, whole_s
-    few_s = tried_s * (1 + prompts * few / tried) / 2  # between "as long" and "as many times less"
-    most = min(max(_FEWEST_TOKENS, int(_SAMPLING_S / few_s)), sampling.max_tokens)
+    tokens = max(_FEWEST_TOKENS, int(_SAMPLING_S / min(few_s, tried_s)))
+    most = min(tokens, sampling.max_tokens)
     least = min(sampling.min_tokens, most)
     fewer = {"num_generations": few, "max_tokens": most, "min_tokens": least}
     return sampling.model_copy(update=fewer), whole_s
@@ -239,21 +231,17 @@ def _on_cpu(config: Config) -> bool:
 
 
 async def _token_s(
-    engine: InferenceEngine,
-    sampling: SamplingConfig,
-    prompt_ids: np.ndarray,
-    count: int,
-    tokens: int,
+    engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, count: int
 ) -> float:
     """Return the seconds that `count` responses at once take for each of their tokens."""
-    params = SamplingParams.from_config(sampling, max_tokens=tokens, min_tokens=0)
+    params = SamplingParams.from_config(sampling, max_tokens=_TRIED_TOKENS, min_tokens=0)
     tried = [
         GenerationRequest(request_id=f"try-{n}", prompt_ids=prompt_ids, sampling=params, seed=n)
         for n in range(count)
     ]
     started = time.monotonic()
     await asyncio.gather(*map(engine.generate, tried))
-    return (time.monotonic() - started) / tokens
+    return (time.monotonic() - started) / _TRIED_TOKENS
 
 
 async def _generate(

@@ -97,7 +97,7 @@ async def alone(engine: TransformersEngine, request: GenerationRequest) -> Gener
     return await engine.generate(request)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(specs=REQUESTS)
 def test_a_rollout_has_the_same_bits_in_any_batch(
     specs: list[tuple[int, int, int, float, int]],

@@ -28,7 +28,6 @@ OWN_ENGINE = ("close_returns_partials", "death_fails_requests_and_it_starts_agai
 SHARDED = ("temperatures_side_by_side", "pause_keep_and_update")
 TRANSFERS = ("in process", "mapped", "folder", "gloo")
 ON_GPU = ("device",) if torch.cuda.is_available() else ()
-TOLERANCE = 0.02 if torch.cuda.is_available() else 1e-4  # a GPU's float32 products are TF32
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +66,6 @@ def served(policy: Path, shards: int = 1, **settings: float) -> Iterator[EngineC
             LACKS["vllm"],
             shared=engine,
             loop=loop,
-            logprob_tolerance=TOLERANCE,
             **settings,
         )
         loop.run(engine.close())
@@ -154,11 +152,6 @@ def test_weights_arrive_in_every_shard(transfer: str, sharded: EngineCase, tmp_p
 @pytest.mark.parametrize("check", OWN_ENGINE)
 def test_end_of_an_engine(check: str, policy: Path) -> None:
     case = EngineCase(
-        "vllm",
-        lambda: make_engine(policy),
-        LACKS["vllm"],
-        kill=kill_core,
-        timeout_s=240.0,
-        logprob_tolerance=TOLERANCE,
+        "vllm", lambda: make_engine(policy), LACKS["vllm"], kill=kill_core, timeout_s=240.0
     )
     CHECKS[check](case)

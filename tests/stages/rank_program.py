@@ -151,7 +151,10 @@ def start_rounded(job: str, folder: Path, ranks: Ranks) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter[::2] = parameter[::2].to(getattr(torch, dtype)).float()
-    sections = {"model": {"dtype": dtype}, "train": {"lr": 1e-4}}
+    mean = {
+        "aggregation": "sequence"
+    }  # with it no row of an adapter has a gradient of rounding alone
+    sections = {"model": {"dtype": dtype}, "train": {"lr": 1e-4}, "algorithm": mean}
     if job == "lora":
         sections["model"]["lora"] = {"rank": 2}
         torch.manual_seed(0)

@@ -33,8 +33,9 @@ def rise(script, name, steps, **train) -> float:
     return float(np.mean(accuracies[-2:]) - np.mean(accuracies[:2]))
 
 
-def test_accuracy_rises(script) -> None:
-    assert rise(script, "grpo", steps=6, groups_per_step=8, lr=6e-4) > 0.1
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])  # the baselines: a group's, a batch's
+def test_accuracy_rises(script, name) -> None:
+    assert rise(script, name, steps=6, groups_per_step=8, lr=6e-4) > 0.1
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ def sha256(leaves: list[bytes]) -> bytes:
     return b"".join(hashlib.sha256(leaf).digest() for leaf in leaves)
 
 
-def test_leaves_are_hashed_as_hashlib_does() -> None:
-    count, leaf_bytes = 3, 128  # the next test has more leaves than one program hashes
+@pytest.mark.parametrize(("count", "leaf_bytes"), [(1, 64), (3, 128), (33, 64)])
+def test_leaves_are_hashed_as_hashlib_does(count: int, leaf_bytes: int) -> None:
     octets = torch.randint(0, 256, (count * leaf_bytes,), dtype=torch.uint8).to(DEVICE)
     start = octets.data_ptr()
     addresses = list(range(start, start + len(octets), leaf_bytes))
