@@ -36,12 +36,7 @@ from penstock.training.stages import take_stage
 from penstock.training.tensor_parallel import cut_model
 
 ADAPTER = "default"
-FUSED = (
-    "gated mlp",
-    "rotary",
-    "joint qkv",
-    "norm",
-)  # kinds of layers that run as one kernel on a GPU
+FUSED = ("gated mlp", "rotary", "joint qkv", "norm")  # kinds of layers that are one kernel on a GPU
 
 
 class Policy(nn.Module):
