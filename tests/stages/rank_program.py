@@ -191,10 +191,10 @@ def load_shares(folder: Path, ranks: Ranks) -> None:
         buffers = [dict(one.policy.model.named_buffers()) for one in (shared, whole)]
         assert buffers[0].keys() == buffers[1].keys()
         assert all(torch.equal(buffers[0][name], buffers[1][name]) for name in buffers[0])
-        for moment in ("before", "after"):
-            found[moment] = [one.digest() for one in (shared, whole)]
-            for one in (shared, whole):
-                train(one, 2)
+        found["before"] = [one.digest() for one in (shared, whole)]
+        for one in (shared, whole):
+            train(one, 2)
+        found["after"] = [one.digest() for one in (shared, whole)]
         found["ends"] = [one.policy.end_ids for one in (shared, whole)]
         found["from_config"] = Consumer.from_config(config, total_steps=10).digest()
         name = f"loaded-{path.name}-{layout_of(ranks)}-rank-{ranks.rank}.json"

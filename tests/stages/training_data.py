@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,7 @@ class Gradients:
         self._consumer = consumer
         consumer._apply_update = self
 
-    def __call__(self, rate: float, loss: float) -> tuple[float, bool]:
+    def __call__(self, rate: float, loss: Callable[[], float]) -> tuple[float, bool]:
         self.updates.append(
             {
                 name: torch.zeros_like(p) if p.grad is None else p.grad.clone()

@@ -6,6 +6,7 @@ temperature, accumulation, clipping and AdamW are each side's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -124,10 +125,10 @@ def our_updates(consumer: Any, batches: list[Batch], temperature: float) -> Upda
     made = Updates()
     apply_update = consumer._apply_update
 
-    def record(rate: float, loss: float) -> tuple[float, bool]:
+    def record(rate: float, loss: Callable[[], float]) -> tuple[float, bool]:
         masters = consumer.masters.parameters
         made.gradients.append({n: p.grad.clone() for n, p in masters.items() if p.grad is not None})
-        made.losses.append(loss)
+        made.losses.append(loss())
         result: tuple[float, bool] = apply_update(rate, loss)
         made.weights.append({n: p.detach().clone() for n, p in masters.items()})
         return result

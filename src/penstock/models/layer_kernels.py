@@ -24,7 +24,12 @@ from penstock.models.joint_projections import join_projections, separate_project
 from penstock.models.norm_kernels import rms_norm
 from penstock.models.norms import epsilon, is_fused
 
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2e-2,
+    torch.float16: 4e-3,
+}
 _ROTARY = "apply_rotary_pos_emb"
 _COLUMNS = 1024  # of a gated activation, per program
 
@@ -36,7 +41,7 @@ KINDS = ("gated mlp", "rotary")  # of the engine; a trainer has more
 
 @triton.jit
 def _rotate(
-    X, Out, Cos, Sin, x_row, x_head, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
+    X, Out, Cos, Sin, x_row, x_head, out_row, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -50,7 +55,7 @@ def _rotate(
     cos_high = tl.load(Cos + turn + HALF, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
     sin_low = tl.load(Sin + turn, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
     sin_high = tl.load(Sin + turn + HALF, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
-    target = Out + (row * HEADS + head[:, None]) * 2 * HALF + at[None, :]
+    target = Out + row * out_row + head[:, None] * 2 * HALF + at[None, :]
     kind = Out.dtype.element_ty
     if BACK:  # the transposed matrix
         new_low, new_high = low * cos_low + high * sin_high, high * cos_high - low * sin_low
@@ -64,13 +69,26 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: boo
     """Return x [1, heads, rows, size], rotated by cos and sin [1, rows, size]; laid out by rows."""
     _, heads, rows, size = x.shape
     output = x.new_empty(1, rows, heads, size)
+    _launch_rotation(x, output, cos, sin, back=back)
+    return output.transpose(1, 2)
+
+
+def rotate_(rows_RHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate rows of heads, whose rows may lie apart, by contiguous cos and sin [1, rows, size]."""
+    _launch_rotation(rows_RHD.transpose(0, 1)[None], rows_RHD[None], cos, sin, back=False)
+
+
+def _launch_rotation(
+    x: torch.Tensor, output: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool
+) -> None:
+    """Rotate x [1, heads, rows, size] into output [1, rows, heads, size]."""
+    _, heads, rows, size = x.shape
     rotate: Any = _rotate
     rotate[(rows,)](
-        x, output, cos, sin, x.stride(2), x.stride(1), HEADS=heads,
+        x, output, cos, sin, x.stride(2), x.stride(1), output.stride(1), HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads), HALF=size // 2,
         HALF_PAD=triton.next_power_of_2(size // 2), BACK=back, num_warps=2 if heads > 4 else 1,
     )  # fmt: skip
-    return output.transpose(1, 2)
 
 
 class _Rotary(torch.autograd.Function):
@@ -110,7 +128,7 @@ def _gate(Gate, Up, Out, gate_row, up_row, WIDTH, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gate_back(
-    Grad, Gate, Up, GateGrad, UpGrad, gate_row, up_row, WIDTH, BLOCK: tl.constexpr
+    Grad, Gate, Up, GateGrad, UpGrad, gate_row, up_row, out_row, WIDTH, BLOCK: tl.constexpr
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -120,8 +138,8 @@ def _gate_back(
     open_share = 1.0 / (1.0 + tl.exp(-gate))
     slope = open_share * (1.0 + gate * (1.0 - open_share))
     kind = UpGrad.dtype.element_ty
-    tl.store(GateGrad + row * WIDTH + at, (grad * up * slope).to(kind), mask=at < WIDTH)
-    tl.store(UpGrad + row * WIDTH + at, (grad * gate * open_share).to(kind), mask=at < WIDTH)
+    tl.store(GateGrad + row * out_row + at, (grad * up * slope).to(kind), mask=at < WIDTH)
+    tl.store(UpGrad + row * out_row + at, (grad * gate * open_share).to(kind), mask=at < WIDTH)
 
 
 class _SiluGate(torch.autograd.Function):
@@ -144,12 +162,25 @@ class _SiluGate(torch.autograd.Function):
         gate_RF, up_RF = ctx.saved_tensors
         grad = grads[0].contiguous()
         gate_grad, up_grad = torch.empty_like(grad), torch.empty_like(grad)
-        kernel: Any = _gate_back
-        kernel[(len(gate_RF), triton.cdiv(grad.shape[-1], _COLUMNS))](
-            grad, gate_RF, up_RF, gate_grad, up_grad, gate_RF.stride(0), up_RF.stride(0),
-            grad.shape[-1], BLOCK=_COLUMNS, num_warps=4,
-        )  # fmt: skip
+        gate_gradients(grad, gate_RF, up_RF, gate_grad, up_grad, grad.shape[-1])
         return gate_grad, up_grad
+
+
+def gate_gradients(
+    grad: torch.Tensor,
+    gate_RF: torch.Tensor,
+    up_RF: torch.Tensor,
+    gate_grad: torch.Tensor,
+    up_grad: torch.Tensor,
+    out_row: int,
+) -> None:
+    """Write the gradients of silu(gate) * up; `out_row` is the distance of the rows written."""
+    width = gate_RF.shape[1]
+    kernel: Any = _gate_back
+    kernel[(len(gate_RF), triton.cdiv(width, _COLUMNS))](
+        grad, gate_RF, up_RF, gate_grad, up_grad, gate_RF.stride(0), up_RF.stride(0), out_row,
+        width, BLOCK=_COLUMNS, num_warps=4,
+    )  # fmt: skip
 
 
 def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

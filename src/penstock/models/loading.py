@@ -14,6 +14,7 @@ import torch
 
 from penstock.config import ModelConfig
 from penstock.errors import UserError
+from penstock.watch.stages import tell_stage
 
 
 def choose_device(name: str, index: int) -> torch.device:
@@ -67,6 +68,7 @@ def load_causal_lm(
         raise UserError(
             f"model.device: got {str(device)!r}, allowed: cpu (no CUDA device is visible)"
         )
+    tell_stage("loading the model")
     try:
         with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""The backward pass of an RMS norm as one Triton kernel and a small sum.
+"""The backward pass of an RMS norm as one Triton kernel and a small sum, and a norm of a sum.
 
 torch reads the inputs twice, once for the gradient of the input and once, slowly, for that of the weight.
-The forward pass is torch's own, and so the engine's (`norms.py`).
+The forward pass of a norm is torch's own, and so the engine's (`norms.py`). A norm of the residual sum
+(`add_rms_norm`) rounds where the two plain operations round.
 """
 
 from __future__ import annotations
@@ -19,9 +20,30 @@ LARGEST = 8192  # width of a row
 
 
 @triton.jit
+def _add_norm(
+    X, Added, Weight, Sum, Out, Inverse, eps, rows,
+    WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH_PAD)
+    inside = at < WIDTH
+    mask = (row < rows)[:, None] & inside[None, :]
+    place = row[:, None].to(tl.int64) * WIDTH + at[None, :]
+    kind = Sum.dtype.element_ty
+    total = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(Added + place, mask=mask, other=0.0).to(tl.float32)
+    total = total.to(kind)
+    tl.store(Sum + place, total, mask=mask)
+    total = total.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(total * total, 1) / WIDTH + eps)
+    tl.store(Inverse + row, inverse, mask=row < rows)
+    weight = tl.load(Weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(Out + place, (total * inverse[:, None] * weight).to(kind), mask=mask)
+
+
+@triton.jit
 def _back(
-    Grad, X, Weight, Inverse, XGrad, Partial, rows, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
-    ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    Grad, X, Weight, Inverse, Added, XGrad, Partial, rows, WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     at = tl.arange(0, WIDTH_PAD)
@@ -39,8 +61,52 @@ def _back(
         grad = grad * weight
         mean = tl.sum(grad * normed, 1) / WIDTH
         x_grad = (grad - normed * mean[:, None]) * inverse
+        if ADDS:
+            x_grad += tl.load(Added + place, mask=mask, other=0.0).to(tl.float32)
         tl.store(XGrad + place, x_grad.to(XGrad.dtype.element_ty), mask=mask)
     tl.store(Partial + program * WIDTH + at, tl.sum(total, 0), mask=inside)
+
+
+def add_rms_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x + added, its norm, and 1 / root mean square of each row; all inputs are contiguous."""
+    rows, width, pad, at_once = _shape(x, weight)
+    total, output = torch.empty_like(x), torch.empty_like(x)
+    inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    kernel: Any = _add_norm
+    kernel[(triton.cdiv(rows, at_once),)](
+        x, added, weight, total, output, inverse, eps, rows, WIDTH=width, WIDTH_PAD=pad,
+        ROWS=at_once, num_warps=4 if pad <= _ELEMENTS else 8,
+    )  # fmt: skip
+    return total, output, inverse
+
+
+def norm_gradients(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    inverse: torch.Tensor,
+    added: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x, plus `added`, and of the weight, in float32; all are contiguous."""
+    rows, width, pad, at_once = _shape(x, weight)
+    x_grad = torch.empty_like(x)
+    programs = min(_PROGRAMS, triton.cdiv(rows, at_once))
+    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    kernel: Any = _back
+    kernel[(programs,)](
+        grad, x, weight, inverse, grad if added is None else added, x_grad, partial, rows,
+        WIDTH=width, WIDTH_PAD=pad, ROWS=at_once, PROGRAMS=programs, ADDS=added is not None,
+        num_warps=4 if pad <= _ELEMENTS else 8,
+    )  # fmt: skip
+    return x_grad, partial.sum(0)
+
+
+def _shape(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return (rows, width, width of a block, rows that a program holds at once)."""
+    pad = triton.next_power_of_2(len(weight))
+    return x.numel() // len(weight), len(weight), pad, max(1, _ELEMENTS // pad)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -53,19 +119,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        width = len(weight)
-        rows = x.numel() // width
-        grad, x_grad = grads[0].contiguous(), torch.empty_like(x)
-        pad = triton.next_power_of_2(width)
-        at_once = max(1, _ELEMENTS // pad)
-        programs = min(_PROGRAMS, triton.cdiv(rows, at_once))
-        partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        kernel: Any = _back
-        kernel[(programs,)](
-            grad, x, weight, inverse.contiguous(), x_grad, partial, rows, WIDTH=width,
-            WIDTH_PAD=pad, ROWS=at_once, PROGRAMS=programs, num_warps=4 if pad <= _ELEMENTS else 8,
-        )  # fmt: skip
-        return x_grad, partial.sum(0).to(weight.dtype), None
+        x_grad, weight_grad = norm_gradients(grads[0].contiguous(), x, weight, inverse.contiguous())
+        return x_grad, weight_grad.to(weight.dtype), None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -138,6 +138,7 @@ class Consumer:
             if stored is not None:
                 self.policy.fill(stored)
         self.masters = Masters(model, self.engine_dtype, sharding=self.policy.sharding)
+        self.policy.add_gradients_to(self.masters.of_parameters())
         if self.engine_dtype in HALF_FORMATS and self.policy.packs and self.ranks.world == 1:
             with torch.compiler.set_stance("force_eager"):  # again, in the format that computes
                 check_model(self.policy, config.model.path)
@@ -298,6 +299,8 @@ class Consumer:
             norm, finite = self._apply_update(current.learning_rate, loss)
             current.grad_norms.append(norm)
             current.skipped_updates += not finite
+            current.stats.losses.append(loss())
+            current.stats.flush()
         current.arrived_share = self.arrival.share(before)
         return current
 
@@ -348,7 +351,7 @@ class Consumer:
         result_N = torch.zeros_like(inputs.behaviour_N)
 
         def keep(pack: Pack, logprobs_N: Tensor, _: Tensor) -> None:
-            result_N[torch.from_numpy(pack.token_N).to(result_N.device)] = logprobs_N
+            result_N[pack.index_N] = logprobs_N
 
         packs = self._packs(flat, np.arange(len(flat.rollouts)))
         run_passes(policy, packs, self._counted(inputs.sampled_for), keep, check=self._check_stop)
@@ -371,10 +374,10 @@ class Consumer:
 
     # ---- one update
 
-    def _accumulate(self, current: _BatchInTraining, chosen_R: np.ndarray) -> float:
-        """Run forward and backward over one update's rollouts; return the loss over all ranks.
+    def _accumulate(self, current: _BatchInTraining, chosen_R: np.ndarray) -> Callable[[], float]:
+        """Run forward and backward over one update's rollouts; gradients add up in the masters.
 
-        Gradients add up in the masters.
+        Return what gives the loss over all ranks: a GPU may still have much to do before it is known.
         """
         flat, inputs, stats = current.flat, current.inputs, current.stats
         sums = self.ranks.sum(update_sums(flat, chosen_R))
@@ -382,7 +385,7 @@ class Consumer:
             flat, chosen_R, sums, self.settings.aggregation, self._constant_length
         )
         weights_N *= 1.0 - self.config.train.ptx.coefficient
-        inputs.weight_N = torch.from_numpy(weights_N).to(inputs.weight_N)
+        inputs.weigh(weights_N)
         self.policy.train()
         live_R, idle_R = self._split_idle(current, chosen_R)
 
@@ -400,9 +403,7 @@ class Consumer:
                 backward=backward,
                 check=functools.partial(self._check_stop, current),
             )
-        total = self.ranks.sum_of(stats.flush())
-        stats.losses.append(total)
-        return total
+        return functools.cache(lambda: self.ranks.sum_of(stats.loss()))
 
     def _split_idle(
         self, current: _BatchInTraining, chosen_R: np.ndarray
@@ -459,7 +460,7 @@ class Consumer:
 
         return counted
 
-    def _apply_update(self, rate: float, loss: float) -> tuple[float, bool]:
+    def _apply_update(self, rate: float, loss: Callable[[], float]) -> tuple[float, bool]:
         """Make one optimizer step; return (gradient norm, whether loss and norm are finite).
 
         A non-finite loss or gradient changes no weight and is counted. A gradient that is zero
@@ -470,14 +471,14 @@ class Consumer:
         norm = clip_gradients(
             self.masters.parameters, self.config.train.max_grad_norm, self.policy.sharding
         )
-        finite = bool(np.isfinite(norm) and np.isfinite(loss))
+        finite = bool(np.isfinite(norm) and np.isfinite(loss()))
         if finite and norm > 0:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
             self.masters.write_back()
         self.optimizer.zero_grad(set_to_none=True)
-        overflowed = bool(np.isfinite(loss)) and self.loss_scale.overflowed(finite)
+        overflowed = bool(np.isfinite(loss())) and self.loss_scale.overflowed(finite)
         if not overflowed:
             self.bad_updates_in_a_row = 0 if finite else self.bad_updates_in_a_row + 1
         limit = self.config.train.max_bad_updates

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.algo.settings import AlgorithmSettings
-from penstock.types import Group, Rollout, expand_segments, staleness
+from penstock.types import Group, Rollout, staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,7 @@ class FlatBatch:
             trained.append(empty if masked else np.flatnonzero(rollout.loss_mask))
         pairs = list(zip(rollouts, trained, strict=True))
         counts_R = np.array([len(index) for index in trained], dtype=np.int64)
-        versions = [
-            np.array(expand_segments(rollout.segments), dtype=np.int64)[index]
-            for rollout, index in pairs
-        ]
+        versions = [_token_versions(rollout)[index] for rollout, index in pairs]
         temperatures_R = np.array([rollout.temperature or 1.0 for rollout in rollouts])
         rows = [_rows(rollout, index) for rollout, index in pairs]
         predictors = tuple(predictor for parts in rows for _, predictor in parts)
@@ -114,8 +111,18 @@ class FlatBatch:
         return np.flatnonzero(np.isin(self.rollout_S, chosen_R))
 
 
+def _token_versions(rollout: Rollout) -> np.ndarray:
+    """Return the policy version of every token of the response."""
+    versions = np.array([segment.version for segment in rollout.segments], dtype=np.int64)
+    lengths = np.array([segment.length for segment in rollout.segments], dtype=np.int64)
+    return np.repeat(versions, lengths)
+
+
 def _rows(rollout: Rollout, index: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (token ids, predictors) of each row; `index` are the trained places in the response."""
+    if not rollout.rows:
+        ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+        return [(ids, index + (len(rollout.prompt_ids) - 1))]
     return [
         (
             np.concatenate([prompt_ids, rollout.response_ids[place]]),
@@ -142,6 +149,8 @@ def _earned(pairs: Sequence[tuple[Rollout, np.ndarray]]) -> np.ndarray | None:
 
 def _early(rollout: Rollout, index: np.ndarray, end_ids: Sequence[int]) -> np.ndarray:
     """Return which tokens were sampled without the end tokens; an end token itself was not."""
+    if not rollout.min_tokens:
+        return np.zeros(len(index), dtype=bool)
     return (index < rollout.min_tokens) & ~np.isin(rollout.response_ids[index], end_ids)
 
 

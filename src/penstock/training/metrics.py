@@ -9,10 +9,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import PackResult
 from penstock.training.ranks import Ranks
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """The result of a pack on its way to the host."""
+
+    token_N: np.ndarray
+    before_update: bool
+    table_XN: Tensor  # log-probs, entropies, ratios, clipped, KL if there is a reference
+    loss: Tensor
+    device: torch.device
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Begin to copy a tensor to the host; its values are there once the device has come so far."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class TokenStats:
@@ -26,29 +47,43 @@ class TokenStats:
         self.clipped_N = np.full(num_tokens, np.nan)  # of the last pass
         self.kl_N = np.full(num_tokens, np.nan)  # of the last pass
         self.losses: list[float] = []  # one per update, over all ranks
-        self._pending: list[tuple[PackResult, bool]] = []
+        self._pending: list[_Pending] = []
 
     def add(self, result: PackResult, before_update: bool) -> None:
-        """Keep the result of a pack; its tensors stay on their device until `flush`."""
-        self._pending.append((result, before_update))
+        """Keep the result of a pack; its copy to the host runs beside the work on the next pack."""
+        rows = [result.logprob_N, result.entropy_N, result.ratio_N, result.clipped_N]
+        rows += [] if result.kl_N is None else [result.kl_N]
+        table_XN = torch.stack([row.to(result.logprob_N.dtype) for row in rows])
+        self._pending.append(
+            _Pending(
+                token_N=result.token_N,
+                before_update=before_update,
+                table_XN=_to_host(table_XN),
+                loss=_to_host(result.loss),
+                device=table_XN.device,
+            )
+        )
 
-    def flush(self) -> float:
-        """Copy the results of a finished update to the host; return the sum of their losses."""
-        loss = 0.0
-        for result, before_update in self._pending:
-            index = result.token_N
+    def loss(self) -> float:
+        """Wait for the results since `flush`; return the sum of their losses."""
+        for device in {one.device for one in self._pending if one.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        return float(sum(float(one.loss) for one in self._pending))
+
+    def flush(self) -> None:
+        """Keep the results that `loss` waited for."""
+        for one in self._pending:
+            index = one.token_N
+            logprob, entropy, ratio, clipped, *kl = one.table_XN.numpy()
             fresh = np.isnan(self.logprob_N[index])
-            logprob, entropy = result.logprob_N.cpu().numpy(), result.entropy_N.cpu().numpy()
             self.logprob_N[index] = np.where(fresh, logprob, self.logprob_N[index])
             self.entropy_N[index] = np.where(fresh, entropy, self.entropy_N[index])
-            self.before_update_N[index] |= fresh & before_update
-            self.ratio_N[index] = result.ratio_N.cpu().numpy()
-            self.clipped_N[index] = result.clipped_N.cpu().numpy()
-            if result.kl_N is not None:
-                self.kl_N[index] = result.kl_N.cpu().numpy()
-            loss += float(result.loss)
+            self.before_update_N[index] |= fresh & one.before_update
+            self.ratio_N[index] = ratio
+            self.clipped_N[index] = clipped
+            if kl:
+                self.kl_N[index] = kl[0]
         self._pending.clear()
-        return loss
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from penstock.training.pack import Pack, make_pack
 from penstock.training.pipeline import run_passes
 from penstock.training.policy import Policy
 from penstock.training.ranks import Ranks
+from penstock.watch.stages import tell_stage
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def check_model(policy: Policy, path: str) -> None:
     """Let the policy pack sequences if no log-prob changes; else run each alone, if that is exact."""
     name = f"model.path: got {path!r} ({type(policy.model).__name__})"
     sequences = _sequences(policy.model.get_input_embeddings().weight.shape[0])
+    tell_stage(f"checking the model in {str(policy.model.dtype).removeprefix('torch.')}")
     policy.train(False)
     with torch.no_grad():
         try:

@@ -17,7 +17,7 @@ from penstock.algo.correction import importance_weights
 from penstock.algo.method import Algorithm, TokenView
 from penstock.algo.settings import AlgorithmSettings
 from penstock.training.flat_batch import FlatBatch
-from penstock.training.pack import Pack
+from penstock.training.pack import Pack, to_device
 from penstock.training.ranks import Ranks
 
 
@@ -130,11 +130,14 @@ class TokenInputs:
             weight_N=zeros_N,
         )
 
+    def weigh(self, weights_N: np.ndarray) -> None:
+        """Set the weight of every token in the loss of the update to come."""
+        self.weight_N = to_device(weights_N, self.weight_N.device).to(self.weight_N.dtype)
+
     def sampled_for(self, pack: Pack) -> tuple[Tensor, Tensor | None]:
         """Return the temperatures of a pack's tokens, and which were sampled without the end tokens."""
-        index_N = torch.from_numpy(pack.token_N).to(self.temperature_N.device)
-        early_N = None if self.early_N is None else self.early_N[index_N]
-        return self.temperature_N[index_N], early_N
+        early_N = None if self.early_N is None else self.early_N[pack.index_N]
+        return self.temperature_N[pack.index_N], early_N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +162,7 @@ def pack_loss(
 ) -> tuple[Tensor, PackResult]:
     """Return (this pack's part of the loss, its result for the metrics)."""
     settings = algorithm.settings
-    index_N = torch.from_numpy(pack.token_N).to(logprobs_N.device)
+    index_N = pack.index_N
     own_N = logprobs_N.detach()
     behaviour_N = inputs.behaviour_N[index_N]
     proximal_N = own_N if inputs.proximal_N is None else inputs.proximal_N[index_N]

@@ -21,6 +21,9 @@ from penstock.errors import UserError
 from penstock.models.loading import format_of
 from penstock.training.dither import HALF_FORMATS, Place, dither_, dither_key
 from penstock.training.sharding import Sharding, local
+from penstock.watch.stages import tell_stage
+
+_NEAR = 0.99  # of the largest norm: nearer, rounding decides whether the gradient is scaled
 
 
 class Masters:
@@ -30,6 +33,7 @@ class Masters:
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, *, sharding: Sharding) -> None:
+        tell_stage("making master weights")
         self.sharding = sharding
         alone = sharding.ranks.world == 1
         self.rounded: dict[str, nn.Parameter] = {}  # the model's own, rounded from their masters
@@ -54,6 +58,10 @@ class Masters:
     def separate(self) -> list[nn.Parameter]:
         """The masters that are not themselves parameters of the model."""
         return [self.parameters[name] for name in self.rounded]
+
+    def of_parameters(self) -> dict[int, nn.Parameter]:
+        """Return the master of each rounded parameter, by the parameter's id."""
+        return {id(one): self.parameters[name] for name, one in self.rounded.items()}
 
     def dither(self, seed: int) -> None:
         """Move the masters off the grid of the format that computes; the model does not change."""
@@ -178,7 +186,8 @@ def clip_gradients(
     norm = sharding.gradient_norm(parameters)
     if norm is None:
         return 0.0
-    if torch.isfinite(norm):
+    value = float(norm)
+    if math.isfinite(value) and value > _NEAR * max_norm:  # else the factor is 1
         listed = [one for one in parameters.values() if one.grad is not None]
         nn.utils.clip_grads_with_norm_(listed, max_norm, norm)
-    return float(norm)
+    return value

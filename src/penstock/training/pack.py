@@ -9,6 +9,7 @@ except in a pack of one row: there the model sees the sequence as it was sampled
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.training.packed_attention import Block, PackLayout, SharedKeys
+from penstock.training.packed_attention import Block, Copies, PackLayout, SharedKeys
 
 _WORTH = 16  # share a context if that saves more than this part of its rows' tokens
 
@@ -33,7 +34,14 @@ class Pack:
     predictor_N: Tensor  # position whose hidden state predicts the trained token
     target_N: Tensor
     token_N: np.ndarray  # number of each trained token in the batch's flat arrays
+    index_N: Tensor  # the same on the device
     sequence_N: Tensor  # which rollout of the pack each token belongs to
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to the device, behind the work that waits there: the host goes on at once."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def context_key(token_ids: np.ndarray, predictors: np.ndarray) -> bytes:
@@ -102,6 +110,7 @@ def empty_pack(device: torch.device) -> Pack:
         predictor_N=nothing,
         target_N=nothing,
         token_N=np.zeros(0, dtype=np.int64),
+        index_N=nothing,
         sequence_N=nothing,
     )
 
@@ -150,9 +159,7 @@ def make_pack(
     owners = ordered if owner is None else [int(owner[number]) for number in ordered]
     sequence = [places.setdefault(rollout, len(places)) for rollout in owners]
 
-    def move(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
+    move = functools.partial(to_device, device=device)
     return Pack(
         num_sequences=len(places),
         input_ids_T=move(np.concatenate([s.ids for s in segments]).astype(np.int64)),
@@ -161,6 +168,7 @@ def make_pack(
         predictor_N=move(predictor),
         target_N=move(target.astype(np.int64)),
         token_N=token,
+        index_N=move(token),
         sequence_N=move(np.repeat(np.array(sequence, dtype=np.int64), counts)),
     )
 
@@ -209,9 +217,7 @@ def _places(predictors: np.ndarray, end: _Segment) -> np.ndarray:
 
 
 def _layout(segments: Sequence[_Segment], device: torch.device) -> PackLayout:
-    def move(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
+    move = functools.partial(to_device, device=device)
     lengths = np.array([len(segment.ids) for segment in segments], dtype=np.int64)
     prefixes = np.array([segment.prefix for segment in segments], dtype=np.int64)
     pairs, counts = np.unique(np.stack([prefixes, lengths], axis=1), axis=0, return_counts=True)
@@ -223,8 +229,13 @@ def _layout(segments: Sequence[_Segment], device: torch.device) -> PackLayout:
                 parts.append(segment.context.start + np.arange(segment.prefix))
             parts.append(segment.start + np.arange(len(segment.ids)))
         seen = prefixes + lengths
+        index = np.concatenate(parts)
+        counts_T = np.bincount(index, minlength=int(lengths.sum()))
         shared = SharedKeys(
-            index_K=move(np.concatenate(parts)),
+            index_K=move(index),
+            copies=Copies(
+                order_K=move(np.argsort(index, kind="stable")), bounds_T1=move(_bounds(counts_T))
+            ),
             bounds_S1=move(_bounds(seen)),
             longest=int(seen.max()),
         )

@@ -35,12 +35,21 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """Where the copies of each token's key lie among the gathered keys: order[bounds[t] : bounds[t + 1]]."""
+
+    order_K: Tensor
+    bounds_T1: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedKeys:
     """Where the keys of each sequence lie, its context's before its own."""
 
     index_K: Tensor
     bounds_S1: Tensor  # int32: cumulative numbers of keys
     longest: int
+    copies: Copies | None = None  # None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +66,11 @@ class PackLayout:
 def register() -> None:
     """Register the packed attention with transformers; safe to call again."""
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     # Layouts differ from pack to pack: a compiled block that traced them would compile again each time.
+    # No mask function is registered: transformers then builds no mask (the layout says which token sees
+    # which), and does not look at the positions, for which the host would wait.
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Keep transformers from building a mask: the layout says which token sees which."""
 
 
 def packed_attention(
@@ -95,7 +100,7 @@ def packed_attention(
     fused = softcap is None and s_aux is None
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     flash = half and fused and dropout == 0.0 and fits_flash(query.shape[-1], value.shape[-1])
-    if flash and (pack_layout.shared is None or _flash_aligns_ends(query.device)):
+    if flash and (pack_layout.shared is None or flash_aligns_ends(query.device)):
         return _flash_attention(query, key, value, pack_layout, scaling, sliding_window), None
     outputs = []
     for block, query_BHLD, key_BHKD, value_BHKD in _by_block(query, key, value, pack_layout):
@@ -184,7 +189,7 @@ def _varlen_function() -> tuple[Any, frozenset[str]]:
 
 
 @functools.cache
-def _flash_aligns_ends(device: torch.device) -> bool:
+def flash_aligns_ends(device: torch.device) -> bool:
     """Return whether the flash kernel takes fewer queries than keys for the last of a sequence.
 
     Tried once per device, because torch does not document it.

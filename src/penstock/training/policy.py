@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from penstock.training.ranks import Ranks
 from penstock.training.sharding import Sharding, split_modules, split_over_data
 from penstock.training.stages import take_stage
 from penstock.training.tensor_parallel import cut_model
+from penstock.watch.stages import tell_stage
 
 ADAPTER = "default"
 FUSED = ("gated mlp", "rotary", "joint qkv", "norm")  # kinds of layers that are one kernel on a GPU
@@ -55,6 +56,8 @@ class Policy(nn.Module):
         self.head_share: VocabularySlice | None = None  # None: all of the vocabulary
         self._delays_gradients = False  # until the end of an update
         self._compiles = False  # the compiler fuses the layers
+        self._switched: list[nn.Module] | None = None  # by `train`; None: not looked up yet
+        self._masters: Mapping[int, nn.Parameter] = {}  # of parameters by their ids
         self.rule = LogitRule.from_config(model.config.get_text_config())
         self.end_ids = end_ids(model)
         self._own_attention = model.config._attn_implementation
@@ -67,6 +70,7 @@ class Policy(nn.Module):
         kernels = _layer_kernels() if self.device.type == "cuda" else None
         restore_norms(self.model)
         if kernels is not None:
+            _layer_pass().restore(self.model)
             kernels.restore_layers(self.model)
         if packs and self.model.dtype != torch.float64:  # transformers' norms round to float32
             fuse_norms(self.model)
@@ -77,6 +81,20 @@ class Policy(nn.Module):
         self.model.set_attn_implementation(
             packed_attention.ATTENTION_NAME if packs else self._own_attention
         )
+        if packs and kernels is not None and self._masters and not self._compiles:
+            self._install_layer_pass()
+
+    def add_gradients_to(self, masters: Mapping[int, nn.Parameter]) -> None:
+        """Let layers on a GPU add their gradients to these masters, by the ids of their parameters."""
+        self._masters = masters
+        if self.packs and self.device.type == "cuda":
+            self.pack_sequences(True)
+
+    def _install_layer_pass(self) -> None:
+        if self.model.dtype in HALF_FORMATS and packed_attention.flash_aligns_ends(self.device):
+            from penstock.training import layer_step_kernels
+
+            _layer_pass().install(self.model, self._masters, layer_step_kernels)
 
     @property
     def body(self) -> nn.Module:
@@ -152,7 +170,10 @@ class Policy(nn.Module):
             )
 
     def warm_up(self, *, bans_ends: bool) -> None:
-        """Compile the head's arithmetic; `bans_ends`: some responses have min_tokens."""
+        """Compile the kernels of layers and head; `bans_ends`: some responses have min_tokens."""
+        if self._masters and _layer_kernels() is not None:
+            _layer_pass().warm_up(self.model)
+        tell_stage("compiling the head")
         head = self.model.get_output_embeddings()
         warm_up(
             head.weight,
@@ -166,10 +187,15 @@ class Policy(nn.Module):
 
         The policy that sampled had no dropout, so the model's own dropout is off in training too.
         """
-        super().train(False)
-        for name, module in self.named_modules():
-            if ".lora_dropout." in name or getattr(module, "gradient_checkpointing", False):
-                module.training = mode
+        if self._switched is None:
+            super().train(False)
+            self._switched = [
+                module
+                for name, module in self.named_modules()
+                if ".lora_dropout." in name or getattr(module, "gradient_checkpointing", False)
+            ]
+        for module in self._switched:
+            module.training = mode
         return self
 
     def checkpoint_layers(self) -> None:
@@ -182,6 +208,7 @@ class Policy(nn.Module):
                 f"train.gradient_checkpointing: got true with {type(self.model).__name__}, which has "
                 "no layers that can be checkpointed, allowed: false"
             )
+        self._switched = None
         for layer in layers:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = functools.partial(_checkpointed, layer)
@@ -366,6 +393,13 @@ def _layer_kernels() -> Any | None:
     except ImportError:
         return None
     return layer_kernels
+
+
+def _layer_pass() -> Any:
+    """Return the module of whole layers, which needs Triton."""
+    from penstock.training import layer_pass
+
+    return layer_pass
 
 
 def _num_parameters(module: nn.Module) -> int:
