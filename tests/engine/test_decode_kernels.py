@@ -176,6 +176,24 @@ def test_rows_advance_and_ban_their_stop_tokens() -> None:
         assert got.position.tolist() == [10 + by, 24 + by, 37 + by, 42, 59 + by, 0]
 
 
+def test_a_step_looks_up_its_rows() -> None:
+    """Slot 3's position lies beyond the table of turns: its row is not used, but must not be read there."""
+    generator = torch.Generator().manual_seed(7)
+    embedding, cos, sin = (
+        torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((30, 20), (8, 6), (8, 6))
+    )
+    state = SimpleNamespace(
+        token=torch.tensor([3, 29, 0, 7], device=DEVICE),
+        position=torch.tensor([5, 0, 7, 9], device=DEVICE),
+        start=torch.tensor([40, 0, 10, 99], device=DEVICE),
+    )
+    slot = torch.tensor([2, 3, 0], device=DEVICE)
+    got = kernels.open_rows(slot, state, embedding, cos, sin)
+    wanted = reference.open_rows(slot, state, embedding, cos, sin)
+    assert [one.tolist() for one in got] == [one.tolist() for one in wanted]
+    assert got[4].tolist() == [17, 108, 45]
+
+
 def test_the_same_uniforms_everywhere() -> None:
     import numpy as np
 

@@ -13,7 +13,7 @@ from penstock.engine.transformers.cuda import decode_reference as reference
 pytestmark = pytest.mark.gpu(stand_in=True)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
-from penstock.engine.transformers.cuda import decode_layer  # noqa: E402
+from penstock.engine.transformers.cuda import decode_layer, row_tiles  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
@@ -37,6 +37,7 @@ def small(kind: str, **fields: Any) -> Any:
     return model.requires_grad_(False)
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(
     ("kind", "fields", "fused"),
     [
@@ -47,9 +48,12 @@ def small(kind: str, **fields: Any) -> Any:
     ],
 )
 def test_a_layer_of_the_usual_form_decodes_as_its_own_code_does(
-    kind: str, fields: dict[str, Any], fused: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, fields: dict[str, Any], fused: int, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps of five rows; the installed code runs, and a wrong kernel is not installed."""
+    """Three steps of five rows; the installed code runs, and a wrong kernel is not installed.
+
+    `few`: with products of few rows, else with the library's.
+    """
     from penstock.engine.transformers.cuda import cuda_steps
     from penstock.engine.transformers.cuda.regions import KVPool
     from penstock.engine.transformers.fuse import fuse_projections
@@ -67,7 +71,7 @@ def test_a_layer_of_the_usual_form_decodes_as_its_own_code_does(
         for position in range(3):
             at = torch.full((5,), position, device=DEVICE)
             ids = (torch.arange(5, device=DEVICE) * 7 + position)[None]
-            with running(cuda_steps.DecodeStep(pool, start, at)), torch.inference_mode():
+            with running(cuda_steps.DecodeStep.at(pool, start, at)), torch.inference_mode():
                 made = model(
                     input_ids=ids,
                     position_ids=at[None],
@@ -79,11 +83,57 @@ def test_a_layer_of_the_usual_form_decodes_as_its_own_code_does(
 
     wanted = decode()
     calls = []
-    own = decode_layer.silu_gate
-    monkeypatch.setattr(decode_layer, "silu_gate", lambda *inputs: 1.1 * own(*inputs))
+    monkeypatch.setattr(row_tiles, "MOST_ROWS", 16 if few else 0)
+    name = "gate_product" if few else "silu_gate"
+    own = getattr(decode_layer, name)
+    monkeypatch.setattr(decode_layer, name, lambda *inputs: 1.1 * own(*inputs))
     assert decode_layer.fuse_decode(model, shape) == 0
-    monkeypatch.setattr(decode_layer, "silu_gate", lambda *given: calls.append(1) or own(*given))
+    monkeypatch.setattr(decode_layer, name, lambda *given: calls.append(1) or own(*given))
     assert decode_layer.fuse_decode(model, shape) == fused
     calls.clear()
     torch.testing.assert_close(decode(), wanted, rtol=1e-4, atol=1e-4)
     assert len(calls) == 3 * fused
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("Qwen2", {}), ("Llama", {"attention_bias": True})])
+def test_a_model_decodes_without_its_own_code(
+    kind: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tokens of two slots, one behind the other; a wrong kernel is not installed."""
+    from types import SimpleNamespace
+
+    from penstock.engine.transformers.cuda import cuda_steps, decode_model
+    from penstock.engine.transformers.cuda.regions import KVPool
+    from penstock.engine.transformers.fuse import fuse_projections
+    from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
+
+    if INTERPRETED:
+        monkeypatch.setattr(cuda_steps, "decode_attention", reference.decode_attention)  # faster
+    model = small(kind, **fields)
+    fuse_projections(model)
+    shape = probe_shape(model)
+    fused = decode_layer.fuse_decode(model, shape)
+    assert decode_model.make_decode_model(model, shape, fused - 1, 16) is None
+    made = decode_model.make_decode_model(model, shape, fused, 16)
+    assert made is not None
+    pools = [KVPool.allocate(shape, 20, torch.device(DEVICE)) for _ in range(2)]
+    for token in range(3):
+        state = SimpleNamespace(
+            token=torch.tensor([7 + token, 0, 40 - token], device=DEVICE),
+            position=torch.tensor([token, 0, token + 4], device=DEVICE),
+            start=torch.tensor([10, 0, 0], device=DEVICE),
+        )
+        slot = torch.tensor([2, 0], device=DEVICE)
+        got = made.logits(state, pools[0], slot)
+        with running(cuda_steps.DecodeStep.at(pools[1], state.start[slot], state.position[slot])):
+            wanted = model(
+                input_ids=state.token[slot][None],
+                position_ids=state.position[slot][None],
+                past_key_values=StepCache(),
+                use_cache=True,
+            ).logits[0]
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        assert torch.equal(pools[0].keys, pools[1].keys)
+    own = decode_model.norm_rows
+    monkeypatch.setattr(decode_model, "norm_rows", lambda *inputs: 1.1 * own(*inputs))
+    assert decode_model.make_decode_model(model, shape, fused, 16) is None

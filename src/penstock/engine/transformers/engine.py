@@ -28,13 +28,14 @@ from penstock.engine.protocol import (
     check_request,
 )
 from penstock.engine.transformers.kv_attention import IMPLEMENTATION
-from penstock.engine.transformers.mailbox import Inbox, Order, Reply
+from penstock.engine.transformers.mailbox import Inbox, Order, Replies, Reply
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.runner import Finished, Runner
 from penstock.engine.transformers.sequences import Sequence, TextOf
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.models.loading import load_causal_lm
 from penstock.types import WeightHandle
+from penstock.watch.stages import tell_stage
 from penstock.weights.model_weights import checked_weights, model_digest
 from penstock.weights.offload import first_sentences
 
@@ -111,12 +112,12 @@ class TransformersEngine:
         return (await self.generate_many([request]))[0]
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        sequences, replies = [], []
         for request in requests:
             self._check(request)
-            reply = Reply()
-            sequences.append(Sequence(request, reply.set))
-            replies.append(reply)
+        replies = Replies(len(requests))
+        sequences = [
+            Sequence(request, replies.setter(place)) for place, request in enumerate(requests)
+        ]
 
         def refuse(error: Exception) -> None:
             for sequence in sequences:
@@ -124,7 +125,8 @@ class TransformersEngine:
 
         self._post(Order(lambda: self._submit(sequences), refuse))
         try:
-            return [await reply for reply in replies]
+            generations: list[Generation] = await replies
+            return generations
         except asyncio.CancelledError:
             self._post(Order(lambda: self._withdraw(sequences), lambda _: None))
             raise
@@ -228,7 +230,9 @@ class TransformersEngine:
         torch.set_num_threads(self._options.threads)
         with _LOADING:
             model = self._load()
+        tell_stage("hashing the weights")
         self._digest = model_digest(model)
+        tell_stage("preparing to decode")
         self._runner = _make_runner(model, self._options, self._text_of)
 
     def _end(self, reason: str, error: Exception | None) -> None:

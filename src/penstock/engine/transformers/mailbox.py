@@ -46,6 +46,34 @@ class Reply:
             self._future.set_exception(error)
 
 
+class Replies(Reply):
+    """The answers to several questions of one caller: the last one wakes the event loop, with all of them.
+
+    A wake-up costs more than the rest of an answer, and hundreds of responses may end in one step.
+    """
+
+    __slots__ = ("_answers", "_missing")
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._answers: list[Any] = [None] * count
+        self._missing = count
+        if not count:
+            self.set([])
+
+    def setter(self, place: int) -> Callable[[Any], None]:
+        """Return what takes the answer to one question; only one thread at a time may call these."""
+
+        def answer(result: Any) -> None:
+            if self._answers[place] is None:  # else an engine that died answers again
+                self._answers[place] = result
+                self._missing -= 1
+                if not self._missing:
+                    self.set(self._answers)
+
+        return answer
+
+
 @dataclass(slots=True, frozen=True)
 class Order:
     """Work for the thread; exactly one of the two callbacks is called."""

@@ -64,8 +64,8 @@ class Sequence:
     ) -> Generation:
         return Generation(
             request_id=self.request.request_id,
-            token_ids=ids.astype(np.int32),
-            logprobs=logprobs.astype(np.float32),
+            token_ids=ids.astype(np.int32, copy=False),
+            logprobs=logprobs.astype(np.float32, copy=False),
             segments=self.segments(len(ids)),
             finish_reason=reason,
             error=error,

@@ -1,8 +1,8 @@
 """vLLM's asynchronous engine behind our protocol. The only file that imports vllm.
 
 Uses vLLM's calls for RL: pause modes, and weight transfer (init, start, update, finish) with our backend in
-every worker. Each shard of a tensor-parallel model loads its part from mapped files, from a safetensors
-folder or over a gloo group; vLLM's own NCCL and CUDA IPC backends work too. An update pauses generation
+every worker. Each shard of a tensor-parallel model loads its part from mapped files, from the memory of its
+GPU, from a safetensors folder or over a gloo group. An update pauses generation
 and holds new requests at the gate. Prompts are salted with the version, so that the prefix cache never
 mixes weights. vLLM's workers import `WorkerExtension` and `PenstockTransfer` from this file by their path.
 """

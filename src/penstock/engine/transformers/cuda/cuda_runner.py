@@ -35,6 +35,7 @@ from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, 
 from penstock.engine.transformers.sizes import choose_sizes, describe
 from penstock.models.loading import end_ids
 from penstock.models.norms import fuse_norms
+from penstock.watch.stages import tell_stage
 from penstock.weights.model_weights import load_weights, named_weights
 from penstock.weights.offload import HostOffload, explain_out_of_memory
 
@@ -96,6 +97,7 @@ class CudaRunner:
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self.batch_invariant = False
         self._shape = probe_shape(model)
+        self._fused = 0  # layers that decode on their own
         if options.fuse:
             fuse_projections(model)
             fuse_norms(model)
@@ -104,7 +106,7 @@ class CudaRunner:
                 from penstock.models.layer_kernels import fuse_layers
 
                 fuse_layers(model)
-                fuse_decode(model, self._shape)
+                self._fused = fuse_decode(model, self._shape)
         self._cache = StepCache()
         self._slots, self._tokens = self._choose_sizes()
         self.table = SlotTable(self._slots, end_ids(model))
@@ -148,7 +150,14 @@ class CudaRunner:
         self._state.start[-1] = self._tokens - 1  # padding rows write to the pool's last token
         self._pool = KVPool.allocate(self._shape, self._tokens, self._device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Sampled]] = {}
+        self._decode_model = None
+        if self._fused and _fixed_rope(self.model):
+            from penstock.engine.transformers.cuda.decode_model import make_decode_model
+
+            positions = self.longest + 2  # the host reads one step late
+            self._decode_model = make_decode_model(self.model, self._shape, self._fused, positions)
         if self._options.cuda_graphs and _can_capture(self.model):
+            tell_stage("capturing CUDA graphs")
             with _no_collection():
                 self._capture_all()
 
@@ -195,7 +204,7 @@ class CudaRunner:
     def sleep(self) -> None:
         """Release the KV cache and the graphs; move the weights to the host."""
         self.prompts.clear()
-        for released in ("_pool", "_graphs", "_state"):
+        for released in ("_pool", "_graphs", "_state", "_decode_model"):
             self.__dict__.pop(released, None)
         self._host_offload.offload()
 
@@ -315,7 +324,7 @@ class CudaRunner:
         if self._rows_changed:
             rows = np.full(len(self._state.rows), len(self._state.rows), np.int64)
             rows[:count] = self._active
-            self._state.rows.copy_(torch.from_numpy(rows))
+            self._state.rows.copy_(self._pinned(rows), non_blocking=True)
             self._active_N = np.array(self._active, np.int64)
             self._rows_changed = False
         if size in self._graphs:
@@ -325,12 +334,20 @@ class CudaRunner:
             sampled = self._decode_step(count)
         self._launch(sampled, self._active_N)
 
+    def _pinned(self, array: np.ndarray) -> torch.Tensor:
+        """Return a copy that can be sent while steps run: a copy from other memory waits for them."""
+        on_gpu = self._device.type == "cuda"
+        return torch.from_numpy(array).pin_memory() if on_gpu else torch.from_numpy(array)
+
     def _decode_step(self, size: int) -> Sampled:
         """Decode one token for the first `size` rows; a graph captures this."""
         state = self._state
         slot_B = state.rows[:size]
+        if self._decode_model is not None:
+            logits_BV = self._decode_model.logits(state, self._pool, slot_B)
+            return self._sample(logits_BV, slot_B, 1)
         position_B = state.position[slot_B]
-        with running(DecodeStep(self._pool, state.start[slot_B], position_B)):
+        with running(DecodeStep.at(self._pool, state.start[slot_B], position_B)):
             logits_BV = self._model_logits(state.token[slot_B], position_B, 0)
         return self._sample(logits_BV, slot_B, 1)
 
@@ -406,9 +423,9 @@ class CudaRunner:
         while len(self._pending) > lag:
             launch = self._pending.popleft()
             launch.done.synchronize()
-            ended = {slot for slot, _ in finished}
             live = self._serial[launch.slots_N] == launch.serial_N
-            live &= ~np.isin(launch.slots_N, list(ended))
+            if finished:
+                live &= ~np.isin(launch.slots_N, [slot for slot, _ in finished])
             slots_N = launch.slots_N[live]
             if len(slots_N):
                 finished += self.table.record(

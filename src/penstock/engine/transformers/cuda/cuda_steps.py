@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from penstock.engine.transformers.cuda.regions import KVPool
+from penstock.engine.transformers.cuda.row_tiles import Tiles
 from penstock.engine.transformers.kv_attention import AttentionCall, causal_attention
 from penstock.engine.transformers.sequences import Span
 
@@ -20,6 +21,7 @@ try:
         sample_rows,
         store_rows,
     )
+    from penstock.engine.transformers.cuda.row_kernels import project_and_store
 
     HAS_KERNELS = True
 except ImportError:  # CUDA without Triton
@@ -31,6 +33,7 @@ except ImportError:  # CUDA without Triton
         sample_rows,
         store_rows,
     )
+    from penstock.engine.transformers.cuda.row_reference import project_and_store
 
 __all__ = ["HAS_KERNELS", "DecodeStep", "PrefillStep", "next_rows", "sample_rows"]
 
@@ -38,9 +41,16 @@ __all__ = ["HAS_KERNELS", "DecodeStep", "PrefillStep", "next_rows", "sample_rows
 class DecodeStep:
     """One token per row: stored at the end of its region, attending to the region."""
 
-    def __init__(self, pool: KVPool, start_B: torch.Tensor, position_B: torch.Tensor) -> None:
+    def __init__(
+        self, pool: KVPool, start_B: torch.Tensor, target_B: torch.Tensor, length_B: torch.Tensor
+    ) -> None:
         self._pool, self._start_B = pool, start_B
-        self._target_B, self._length_B = start_B + position_B, position_B + 1
+        self._target_B, self._length_B = target_B, length_B
+
+    @classmethod
+    def at(cls, pool: KVPool, start_B: torch.Tensor, position_B: torch.Tensor) -> DecodeStep:
+        """Return the step that stores at these positions of the regions."""
+        return cls(pool, start_B, start_B + position_B, position_B + 1)
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         pool = self._pool
@@ -59,17 +69,31 @@ class DecodeStep:
             call.sinks,
         )[None]
 
-    def turn_and_attend(
+    def turn(
+        self, layer: int, product_BN: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """Turn a product of q, k and v by `turn` (cos, sin); store keys and values, return queries."""
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        return rotate_store(product_BN, *turn, keys, values, self._target_B)
+
+    def project(
         self,
         layer: int,
-        product_BN: torch.Tensor,
+        x_BD: torch.Tensor,
+        norm: tuple[torch.Tensor, float],
+        joined: tuple[torch.Tensor, torch.Tensor | None],
         turn: tuple[torch.Tensor, torch.Tensor],
-        scale: float,
-        window: int | None,
+        tiles: Tiles,
     ) -> torch.Tensor:
-        """Store and attend for a product of q, k and v, which `turn` (cos, sin) has yet to turn."""
+        """Compute norm, product and `turn` in one kernel."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        query_BHD = rotate_store(product_BN, *turn, keys, values, self._target_B)
+        return project_and_store(x_BD, norm, *joined, turn, keys, values, self._target_B, tiles)
+
+    def mix(
+        self, layer: int, query_BHD: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Attend from turned queries."""
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
         return decode_attention(
             query_BHD, keys, values, self._start_B, self._length_B, scale, window
         )

@@ -14,18 +14,22 @@ import torch
 import triton
 import triton.language as tl
 
-_PROGRAMS = 256  # attention programs that are enough to fill the device
+from penstock.engine.transformers.cuda.row_kernels import overlapped, wait_for_last
+
+_PROGRAMS = 512  # attention programs that are enough to fill the device
+_MOST_SPLITS = 32  # of a context
 _COLUMNS = 4096  # logits per program of the first sampling pass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _attend(
     Query, Keys, Values, Output, Peak, Total, Sink, Start, Length, scale, window, softcap,
-    query_row, query_head, HEADS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    query_row, query_head, splits, HEADS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_last(PDL)
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     start = tl.load(Start + row).to(tl.int64)
     length = tl.load(Length + row).to(tl.int32)
@@ -45,7 +49,7 @@ def _attend(
     mixed = tl.zeros((GROUP_PAD, VALUE_PAD), tl.float32)
     first = tl.maximum(0, length - window)
     begin = (first // BLOCK) * BLOCK
-    share = tl.cdiv(tl.cdiv(length - begin, BLOCK), SPLITS) * BLOCK
+    share = tl.cdiv(tl.cdiv(length - begin, BLOCK), splits) * BLOCK
     begin += split * share
     for block in range(begin, tl.minimum(begin + share, length), BLOCK):
         column = block + tl.arange(0, BLOCK)
@@ -73,9 +77,9 @@ def _attend(
             weight.to(value.dtype), value, input_precision="ieee"
         )
         best = peak
-    at = (row * HEADS + query_head_at) * SPLITS + split
+    at = (row * HEADS + query_head_at) * splits + split
     inside = (member < GROUP)[:, None] & (value_at < VALUE)[None, :]
-    if SPLITS == 1:
+    if WHOLE:
         if SINKS:
             sink = tl.load(Sink + query_head_at, mask=member < GROUP, other=0.0).to(tl.float32)
             total += tl.exp(sink - best)
@@ -90,22 +94,24 @@ def _attend(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join(
-    Part, Peak, Total, Sink, Output, HEADS: tl.constexpr, SINKS: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    Part, Peak, Total, Sink, Output, splits, HEADS: tl.constexpr, SINKS: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_last(PDL)
     at = tl.program_id(0).to(tl.int64)  # row and head
-    split, value_at = tl.arange(0, SPLITS), tl.arange(0, VALUE_PAD)
-    peak = tl.load(Peak + at * SPLITS + split)
+    split, value_at = tl.arange(0, MOST), tl.arange(0, VALUE_PAD)
+    peak = tl.load(Peak + at * splits + split, mask=split < splits, other=-float("inf"))
     best = tl.max(peak, 0)
     weight = tl.exp(peak - best)  # an empty split has -inf, so weight 0
-    total = tl.sum(tl.load(Total + at * SPLITS + split) * weight, 0)
+    total = tl.load(Total + at * splits + split, mask=split < splits, other=0.0)
+    total = tl.sum(total * weight, 0)
     if SINKS:
         total += tl.exp(tl.load(Sink + at % HEADS).to(tl.float32) - best)
     part = tl.load(
-        Part + (at * SPLITS + split)[:, None] * VALUE + value_at[None, :],
-        mask=(value_at < VALUE)[None, :],
+        Part + (at * splits + split)[:, None] * VALUE + value_at[None, :],
+        mask=(split < splits)[:, None] & (value_at < VALUE)[None, :],
         other=0.0,
     )
     mixed = tl.sum(part * weight[:, None], 0) / total
@@ -136,7 +142,7 @@ def decode_attention(
     assert keys_TGD.is_contiguous()
     assert values_TGD.is_contiguous()
     splits = 1
-    while splits < 32 and rows * kv_heads * splits < _PROGRAMS:
+    while splits < _MOST_SPLITS and rows * kv_heads * splits < _PROGRAMS:
         splits *= 2
     output = query_BHD.new_empty(rows, heads, value_size)
     part, peak, total = output, output, output
@@ -145,21 +151,22 @@ def decode_attention(
         peak, total = query_BHD.new_empty((2, rows, heads, splits), dtype=torch.float32)
     group, sinks = heads // kv_heads, output if sink_H is None else sink_H
     value_pad = max(16, triton.next_power_of_2(value_size))
+    how = overlapped(query_BHD.device)
     attend: Any = _attend
     attend[(rows, kv_heads, splits)](
         query_BHD, keys_TGD, values_TGD, part, peak, total, sinks, start_B, length_B,
         scale, window if window is not None else 1 << 30, softcap or 1.0,
-        query_BHD.stride(0), query_BHD.stride(1), HEADS=heads,
+        query_BHD.stride(0), query_BHD.stride(1), splits, HEADS=heads,
         CAPPED=softcap is not None, SINKS=sink_H is not None,
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        KEY=key_size, KEY_PAD=max(16, triton.next_power_of_2(key_size)),
-        VALUE=value_size, VALUE_PAD=value_pad, BLOCK=64, SPLITS=splits, num_warps=4, num_stages=3,
+        KEY=key_size, KEY_PAD=max(16, triton.next_power_of_2(key_size)), VALUE=value_size,
+        VALUE_PAD=value_pad, BLOCK=64, WHOLE=splits == 1, num_warps=4, num_stages=3, **how,
     )  # fmt: skip
     if splits > 1:
         join: Any = _join
         join[(rows * heads,)](
-            part, peak, total, sinks, output, HEADS=heads, SINKS=sink_H is not None,
-            VALUE=value_size, VALUE_PAD=value_pad, SPLITS=splits, num_warps=1,
+            part, peak, total, sinks, output, splits, HEADS=heads, SINKS=sink_H is not None,
+            VALUE=value_size, VALUE_PAD=value_pad, MOST=_MOST_SPLITS, num_warps=1, **how,
         )  # fmt: skip
     return output
 
@@ -203,8 +210,9 @@ def store_rows(
 @triton.jit
 def _rotate_store(
     Product, Query, Keys, Values, Cos, Sin, Target, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
-    KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_last(PDL)
     # One program per row: query and key heads are turned, key and value heads stored in the cache.
     row = tl.program_id(0).to(tl.int64)
     head, at = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, HALF_PAD)[None, :]
@@ -258,16 +266,63 @@ def rotate_store(
     kernel[(len(product_BN),)](
         product_BN, query_BHD, keys_TGD, values_TGD, cos_BD, sin_BD, target_B, HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads + kv_heads), KV_HEADS=kv_heads, HALF=size // 2,
-        HALF_PAD=triton.next_power_of_2(size // 2), num_warps=4,
+        HALF_PAD=triton.next_power_of_2(size // 2), num_warps=4, **overlapped(product_BN.device),
     )  # fmt: skip
     return query_BHD
 
 
 @triton.jit
+def _open_rows(
+    Slot, Token, Position, Start, Embedding, CosTable, SinTable, X, Cos, Sin, StartOut, Target,
+    Length, POSITIONS, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(Slot + row)
+    token, position = tl.load(Token + slot), tl.load(Position + slot)
+    start = tl.load(Start + slot)
+    tl.store(StartOut + row, start)
+    tl.store(Target + row, start + position)
+    tl.store(Length + row, position + 1)
+    at = tl.arange(0, WIDTH_PAD)
+    x = tl.load(Embedding + token * WIDTH + at, mask=at < WIDTH, other=0.0)
+    tl.store(X + row * WIDTH + at, x, mask=at < WIDTH)
+    at = tl.arange(0, SIZE_PAD)
+    turn = tl.minimum(position, POSITIONS - 1) * SIZE + at
+    tl.store(Cos + row * SIZE + at, tl.load(CosTable + turn, mask=at < SIZE), mask=at < SIZE)
+    tl.store(Sin + row * SIZE + at, tl.load(SinTable + turn, mask=at < SIZE), mask=at < SIZE)
+
+
+def open_rows(
+    slot_B: torch.Tensor,
+    state: Any,
+    embedding_VD: torch.Tensor,
+    cos_PD: torch.Tensor,
+    sin_PD: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what a step needs of its rows: x, cos, sin, start, target and length."""
+    rows, width, size = len(slot_B), embedding_VD.shape[1], cos_PD.shape[1]
+    assert embedding_VD.is_contiguous()
+    x_BD = embedding_VD.new_empty(rows, width)
+    cos_BD, sin_BD = embedding_VD.new_empty(2, rows, size)
+    start_B, target_B, length_B = slot_B.new_empty(3, rows)
+    kernel: Any = _open_rows
+    kernel[(rows,)](
+        slot_B, state.token, state.position, state.start, embedding_VD, cos_PD, sin_PD, x_BD,
+        cos_BD, sin_BD, start_B, target_B, length_B, len(cos_PD), WIDTH=width,
+        WIDTH_PAD=triton.next_power_of_2(width), SIZE=size,
+        SIZE_PAD=triton.next_power_of_2(size), num_warps=4,
+    )  # fmt: skip
+    return x_BD, cos_BD, sin_BD, start_B, target_B, length_B
+
+
+@triton.jit(do_not_specialize=["by"])
 def _next_rows(
     Logits, Slot, Index, Position, MinIndex, Stops, Key, Temperature, KeyOut, IndexOut,
     TemperatureOut, row_stride, by, padding, STOPS: tl.constexpr, STOPS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_last(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(Slot + row)
     index = tl.load(Index + slot) + by
@@ -300,17 +355,21 @@ def next_rows(
         logits_BV, slot_B, state.index, state.position, state.min_index, state.stops, state.key,
         state.temperature, key_B, index_B, temperature_B, logits_BV.stride(0), by,
         len(state.index) - 1, STOPS=stops, STOPS_PAD=triton.next_power_of_2(stops), num_warps=1,
+        **overlapped(slot_B.device),
     )  # fmt: skip
     return key_B, index_B, temperature_B
 
 
 @triton.jit
 def _block_sums(
-    Logits, Temperature, Peak, Sum, Best, row_stride, VOCABULARY, BLOCKS, COLUMNS: tl.constexpr
+    Logits, Temperature, Peak, Sum, Best, row_stride, VOCABULARY, BLOCKS, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_last(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(Temperature + row)
-    temperature = tl.where(temperature == 0.0, 1.0, temperature)
+    greedy = temperature == 0.0
+    temperature = tl.where(greedy, 1.0, temperature)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     logit = tl.load(
         Logits + row * row_stride + column, mask=column < VOCABULARY, other=-float("inf")
@@ -320,7 +379,8 @@ def _block_sums(
     mass = tl.sum(tl.exp(scaled - peak), 0)
     tl.store(Peak + row * BLOCKS + block, peak)
     tl.store(Sum + row * BLOCKS + block, tl.where(peak == -float("inf"), 0.0, mass))
-    tl.store(Best + row * BLOCKS + block, block * COLUMNS + tl.argmax(scaled, 0))
+    if greedy:  # half of the work of a block
+        tl.store(Best + row * BLOCKS + block, block * COLUMNS + tl.argmax(scaled, 0))
 
 
 @triton.jit
@@ -348,8 +408,9 @@ def _first_past(target, mass, COUNT: tl.constexpr):
 @triton.jit
 def _pick(
     Logits, Key, Index, Temperature, Peak, Sum, Best, Token, Logprob, row_stride,
-    VOCABULARY, BLOCKS, BLOCKS_PAD: tl.constexpr, COLUMNS: tl.constexpr,
+    VOCABULARY, BLOCKS, BLOCKS_PAD: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_last(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(Temperature + row)
     greedy = temperature == 0.0
@@ -371,7 +432,7 @@ def _pick(
     )
     weight = tl.exp(logit.to(tl.float32) / temperature - top)
     token = block * COLUMNS + _first_past(target - before, weight, COLUMNS)
-    likeliest = tl.load(Best + row * BLOCKS + tl.argmax(peak, 0))
+    likeliest = tl.load(Best + row * BLOCKS + tl.argmax(peak, 0), mask=greedy, other=0)
     # A row without a distribution (a NaN or +inf logit, or no finite one) gets token 0 and log-prob NaN.
     valid = (total > 0.0) & (total < float("inf"))
     token = tl.where(valid, tl.where(greedy, likeliest, token), 0)
@@ -397,14 +458,15 @@ def sample_rows(
     token = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
     logprob = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
     sums: Any = _block_sums
+    how = overlapped(logits_BV.device)
     sums[(rows, blocks)](
         logits_BV, temperature_B, peak, mass, best, logits_BV.stride(0), vocabulary, blocks,
-        COLUMNS=_COLUMNS, num_warps=8,
+        COLUMNS=_COLUMNS, num_warps=4, **how,
     )  # fmt: skip
     pick: Any = _pick
     pick[(rows,)](
         logits_BV, key_B, index_B, temperature_B, peak, mass, best, token, logprob,
         logits_BV.stride(0), vocabulary, blocks,
-        BLOCKS_PAD=triton.next_power_of_2(blocks), COLUMNS=_COLUMNS, num_warps=8,
+        BLOCKS_PAD=triton.next_power_of_2(blocks), COLUMNS=_COLUMNS, num_warps=8, **how,
     )  # fmt: skip
     return token, logprob

@@ -1,7 +1,8 @@
-"""A decoder layer's decode step in ten launches instead of sixteen.
+"""A decoder layer's decode step in few launches: six to nine for few rows, ten for many, instead of sixteen.
 
 For layers of the usual form: norm, attention with rotary positions, residual, norm, gated activation,
-residual. Rotary embedding and KV store are one kernel, and the products add to the residual. A layer of a known
+residual. With many rows, rotary embedding and KV store are one kernel, and the products add to the residual; with few
+rows, products are kernels with their neighbours (`row_kernels.py`). A layer of a known
 class is compared with its own output before its code is replaced. Prefills run the layer's own code.
 """
 
@@ -13,10 +14,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from penstock.engine.transformers.cuda import row_tiles
 from penstock.engine.transformers.cuda.cuda_steps import DecodeStep
 from penstock.engine.transformers.cuda.regions import KVPool
+from penstock.engine.transformers.cuda.row_kernels import add_product, gate_product, norm_rows
 from penstock.engine.transformers.kv_attention import KVShape, StepCache, current_step, running
 from penstock.models.layer_kernels import is_close, is_silu, silu_gate
+from penstock.models.norms import epsilon
 
 _KNOWN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 
@@ -40,7 +44,10 @@ def _has_usual_form(layer: Any) -> bool:
         return False
     gates = _joined(layer.mlp.gate_proj, layer.mlp.up_proj)
     own = _joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-    return own is not None and gates is not None and gates[1] is None and is_silu(layer.mlp.act_fn)
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    if own is None or gates is None or any(epsilon(norm) is None for norm in norms):
+        return False
+    return gates[1] is None and is_silu(layer.mlp.act_fn)
 
 
 def _window(attention: Any) -> int | None:
@@ -75,52 +82,78 @@ def _forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any)
     turn = kwargs.get("position_embeddings")
     if args or not isinstance(step, DecodeStep) or not isinstance(turn, tuple):
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
-    return _decode(layer, step, hidden_states[0], (turn[0][0], turn[1][0]))[None]
+    return decode(layer, step, hidden_states[0], (turn[0][0], turn[1][0]))[None]
 
 
-def _decode(
+def decode(
     layer: Any, step: DecodeStep, x_BD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     """Return the layer's output; may overwrite its input."""
     attention, mlp = layer.self_attn, layer.mlp
-    joined, gates = (
-        _joined(attention.q_proj, attention.k_proj, attention.v_proj),
-        _joined(mlp.gate_proj, mlp.up_proj),
-    )
-    assert joined is not None
+    query_BHD = _project(layer, step, x_BD, turn)
+    mixed_BHD = step.mix(attention.layer_idx, query_BHD, attention.scaling, _window(attention))
+    gates = _joined(mlp.gate_proj, mlp.up_proj)
     assert gates is not None
-    product_BN = functional.linear(layer.input_layernorm(x_BD), *joined)
-    mixed_BHD = step.turn_and_attend(
-        attention.layer_idx, product_BN, turn, attention.scaling, _window(attention)
-    )
-    x_BD = _add_product(x_BD, mixed_BHD.flatten(1), attention.o_proj)
-    gates_BF = functional.linear(layer.post_attention_layernorm(x_BD), *gates)
-    return _add_product(x_BD, silu_gate(*gates_BF.chunk(2, dim=1)), mlp.down_proj)
+    x_BD = _add_product("out", x_BD, mixed_BHD.flatten(1), attention.o_proj)
+    gated_BF = _gate(layer.post_attention_layernorm, x_BD, gates[0])
+    return _add_product("down", x_BD, gated_BF, mlp.down_proj)
 
 
-def _add_product(total_BD: torch.Tensor, x_BK: torch.Tensor, linear: Any) -> torch.Tensor:
+def _project(
+    layer: Any, step: DecodeStep, x_BD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Store the rows' keys and values; return their queries."""
+    attention, norm = layer.self_attn, layer.input_layernorm
+    joined = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
+    assert joined is not None
+    tiles = row_tiles.choose("heads", x_BD, joined[0])
+    if tiles is None:
+        product_BN = functional.linear(norm_rows(x_BD, norm_parts(norm)), *joined)
+        return step.turn(attention.layer_idx, product_BN, turn)
+    return step.project(attention.layer_idx, x_BD, norm_parts(norm), joined, turn, tiles)
+
+
+def _gate(norm: Any, x_BD: torch.Tensor, weight_FD: torch.Tensor) -> torch.Tensor:
+    tiles = row_tiles.choose("gate", x_BD, weight_FD)
+    if tiles is None:
+        product_BF = functional.linear(norm_rows(x_BD, norm_parts(norm)), weight_FD)
+        return silu_gate(*product_BF.chunk(2, dim=1))
+    return gate_product(x_BD, norm_parts(norm), weight_FD, tiles)
+
+
+def norm_parts(norm: Any) -> tuple[torch.Tensor, float]:
+    """Return the weight and epsilon of an RMS norm."""
+    eps = epsilon(norm)
+    assert eps is not None
+    return norm.weight, eps
+
+
+def _add_product(
+    product: row_tiles.Product, total_BD: torch.Tensor, x_BK: torch.Tensor, linear: Any
+) -> torch.Tensor:
     """Add a linear layer's output to the total, in place and in one kernel."""
+    tiles = row_tiles.choose(product, x_BK, linear.weight)
+    if tiles is not None:
+        return add_product(total_BD, x_BK, linear.weight, linear.bias, tiles)
     total_BD.addmm_(x_BK, linear.weight.t())
     return total_BD if linear.bias is None else total_BD.add_(linear.bias)
 
 
 def _computes_the_same(layer: Any, rotary: Any, shape: KVShape) -> bool:
-    """Compare two steps of three rows, the second with a token before it, with the layer's own.
+    """Compare two steps, the second with a token before it, with the layer's own: of few rows and of many.
 
     The inputs are small, so that what the layer adds to them counts.
     """
     weight = layer.self_attn.q_proj.weight
     device, width = weight.device, weight.shape[1]
 
-    rows = 3
-
-    def steps(*, own: bool) -> list[torch.Tensor]:
+    def steps(rows: int, *, own: bool) -> list[torch.Tensor]:
         pool, outputs = KVPool.allocate(shape, 2 * rows, device), []
         inputs = torch.linspace(-9, 9, 2 * rows * width, device=device).sin() / 256
         for position, x_BD in enumerate(inputs.to(weight.dtype).view(2, rows, width)):
             position_B = torch.full((rows,), position, device=device)
             turn = rotary(x_BD[None], position_B[None])
-            step = DecodeStep(pool, 2 * torch.arange(rows, device=device), position_B)
+            step = DecodeStep.at(pool, 2 * torch.arange(rows, device=device), position_B)
             with running(step):
                 if own:
                     made = layer(
@@ -131,11 +164,14 @@ def _computes_the_same(layer: Any, rotary: Any, shape: KVShape) -> bool:
                     )
                     outputs.append((made[0] if isinstance(made, tuple) else made)[0])
                 else:
-                    outputs.append(_decode(layer, step, x_BD, (turn[0][0], turn[1][0])))
+                    outputs.append(decode(layer, step, x_BD, (turn[0][0], turn[1][0])))
         return outputs
 
-    probe = torch.zeros(1, rows, width, device=device, dtype=weight.dtype)
-    turn = rotary(probe, torch.arange(rows, device=device)[None])
-    if tuple(turn[0].shape) != (1, rows, shape.key_size):
+    probe = torch.zeros(1, 3, width, device=device, dtype=weight.dtype)
+    turn = rotary(probe, torch.arange(3, device=device)[None])
+    if tuple(turn[0].shape) != (1, 3, shape.key_size):
         return False  # positions turn a part of each head
-    return all(map(is_close, steps(own=False), steps(own=True)))
+    return all(
+        all(map(is_close, steps(rows, own=False), steps(rows, own=True)))
+        for rows in (3, row_tiles.MOST_ROWS + 1)
+    )

@@ -108,3 +108,17 @@ def rotate_store(
     turned_BHD = turned_BHD.to(product_BN.dtype)
     keys_TGD[target_B], values_TGD[target_B] = turned_BHD[:, -kv_heads:], value_BGD
     return turned_BHD[:, :-kv_heads]
+
+
+def open_rows(
+    slot_B: torch.Tensor,
+    state: Any,
+    embedding_VD: torch.Tensor,
+    cos_PD: torch.Tensor,
+    sin_PD: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what a step needs of its rows: x, cos, sin, start, target and length."""
+    position_B, start_B = state.position[slot_B], state.start[slot_B]
+    turn_B = position_B.clamp_max(len(cos_PD) - 1)
+    x_BD = embedding_VD[state.token[slot_B]]
+    return x_BD, cos_PD[turn_B], sin_PD[turn_B], start_B, start_B + position_B, position_B + 1

@@ -1,0 +1,39 @@
+"""Which products of a decode step run as kernels of `row_kernels.py`, and how each is cut.
+
+The rule follows measurements on one H200. Weights are read once for every 16 rows, and the programs of a large weight
+run one after another: there the library's products win.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+Product = Literal["heads", "out", "gate", "down"]
+
+
+class Tiles(NamedTuple):
+    """A program computes `columns` outputs and reads `split` parts of `block` inputs at once."""
+
+    columns: int = 16
+    split: int = 8
+    block: int = 128
+    warps: int = 4
+
+
+MOST_ROWS = 32  # more rows: the library's products
+_SMALL = 1 << 21  # elements of a weight that a device holds at once
+_PART = 1024  # inputs of one part; a norm needs the whole row, and a program has registers for five parts
+
+
+def choose(product: Product, x_BK: torch.Tensor, weight_NK: torch.Tensor) -> Tiles | None:
+    """Return how to cut a product; None: use the library's."""
+    rows, inputs = x_BK.shape
+    if rows > MOST_ROWS or (x_BK.dtype.itemsize > 2 and inputs > 256):  # no tensor cores
+        return None
+    if inputs <= _PART and weight_NK.numel() <= _SMALL:
+        return Tiles() if rows <= 16 or product != "gate" else None
+    if rows <= 16 and product == "down" and inputs <= 5 * _PART:
+        return Tiles(columns=8, warps=8)
+    return None
