@@ -23,10 +23,13 @@ from stages.tiny_run import TINY
 
 
 @pytest.fixture
-def unfrozen() -> Iterator[None]:
-    """Run a test in an interpreter where nothing is frozen, unlike the one of the tests."""
+def unfrozen(count_frozen: None) -> Iterator[None]:
+    """Run a test in an interpreter as it starts, unlike that of the tests: nothing is frozen."""
+    threshold = gc.get_threshold()
     gc.unfreeze()
+    gc.set_threshold(700, 10, 10)
     yield
+    gc.set_threshold(*threshold)
     gc.freeze()
 
 

@@ -96,13 +96,16 @@ def train(arguments: Arguments = None, trust: Trust = False) -> None:
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
     loaded.require_tasks()
-    from penstock import preflight
-    from penstock.session import train_new
+    from penstock.launch.processes.early import early_workers
     from penstock.trust import check_config
 
     check_config(path, loaded.config, trust=trust)
-    preflight.check(loaded.config)
-    train_new(loaded.config)
+    with early_workers(loaded.config):
+        from penstock import preflight
+        from penstock.session import train_new
+
+        preflight.check(loaded.config)
+        train_new(loaded.config)
 
 
 @app.command(rich_help_panel="Run")

@@ -112,6 +112,7 @@ class Job:
     facts: dict[str, str] = field(default_factory=dict)  # what the run depends on (identity.py)
     newest_batch: Batch | None = None  # that was trained
     activity: str = "starting"  # what the loop is doing now, for the display
+    start_report: list[str] = field(default_factory=list)  # how long each worker's stages took
 
     @property
     def trainer(self) -> TrainerPart:
@@ -195,7 +196,8 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
     async with AsyncExitStack() as closing:
         journal = Journal.open(folder.journal)
         closing.callback(journal.close)
-        data, total_steps, workers = await _load_and_launch(config, folder, closing)
+        report: list[str] = []
+        data, facts, total_steps, workers = await _load_and_launch(config, folder, closing, report)
         journal.waits = workers.callbacks.waits
         notes: list[str] = []
         asking = (*config.tasks.values(), *config.eval.tasks.values())
@@ -205,9 +207,9 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         )
         eval_tasks = _eval_tasks(config, data, journal.waits, closing, endpoint)
         job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
-        facts = await asyncio.to_thread(measure, config, data.by_key())
         overlaps = await asyncio.to_thread(_overlaps, data, eval_tasks)
         job.facts = {**facts, **overlaps, TOTAL_STEPS: str(total_steps)}
+        job.start_report = report
         await _serve_control(folder, workers, closing)
         refuses = run_settings(config).filter_groups or config.produce.is_valid_sample
         if config.train.episodes is not None and refuses:
@@ -314,16 +316,22 @@ async def serve_agents(tasks: Iterable[TaskDataConfig], closing: AsyncExitStack)
     return endpoint
 
 
+async def _load_and_measure(config: Config) -> tuple[RunData, dict[str, str]]:
+    """Read the data; return it with what the run depends on outside its folder."""
+    data = await RunData.read(config)
+    return data, await asyncio.to_thread(measure, config, data.by_key())
+
+
 async def _load_and_launch(
-    config: Config, folder: RunFolder, closing: AsyncExitStack
-) -> tuple[RunData, int, Workers]:
+    config: Config, folder: RunFolder, closing: AsyncExitStack, report: list[str]
+) -> tuple[RunData, dict[str, str], int, Workers]:
     """Load data here and models in their workers; at the same time if the number of steps is known."""
     launch = load("launch.kind", config.launch.kind, LAUNCHERS)
     steps = config.train.steps
     with StartDisplay("reading the data") as display:
-        loading = asyncio.create_task(RunData.read(config))
+        loading = asyncio.create_task(_load_and_measure(config))
         if steps is None or config.launch.kind == "inline":  # one process: imports must not race
-            steps = count_steps(config, (await loading).train)
+            steps = count_steps(config, (await loading)[0].train)
         try:
             display.tell("loading the model into trainer and engines")
             workers: Workers = await launch(config, steps, folder.logs)
@@ -338,7 +346,9 @@ async def _load_and_launch(
             await loading  # an error in the data says more
             raise
         display.tell("reading the data")
-        return await loading, steps, workers
+        data, facts = await loading
+    report += display.report()
+    return data, facts, steps, workers
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from rich.console import Console
 from penstock.data.sampler import Sampler
 from penstock.errors import JournalDamaged, PenstockError
 from penstock.inspection.audit import audit_run
-from penstock.journal import Journal
+from penstock.journal import Journal, schema
 from penstock.journal.checks import row_check
 from penstock.run_folder import RunFolder
 from penstock.types import StepReport
@@ -87,6 +87,25 @@ def test_a_flipped_byte_is_never_a_silent_wrong_answer(run: RunFolder) -> None:
             file.write(original[at : at + 1])
     assert found > 0.5 * FLIPS  # the others hit unused space
     assert outcome(run) == "fine"
+
+
+def test_an_index_that_was_cut_is_not_waited_for(
+    made: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite would try for ten seconds to read it; the log is read without it."""
+    live = RunFolder(shutil.copytree(made.path, tmp_path / "live"))
+    with closing(sqlite3.connect(live.journal)) as reader:  # the log stays as long as one is open
+        reader.execute("SELECT * FROM sqlite_master").fetchone()
+        with closing(Journal.open(live.journal)) as journal:
+            journal.record_published(9, "9" * 32)
+        run = RunFolder(shutil.copytree(live.path, tmp_path / "run"))
+    os.truncate(f"{run.journal}-shm", 1000)
+    ways, link = [], schema._link
+    monkeypatch.setattr(schema, "_link", lambda path, how: ways.append(how) or link(path, how))
+    with closing(Journal.look(run.journal)) as copy:
+        assert [report.step for report in copy.steps()] == [1, 2, 3, 4]
+        assert copy.query("SELECT version FROM weights WHERE version = 9")
+    assert ways == ["mode=ro"]  # of a copy, whose index SQLite makes
 
 
 def test_a_flipped_byte_in_the_log_beside_the_file_loses_an_end_that_is_missed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -54,6 +55,16 @@ def test_a_run_survives_engines_that_die_of_errors(
     assert log.count("in _gather") == 2
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [line["workers/restarts"] for line in lines][-1] == 2
+    told = re.findall(r"start of (\S+): starting Python .* s in all since", told_at_start(run))
+    assert sorted(told) == (["engine-0", "trainer"] if kind == "local" else [])
+
+
+def told_at_start(run: RunFolder) -> str:
+    """Return what logs/run.log has before the first step's notes, with the stages of each worker."""
+    text = (run.logs / "run.log").read_text()
+    for stage in ("loading the model", "hashing the weights"):
+        assert text.count(stage) in (0, 2)
+    return text
 
 
 @pytest.mark.parametrize("kind", ["inline", "local"])

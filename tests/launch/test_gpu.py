@@ -18,11 +18,14 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.demo import resolve_model_path
 from penstock.inspection.audit import audit_run
 from penstock.job import Job
 from penstock.journal import Journal
+from penstock.models.loading import load_causal_lm
 from penstock.run_folder import RunFolder
 from penstock.types import WeightHandle
+from penstock.weights.model_weights import model_digest
 from stages.disturbed_run import SMALL, STEPS, assert_balanced, config_of, kill, run
 from stages.faulty_engine import plan
 
@@ -31,6 +34,16 @@ LONG_PROMPTS = (  # a real tokenizer needs more than the demo's
     "tasks.train.max_prompt_tokens=64",
     "eval.tasks.heldout.max_prompt_tokens=64",
 )
+
+
+def test_a_model_on_a_gpu_has_the_bits_of_its_file() -> None:
+    path, how = resolve_model_path("demo"), {"dtype": torch.bfloat16, "trust_remote_code": False}
+    there = load_causal_lm(path, device=torch.device("cuda", 0), **how)
+    here = load_causal_lm(path, device=torch.device("cpu"), **how)
+    assert {one.device.type for one in (*there.parameters(), *there.buffers())} == {"cuda"}
+    assert model_digest(there) == model_digest(here)
+    for moved, buffer in zip(there.buffers(), here.buffers(), strict=True):
+        torch.testing.assert_close(moved.cpu(), buffer)
 
 
 def handles_of(job: Job, seen: list[WeightHandle]) -> None:

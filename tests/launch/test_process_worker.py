@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import PartFailed, UserError, WorkerDied
+from penstock.launch.processes import process_worker
 from penstock.launch.processes.process_worker import ProcessWorker
 from stages.echo import ECHO
 
@@ -93,7 +94,11 @@ def test_closing_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["block_the_loop", "block_every_thread"])
-def test_a_blocked_worker_still_shows_its_stack(tmp_path: Path, method: str) -> None:
+def test_a_blocked_worker_still_shows_its_stack(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_worker, "_STACK_TIMEOUT_S", 0.1)  # no longer wait unblocks it
+
     async def act(remote: ProcessWorker) -> str:
         blocked = asyncio.create_task(remote.call(method))
         await asyncio.sleep(0)
@@ -107,6 +112,18 @@ def test_a_blocked_worker_still_shows_its_stack(tmp_path: Path, method: str) -> 
     assert text.startswith("its event loop is blocked; by signal:\n")
     assert method in text
     assert "Thread 0x" in text  # all of them: the last line was waited for
+
+
+def test_a_stopped_worker_is_told_at_once(tmp_path: Path) -> None:
+    async def act(remote: ProcessWorker) -> tuple[int, str]:
+        os.kill(remote.pid, signal.SIGSTOP)
+        await asyncio.to_thread(os.waitid, os.P_PID, remote.pid, os.WSTOPPED | os.WNOWAIT)
+        text = await remote.stack()
+        await remote.kill()
+        return remote.pid, text
+
+    pid, text = with_echo(tmp_path, act)
+    assert text == f"(its process is stopped: kill -CONT {pid} lets it go on)"
 
 
 def test_progress_is_told_while_a_call_runs(tmp_path: Path) -> None:

@@ -112,6 +112,11 @@ class ForkedWorker:
                 raise subprocess.TimeoutExpired("worker", timeout or 0.0)
         return 0
 
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
     def send_signal(self, number: int) -> None:
         if self._handle >= 0:
             with contextlib.suppress(ProcessLookupError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.supervise.activity import BYTES_PER_SECOND, activity_of
+from penstock.supervise.activity import BYTES_PER_SECOND, activity_of, is_stopped
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -44,3 +44,12 @@ def test_this_process_has_worked() -> None:
     after = activity_of(os.getpid())
     assert after is not None
     assert after > before
+
+
+def test_a_stopped_process_is_known(tmp_path: Path) -> None:
+    process(tmp_path, 10, parent=1, seconds=1.0)
+    assert not is_stopped(10, tmp_path)
+    stat = tmp_path / "10" / "stat"
+    stat.write_text(stat.read_text().replace(") S", ") T"))
+    assert is_stopped(10, tmp_path)
+    assert not is_stopped(11, tmp_path)

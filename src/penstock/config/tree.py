@@ -411,13 +411,14 @@ class Config(Section):
             return self.engine
         return self.engine.model_copy(update={"max_slots": 0})
 
-    def publications_to_miss(self) -> int:
-        """Return how many publications a late engine may miss: the smallest staleness bound of a task.
+    def may_leave_engines(self) -> bool:
+        """Return whether publications may go on without a late engine: if every task may run ahead.
 
-        What it samples meanwhile is no older than the bound allows.
+        What a late engine samples counts by the version of its weights. It gets no request that needs
+        newer ones, and a step waits for the responses that the next step could not train any more.
         """
         tasks = [self.task_produce(task) for task in self.tasks]
-        return min(0 if one.strategy == "sync" else one.max_staleness for one in tasks)
+        return all(one.strategy != "sync" and one.max_staleness > 0 for one in tasks)
 
     def publishes_after(self, step: int, total_steps: int) -> bool:
         """Return whether the weights of this step are published to the engines."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -238,8 +238,18 @@ class ChatTemplate:
 
         Begin, end and padding tokens are dropped; other special tokens, such as think tags, stay.
         """
-        kept = [token for token in np.asarray(ids).tolist() if token not in self._dropped]
-        text = self.tokenizer.decode(  # an array: transformers looks at each element of a list
-            np.array(kept, np.int64), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        kept = np.asarray(ids).tolist()
+        if kept and kept[-1] in self._dropped:
+            del kept[-1]
+        if not self._dropped.isdisjoint(kept):
+            kept = [token for token in kept if token not in self._dropped]
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self._ids_to_text(kept, **options))
+
+    @cached_property
+    def _ids_to_text(self) -> Callable[..., str]:
+        """The tokenizer's `decode`; where it is transformers' own, without its look at each element."""
+        decode: Callable[..., str] = self.tokenizer.decode
+        if getattr(decode, "__module__", "") == "transformers.tokenization_utils_base":
+            decode = getattr(self.tokenizer, "_decode", decode)
+        return decode

@@ -24,6 +24,7 @@ from penstock.journal.checks import (
 from penstock.scratch import ScratchFolder
 
 SCHEMA_VERSION = 4
+_INDEX_PART = 32768  # bytes; SQLite makes the index of its log in such parts
 
 _VERSION_1 = """
 CREATE TABLE prompt_rows(
@@ -231,7 +232,7 @@ def _look(path: Path) -> sqlite3.Connection:
     when its log is long, so a brief look is over by then.
     """
     log, index = (path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))
-    if log.exists() and index.exists():
+    if log.exists() and _is_whole(index):
         database = _link(path, "mode=ro&readonly_shm=1")
         try:
             database.execute("PRAGMA user_version").fetchone()
@@ -241,6 +242,12 @@ def _look(path: Path) -> sqlite3.Connection:
     if not log.exists() or not log.stat().st_size:
         return _link(path, "immutable=1")
     return _link_to_copy(path, log)
+
+
+def _is_whole(index: Path) -> bool:
+    """Return whether a log's index is there and not cut; with a cut one SQLite tries for ten seconds."""
+    size = index.stat().st_size if index.exists() else 0
+    return size > 0 and size % _INDEX_PART == 0
 
 
 def _link_to_copy(path: Path, log: Path) -> sqlite3.Connection:

@@ -72,12 +72,12 @@ def assemble(
     publishes: Callable[[int], bool] | None = None,
     copies: NodeCopies | None = None,
     settings: EngineConfig,
-    may_miss: int = 0,
+    may_leave: bool = False,
 ) -> Workers:
     """Return the `Workers` of a launcher; all workers have started, `clean_up` runs after their end.
 
-    publishes: given if colocated; tells whether weights are published after a step. may_miss: publications that
-    need not wait for a late engine.
+    publishes: given if colocated; tells whether weights are published after a step. may_leave: whether
+    publications go on without a late engine.
     """
     everyone = [trainer, *engines]
     places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
@@ -94,7 +94,7 @@ def assemble(
         renew,
         slots=settings.max_slots,
         update=settings.update,
-        may_miss=may_miss,
+        may_leave=may_leave,
         note=lambda line: callbacks.note(line),  # the job sets these callbacks later
         first_loaded=lambda version, digest: callbacks.first_loaded(version, digest),
         confirmed=lambda version, digest: callbacks.confirmed(version, digest),

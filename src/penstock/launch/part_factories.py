@@ -21,6 +21,7 @@ from penstock.errors import UserError, WrongStep
 from penstock.plugins import load
 from penstock.scratch import ScratchFolder, weight_folder
 from penstock.types import Batch, StepReport, WeightHandle
+from penstock.watch.stages import tell_stage
 from penstock.weights import SHARED
 from penstock.weights.protocol import Announcing, WeightSync
 
@@ -46,6 +47,7 @@ class TrainerService:
         with self._memory():
             self._consumer = Consumer.from_config(config, total_steps=total_steps)
         self._sync, self._folder = sync, folder
+        tell_stage("hashing the weights")
         self._digest = self._consumer.digest()
         self._write: Callable[[], None] | None = None
         self._draft: Path | None = None  # the folder of the newest snapshot

@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock.errors import PartFailed, PenstockError
 from penstock.plugins import load
+from penstock.watch.stages import tell_stage
 
 # Thread-safe methods that must not queue behind a running one.
 IMMEDIATE = ("request_stop", "progress")
@@ -36,6 +37,7 @@ class RpcServer:
     async def build_named(self, search_path: list[str], factory: str, args: tuple) -> None:
         """Build the part with `factory`, a "module:callable" found on the driver's search path."""
         sys.path[:] = [*search_path, *(p for p in sys.path if p not in search_path)]
+        tell_stage("importing")
         await self.build(lambda: load(self._name, factory, {})(*args))
 
     async def build(self, make: Callable[[], Any]) -> None:

@@ -12,8 +12,8 @@ from collections import defaultdict
 from pathlib import Path
 
 BYTES_PER_SECOND = 50e6
-# Fields after the name: the parent; user and system time, own and of ended children.
-_PARENT, _TIMES = 1, slice(11, 15)
+# Fields after the name: the state; the parent; user and system time, own and of ended children.
+_STATE, _PARENT, _TIMES = 0, 1, slice(11, 15)
 
 
 def activity_of(pid: int, proc: Path = Path("/proc")) -> float | None:
@@ -29,13 +29,25 @@ def activity_of(pid: int, proc: Path = Path("/proc")) -> float | None:
     return total
 
 
+def is_stopped(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Return whether a signal (SIGSTOP) or a debugger has stopped the process: it answers nothing."""
+    try:
+        return _fields(proc / str(pid) / "stat")[_STATE] in ("T", "t")
+    except OSError:  # no such process, or no /proc
+        return False
+
+
+def _fields(stat: Path) -> list[str]:
+    return stat.read_text(errors="replace").rpartition(")")[2].split()
+
+
 def _read_times(proc: Path) -> tuple[dict[int, float], defaultdict[int, list[int]]]:
     ticks = os.sysconf("SC_CLK_TCK")
     times: dict[int, float] = {}
     children: defaultdict[int, list[int]] = defaultdict(list)
     for path in proc.glob("[0-9]*/stat"):
         try:
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+            fields = _fields(path)
         except OSError:  # the process has ended meanwhile
             continue
         pid = int(path.parent.name)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.launch.assemble import all_or_first_error, assemble, colocated_publishes, start_all
+from penstock.launch.processes.early import engine_imports, trainer_imports, trainer_names
 from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.launch.rpc_server import append_to_log
 from penstock.launch.workers import Workers
@@ -60,7 +61,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         make_engine,
         publishes=colocated_publishes(config, total_steps),
         settings=config.pool_engine(),
-        may_miss=config.publications_to_miss(),
+        may_leave=config.may_leave_engines(),
     )
 
 
@@ -74,6 +75,7 @@ def _spawn_engine(config: Config, log_folder: Path, number: int) -> Callable[[],
             log_path=log_folder / f"engine-{number}.log",
             threads=config.of_engine(number).engine.threads,
             timeout_s=config.launch.start_timeout_s,
+            imports=engine_imports(config, number),
         )
 
     return spawn
@@ -83,8 +85,7 @@ def spawn_trainer(
     config: Config, total_steps: int, log_folder: Path, link: tuple[str, str]
 ) -> Callable[[], Awaitable[Worker]]:
     """Return a function that starts every rank; `link` is the kind and folder of the weight sync."""
-    world = config.launch.num_consumers
-    names = ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
+    names = trainer_names(config)
 
     async def spawn() -> Worker:
         meeting = ("127.0.0.1", _free_port())
@@ -101,6 +102,7 @@ def spawn_trainer(
                     log_path=log_folder / f"{name}.log",
                     threads=config.train.threads,
                     timeout_s=config.launch.start_timeout_s,
+                    imports=trainer_imports(config, rank),
                 )
                 for rank, name in enumerate(names)
             ),

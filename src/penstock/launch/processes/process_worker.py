@@ -1,8 +1,9 @@
 """A part that lives in a worker process, called over a socket pair.
 
-`ProcessWorker` starts `python -m penstock.launch.processes.worker_main` with one end of the pair. Nothing
-polls: replies and the worker's end both arrive on the socket. When the worker dies, every waiting call
-raises WorkerDied with the last line of its log.
+`ProcessWorker` starts `python -m penstock.launch.processes.worker_main` with one end of the pair, or takes a
+process that was started early (`early.py`). Nothing polls: replies, stages of the start and the worker's end
+all arrive on the socket. When the worker dies, every waiting call raises WorkerDied with the last line of
+its log.
 """
 
 from __future__ import annotations
@@ -11,47 +12,67 @@ import asyncio
 import contextlib
 import itertools
 import os
-import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from penstock.errors import RunError, WorkerDied
+from penstock.launch.processes.frames import STAGE, read_frame, write_frame
 from penstock.launch.rpc_server import one_line, with_log_path
-from penstock.supervise.activity import activity_of
+from penstock.supervise.activity import activity_of, is_stopped
+from penstock.track.start_display import READY, StartDisplay
 
-FRAME = struct.Struct("!Q")
 _STREAM_LIMIT = 1 << 20
 _CLOSE_TIMEOUT_S = 1.0
 _STACK_TIMEOUT_S = 2.0
 _SIGNAL_TIMEOUT_S = 5.0
 
 
-async def read_frame(reader: asyncio.StreamReader) -> Any:
-    """Return the next pickled message; raise IncompleteReadError at the end of the stream."""
-    (length,) = FRAME.unpack(await reader.readexactly(FRAME.size))
-    return pickle.loads(await reader.readexactly(length))
+@dataclass(slots=True, kw_only=True)
+class WorkerProcess:
+    """A process that will be a worker, and the driver's ends of its socket and pipe."""
 
+    process: subprocess.Popen
+    connection: socket.socket
+    dumped: int  # a pipe: one byte for every stack written to the log
+    started: float = field(default_factory=time.time)
 
-def write_frame(writer: asyncio.StreamWriter, message: Any) -> None:
-    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    writer.write(FRAME.pack(len(payload)))
-    writer.write(payload)
+    @classmethod
+    def spawn(cls, log_path: Path, threads: int, imports: Sequence[str] = ()) -> WorkerProcess:
+        """Start a process that first imports these modules (see `worker_main.prepare`)."""
+        ours, theirs = socket.socketpair()
+        dumped, tell = os.pipe()
+        os.set_blocking(dumped, False)
+        os.set_blocking(tell, False)
+        with theirs:
+            process = _spawn((theirs.fileno(), tell), log_path, threads, imports)
+            os.close(tell)
+        return cls(process=process, connection=ours, dumped=dumped)
+
+    def discard(self) -> None:
+        """End the process and close its ends here."""
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+        os.close(self.dumped)
 
 
 class ProcessWorker:
     """See `Worker`. Consumes method calls, produces results from the part in the worker process."""
 
     can_be_killed = True
+    early: ClassVar[dict[str, WorkerProcess]] = {}  # by name; `early.py` starts them
 
-    def __init__(self, name: str, process: subprocess.Popen, log_path: Path, dumped: int) -> None:
+    def __init__(self, name: str, made: WorkerProcess, log_path: Path) -> None:
         self.name = name
-        self._process = process
-        self._dumped = dumped  # a pipe: one byte for every stack written to the log
+        self._process = made.process
+        self._dumped = made.dumped
         self._log_path = log_path
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
@@ -71,27 +92,26 @@ class ProcessWorker:
         log_path: Path,
         threads: int,
         timeout_s: float,
+        imports: Sequence[str] = (),
     ) -> ProcessWorker:
-        """Start a worker that builds `factory(*args)` ("module:callable") and serves it."""
-        ours, theirs = socket.socketpair()
+        """Start a worker that builds `factory(*args)` ("module:callable") and serves it.
+
+        imports: what the process imports before it reads what to build.
+        """
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        dumped, tell = os.pipe()
-        os.set_blocking(dumped, False)
-        os.set_blocking(tell, False)
-        with theirs:
-            process = _spawn((theirs.fileno(), tell), log_path, threads)
-            os.close(tell)
-        worker = cls(name, process, log_path, dumped)
+        made = cls._take_early(name) or WorkerProcess.spawn(log_path, threads, imports)
+        StartDisplay.worker_stage(name, "starting Python", made.started)
+        worker = cls(name, made, log_path)
         try:
             worker._reader, worker._writer = await asyncio.open_connection(
-                sock=ours, limit=_STREAM_LIMIT
+                sock=made.connection, limit=_STREAM_LIMIT
             )
         except BaseException:  # a stop during the start: the process must not outlive it
-            ours.close()
-            process.kill()
+            made.connection.close()
+            made.process.kill()
             worker._close_pipe()
             raise
-        write_frame(worker._writer, (sys.path, name, factory, args))
+        write_frame(worker._writer, (sys.path, name, str(log_path.absolute()), factory, args))
         worker._receiving = asyncio.create_task(worker._receive(), name=f"receive from {name}")
         try:
             async with asyncio.timeout(timeout_s):
@@ -104,7 +124,17 @@ class ProcessWorker:
         except BaseException:
             await worker.close()
             raise
+        StartDisplay.worker_stage(name, READY, time.time())
         return worker
+
+    @classmethod
+    def _take_early(cls, name: str) -> WorkerProcess | None:
+        """Return the process that was started early for this worker, if it is alive."""
+        made = cls.early.pop(name, None)
+        if made is None or made.process.poll() is None:
+            return made
+        made.discard()
+        return None
 
     @property
     def pid(self) -> int:
@@ -134,6 +164,9 @@ class ProcessWorker:
         try:
             while True:
                 call_id, result, error = await read_frame(self._reader)
+                if call_id == STAGE:
+                    StartDisplay.worker_stage(self.name, *result)
+                    continue
                 future = self._waiting.get(call_id)
                 if future is None or future.done():
                     continue  # the caller was cancelled
@@ -160,6 +193,8 @@ class ProcessWorker:
 
     async def stack(self) -> str:
         """Ask the worker's event loop; if that is blocked, send a signal and read the stack from the log."""
+        if is_stopped(self.pid):
+            return f"(its process is stopped: kill -CONT {self.pid} lets it go on)"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STACK_TIMEOUT_S):
                 return str(await self.call("__stack__"))
@@ -229,10 +264,13 @@ class ProcessWorker:
             os.close(dumped)
 
 
-def _spawn(descriptors: tuple[int, int], log_path: Path, threads: int) -> subprocess.Popen:
+def _spawn(
+    descriptors: tuple[int, int], log_path: Path, threads: int, imports: Sequence[str]
+) -> subprocess.Popen:
+    program = [sys.executable, "-m", "penstock.launch.processes.worker_main"]
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "penstock.launch.processes.worker_main", *map(str, descriptors)],
+            [*program, *map(str, descriptors), *imports],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -125,7 +125,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
         publishes=colocated_publishes(actors.config, total_steps),
         copies=actors.copies,
         settings=actors.config.pool_engine(),
-        may_miss=actors.config.publications_to_miss(),
+        may_leave=actors.config.may_leave_engines(),
     )
     workers.start_agent = partial(_start_agent, actors, workers)
     return workers
