@@ -32,6 +32,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def memcpy_bandwidth(gigabytes: float, device: str, threads: int = 1) -> float:
 
 
 def stream_bandwidth(count: int = 1 << 29, piece: int = 1 << 23) -> float:
-    """Return the bytes per second of one TCP stream over the loopback: what gloo can reach at most."""
+    """Return the bytes per second of one TCP stream over the loopback."""
     listener = socket.create_server(("127.0.0.1", 0))
     receiver = multiprocessing.Process(target=_receive, args=(listener.getsockname(), count, piece))
     receiver.start()
@@ -254,20 +255,22 @@ def with_processes(kind: str, weights: Any, producers: int, device: str) -> tupl
     def one_round(version: int) -> tuple[float, float]:
         started = time.perf_counter()
         handle = sync.announce(version, "")
-        early = handle is not None and not kind.startswith("two nodes")
-        if early and handle is not None:
-            tell(handle)
+        telling = None if handle is None else threads.submit(tell, handle)
         handle = sync.publish(version, "", weights)
         published = time.perf_counter()
-        if not early:
+        if telling is None:
             tell(handle)
+        else:
+            telling.result()
         for _ in orders:
             done.get()
         return published - started, time.perf_counter() - started
 
+    threads = ThreadPoolExecutor(1)  # a copy for another node is sent while the trainer writes
     try:
         return best_of(one_round)
     finally:
+        threads.shutdown()
         for queue in orders:
             queue.put(None)
         for worker in workers:

@@ -1,9 +1,10 @@
-"""An engine that is late with new weights delays only itself, within the staleness bound."""
+"""An engine that is late with new weights delays only itself, and nothing older is trained than the bound allows."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,13 @@ def clock() -> Iterator[VirtualClock]:
 class Crew(EngineCrew):
     """Two engines: the first loads in 1 s, the second in 10 s."""
 
-    def __init__(self, may_miss: int) -> None:
+    def __init__(self, may_leave: bool = True) -> None:
         self.told: list[int] = []
         self.confirmed: list[int] = []
         super().__init__(
             [PacedEngine(0.01, slots=4, load_s=seconds) for seconds in (FIRST_S, LATE_S)],
             slots=4,
-            may_miss=may_miss,
+            may_leave=may_leave,
             first_loaded=lambda version, digest: self.told.append(version),
             confirmed=lambda version, digest: self.confirmed.append(version),
         )
@@ -69,17 +70,16 @@ def play(clock: VirtualClock, crew: Crew, work: Callable[[Crew], Awaitable[Any]]
 
 
 @pytest.mark.parametrize(
-    ("may_miss", "ends"),
+    ("may_leave", "ends"),
     [
-        (0, [10, 20, 30]),  # as long as the slowest
-        (1, [2, 20, 22]),  # the second waits: the late engine loads version 1, then version 2
-        (2, [2, 3, 20]),  # version 2 is left out: when version 1 is there, version 3 is the newest
+        (False, [10, 20, 30]),  # as long as the slowest
+        (True, [2, 3, 4]),  # the first waits to see who is late, the others wait for nobody
     ],
 )
-def test_publications_wait_for_a_late_engine_only_when_it_has_missed_too_many(
-    clock: VirtualClock, may_miss: int, ends: list[float]
+def test_publications_wait_for_a_late_engine_only_if_nothing_may_run_ahead(
+    clock: VirtualClock, may_leave: bool, ends: list[float]
 ) -> None:
-    crew = Crew(may_miss)
+    crew = Crew(may_leave)
 
     async def work(crew: Crew) -> list[float]:
         found, began = [], clock.now
@@ -92,7 +92,35 @@ def test_publications_wait_for_a_late_engine_only_when_it_has_missed_too_many(
     assert play(clock, crew, work) == pytest.approx(ends)
     assert crew.told == crew.confirmed == [1, 2, 3]
     named = ["engine-1: it is late with new weights; the others go on alone"]
-    assert crew.notes == (named if may_miss == 2 else [])
+    assert crew.notes == (named if may_leave else [])
+
+
+def test_a_late_engine_leaves_out_what_was_replaced_meanwhile(clock: VirtualClock) -> None:
+    async def work(crew: Crew) -> None:
+        asked = loads_of(crew)
+        for version in (1, 2, 3):
+            await crew.publish(version)
+        await asyncio.sleep(3 * LATE_S)
+        assert asked == [1, 3]
+        assert crew.versions == [3, 3]
+
+    play(clock, Crew(), work)
+
+
+def test_a_late_engine_that_is_slower_than_the_publications_takes_no_request_of_theirs(
+    clock: VirtualClock,
+) -> None:
+    """It always has older weights than the newest; none of its tokens may be passed off as newer."""
+
+    async def work(crew: Crew) -> None:
+        for version in range(1, 9):
+            await crew.publish(version)
+            made = await crew.pool.generate_many([ask(100 * version + n) for n in range(12)])
+            assert {one.segments[0].version for one in made} == {version}
+            await asyncio.sleep(LATE_S / 3)
+        assert crew.engines[1].calls == 0
+
+    play(clock, Crew(), work)
 
 
 def test_a_late_engine_takes_no_requests_until_it_has_the_newest_weights(
@@ -112,7 +140,23 @@ def test_a_late_engine_takes_no_requests_until_it_has_the_newest_weights(
         await crew.pool.generate_many([ask(n) for n in range(12, 36)])
         assert crew.engines[1].calls > 0
 
-    play(clock, Crew(1), work)
+    play(clock, Crew(), work)
+
+
+def loads_of(crew: Crew, error: Exception | None = None) -> list[int]:
+    """Return the versions that the late engine loads from now on; `error`: what its first load ends with."""
+    late, asked = crew.engines[1], list[int]()
+    load = late.update_weights
+
+    async def update_weights(version: int, source: WeightHandle) -> str:
+        asked.append(version)
+        digest = await load(version, source)
+        if error is not None and len(asked) == 1:
+            raise error
+        return digest
+
+    late.update_weights = update_weights
+    return asked
 
 
 def ask(number: int) -> GenerationRequest:
@@ -130,7 +174,7 @@ def test_a_late_engine_that_dies_comes_back_with_the_newest_weights(clock: Virtu
         assert crew.versions == [2, 2]
         assert crew.pool.serving == [0, 1]
 
-    play(clock, Crew(1), work)
+    play(clock, Crew(), work)
 
 
 @pytest.mark.parametrize("error", [WeightsGone("gone"), DigestMismatch("another digest")])
@@ -140,24 +184,14 @@ def test_a_late_load_that_fails_is_tried_again_with_the_newest_weights(
     """Its weights may be overwritten meanwhile; nobody waits who could be told."""
 
     async def work(crew: Crew) -> None:
-        late = crew.engines[1]
-        load, asked = late.update_weights, []
-
-        async def fail_first(version: int, source: WeightHandle) -> str:
-            asked.append(version)
-            digest = await load(version, source)
-            if len(asked) == 1:
-                raise error
-            return digest
-
-        late.update_weights = fail_first
+        asked = loads_of(crew, error)
         await crew.publish(1)
         await crew.publish(2)
         await asyncio.sleep(3 * LATE_S)
         assert asked == [1, 2]
         assert crew.versions == [2, 2]
 
-    play(clock, Crew(2), work)
+    play(clock, Crew(), work)
 
 
 def test_when_only_a_late_engine_is_left_the_publication_waits_for_it(clock: VirtualClock) -> None:
@@ -167,14 +201,14 @@ def test_when_only_a_late_engine_is_left_the_publication_waits_for_it(clock: Vir
         await crew.publish(2)
         assert crew.versions[1] == 2
 
-    play(clock, Crew(2), work)
+    play(clock, Crew(), work)
 
 
 PIPE = "PENSTOCK_TEST_PIPE"
 
 
 class LateEngine(TransformersEngine):
-    """The second engine loads version 1 only when the first has loaded version 2."""
+    """The second engine loads version 1 only when the first has loaded version 3."""
 
     @classmethod
     def from_config(cls, config: Any, *, index: int = 0, **parts: Any) -> Any:
@@ -186,7 +220,7 @@ class LateEngine(TransformersEngine):
         if self.index == 1 and version == 1:  # type: ignore[attr-defined]
             await asyncio.to_thread(lambda: Path(os.environ[PIPE]).read_text())
         digest = await super().update_weights(version, source)
-        if self.index == 0 and version == 2:  # type: ignore[attr-defined]
+        if self.index == 0 and version == 3:  # type: ignore[attr-defined]
             await asyncio.to_thread(lambda: Path(os.environ[PIPE]).write_text("loaded"))
         return digest
 
@@ -195,13 +229,16 @@ class LateEngine(TransformersEngine):
 def test_a_run_goes_on_while_one_engine_is_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the second publication waited for the late engine, this run would never end."""
+    """If the second or third publication waited for the late engine, this run would never end."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     monkeypatch.setenv(PIPE, str(pipe))
     words = [f"engine.name={__file__}:LateEngine", "launch.kind=local", "launch.num_producers=2"]
-    words += ["produce.max_staleness=2", f"run.dir={tmp_path}", "run.name=late"]
+    words += ["produce.max_staleness=1", f"run.dir={tmp_path}", "run.name=late"]
     result = CliRunner().invoke(app, ["train", *TINY, *words])
     assert result.exit_code == 0, result.output
     assert "engine-1: it is late with new weights; the others go on alone" in result.output
     assert_sound(RunFolder(tmp_path / "late"))
+    audited = CliRunner().invoke(app, ["audit", str(tmp_path / "late")])
+    assert audited.exit_code == 0, audited.output
+    assert re.search(r"largest staleness trained: [01], allowed: 1", audited.output)

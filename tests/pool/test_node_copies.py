@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -48,19 +49,31 @@ class Mortal(Distributor):
 
     @contextmanager
     def _joined(self, *how: Any) -> Iterator[Any]:
-        with super()._joined(*how) as group:
-            yield MortalGroup(group, self._order)
+        with super()._joined(*how) as link:
+            yield MortalLink(link, self._order)
+
+
+class MortalLink:
+    """Passes the first two parts of a sending on, and dies before the third."""
+
+    def __init__(self, link: Any, order: Path) -> None:
+        self._link, self._order, self._parts = link, order, itertools.count(1)
+
+    def each(self, calls: Iterable[Callable[[Any], Any]]) -> Iterator[Any]:
+        return self._link.each(
+            lambda group, call=call: call(MortalGroup(group, self._order, self._parts))
+            for call in calls
+        )
 
 
 class MortalGroup:
-    """Passes the first part of a sending on, and dies before the third."""
+    """One of the connections."""
 
-    def __init__(self, group: Any, order: Path) -> None:
-        self._group, self._order, self._count = group, order, 0
+    def __init__(self, group: Any, order: Path, parts: Iterator[int]) -> None:
+        self._group, self._order, self._parts = group, order, parts
 
     def broadcast_bucket(self, octets: torch.Tensor) -> None:
-        self._count += 1
-        if self._count == 3 and self._order.exists():
+        if next(self._parts) == 3 and self._order.exists():
             self._order.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         self._group.broadcast_bucket(octets)

@@ -2,15 +2,14 @@
 
 A publication waits for an engine up to twice as long as the first engine took. An engine that takes
 longer goes on alone: it takes no requests that need the new weights, loads the newest ones when its
-load ends, and the next publications do not wait for it, unless it would miss more than `may_miss` of
-them. What a load is, and what happens to an engine that dies in it, belongs to `pool.py`.
+load ends, and no publication waits for it. What a load is, and what happens to an engine that dies in
+it, belongs to `pool.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from penstock.pool.engine import Engine
@@ -19,14 +18,6 @@ from penstock.watch.clock import loop_time
 _PATIENCE = 2.0  # wait so many times as long as the first load took,
 _LEAST_WAIT_S = 0.05  # and at least so long after it: short loads differ by chance
 Digests = list[str]  # of one engine: its digest, or nothing if it died
-
-
-@dataclass(slots=True, eq=False)
-class _Late:
-    """An engine that catches up."""
-
-    task: asyncio.Task[None]
-    missed: int = 1  # publications that it lacks, with the one that is being loaded
 
 
 class Loads:
@@ -39,27 +30,25 @@ class Loads:
     ) -> None:
         """catch_up: awaits a late load, then loads the newest weights; raises nothing."""
         self._catch_up, self._note = catch_up, note
-        self._late: dict[Engine, _Late] = {}
+        self._late: dict[Engine, asyncio.Task[None]] = {}  # engines that catch up
         self._told: set[Engine] = set()  # late engines that the user was told of
-
-    def is_late(self, engine: Engine) -> bool:
-        return engine in self._late
 
     async def together(
         self,
         engines: list[Engine],
         load: Callable[[Engine], Coroutine[Any, Any, Digests]],
         tell: Callable[[str], None],
-        may_miss: int,
+        *,
+        may_leave: bool,
     ) -> Digests:
         """Load into all engines that are not late; raise the first error after all have answered.
 
         tell: called with a digest when all have loaded, or when the first has waited long enough.
+        may_leave: whether an engine may be late.
         """
         began = loop_time()
-        for engine, late in self._late.items():
-            late.missed += 1
-            if late.missed <= may_miss and engine not in self._told:
+        for engine in self._late if may_leave else ():
+            if engine not in self._told:
                 self._told.add(engine)
                 self._note(f"{engine.name}: it is late with new weights; the others go on alone")
         tasks = {
@@ -71,10 +60,11 @@ class Loads:
             waiting = await self._in_time(set(tasks), began)
             if (first := next(filter(_succeeded, tasks), None)) is not None:
                 tell(first.result()[0])
-                for task in waiting if may_miss else ():
+                for task in waiting if may_leave else ():
                     self._leave(tasks.pop(task), task)
             answers = await asyncio.gather(*tasks, return_exceptions=True)
-            await self._wait_for_late(may_miss if tasks else 0)
+            if self._late and not (may_leave and tasks):
+                await asyncio.wait(self._late.values())
         except BaseException:  # cancelled
             for task in tasks:
                 task.cancel()
@@ -109,17 +99,12 @@ class Loads:
         task = asyncio.create_task(
             self._catch_up(engine, loading), name=f"{engine.name} catches up"
         )
-        self._late[engine] = _Late(task)
+        self._late[engine] = task
         task.add_done_callback(lambda _: self._late.pop(engine))
-
-    async def _wait_for_late(self, may_miss: int) -> None:
-        overdue = [late.task for late in self._late.values() if late.missed > may_miss]
-        if overdue:
-            await asyncio.wait(overdue)
 
     async def close(self) -> None:
         """Give up the loads that are under way."""
-        tasks = [late.task for late in self._late.values()]
+        tasks = list(self._late.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

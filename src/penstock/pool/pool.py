@@ -58,7 +58,7 @@ class EnginePool:
         *,
         slots: int = 0,
         update: UpdateOrder = "together",
-        may_miss: int = 0,
+        may_leave: bool = False,
         note: Callable[[str], None] = lambda line: None,
         first_loaded: Callable[[int, str], None] = lambda version, digest: None,
         confirmed: Callable[[int, str], None] = lambda version, digest: None,
@@ -67,7 +67,7 @@ class EnginePool:
 
         make: returns a further engine, by its index. copies: one copy of the weights per node.
         renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
-        may_miss: publications in a row that do not wait for a late engine.
+        may_leave: whether publications go on without an engine that is late with the ones before.
         note: takes lines to the user. first_loaded: called when the first engine has new weights; requests
         that come from then on go only to engines that have them. confirmed: called when an engine answered that
         it loaded weights, or returned tokens that it sampled from them.
@@ -77,7 +77,7 @@ class EnginePool:
         self._waits, self._make = waits, make
         self._weights = NewestWeights(copies, renew, confirmed)
         self._update, self._first_loaded = update, first_loaded
-        self._loads, self._may_miss = Loads(self._catch_up, note), may_miss
+        self._loads, self._may_leave = Loads(self._catch_up, note), may_leave
         self._engines: list[Engine] = []
         self._asks_for_slots = not slots
         self._requests = Requests(
@@ -511,7 +511,7 @@ class EnginePool:
     async def update_weights(self, version: int, source: WeightHandle) -> str:
         """Load weights into the engines that serve, together or one after another (`rolling`).
 
-        Together: an engine that is late may miss `may_miss` publications in a row (`loads.py`).
+        Together: nobody waits for an engine that is late, if `may_leave` (`loads.py`).
         """
         assert version == source.version
         self._weights.publish(source)
@@ -539,8 +539,10 @@ class EnginePool:
             engines = self._in(EngineState.SERVING)
             is_together = self._update == "together"
             rounds = [engines] if is_together else [[one] for one in engines]
-            may_miss = self._may_miss if is_together and self._may_be_late(handle) else 0
-            made = [await self._loads.together(some, load, tell, may_miss) for some in rounds]
+            may_leave = self._may_leave and is_together and self._may_be_late(handle)
+            made = [
+                await self._loads.together(some, load, tell, may_leave=may_leave) for some in rounds
+            ]
             return [digest for digests in made for digest in digests]
 
     def _may_be_late(self, handle: WeightHandle | None) -> bool:

@@ -4,7 +4,8 @@ Each node has one distributor, a process of its own. The distributor of a node t
 publication sends it to another one (`broadcast.py`, a group of two), which receives it into weight
 buffers of its own node (`buffer.py`) and passes it on; its engines read the buffers as they would
 on the trainer's node, and decode meanwhile. Who sends to whom is decided by `pool/node_copies.py`.
-With NCCL each bucket passes through a GPU of the distributor's node.
+Buckets travel over two connections in turn, because one core carries less than most links do. With
+NCCL there is one, and each bucket passes through a GPU of the distributor's node.
 
 With `sync.kind = delta` only the difference to the weights that the receiver holds already is sent
 (`delta.py`), bucket by bucket; a bucket of which much changed is sent whole. A receiver keeps the
@@ -17,12 +18,13 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,9 +37,11 @@ from penstock.weights.broadcast import BUCKET_BYTES, WeightGroup, connect_store,
 from penstock.weights.digest import THREADS
 from penstock.weights.shared_memory import SharedMemorySync, location_of
 
+T = TypeVar("T")
 Meeting = tuple[str, int]  # address and port at which the members of a group meet
 Identity = tuple[int, str]  # version and digest of weights
 _WHOLE = -1  # in the place of a delta's size: the whole bucket follows
+_CONNECTIONS = 2  # of two nodes, with gloo
 
 
 class Distributor:
@@ -64,8 +68,8 @@ class Distributor:
         self._sync = SharedMemorySync(self._folder.path, node=node)
         self._address, self._timeout_s = address, timeout_s
         self._store: Any = None
-        self._groups: dict[str, tuple[str, WeightGroup]] = {}  # pair -> key and group of it
-        self._opening = threading.Lock()  # buffers and groups are opened one at a time
+        self._links: dict[str, tuple[str, Link]] = {}  # pair -> key and link of it
+        self._opening = threading.Lock()  # buffers are opened one at a time
         self._one_at_a_time = threading.Lock() if backend == "nccl" else nullcontext()
         self._keeps_base = keeps_base
         self._held: tuple[Identity, torch.Tensor] | None = None  # the newest weights of this node
@@ -93,14 +97,11 @@ class Distributor:
         with self._opening:
             reader = self._sync.open_buffer(handle)
         octets = reader.tensor(0, (handle.location["size"],), torch.uint8)
-        parts = self._whole(octets, reader.wait_until_written)
+        buckets = self._whole(octets, reader.wait_until_written)
         if base is not None:
-            parts = self._parts(handle, octets, base, reader.wait_until_written)
-        sent = 0
-        with self._joined(key, meeting, 0) as group:
-            for octet_part in parts:
-                group.broadcast_bucket(octet_part)
-                sent += len(octet_part)
+            buckets = self._parts(handle, octets, base, reader.wait_until_written)
+        with self._joined(key, meeting, 0) as link:
+            sent = sum(link.each(partial(_send_parts, parts) for parts in buckets))
         self._sent = (sent, len(octets))
         self._keep(handle, octets)
 
@@ -119,14 +120,16 @@ class Distributor:
             writer = self._sync.begin_buffer(size)
         made = Delta(base, _identity(handle), [])
         try:
-            with self._joined(key, meeting, 1) as group:
-                for start in range(0, size, BUCKET_BYTES):
-                    bucket = writer.bytes[start : start + BUCKET_BYTES]
-                    if held is None:
-                        group.broadcast_bucket(bucket)
-                    else:
-                        old = held[start : start + BUCKET_BYTES]
-                        made.frames.append(_receive_delta(group, old, bucket))
+            calls = (
+                partial(
+                    _receive_bucket,
+                    writer.bytes[start : start + BUCKET_BYTES],
+                    None if held is None else held[start : start + BUCKET_BYTES],
+                )
+                for start in range(0, size, BUCKET_BYTES)
+            )
+            with self._joined(key, meeting, 1) as link:
+                made.frames.extend(link.each(calls))
             writer.mark_written(size)
         finally:
             writer.abandon()
@@ -158,8 +161,8 @@ class Distributor:
         self._folder.remove()
 
     @contextmanager
-    def _joined(self, key: str, meeting: Meeting, rank: int) -> Iterator[WeightGroup]:
-        """Yield the group of two; a member that sees the other one die leaves it and raises a RunError."""
+    def _joined(self, key: str, meeting: Meeting, rank: int) -> Iterator[Link]:
+        """Yield the link of two; a member that sees the other one die leaves it and raises a RunError."""
         pair, fault = key.rsplit("-", 1)[0], ""
         try:
             with self._one_at_a_time:
@@ -173,29 +176,32 @@ class Distributor:
             self._leave(pair)
             raise RunError(f"sending {key} ended: {fault}")
 
-    def _join(self, pair: str, key: str, meeting: Meeting, rank: int) -> WeightGroup:
-        """Return the group `key`; it takes the place of an earlier group of the same two."""
-        known = self._groups.get(pair)
+    def _join(self, pair: str, key: str, meeting: Meeting, rank: int) -> Link:
+        """Return the link `key`; it takes the place of an earlier link of the same two."""
+        known = self._links.get(pair)
         if known is not None and known[0] == key:
             return known[1]
         self._leave(pair)
         store = connect_store(*meeting, self._timeout_s) if rank else self._store
-        how = {"name": key, "backend": self._backend, "address": self._address}
-        group = WeightGroup(rank, 2, store, self._timeout_s, **how)
-        self._groups[pair] = (key, group)
-        return group
+        how = {"backend": self._backend, "address": self._address}
+        link = Link(
+            WeightGroup(rank, 2, store, self._timeout_s, name=f"{key}.{number}", **how)
+            for number in range(1 if self._backend == "nccl" else _CONNECTIONS)
+        )
+        self._links[pair] = (key, link)
+        return link
 
     def _leave(self, pair: str) -> None:
-        if (known := self._groups.pop(pair, None)) is not None:
+        if (known := self._links.pop(pair, None)) is not None:
             known[1].leave()
 
     def _whole(
         self, octets: torch.Tensor, wait_until_written: Callable[[int], None]
-    ) -> Iterator[torch.Tensor]:
+    ) -> Iterator[list[torch.Tensor]]:
         for start in range(0, len(octets), BUCKET_BYTES):
             bucket = octets[start : start + BUCKET_BYTES]
             wait_until_written(start + len(bucket))
-            yield bucket
+            yield [bucket]
 
     def _parts(
         self,
@@ -203,8 +209,8 @@ class Distributor:
         octets: torch.Tensor,
         base: Identity,
         wait_until_written: Callable[[int], None],
-    ) -> Iterator[torch.Tensor]:
-        """Yield what is sent of a delta: for each bucket its size, then the delta or the whole bucket."""
+    ) -> Iterator[list[torch.Tensor]]:
+        """Yield what is sent of each bucket: the size of its delta, then the delta or the whole bucket."""
         known, frames = self._delta, []
         if known is not None and (known.base, known.to) == (base, _identity(handle)):
             made: Iterator[bytes | None] = iter(known.frames)
@@ -212,12 +218,42 @@ class Distributor:
             made = _encoded(octets, self._base(base, len(octets)), wait_until_written)
         for start, found in zip(range(0, len(octets), BUCKET_BYTES), made, strict=True):
             frames.append(found)
-            yield torch.tensor([_WHOLE if found is None else len(found)]).view(torch.uint8)
+            size = torch.tensor([_WHOLE if found is None else len(found)]).view(torch.uint8)
             if found is None:
-                yield octets[start : start + BUCKET_BYTES]
+                yield [size, octets[start : start + BUCKET_BYTES]]
             else:
-                yield torch.frombuffer(bytearray(found), dtype=torch.uint8)
+                yield [size, torch.frombuffer(bytearray(found), dtype=torch.uint8)]
         self._delta = Delta(base, _identity(handle), frames)
+
+
+class Link:
+    """The connections of two distributors, each with a thread; buckets take them in turn."""
+
+    def __init__(self, groups: Iterable[WeightGroup]) -> None:
+        self._groups = list(groups)
+
+    def each(self, calls: Iterable[Callable[[WeightGroup], T]]) -> Iterator[T]:
+        """Call a function for each bucket, with its connection; yield the results in order.
+
+        An error ends the iteration when the buckets that are under way have ended.
+        """
+        threads = [ThreadPoolExecutor(1) for _ in self._groups]
+        under_way: deque[Future[T]] = deque()
+        try:
+            for number, call in enumerate(calls):
+                place = number % len(threads)
+                under_way.append(threads[place].submit(call, self._groups[place]))
+                if len(under_way) > len(threads):
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for thread in threads:
+                thread.shutdown(cancel_futures=True)
+
+    def leave(self) -> None:
+        for group in self._groups:
+            group.leave()
 
 
 @dataclass(slots=True, frozen=True)
@@ -245,8 +281,20 @@ def _encoded(
             yield ahead.popleft().result()
 
 
-def _receive_delta(group: WeightGroup, base: torch.Tensor, bucket: torch.Tensor) -> bytes | None:
-    """Receive one bucket; return its delta, or None if the whole bucket came."""
+def _send_parts(parts: list[torch.Tensor], group: WeightGroup) -> int:
+    """Send what belongs to one bucket; return its bytes."""
+    for octets in parts:
+        group.broadcast_bucket(octets)
+    return sum(map(len, parts))
+
+
+def _receive_bucket(
+    bucket: torch.Tensor, base: torch.Tensor | None, group: WeightGroup
+) -> bytes | None:
+    """Receive one bucket, with `base` by what differs from it; return its delta, or None if the whole bucket came."""
+    if base is None:
+        group.broadcast_bucket(bucket)
+        return None
     size = torch.zeros(1, dtype=torch.int64)
     group.broadcast_bucket(size.view(torch.uint8))
     if (count := int(size)) == _WHOLE:
