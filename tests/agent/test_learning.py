@@ -46,6 +46,7 @@ def test_a_policy_learns_to_call_the_calculator(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # 80 steps: five minutes beside other tests
 def test_a_policy_learns_to_guess_a_number_by_halving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

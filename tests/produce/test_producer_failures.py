@@ -120,6 +120,34 @@ def test_one_raising_group_is_isolated_and_dropped_with_its_reason(tmp_path: Pat
     on_virtual_time(main)
 
 
+def test_what_is_no_exception_ends_the_run_instead_of_a_group_in_silence(tmp_path: Path) -> None:
+    """Such as the alarm of a test runner, which a signal raises wherever the program is."""
+
+    class Alarm(BaseException):
+        pass
+
+    class Ringing(FakeEngine):
+        asked = 0
+
+        async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+            self.asked += 1
+            if self.asked == 3:
+                raise Alarm
+            return await super().generate_many(requests)
+
+    async def main() -> None:
+        stage = ProducerStage(
+            tmp_path, SyncProduceStrategyConfig(), batch=4, k=2, agent_loop=single_turn(Ringing())
+        )
+        running = asyncio.create_task(stage.producer.run())
+        with pytest.raises(Alarm):
+            await asyncio.wait_for(stage.producer.take_batch(1), 60)
+        with pytest.raises(Alarm):
+            await running
+
+    on_virtual_time(main)
+
+
 def test_a_raising_validity_rule_fails_its_groups_and_stops_the_run(tmp_path: Path) -> None:
     async def main() -> None:
         def rule(rollouts: list[Rollout]) -> bool:

@@ -17,6 +17,7 @@ from penstock.config import RewardConfig
 from penstock.errors import RewardError, UserError
 from penstock.reward import VerifiableReward, build_reward, check, fields_read
 from penstock.types import Prompt, Score
+from penstock.watch.waits import Waits
 from stages.reward_samples import prompt, rollout
 
 SOURCE = """
@@ -66,6 +67,13 @@ released = threading.Event()
 def hangs(response):
     released.wait(60)
     return 1.0
+
+def picky(response):
+    if response == "bad":
+        raise KeyError("bad")
+    if response == "slow":
+        released.wait(60)
+    return len(response)
 
 def needs_more(response, threshold):
     return threshold
@@ -217,6 +225,49 @@ def test_it_runs_off_the_event_loop() -> None:
 def test_a_function_that_hangs_fails_its_rollout() -> None:
     with pytest.raises(RewardError, match=r"no result after 0\.05 s \(timeout_s\)"):
         score(build("hangs", timeout_s=0.05))
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize("names", [["picky"], ["picky", "length"]])
+def test_each_of_many_rollouts_has_its_own_outcome(names: list[str]) -> None:
+    async def run() -> list[Score | BaseException]:
+        configs = [RewardConfig(type=f"users_rewards:{name}") for name in names]
+        reward = build_reward(configs, max_tokens=10)
+        texts = ["a", "bad", "abc"]
+        asked = [rollout(text, name=f"t:0.{n}") for n, text in enumerate(texts)]
+        try:
+            return await reward.score_each(asked, [prompt()] * len(asked))
+        finally:
+            await reward.close()
+
+    first, fault, last = asyncio.run(run())
+    assert isinstance(first, Score)
+    assert isinstance(last, Score)
+    assert [first.value, last.value] == [len(names), 3.0 * len(names)]
+    assert first.parts == dict.fromkeys(names, 1.0)
+    assert type(fault) is RewardError
+    assert str(fault).startswith("rollout t:0.1: reward picky: KeyError: 'bad'")
+
+
+@pytest.mark.usefixtures("module")
+def test_each_call_is_a_wait_until_its_answer_or_a_stop() -> None:
+    async def run() -> tuple[list[str], list[str]]:
+        waits = Waits()
+        config = RewardConfig(type="users_rewards:picky")
+        reward = build_reward([config], max_tokens=10, waits=waits)
+        answered = asyncio.Event()
+        waits.on_close = lambda wait: answered.set()
+        asked = [rollout("slow", name="a"), rollout("quick", name="b")]
+        scoring = asyncio.create_task(reward.score_each(asked, [prompt()] * 2))
+        await answered.wait()
+        left = [wait.detail for wait in waits.leaves()]
+        scoring.cancel()
+        await asyncio.wait([scoring])
+        await asyncio.sleep(0)  # the call that the stop cancelled closes its wait
+        await reward.close()
+        return left, [wait.detail for wait in waits.open.values()]
+
+    assert asyncio.run(run()) == (["a"], [])
 
 
 @pytest.mark.usefixtures("module")

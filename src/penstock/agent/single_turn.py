@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from penstock.engine.protocol import Generation, GenerationRequest, InferenceEng
 from penstock.errors import EnginesLost
 from penstock.produce.context import AgentLoop
 from penstock.reward.protocol import Reward
-from penstock.types import Rollout, Status
+from penstock.types import Prompt, Rollout, Status
 
 _NOT_SEARCHED = 31  # failed groups to skip before requests are sent one by one again
 
@@ -71,7 +72,7 @@ class SingleTurn(AgentLoop):
         if getattr(self._reward, "needs_group", False):
             await self._score_together(rollouts)
         else:
-            await asyncio.gather(*(self._score(one) for one in todo if one.is_finished))
+            await self._score_each([rollout for rollout in todo if rollout.is_finished])
         return rollouts
 
     async def pause(self) -> None:
@@ -194,15 +195,26 @@ class SingleTurn(AgentLoop):
         elif not rollout.is_finished:
             rollout.fail(f"engine: {generation.error or generation.finish_reason}")
 
-    async def _score(self, rollout: Rollout) -> None:
-        if rollout.score is None:
-            assert rollout.prompt is not None, "a group gives its prompt to its rollouts"
-            try:
-                rollout.score = await self._reward.score(rollout, rollout.prompt)
-            except Exception as error:
-                rollout.fail(f"reward: {type(error).__name__}: {error}")
-                return
-        rollout.move_to(Status.COMPLETED)
+    async def _score_each(self, rollouts: list[Rollout]) -> None:
+        """Ask for the scores that are missing, each by itself; an error fails its rollout."""
+        missing = [rollout for rollout in rollouts if rollout.score is None]
+        prompts = [cast(Prompt, rollout.prompt) for rollout in missing]  # the group has set them
+        score_each = getattr(self._reward, "score_each", None)
+        if score_each is not None:
+            outcomes = await score_each(missing, prompts)
+        else:
+            calls = map(self._reward.score, missing, prompts)
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for rollout, outcome in zip(missing, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                rollout.fail(f"reward: {type(outcome).__name__}: {outcome}")
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                rollout.score = outcome
+        for rollout in rollouts:
+            if rollout.score is not None:
+                rollout.move_to(Status.COMPLETED)
 
     async def _score_together(self, rollouts: list[Rollout]) -> None:
         """Ask a reward that compares the members once, when all of them are finished."""

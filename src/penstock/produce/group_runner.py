@@ -172,7 +172,9 @@ class GroupRunner:
                 ctx.journal.retried(entry.group, "failed")
                 self.counters["retried"] += 1
                 self._renew(ctx, entry.group)
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # else the run would wait for this group for ever
             self.fault = self.fault or error
         finally:
             self.changed.notify()

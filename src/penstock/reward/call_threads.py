@@ -52,12 +52,16 @@ class CallThreads:
 
     async def run(self, function: Callable[[], Any]) -> Any:
         """Return what `function` returns, raise what it raises, or CallTimeout."""
+        return await self.submit(function)
+
+    def submit(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Return a future of what `function` returns, of what it raises, or of CallTimeout."""
         call = _Call(function, self.loop.create_future())
         self._calls.put(call)
         self._start_worker()
         if self._timer is None:
             self._timer = self.loop.call_later(self._timeout_s, self._give_up_late_calls)
-        return await call.outcome
+        return call.outcome
 
     def close(self) -> None:
         """End the threads that wait for calls."""

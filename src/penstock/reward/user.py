@@ -48,8 +48,16 @@ class UserFunction:
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         """Call the function for one rollout."""
-        result = await self._call(self._signature.of_one(rollout, prompt))
-        return _verl_score(result) if self._signature.shape is Shape.VERL else as_score(result)
+        return await self.result(self.begin(rollout, prompt))
+
+    def begin(self, rollout: Rollout, prompt: Prompt) -> asyncio.Future[Any]:
+        """Begin the call for one rollout; `result` returns its score."""
+        return self._begin(self._signature.of_one(rollout, prompt))
+
+    async def result(self, call: asyncio.Future[Any]) -> Score:
+        """Wait for a call that `begin` began."""
+        value = await self._end(call)
+        return _verl_score(value) if self._signature.shape is Shape.VERL else as_score(value)
 
     async def _score_group(
         self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
@@ -60,7 +68,7 @@ class UserFunction:
             arguments = self._signature.of_trl(rollouts, prompts[0], is_chat=self._is_chat)
         else:
             arguments = self._signature.of_group(rollouts, prompts[0])
-        result = await self._call(arguments)
+        result = await self._end(self._begin(arguments))
         if callable(to_list := getattr(result, "tolist", None)):  # a tensor or an array
             result = to_list()
         if not isinstance(result, Sequence) or isinstance(result, str):
@@ -72,13 +80,16 @@ class UserFunction:
             for value in result
         ]
 
-    async def _call(self, given: Mapping[str, Any]) -> Any:
+    def _begin(self, given: Mapping[str, Any]) -> asyncio.Future[Any]:
         arguments = {**given, **self._options}
         if self._threads is None or self._threads.loop is not asyncio.get_running_loop():
             name = f"reward-{self.name}"
             self._threads = CallThreads(name, NUM_THREADS, self._timeout_s)
+        return self._threads.submit(partial(_run, self._function, arguments))
+
+    async def _end(self, call: asyncio.Future[Any]) -> Any:
         try:
-            return await self._threads.run(partial(_run, self._function, arguments))
+            return await call
         except CallTimeout:
             raise RewardError(f"no result after {self._timeout_s:g} s (timeout_s)") from None
 

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.config import RewardConfig, Section
@@ -21,7 +22,7 @@ from penstock.reward.options import check_option_names, read_options
 from penstock.reward.protocol import Reward
 from penstock.reward.user import UserFunction
 from penstock.types import Prompt, Rollout, Score
-from penstock.watch.waits import WaitKind, Waits
+from penstock.watch.waits import OpenWait, WaitKind, Waits
 
 GroupScorer = Callable[[Sequence[Rollout], Sequence[Prompt]], Awaitable[list[Score]]]
 
@@ -114,6 +115,65 @@ class VerifiableReward:
             scores = await _gather([_score_part(part, rollout, prompt) for part in self.parts])
             return self._sum(scores)
 
+    async def score_each(
+        self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
+    ) -> list[Score | BaseException]:
+        """Judge finished rollouts one by one; where one cannot be judged, the error stands in its place.
+
+        One function of the user is called for all of them without an asyncio task for each: hundreds of
+        rollouts may end together, and a task costs more than a cheap function.
+        """
+        pairs = list(zip(rollouts, prompts, strict=True))
+        part = self.parts[0]
+        if len(self.parts) == 1 and isinstance(part.reward, UserFunction) and not self.needs_group:
+            return await self._score_calls(part, part.reward, pairs)
+        each = (self.score(rollout, prompt) for rollout, prompt in pairs)
+        return await asyncio.gather(*each, return_exceptions=True)
+
+    async def _score_calls(
+        self, part: Part, function: UserFunction, pairs: Sequence[tuple[Rollout, Prompt]]
+    ) -> list[Score | BaseException]:
+        """Begin all calls, then wait for them in order; each is open as a wait until its answer."""
+        calls: list[asyncio.Future[Any]] = []
+        outcomes: list[Score | BaseException] = []
+        try:
+            for rollout, prompt in pairs:
+                calls.append(self._begin_call(function, rollout, prompt))
+            for call, (rollout, _) in zip(calls, pairs, strict=True):
+                outcomes.append(await self._outcome(part, function, call, rollout.rollout_id))
+        finally:
+            for call in calls:
+                call.cancel()  # after a stop; those that are done stay as they are
+        return outcomes
+
+    def _begin_call(
+        self, function: UserFunction, rollout: Rollout, prompt: Prompt
+    ) -> asyncio.Future[Any]:
+        wait = self._waits.wait(
+            self._lane, WaitKind.REWARD, rollout.rollout_id, responder=self._lane
+        )
+        wait.__enter__()
+        wait.task = None  # it ends with its call, not with what this task opens next
+        try:
+            call = function.begin(rollout, prompt)
+        except Exception as error:  # the edge of one rollout: told where the outcome is awaited
+            call = asyncio.get_running_loop().create_future()
+            call.set_exception(error)
+        call.add_done_callback(partial(_close_wait, wait))
+        return call
+
+    async def _outcome(
+        self, part: Part, function: UserFunction, call: asyncio.Future[Any], rollout_id: str
+    ) -> Score | BaseException:
+        try:
+            score = await function.result(call)
+        except Exception as error:  # the edge of one rollout: a fault is named and isolated
+            return _named(error, part.name, rollout_id)
+        try:
+            return self._sum([_checked(score, part.name, rollout_id)])
+        except RewardError as error:
+            return error
+
     async def score_group(
         self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
     ) -> list[Score]:
@@ -154,6 +214,11 @@ class VerifiableReward:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
+
+
+def _close_wait(wait: OpenWait, call: asyncio.Future[Any]) -> None:
+    fault = asyncio.CancelledError() if call.cancelled() else call.exception()
+    wait.__exit__(None if fault is None else type(fault))
 
 
 def _all_of(judged: Sequence[bool | None]) -> bool | None:
