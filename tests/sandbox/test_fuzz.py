@@ -221,6 +221,7 @@ def test_the_server_survives_every_request(caplog: pytest.LogCaptureFixture) -> 
         body_s=30,
         body_bytes=1000,
         all_bodies_bytes=4000,
+        waste_s=0,
     )
 
     async def answer(request: Request) -> dict[str, Any]:

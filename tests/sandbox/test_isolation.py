@@ -128,6 +128,9 @@ def test_what_is_not_named_is_not_allowed(number: int, arch: str) -> None:
 def test_dangerous_calls_are_in_no_list() -> None:
     dangerous = "socket connect bind ptrace execve execveat mount unshare setns bpf io_uring_setup"
     dangerous += " flock inotify_init1 fanotify_init sysinfo fadvise64 memfd_create process_vm_readv pidfd_open tkill mknod link chroot sendmsg keyctl"
+    dangerous += (
+        " sched_setscheduler sched_setattr sched_setparam sched_setaffinity setpriority ioprio_set"
+    )
     assert not set(dangerous.split()) & set(TABLE | seccomp.WITH_PROCESSES)
 
 

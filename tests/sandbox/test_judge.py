@@ -114,6 +114,15 @@ def test_an_answer_that_is_not_plain_data_is_wrong_and_says_so(pool: SandboxPool
     assert "an object of its own class where the test needs plain data" in str(verdict.metadata[0])
 
 
+@pytest.mark.parametrize(
+    ("raised", "note"), [("StopIteration", "StopIteration"), ("Own('so')", "Own: so")]
+)
+def test_a_note_names_what_the_solution_raised(pool: SandboxPool, raised: str, note: str) -> None:
+    source = f"class Own(Exception): pass\ndef f(): raise {raised}"
+    verdict = verify(pool, {"asserts": "assert f()"}, source, 30)
+    assert (verdict.result, verdict.metadata) == ([-1], [{"note": f"SolutionError: {note}"}])
+
+
 def test_arguments_are_as_before_the_call_unless_only_the_effect_is_asked_for(
     pool: SandboxPool,
 ) -> None:

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ import pytest
 from penstock.sandbox import pool
 from penstock.sandbox.host import Mode
 from penstock.sandbox.layers import Isolation
-from penstock.sandbox.links import Client, Link
-from penstock.sandbox.listener import Listener, ListenerLimits, Request
+from penstock.sandbox.links import Client, Link, Waste
+from penstock.sandbox.listener import Listener, ListenerLimits, Refusal, Request
 from penstock.sandbox.pool import SandboxPool
 from penstock.sandbox.settings import SandboxSettings, job_limits
 from penstock.sandbox.verify import verify
@@ -84,6 +85,89 @@ def test_requests_that_came_in_one_piece_take_turns_too() -> None:
         good.sendall(HEAD)
 
     assert order_of_service(send, 201).index(GOOD) < 6
+
+
+def test_who_wastes_connections_waits_for_each_past_a_few() -> None:
+    now = [100.0]
+    waste = Waste(0.01, lambda: now[0])
+    for _ in range(50):
+        waste.add(GREEDY)
+    assert waste.wait_s(GREEDY) == pytest.approx(0)
+    for _ in range(50):
+        waste.add(GREEDY)
+    assert waste.wait_s(GREEDY) == pytest.approx(0.5)
+    assert waste.wait_s(GOOD) == 0
+    now[0] += 0.4
+    assert waste.wait_s(GREEDY) == pytest.approx(0.1)
+    now[0] += 60
+    assert waste.wait_s(GREEDY) == 0
+
+
+def test_no_waste_makes_an_address_wait_for_more_than_five_seconds() -> None:
+    """Good clients may call from the same address."""
+    now = [100.0]
+    waste = Waste(0.01, lambda: now[0])
+    for _ in range(100_000):
+        waste.add(GREEDY)
+    assert waste.wait_s(GREEDY) == pytest.approx(5)
+    now[0] += 5
+    assert waste.wait_s(GREEDY) == pytest.approx(0)
+
+
+def test_no_number_of_clients_takes_all_memory_by_their_waste() -> None:
+    now = [100.0]
+    waste = Waste(1.0, lambda: now[0])
+    for number in range(5000):
+        waste.add(str(number))
+    assert len(waste._until) == 1024
+    assert waste.wait_s("0") == 0.5
+    now[0] += 60  # all have waited
+    waste.add(GREEDY)
+    assert waste._until.keys() == {GREEDY}
+
+
+async def ask(port: int, address: str, data: bytes) -> bytes:
+    """Return the reply to `data` on a new connection; empty if it was cut."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+    try:
+        writer.write(data)
+        writer.write_eof()
+        return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "waits"),
+    [(b"GARBAGE\r\n\r\n", True), (b"", True), (HEAD, False)],
+    ids=["no request", "nothing", "a request that cannot be granted"],
+)
+def test_a_client_that_wasted_connections_waits_and_others_do_not(
+    first: bytes, waits: bool
+) -> None:
+    answered: list[str] = []
+
+    async def answer(request: Request) -> dict[str, Any]:
+        answered.append(request.client)
+        raise Refusal(422, "the tests are broken")
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listener = Listener(answer, replace(LIMITS, waste_s=3600))
+            await listener.start(listening)
+            port = listening.getsockname()[1]
+            await ask(port, GREEDY, first)
+            answered.clear()
+            second = asyncio.create_task(ask(port, GREEDY, HEAD))
+            assert b" 422 " in await ask(port, GOOD, HEAD)
+            assert waits or b" 422 " in await second
+            await listener.close()
+            assert bool(await second) != waits
+
+    asyncio.run(run())
+    assert sorted(answered) == ([GOOD] if waits else [GOOD, GREEDY])
 
 
 def on_a_link(use: Callable[[Link, socket.socket], Awaitable[None]]) -> None:
@@ -158,35 +242,34 @@ class FakeNursery:
     alive = True
 
     def __init__(self) -> None:
-        self.number, self._made = 0, threading.Condition()
+        self.number, self._lock = 0, threading.Lock()
 
     def spawn(self) -> FakeSandbox:
-        with self._made:
+        with self._lock:
             self.number += 1
-            self._made.notify_all()
         return FakeSandbox()
-
-    def has_made(self, number: int) -> bool:
-        with self._made:
-            return self._made.wait_for(lambda: self.number >= number, 60)
 
     def close(self) -> None:
         pass
 
 
-@pytest.mark.parametrize(("pause_s", "ready"), [(0.0, pool.WARM), (3600.0, pool.FEW + 1)])
+@pytest.mark.parametrize(
+    ("pause_s", "ready"), [(0.0, pool.WARM + pool.SPARE), (3600.0, pool.FEW + 1)]
+)
 def test_sandboxes_are_set_up_between_submissions_while_enough_are_ready(
     pause_s: float, ready: int
 ) -> None:
-    uses, nursery = 8, FakeNursery()
+    uses, nursery = 16, FakeNursery()
     isolation = Isolation(Mode(False, False, False), "filtered", ())
     one = SandboxPool(SandboxSettings(workers=1), isolation, pause_s)
     one._nursery = nursery  # type: ignore[assignment]
     for _ in range(uses):
         with one.sandbox():
             pass
+        if pause_s == 0:
+            one._gardener.submit(int).result()  # all that was to do is done
     if pause_s == 0:
-        assert nursery.has_made(uses + ready)
+        assert nursery.number == uses + ready
     one.close()
     assert nursery.number <= uses + ready
 

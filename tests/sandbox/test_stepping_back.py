@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,3 +141,37 @@ def test_a_program_that_computes_steps_back_and_a_short_one_does_not(mode: str) 
         pool.close()
     assert (long.stopped, long.stepped_back) == ("wall", True)
     assert (short.status, short.stdout) == (0, b"1\n")
+
+
+def test_a_program_that_computes_is_in_the_idle_class_and_its_threads_are_last() -> None:
+    """As the host sees it; the program tells by a byte each time it has computed for a while."""
+    pool = make_pool("namespaces")
+    source = (
+        "import os, threading, time\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "while True:\n"
+        "    until = time.process_time() + 0.005\n"
+        "    while time.process_time() < until: pass\n"
+        "    os.write(4, b'x')\n"
+    )
+    ours, theirs = socket.socketpair()
+    ours.settimeout(60)
+    try:
+        with ours, theirs, pool.sandbox() as sandbox:
+            limits = job_limits(pool.settings, 60.0, steps_back=True)
+            sandbox.start({"job": "program", "source": source}, limits, [theirs.fileno()])
+            assert ours.recv(1)
+            (program,) = map(int, children_of(sandbox.pid).split())
+            assert os.sched_getscheduler(sandbox.pid) == os.SCHED_OTHER
+            while os.sched_getscheduler(program) != os.SCHED_IDLE:
+                assert ours.recv(1)  # it computes on
+            threads = [int(one) for one in os.listdir(f"/proc/{program}/task")]
+            assert len(threads) == 2
+            assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {19}
+            assert os.sched_getscheduler(sandbox.pid) == os.SCHED_OTHER  # it still watches
+    finally:
+        pool.close()
+
+
+def children_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()

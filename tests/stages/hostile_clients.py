@@ -1,4 +1,4 @@
-"""Clients of a verification server that mean no good, from an address of their own, until they are stopped."""
+"""Clients of a verification server that mean no good, from two addresses of their own, until they are stopped."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 ADDRESS = "127.0.0.2"
+PROGRAMS = "127.0.0.3"  # hands in programs; the connections of the other one do not hold these up
 _HEAD = "POST /check_correctness HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _ALIKE = """
 import json, os
@@ -28,6 +29,7 @@ SUBMISSIONS: list[tuple[dict[str, Any], str]] = [
     (STDIO, "x = bytearray(64 << 30)"),
     (STDIO, "import os\nwhile True:\n    try: os.fork()\n    except OSError: os._exit(1)"),
     (STDIO, "(" * 5000),
+    ({"asserts": "assert f() == 1"}, "def f():\n    while True: pass"),
     (CALL, _ALIKE),
     (CALL, "def f(): return 'x' * (100 << 20)"),
     ({"asserts": "assert f() == 1"}, "import os\nos.write(4, b'\\xff' * 4096)"),
@@ -42,7 +44,7 @@ class HostileClients:
     def __init__(self, port: int, holders: int = 40, submitters: int = 4) -> None:
         self._port, self._stopped = port, threading.Event()
         self.passed: list[str] = []  # hostile programs that were called right: there must be none
-        self.submitted = 0
+        self.submitted = 0  # hostile programs that were judged
         jobs = [self._submit] * submitters + [self._garbage, self._leave, self._flood]
         jobs += [self._hold_body, self._hold_header] * (holders // 2)
         self._threads = [
@@ -105,12 +107,12 @@ class HostileClients:
         tests, source = draw.choice(SUBMISSIONS)
         body = json.dumps({"in_outs": tests, "generation": source, "timeout": 0.5})
         link = http.client.HTTPConnection(
-            "127.0.0.1", self._port, timeout=60, source_address=(ADDRESS, 0)
+            "127.0.0.1", self._port, timeout=60, source_address=(PROGRAMS, 0)
         )
         with contextlib.closing(link):
             link.request("POST", "/check_correctness", body, {"Content-Type": "application/json"})
             reply = link.getresponse()
             fields = json.loads(reply.read())
-        self.submitted += 1
+        self.submitted += reply.status == 200
         if reply.status == 200 and 1 in fields["result"]:
             self.passed.append(source)

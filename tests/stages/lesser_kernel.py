@@ -12,8 +12,10 @@ import sys
 
 from penstock.sandbox.inside import kernel, seccomp
 
-_REFUSED = {  # numbers on x86_64, aarch64
-    "namespaces": ((272, 97), errno.EPERM),  # unshare
+_UNSHARE, _CLONE = (272, 97), (56, 220)  # numbers on x86_64, aarch64
+_NEW_NAMESPACES = 0x7E020000  # flags of clone
+_REFUSED = {
+    "namespaces": (_UNSHARE, errno.EPERM),
     "landlock": ((444, 444), errno.ENOSYS),  # landlock_create_ruleset
 }
 _PRCTL = (157, 167)
@@ -26,6 +28,9 @@ def refuse(lacks: set[str]) -> None:
     for name in sorted(lacks & _REFUSED.keys()):
         numbers, error = _REFUSED[name]
         program += seccomp._op(seccomp._JUMP_EQUAL, numbers[column], 0, 1) + seccomp._fail(error)
+    if "namespaces" in lacks:
+        block = seccomp._masked(0, _NEW_NAMESPACES, 0, errno.EPERM)
+        program += seccomp._op(seccomp._JUMP_EQUAL, _CLONE[column], 0, len(block) // 8) + block
     if "seccomp" in lacks:
         block = seccomp._argument(0) + seccomp._op(seccomp._JUMP_EQUAL, kernel.PR_SET_SECCOMP, 0, 1)
         block += seccomp._fail(errno.EINVAL) + seccomp._op(seccomp._RETURN, seccomp._ALLOW)
@@ -36,7 +41,7 @@ def refuse(lacks: set[str]) -> None:
 def leave_ids(inside: int) -> None:
     """Enter a user namespace in which this user is the only one, by the number `inside`."""
     outside = os.geteuid(), os.getegid()
-    kernel.unshare(kernel.CLONE_NEWUSER)
+    kernel.syscall(_UNSHARE[0 if kernel.ARCH == "x86_64" else 1], kernel.CLONE_NEWUSER)
     for path, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {outside[0]} 1"),

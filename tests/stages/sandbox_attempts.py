@@ -41,6 +41,12 @@ ATTEMPTS: dict[str, str] = {
     + "args = ctypes.create_string_buffer(88)\nif call(435, args, 88) >= 0: print('ESCAPED')",
     "double-fork daemon": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        print('ESCAPED', flush=True)\n        time.sleep(600)",
     "thread bomb": "import threading, time\nthreading.stack_size(65536)\nstarted = 0\ntry:\n    while started < 2000:\n        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n        started += 1\nexcept RuntimeError: pass\nif started >= 2000: print('ESCAPED')",
+    # a better place for the processor
+    "another scheduling class": "import os\nfor policy in (os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE, os.SCHED_FIFO):\n    try: os.sched_setscheduler(0, policy, os.sched_param(int(policy == os.SCHED_FIFO)))\n    except OSError: continue\n    print('ESCAPED')",
+    "a scheduling class by system call": _RAW
+    + "import struct\nattributes = ctypes.create_string_buffer(struct.pack('IIQiIQQQ', 48, 0, 0, 0, 0, 0, 0, 0), 48)\nif call({nr_sched_setattr}, 0, attributes, 0) >= 0: print('ESCAPED')",
+    "another niceness": "import os\nfor act in (lambda: os.nice(0), lambda: os.nice(1), lambda: os.setpriority(os.PRIO_PROCESS, 0, 0), lambda: os.setpriority(os.PRIO_USER, 0, 19)):\n    try: act()\n    except OSError: continue\n    print('ESCAPED')",
+    "another processor": "import os\nos.sched_setaffinity(0, os.sched_getaffinity(0))\nprint('ESCAPED')",
     # memory, time, output, disk
     "memory bomb": "x = bytearray(64 << 30)\nprint('ESCAPED')",
     "memory bit by bit": "x = []\nfor i in range(8192): x.append(bytearray(1 << 20))\nprint('ESCAPED')",
@@ -144,10 +150,10 @@ ATTEMPTS: dict[str, str] = {
 NUMBERS = {
     "x86_64": {
         "nr_socket": 41, "nr_clone": 56, "nr_ptrace": 101, "nr_vm_read": 310, "nr_init_module": 175,
-        "nr_bpf": 321, "nr_perf": 298, "nr_keyctl": 250, "nr_userfaultfd": 323,
+        "nr_bpf": 321, "nr_perf": 298, "nr_keyctl": 250, "nr_userfaultfd": 323, "nr_sched_setattr": 314,
     },
     "aarch64": {
         "nr_socket": 198, "nr_clone": 220, "nr_ptrace": 117, "nr_vm_read": 270, "nr_init_module": 105,
-        "nr_bpf": 280, "nr_perf": 241, "nr_keyctl": 219, "nr_userfaultfd": 282,
+        "nr_bpf": 280, "nr_perf": 241, "nr_keyctl": 219, "nr_userfaultfd": 282, "nr_sched_setattr": 274,
     },
 }  # fmt: skip

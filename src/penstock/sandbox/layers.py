@@ -123,7 +123,7 @@ def _best(bubblewrap: bool) -> Search:
 
 _EXPLAINED = (
     (
-        "unshare",
+        "clone",
         "new namespaces are refused (a container's seccomp profile, or the sysctls "
         "user.max_user_namespaces, kernel.unprivileged_userns_clone or "
         "kernel.apparmor_restrict_unprivileged_userns)",

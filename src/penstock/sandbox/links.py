@@ -11,10 +11,39 @@ import asyncio
 import select
 import socket
 from collections import deque
+from collections.abc import Callable
 
 _WOKEN_AT_ONCE = 2  # connections of one client
 _AT_ONCE_BYTES = 1 << 18
+_FREE_WASTE_S = 0.5  # so much of it is free
+_MOST_WAIT_S = 5.0  # a good client behind the same address waits no longer, whatever was wasted
+_MOST_REMEMBERED = 1024  # clients with waste
 _SINK = bytearray(1 << 20)  # for what nobody reads: the kernel drops it and writes nothing here
+
+
+class Waste:
+    """What addresses cost the event loop for nothing: connections without a request, and refused requests.
+
+    They are cheaper to make than to serve. After many, the next connection of the address waits `each_s` for
+    each of them.
+    """
+
+    def __init__(self, each_s: float, clock: Callable[[], float]) -> None:
+        self._each_s, self._clock = each_s, clock
+        self._until: dict[str, float] = {}  # when each address will have waited for its waste
+
+    def add(self, address: str) -> None:
+        """Note a connection or request of this address that brought nothing."""
+        now = self._clock()
+        if len(self._until) >= _MOST_REMEMBERED:
+            self._until = {one: until for one, until in self._until.items() if until > now}
+        if address in self._until or len(self._until) < _MOST_REMEMBERED:
+            until = max(now, self._until.get(address, now)) + self._each_s
+            self._until[address] = min(until, now + _FREE_WASTE_S + _MOST_WAIT_S)
+
+    def wait_s(self, address: str) -> float:
+        """Return how long the next request of this address has to wait."""
+        return max(0.0, self._until.get(address, 0.0) - _FREE_WASTE_S - self._clock())
 
 
 class Client:
@@ -24,6 +53,7 @@ class Client:
         self.address = address
         self.number = 0  # of connections: served, and not served yet
         self.not_served: deque[socket.socket] = deque()
+        self.waits = False  # for its waste
         self._asleep: dict[int, asyncio.Future[None]] = {}
         self._loop = asyncio.get_running_loop()
         self._poll = select.epoll()

@@ -19,12 +19,13 @@ import json
 import logging
 import re
 import socket
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.sandbox.links import Client, Link
+from penstock.sandbox.links import Client, Link, Waste
 
 _HEADER_BYTES = 16 << 10
 _MOST_HEADERS = 64
@@ -38,6 +39,7 @@ _LINGER_PAUSE_S = 0.02  # between two reads of what it sends: refusals must not 
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,10}) (/[\x21-\x7e]{0,2000}) HTTP/1\.([01])")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}):[ \t]*([\x20-\x7e\x80-\xff\t]*?)[ \t]*")
 _NUMBER = re.compile(r"[0-9]{1,12}")
+_NO_WASTE = (422, 429)  # a request that could not be granted, of a client that follows the rules
 _log = logging.getLogger(__name__)
 
 
@@ -51,6 +53,7 @@ class ListenerLimits:
     body_s: float
     body_bytes: int
     all_bodies_bytes: int
+    waste_s: float = 0.01  # wait of a client for each of many connections that brought nothing
     hosts: tuple[str, ...] = ()  # names besides localhost, this machine's name and IP addresses
 
 
@@ -91,6 +94,7 @@ class _Connection:
     held_bytes: int = 0  # of all_bodies_bytes, by the body of the present request
     unread: int = 0  # bytes of the present body that are not read yet
     busy: bool = False  # between the head of a request and its reply
+    useful: bool = False  # a request on it was answered and not refused
 
 
 Handler = Callable[[Request], Awaitable[dict[str, Any] | Reply]]
@@ -107,6 +111,7 @@ class Listener:
         self._next_comes = False  # the next round serves more connections
         self._refused: deque[socket.socket] = deque()  # they may still read why
         self._held_bytes = 0
+        self._waste = Waste(limits.waste_s, time.monotonic)
         self._listening: socket.socket | None = None
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, limits.hosts)}
 
@@ -217,7 +222,7 @@ class Listener:
         """Begin to serve one connection of each client; the next round serves the next ones."""
         self._next_comes = False
         for client in self._clients.values():
-            if client.not_served:
+            if client.not_served and not self._must_wait(client):
                 one = _Connection(Link(client.not_served.popleft(), client))
                 task = asyncio.create_task(self._serve(one))
                 self._connections[task] = one
@@ -225,6 +230,19 @@ class Listener:
                 self._next_comes = self._next_comes or bool(client.not_served)
         if self._next_comes:
             asyncio.get_running_loop().call_soon(self._serve_next)
+
+    def _must_wait(self, client: Client) -> bool:
+        """Return whether a client waits for what it wasted; it is served again when it has waited."""
+        wait_s = self._waste.wait_s(client.address)
+        if wait_s and not client.waits:
+            client.waits = True
+            asyncio.get_running_loop().call_later(wait_s, self._has_waited, client)
+        return client.waits
+
+    def _has_waited(self, client: Client) -> None:
+        client.waits = False
+        if not self._next_comes:
+            self._serve_next()
 
     def _served(self, task: asyncio.Task[None]) -> None:
         link = self._connections.pop(task).link
@@ -237,8 +255,11 @@ class Listener:
             while await self._answer_one(one):
                 async with asyncio.timeout(self._limits.body_s):
                     await one.link.turn()
-        except (OSError, EOFError, TimeoutError):
-            pass  # the client is gone, or did not say in time what it wants
+                if wait_s := self._waste.wait_s(one.link.client.address):
+                    await asyncio.sleep(wait_s)
+        except (OSError, EOFError, TimeoutError):  # gone, or did not say in time what it wants
+            if not one.useful:
+                self._waste.add(one.link.client.address)
 
     async def _answer_one(self, one: _Connection) -> bool:
         """Answer one request; return whether the connection stays open for another."""
@@ -248,7 +269,11 @@ class Listener:
             request, keep = await self._read_head(one)
             one.busy = True
             body = await self._handler(request)
+            one.useful = True
         except Refusal as refusal:
+            one.useful = refusal.status in _NO_WASTE
+            if not one.useful:
+                self._waste.add(one.link.client.address)
             status, body = refusal.status, {"error": str(refusal)}
         except (OSError, EOFError, TimeoutError):
             raise

@@ -24,6 +24,7 @@ REFEREE_LIFE_S = 1e6
 REFEREE_BYTES = 1 << 30
 NICE = 19
 WARM = 4  # sandboxes that are ready, for each worker
+SPARE = 8  # and so many more, for a burst of one client's submissions
 FEW = 2  # with fewer of them, for each worker, the next ones are set up without a wait
 MOST_ENDING = 8  # used sandboxes, for each worker; past it a submission ends its own
 PAUSE_S = 0.005  # after a submission nothing is set up for so long: its verdict is on the way
@@ -166,32 +167,34 @@ class SandboxPool:
     def _replace(self, used: Sandbox) -> None:
         """Set up the next sandbox, then end a used one. Woken by each use of one."""
         try:
-            self._wait_for_pause()
-            self._refill()
+            self._refill(FEW * self.settings.workers)
+            if self._found_pause():
+                self._refill(WARM * self.settings.workers + SPARE)
         finally:
             used.end()
             with self._lock:
                 self._ending -= 1
 
-    def _wait_for_pause(self) -> None:
-        """Return when no short submission runs or has just ended, or when there is much to do."""
+    def _found_pause(self) -> bool:
+        """Wait until no short submission runs or has just ended; False if there is much to do before."""
         with self._lock:
             while not self._is_behind() and not self._closed:
                 left_s = max([self._pause_until_s, *self._lent.values()]) - time.monotonic()
                 if left_s <= 0:
-                    return
+                    return True
                 self._changed.wait(left_s)
+        return False
 
     def _is_behind(self) -> bool:
         workers = self.settings.workers
         return len(self._warm) < FEW * workers or self._ending > WARM * workers
 
-    def _refill(self) -> None:
+    def _refill(self, most: int) -> None:
         """Keep more sandboxes ready than one client may ask for: on a busy machine set-up takes long."""
         for _ in range(2):
             with self._lock:
                 nursery = self._nursery
-                enough = len(self._warm) >= WARM * self.settings.workers
+                enough = len(self._warm) >= most
                 if self._closed or nursery is None or enough:
                     return
             try:

@@ -22,6 +22,7 @@ _PROGRAMS = {
     "writing outside": "open('/penstock-escaped', 'w')",
     "a signal to others": "import os\nos.kill(1, 9)\nos.kill(os.getppid(), 0)",
     "memory past the limit": "x = bytearray(8 << 30)",
+    "a better place for the processor": "import os\nos.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))",
     "root": "import os\nos.setuid(0)",
     "namespaces": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
     "an installed package": "import os, sys\nsys.path.append(os.path.dirname(os.__file__) + '/site-packages')\nimport pip",

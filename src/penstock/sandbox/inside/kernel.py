@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import signal
 import struct
 
 CLONE_NEWNS = 0x00020000
@@ -26,7 +27,7 @@ MNT_DETACH = 2
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_GET_NAME = 1, 4, 15, 16
 PR_SET_SECCOMP, PR_CAPBSET_DROP = 22, 24
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 SECCOMP_MODE_FILTER = 2
 CAP_SYS_ADMIN = 1 << 21
@@ -34,9 +35,12 @@ CAP_SYS_ADMIN = 1 << 21
 ARCH = {"x86_64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}.get(platform.machine())
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
+_CLONE = {"x86_64": 56, "aarch64": 220}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+_python = ctypes.PyDLL(None, use_errno=True)  # calls that keep the interpreter's lock
+_python.syscall.restype = ctypes.c_long
 
 
 def _check(result: int, what: str) -> int:
@@ -52,8 +56,15 @@ def syscall(number: int, *arguments: object) -> int:
     return _check(_libc.syscall(ctypes.c_long(number), *words), f"system call {number}")
 
 
-def unshare(flags: int) -> None:
-    _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
+def fork_into(flags: int) -> int:
+    """Fork; the child is the first process in new namespaces. Return its pid, or 0 in the child.
+
+    For a process with one thread: Python's own handlers of a fork are left out, which cost as much as the fork
+    itself. The child's own forks run them.
+    """
+    assert ARCH is not None
+    words = [ctypes.c_ulong(word) for word in (flags | signal.SIGCHLD, 0, 0, 0, 0)]
+    return _check(_python.syscall(ctypes.c_long(_CLONE[ARCH]), *words), "clone")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
@@ -87,10 +98,16 @@ def prctl(option: int, *arguments: int) -> int:
 
 def set_seccomp_filter(program: bytes) -> None:
     """Install a BPF program (8 bytes per instruction) for this thread and all it starts."""
-    code = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    holder = ctypes.create_string_buffer(header, len(header))
-    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(holder))
+    header = struct.pack("HxxxxxxP", len(program) // 8, _address(program))
+    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, _address(header))
+
+
+def _address(data: bytes) -> int:
+    """Return where the bytes lie, for a call that only reads them and while the caller holds them.
+
+    A string buffer of ctypes would make a new class for each length.
+    """
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def drop_capabilities(keep: int = 0) -> None:
@@ -108,6 +125,6 @@ def drop_capabilities(keep: int = 0) -> None:
 def hold_capabilities(mask: int) -> None:
     """Hold these capabilities (of the first 32) and no others."""
     if ARCH is not None:
-        header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0), 8)
-        held = ctypes.create_string_buffer(struct.pack("6I", mask, mask, 0, 0, 0, 0), 24)
-        syscall(_CAPSET[ARCH], ctypes.byref(header), ctypes.byref(held))
+        header = ctypes.c_char_p(struct.pack("Ii", 0x20080522, 0))
+        held = ctypes.c_char_p(struct.pack("6I", mask, mask, 0, 0, 0, 0))
+        syscall(_CAPSET[ARCH], header, held)

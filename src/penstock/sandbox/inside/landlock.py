@@ -40,8 +40,8 @@ def prepare(readable: Iterable[str], hidden: Collection[str] = ()) -> int | None
     network = 0b11 if abi >= 4 else 0
     scoped = 0b11 if abi >= 6 else 0
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
-    holder = ctypes.create_string_buffer(struct.pack("QQQ", every, network, scoped)[:size], size)
-    ruleset = kernel.syscall(_CREATE_RULESET, ctypes.byref(holder), size, 0)
+    attributes = ctypes.c_char_p(struct.pack("QQQ", every, network, scoped))
+    ruleset = kernel.syscall(_CREATE_RULESET, attributes, size, 0)
     for path in readable:
         _allow_around(ruleset, path, hidden)
     return ruleset
@@ -84,7 +84,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         if not os.path.isdir(path):
             rights &= _FILE_ONLY
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor), 12)
-        kernel.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
+        rule = ctypes.c_char_p(struct.pack("=Qi", rights, descriptor))
+        kernel.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0)
     finally:
         os.close(descriptor)

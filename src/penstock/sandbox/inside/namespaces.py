@@ -1,6 +1,6 @@
 """A file system, process tree, network and user of its own for one sandbox. Inside the sandbox.
 
-`enter` makes the namespaces, `build_root` a root with nothing but the interpreter's library (read only),
+`fork_into` makes the namespaces, `build_root` a root with nothing but the interpreter's library (read only),
 four device files and a bounded scratch, `renew_scratch` replaces the scratch by a new one, and
 `become_nobody` gives up uid, groups and capabilities for good.
 """
@@ -76,9 +76,9 @@ def identities() -> dict[str, str]:
     return found
 
 
-def enter(plan: Plan) -> None:
-    """Put this process into new namespaces; the new process namespace applies to its children."""
-    kernel.unshare(_FLAGS | (kernel.CLONE_NEWUSER if plan.user_namespace else 0))
+def fork_into(plan: Plan) -> int:
+    """Fork the first process of new namespaces; return its pid, or 0 in it."""
+    return kernel.fork_into(_FLAGS | (kernel.CLONE_NEWUSER if plan.user_namespace else 0))
 
 
 def write_maps(pid: int, uid: int, gid: int) -> None:

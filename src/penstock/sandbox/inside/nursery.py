@@ -24,7 +24,6 @@ _TIOCNOTTY = 0x5422
 def main(descriptor: int) -> None:
     """Serve the host on this descriptor."""
     host = socket.socket(fileno=descriptor)
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     _leave_terminal()
     os.environ.clear()
     zygote.warm()
@@ -80,73 +79,38 @@ def _spawn(host: socket.socket, request: dict[str, Any], descriptor: int) -> dic
     uid, gid = int(request["uid"]), int(request["gid"])
     if not plan.namespaces:
         _shared_ruleset(plan)
-    up_read, up_write = os.pipe()
     down_read, down_write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        host.close()
-        os.close(up_read)
-        os.close(down_write)
-        _become_sandbox(plan, uid, gid, descriptor, up_write, down_read, outside)
-    for unused in (descriptor, up_write, down_read):
-        os.close(unused)
+    pid = -1
     try:
-        if not plan.namespaces:
-            return {"pid": pid}
-        return _see_through(pid, plan, uid, gid, up_read, down_write)
-    finally:
-        os.close(up_read)
-        os.close(down_write)
-
-
-def _see_through(
-    middle: int, plan: namespaces.Plan, uid: int, gid: int, up: int, down: int
-) -> dict[str, Any]:
-    """Write the user map, read the pid of the sandbox's first process and become its parent."""
-    try:
-        if os.read(up, 1) == b"n":
-            if plan.user_namespace:
-                namespaces.write_maps(middle, uid, gid)
-            os.write(down, b"m")
-        first = os.read(up, 32)
-        if first:
-            os.waitpid(middle, 0)
-            os.write(down, b"g")
-            return {"pid": int(first)}
-        failure = "the new namespaces could not be entered"
+        pid = namespaces.fork_into(plan) if plan.namespaces else os.fork()
+        if pid == 0:
+            host.close()
+            os.close(down_write)
+            _become_sandbox(plan, uid, gid, descriptor, down_read, outside)
+        if plan.namespaces and plan.user_namespace:
+            namespaces.write_maps(pid, uid, gid)
+        os.write(down_write, b"m")
+        return {"pid": pid}
     except OSError as error:
-        failure = str(error)
-        os.kill(middle, signal.SIGKILL)
-    os.waitpid(middle, 0)
-    return {"error": failure}
+        if pid > 0:
+            _kill(pid)
+            os.waitpid(pid, 0)
+        return {"error": str(error)}
+    finally:
+        for unused in (descriptor, down_read, down_write):
+            os.close(unused)
 
 
 def _become_sandbox(
-    plan: namespaces.Plan,
-    uid: int,
-    gid: int,
-    descriptor: int,
-    up: int,
-    down: int,
-    outside: dict[str, str],
+    plan: namespaces.Plan, uid: int, gid: int, descriptor: int, down: int, outside: dict[str, str]
 ) -> NoReturn:
     link = socket.socket(fileno=descriptor)
     try:
         # A group of its own for signals, in the nursery's session: Linux shares the processor among
         # sessions first, and only then by the niceness that a submission was given.
         os.setpgid(0, 0)
-        if plan.namespaces:
-            namespaces.enter(plan)
-            os.write(up, b"n")
-            if os.read(down, 1) != b"m":
-                os._exit(1)
-            first = os.fork()
-            if first:
-                os.write(up, str(first).encode())
-                os._exit(0)
-            if os.read(down, 1) != b"g":  # the middle process is gone, the nursery is the parent
-                os._exit(1)
-        os.close(up)
+        if os.read(down, 1) != b"m":  # the nursery has ended
+            os._exit(1)
         os.close(down)
         _isolate(plan, uid, gid, link, outside)
     except BaseException as error:  # reported to the host, which then refuses this sandbox

@@ -106,6 +106,8 @@ def _text_of(error: BaseException) -> str:
 class SolutionError(Exception):
     """The solution raised something that is not a built-in exception."""
 
+    __module__ = "builtins"  # notes show this short name
+
 
 class Fault(BaseException):
     """Why a test cannot pass, whatever the test catches: no `except Exception` gets hold of it."""
@@ -204,7 +206,8 @@ class Connection:
                 return kind(text[:500])
             except TypeError:
                 break  # UnicodeDecodeError and its like want more arguments
-        return SolutionError(f"{names[0][:100] if names else ''}: {text[:500]}")
+        said = (names[0][:100] if names else "", text[:500])
+        return SolutionError(": ".join(filter(None, said)))
 
     def _bad(self) -> NoReturn:
         self.fail(OutOfProtocol("the solution's process sent a reply of another shape"))
