@@ -19,9 +19,8 @@ from penstock.algo.method import Surrogate, TokenView
 from penstock.config import Config
 from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Fetch
-from penstock.twin.models import DecodeModel, TrainModel
-from penstock.twin.parts import VirtualEngine
-from penstock.twin.profile import Profile, SeenGroup
+from penstock.twin.models import DecodeModel
+from penstock.twin.parts import Samples, VirtualEngine
 from penstock.types import Prompt, Rollout, Score, WeightHandle
 
 
@@ -54,13 +53,8 @@ class SleepingEngine(VirtualEngine):
             prefill_s=pace.prefill_s,
             slots=config.engine.max_slots,
         )
-        profile = Profile(
-            source="options",
-            groups=[SeenGroup((1,), (0.0,))],
-            decode=decode,
-            train=TrainModel(fixed_s=0.0, token_s=0.0),
-        )
-        engine = cls(profile, lambda name: (pace.length(name.partition("/")[0], most),))
+        lengths = lambda name: (pace.length(name.partition("/")[0], most),)  # noqa: E731
+        engine = cls(decode, lengths, sync=Samples([0.0]))
         engine._fetch = fetch
         return engine
 

@@ -7,8 +7,9 @@
 Runs `penstock train` with engines that sleep instead of decoding (`sleeping_engine.py`), so that the machine's
 cores do not decide: 1, 2 and 4 engines, equal and skewed lengths, sync and async; the trainer trains for real, and sleeps.
 Each run is predicted twice: from its own profile, and from that of the async run with one engine and the same lengths.
+`--keep FOLDER` keeps the runs, and takes those that are there instead of training again.
 `--demo` adds the demo itself with its real engine. `--scale` measures the simulation of a large cluster instead. `--cluster`
-prints what clusters of H200 would do with a 0.5B model, from the figures that docs/engines.md, docs/algorithms.md and
+prints what clusters of H200 would do in 100 steps with a 0.5B model, from the figures that docs/engines.md, docs/algorithms.md and
 docs/cluster.md measured on one; `--times 14` makes every one of them so much slower, as for a model of so many times the
 parameters: an assumption, not a measurement.
 """
@@ -53,9 +54,11 @@ SHOWN = ("tokens/s", "trainer idle", "engine idle")
 
 
 def train(folder: Path, name: str, words: list[str]) -> Path:
+    run = folder / name
+    if run.exists():  # of an earlier call with --keep
+        return run
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "penstock.cli", "train", *words]
-    run = folder / name
     subprocess.run([*command, f"run.dir={folder}", f"run.name={name}"], check=True, env=environment)
     return run
 
@@ -162,7 +165,8 @@ def clusters(sizes: list[int], times: float) -> None:
         tried = plan.split_configs(config, gpus) if gpus > 1 else [config]
         steps = max(6, 2000 // batch)
         best = max(
-            (simulate(one, profile, steps=steps) for one in tried), key=lambda one: one.tokens_per_s
+            (simulate(one, profile, steps=steps, standing_for=100) for one in tried),
+            key=lambda one: one.tokens_per_s,
         )
         where = f"{best.engines} engines + {best.ranks} ranks" if gpus > 1 else "colocated"
         print(

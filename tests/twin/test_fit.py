@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock import cli
 from penstock.errors import UserError
-from penstock.twin.fit import fit, read_profile, read_recording
+from penstock.twin.fit import _Call, _fit_decode, _replay, fit, read_profile, read_recording
+from penstock.twin.models import DecodeModel
 from penstock.twin.plan import check
 from penstock.twin.profile import Profile
 from penstock.twin.simulate import simulate
@@ -42,6 +45,20 @@ def test_the_fit_finds_what_made_the_timeline(run: Path) -> None:
     recorded = read_recording_of(run)
     assert sum(sum(group.lengths) for group in profile.groups) >= sum(recorded.step_tokens.values())
     assert any(group.refused for group in profile.groups)
+
+
+def test_the_fit_finds_the_speed_of_an_engine_at_which_calls_wait_for_slots() -> None:
+    """The median call lasts twice as long as it decodes; from there a fit went 7 % astray."""
+    true = DecodeModel(step_s=0.08, row_s=5e-5, prefill_s=0.002, slots=32)
+    starts = [0.0] * 24 + [6.2] * 8 + [3.2 * turn for turn in range(3, 9) for _ in range(8)]
+    calls = [_Call(start, start, (40, 40, 40, 40)) for start in starts]
+    parts = _replay(calls, true)
+    seconds = parts @ np.array([true.step_s, true.row_s, true.prefill_s])
+    lane = [
+        replace(call, end=call.start + float(took))
+        for call, took in zip(calls, seconds, strict=True)
+    ]
+    assert _fit_decode([lane], 32).seconds(32) == pytest.approx(true.seconds(32), rel=0.01)
 
 
 def read_recording_of(run: Path):  # type: ignore[no-untyped-def]
@@ -147,6 +164,14 @@ def test_the_command_answers_as_table_json_and_picture(
         assert "cannot write no/x" in capsys.readouterr().err
     assert penstock(monkeypatch, "--profile", "p.json", "--nodes", "none") == 2
     assert penstock(monkeypatch, "--profile", "p.json", "--vary", "max_staleness") == 2
+
+
+def test_a_check_refuses_what_it_would_ignore(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["--nodes", "2x8"], ["--steps", "3"], ["produce.max_staleness=2"]):
+        assert penstock(monkeypatch, "--check", str(run), *words) == 2
+        assert "too, allowed: --profile, --json and --save-profile" in capsys.readouterr().err
 
 
 def test_the_command_simulates_engines_of_different_speeds(

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import numpy as np
 import pytest
 
 from penstock.config import Config
 from penstock.config.source import load_config
+from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.errors import UserError
 from penstock.twin import simulate as twin
 from penstock.twin.models import DecodeModel, TrainModel
+from penstock.twin.parts import Samples, VirtualEngine
 from penstock.twin.plan import make_plan, parse_nodes, split_configs
 from penstock.twin.profile import Profile, SeenGroup, assumed
 from penstock.twin.simulate import simulate
+from penstock.twin.virtual_time import VirtualClock
+from penstock.types import VersionSegment, WeightHandle
+from penstock.watch.clock import loop_time
 
 
 def config_of(*words: str) -> Config:
@@ -49,6 +57,41 @@ def test_async_hides_generation_behind_training() -> None:
     assert result.seconds == pytest.approx(1.0 + 6 * 2.0, rel=1e-3)
     assert result.trainer_idle == pytest.approx(1 / 13, rel=1e-2)
     assert set(result.staleness) == {0, 1}
+
+
+def test_no_token_is_older_than_the_weights_that_its_engine_had() -> None:
+    """Parts of decode steps were rounded one by one: groups expired and were generated again in vain."""
+    clock = VirtualClock()
+    engine = VirtualEngine(
+        DecodeModel(step_s=1.0, row_s=0.0), lambda name: (10,), sync=Samples([0.0])
+    )
+
+    async def play() -> list[VersionSegment]:
+        async def load(version: int, at: float) -> None:
+            await asyncio.sleep(at - loop_time())
+            handle = WeightHandle(version=version, digest="", kind="none")
+            await engine.update_weights(version, handle)
+
+        async def ask(at: float) -> tuple[VersionSegment, ...]:
+            await asyncio.sleep(at - loop_time())
+            ids = np.zeros(1, np.int32)
+            request = GenerationRequest(
+                request_id=f"{at}", prompt_ids=ids, sampling=SamplingParams(), seed=0
+            )
+            return (await engine.generate(request)).segments
+
+        loads = (load(version, at) for version, at in ((1, 5.3), (2, 8.7), (3, 12.1)))
+        *_, later = await asyncio.gather(*loads, ask(0.0), ask(5.4))
+        return list(later)
+
+    try:
+        assert clock.run(play()) == [
+            VersionSegment(1, 3),
+            VersionSegment(2, 4),
+            VersionSegment(3, 3),
+        ]
+    finally:
+        clock.close()
 
 
 def test_rewards_publications_and_the_journal_take_their_time() -> None:
@@ -134,6 +177,22 @@ def test_a_plan_finds_the_split_that_trains_most() -> None:
     assert plan.best_split.tokens_per_s == max(one.tokens_per_s for one in plan.splits)
     assert "produce.max_staleness=2" in plan.variations
     assert "sampling.num_generations=4" in plan.variations
+
+
+def test_a_short_trial_stands_for_a_long_run() -> None:
+    """Six steps, most of them waiting for the first responses, named a split with far too few engines."""
+    long = profile_of(groups=[SeenGroup((100, 10), (0.0, 1.0))])
+    config = config_of("produce.max_staleness=2")
+    whole = simulate(config, long, steps=60)
+    trial = simulate(config, long, steps=8, standing_for=60)
+    short = simulate(config, long, steps=8)
+    assert trial.steps == whole.steps
+    assert trial.groups == whole.groups
+    assert trial.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.02)
+    assert trial.trainer_idle == pytest.approx(whole.trainer_idle, abs=0.02)
+    assert trial.engine_idle == pytest.approx(whole.engine_idle, abs=0.02)
+    assert trial.driver_busy == pytest.approx(whole.driver_busy, abs=0.02)
+    assert abs(short.tokens_per_s / whole.tokens_per_s - 1) > 0.05
 
 
 def test_nodes_and_ranks() -> None:

@@ -59,10 +59,22 @@ def simulate(
     found: Profile | None = fit.read_profile(source) if source else None
     if check:
         assert found is not None
+        _refuse_with_check(
+            {
+                "settings": arguments,
+                "--steps": steps,
+                "--nodes": nodes,
+                "--vary": vary,
+                "--kind-speed": kind_speed,
+                "--picture": picture,
+            }
+        )
         checks = plan.check(check, found)
         lines = [show.check_json(checks)] if as_json else show.check_lines(check, source, checks)
         for line in lines:
             say(line)
+        if save_profile is not None:
+            _write("profile", save_profile, found.to_json())
         return
     config = _config(arguments or [], profile)
     found = found or assumed(config)
@@ -76,6 +88,14 @@ def simulate(
         _write("picture", picture, show.picture(made))
     if save_profile is not None:
         _write("profile", save_profile, found.to_json())
+
+
+def _refuse_with_check(options: dict[str, object]) -> None:
+    """Refuse what a check would ignore: it simulates the run as it was."""
+    if given := [name for name, value in options.items() if value]:
+        raise UserError(
+            f"--check: got {', '.join(given)} too, allowed: --profile, --json and --save-profile"
+        )
 
 
 def _write(what: str, path: Path, text: str) -> None:

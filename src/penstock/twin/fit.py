@@ -26,11 +26,12 @@ from penstock.twin.profile import Profile, SeenGroup, kind_name
 from penstock.watch.waits import WaitKind
 
 MOST_SAMPLES = 2000
-_ROUNDS = 8  # of a fit
+_STARTS, _APART = 10, 2**0.25  # paces that a fit begins with, and the factor between them
+_ROUNDS = 6  # of each part of a fit
 _BETTER = 0.7  # of the error: what another parameter must leave of it
 _SCORED_WITHIN_S = 0.25  # after its call has ended, a group's first reward is asked for
 _REPLAYED = 600  # calls of an engine that are replayed for each set of parameters
-_LEAST_S = 1e-9  # of a decode step and of a prefill: a replay needs time to pass
+_LEAST = np.array([1e-9, 0.0, 1e-9])  # seconds of a decode step, row and prefill: time must pass
 _TELLS = 0.5  # share of the variance of update times that tokens must explain to tell a fixed part
 
 
@@ -227,31 +228,52 @@ def _fit_decode(lanes: list[list[_Call]], slots: int) -> DecodeModel:
     """Find the parameters of equal engines by replaying their calls.
 
     In a replay each call lasts through so many decode steps, rows of these steps and prefills: the
-    parameters are those which give the recorded seconds. Other parameters change the replay, so this is
-    repeated.
+    parameters are those which give the recorded seconds. Other parameters change the replay, and where
+    calls wait for slots a wrong start leads nowhere. So the first search is for a decode step alone.
     """
     calls = [call for own in lanes for call in own]
     seconds = np.array([call.end - call.start for call in calls])
+
+    def replayed(wanted: np.ndarray) -> _Replayed:
+        parameters = np.maximum(wanted, _LEAST)
+        step_s, row_s, prefill_s = map(float, parameters)
+        model = DecodeModel(step_s=step_s, row_s=row_s, prefill_s=prefill_s, slots=slots)
+        parts = np.concatenate([_replay(own, model) for own in lanes])
+        return _Replayed(
+            float(np.abs(parts @ parameters - seconds).sum()), parameters, parts, model
+        )
+
     pace = float(np.median(seconds / [max(call.lengths) for call in calls]))
-    pace = max(pace, _LEAST_S)
-    tried = [
-        DecodeModel(step_s=pace * share, row_s=0.0, prefill_s=pace * 0.01, slots=slots)
-        for share in (0.5, 1.0)
-    ]
-    best, least = tried[0], math.inf
-    for model in tried:
-        for _ in range(_ROUNDS):
-            parts = np.concatenate([_replay(own, model) for own in lanes])
-            used = np.array([model.step_s, model.row_s, model.prefill_s])
-            error = float(np.abs(parts @ used - seconds).sum())
-            if error < least:
-                best, least = model, error
-            step_s, row_s, prefill_s = _not_negative(parts, seconds)
-            model = DecodeModel(step_s=step_s, row_s=row_s, prefill_s=prefill_s, slots=slots)
-    return best
+    only_steps = np.array([pace, 0.0, 0.0])
+    best = min(
+        (replayed(only_steps * _APART**-power) for power in range(_STARTS)),
+        key=lambda one: one.error,
+    )
+    apart = _APART
+    for _ in range(_ROUNDS):
+        apart = math.sqrt(apart)
+        scales = np.array([apart, 1.0, 1.0]), np.array([1 / apart, 1.0, 1.0])
+        near = (replayed(best.parameters * scale) for scale in scales)
+        best = min(best, *near, key=lambda one: one.error)
+    share = 1.0  # of the way to what the replay asks for
+    for _ in range(_ROUNDS):
+        wanted = _not_negative(best.parts, seconds)
+        made = replayed(best.parameters + share * (wanted - best.parameters))
+        best, share = (made, 1.0) if made.error < best.error else (best, share / 2)
+    return best.model
 
 
-def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+@dataclass(slots=True, frozen=True)
+class _Replayed:
+    """The calls of engines, replayed with these parameters."""
+
+    error: float  # seconds, of all calls
+    parameters: np.ndarray  # of the model
+    parts: np.ndarray
+    model: DecodeModel
+
+
+def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return the least squares solution without negative parameters, of as few of them as explain the seconds.
 
     Where rows hardly differ between calls, nothing tells what a row costs: then a decode step takes the
@@ -264,8 +286,7 @@ def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> tuple[float, float,
         if (found >= 0).all() and error < least * _BETTER:
             best, least = np.zeros(3), error
             best[chosen] = found
-    best = np.maximum(best, [_LEAST_S, 0.0, _LEAST_S])
-    return float(best[0]), float(best[1]), float(best[2])
+    return best
 
 
 def _calls_of_engines(recording: Recording) -> dict[str, list[_Call]]:

@@ -260,18 +260,21 @@ class VirtualEngine:
             call.answer.set_result(None)
 
     def _segments(self, made: int) -> tuple[VersionSegment, ...]:
-        """Return the versions under which the last `made` decode steps were done."""
-        until, left = self.rows.steps, made
-        newest_first = []
+        """Return the versions under which the last `made` decode steps were done.
+
+        Steps since a switch are rounded, never those between two: their sum would give a response an
+        older version than any that its engine had.
+        """
+        done, newest_first = 0, []
         for switched, version in reversed(self._switches):
-            own = min(left, max(0, round(until - switched)))
-            newest_first.append((version, own))
-            left, until = left - own, switched
-            if not left:
+            since = min(made, round(self.rows.steps - switched))
+            newest_first.append((version, since - done))
+            done = since
+            if done == made:
                 break
         segments: tuple[VersionSegment, ...] = ()
         for place, (version, own) in enumerate(reversed(newest_first)):
-            rest = left if place == 0 else 0  # older than every switch that is remembered
+            rest = made - done if place == 0 else 0  # older than every switch that is remembered
             segments = extend_segments(segments, version, own + rest)
         return segments
 

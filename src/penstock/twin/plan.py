@@ -16,7 +16,7 @@ from penstock.twin.profile import Profile
 from penstock.twin.simulate import Result, simulate
 from penstock.watch.waits import WaitKind
 
-TRIAL_STEPS = 30  # of a variation or a split: enough to leave the start behind
+TRIAL_STEPS = 30  # of a variation or a split, which stand for all steps
 _LEAST_STEPS, _TRIAL_GROUPS = 6, 15_000  # fewer steps of large batches: a trial takes seconds
 _MOST_SPLITS = 12
 _TRAINER_WORKS = (WaitKind.TRAIN, WaitKind.PUBLISH, WaitKind.CHECKPOINT)
@@ -66,6 +66,10 @@ def make_plan(
     plan = Plan(base=simulate(config, profile, steps=total), steps=total)
     few = max(_LEAST_STEPS, _TRIAL_GROUPS // config.train.groups_per_step)
     trial = min(total, TRIAL_STEPS, few)
+
+    def tried(one: Config) -> Result:
+        return simulate(one, profile, steps=trial, standing_for=total)
+
     given = list(_usual(config)) if variations is None else list(_expanded(variations))
     for words in given:
         try:
@@ -74,9 +78,9 @@ def make_plan(
             if variations is None:
                 continue  # a usual variation that this config does not allow
             raise
-        plan.variations[" ".join(words)] = simulate(varied, profile, steps=trial)
+        plan.variations[" ".join(words)] = tried(varied)
     if gpus:
-        plan.splits = [simulate(one, profile, steps=trial) for one in split_configs(config, gpus)]
+        plan.splits = list(map(tried, split_configs(config, gpus)))
     return plan
 
 

@@ -110,6 +110,8 @@ class _TwinJob(Job):
     """A job whose steps are counted instead of logged."""
 
     tokens_of: Callable[[Group], int]
+    measure: Callable[[], np.ndarray] = lambda: np.zeros(0)
+    measured: dict[int, np.ndarray] = field(default_factory=dict)  # step -> after it
     trained: int = 0
     groups: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
@@ -121,6 +123,7 @@ class _TwinJob(Job):
         for group in batch.groups:
             self.trained += self.tokens_of(group)
             self.staleness[group.staleness(batch.step)] += 1
+        self.measured[batch.step] = self.measure()
 
 
 class _Prompts:
@@ -140,10 +143,17 @@ class _Prompts:
 
 
 def simulate(
-    config: Config, profile: Profile, *, steps: int | None = None, whole_groups: bool | None = None
+    config: Config,
+    profile: Profile,
+    *,
+    steps: int | None = None,
+    standing_for: int = 0,
+    whole_groups: bool | None = None,
 ) -> Result:
     """Run `steps` updates (None: those of the config) on virtual time; return what would have happened.
 
+    standing_for: return the figures of so many updates, if that is more: the others are like the second half
+    of those that were run, so that a short trial does not count its start as a long run would not.
     whole_groups: a group is one request; None: if there are many groups.
     """
     steps = steps or config.train.steps
@@ -155,7 +165,7 @@ def simulate(
     try:
         if whole_groups is None:
             whole_groups = steps * config.train.groups_per_step > MANY_GROUPS
-        result = clock.run(_run(config, profile, steps, whole_groups))
+        result = clock.run(_run(config, profile, steps, max(steps, standing_for), whole_groups))
     finally:
         clock.close()
         gc.set_threshold(*thresholds)
@@ -185,28 +195,43 @@ def packs(launch: LaunchConfig) -> list[tuple[int, int]]:
     return found
 
 
-async def _run(config: Config, profile: Profile, steps: int, whole_groups: bool) -> Result:
+async def _run(
+    config: Config, profile: Profile, steps: int, all_steps: int, whole_groups: bool
+) -> Result:
     async with AsyncExitStack() as closing:
-        job, engines, trainer, driver = await _build(config, profile, steps, whole_groups, closing)
+        job, engines, trainer, driver = await _build(
+            config, profile, (steps, all_steps), whole_groups, closing
+        )
         started = loop_time()
+
+        def measure() -> np.ndarray:
+            for engine in engines:
+                engine.rows.advance(loop_time())
+            busy = sum(engine.rows.busy_s * engine.engines for engine in engines)
+            rows = sum(engine.rows.row_s for engine in engines)
+            did = (trainer.busy_s, busy, rows, driver.busy_s)
+            return np.array([job.ended_at - started, job.trained, job.groups, *did])
+
+        job.measure = measure
         await Loop(cast(Job, job)).run()
-        seconds = max(job.ended_at - started, 1e-9)
-        for engine in engines:
-            engine.rows.advance(loop_time())
+        steady = _steady_steps(config, steps)
+        run, before = job.measured[steps], job.measured.get(steps - steady, np.zeros(7))
+        all_of_it = run + (all_steps - steps) / steady * (run - before)
+        seconds, tokens, groups, trained, busy, rows, driven = all_of_it
+        seconds = max(float(seconds), 1e-9)
         slots = sum(engine.rows.slots for engine in engines)
-        busy = sum(engine.rows.busy_s * engine.engines for engine in engines)
         producer = cast(Producer, job.source)
         result = Result(
             engines=config.launch.num_producers,
             ranks=config.launch.num_consumers,
-            steps=steps,
+            steps=all_steps,
             seconds=seconds,
-            tokens=job.trained,
-            trainer_idle=max(0.0, 1 - trainer.busy_s / seconds),
-            engine_idle=max(0.0, 1 - busy / config.launch.num_producers / seconds),
-            slots_used=sum(engine.rows.row_s for engine in engines) / seconds / slots,
-            driver_busy=driver.busy_s / seconds,
-            groups=job.groups,
+            tokens=round(tokens),
+            trainer_idle=max(0.0, 1 - float(trained) / seconds),
+            engine_idle=max(0.0, 1 - float(busy) / config.launch.num_producers / seconds),
+            slots_used=float(rows) / seconds / slots,
+            driver_busy=float(driven) / seconds,
+            groups=round(groups),
             staleness=dict(sorted(job.staleness.items())),
             drops=_drops(producer),
         )
@@ -250,9 +275,27 @@ def _notes(config: Config, profile: Profile, result: Result) -> list[str]:
     return notes
 
 
+def _steady_steps(config: Config, steps: int) -> int:
+    """Return how many of the last steps stand for the later ones.
+
+    About half of them: whole rounds of the steps that one version of the weights may generate for, because
+    the trainer often waits once a round.
+    """
+    bounds = [config.task_produce(name).max_staleness for name in config.tasks]
+    a_round = (max(bounds) + 1) * config.sync.every_steps
+    half = steps - steps // 2
+    return half // a_round * a_round or half
+
+
 async def _build(
-    config: Config, profile: Profile, steps: int, whole_groups: bool, closing: AsyncExitStack
+    config: Config,
+    profile: Profile,
+    updates: tuple[int, int],
+    whole_groups: bool,
+    closing: AsyncExitStack,
 ) -> tuple[_TwinJob, list[VirtualEngine], VirtualTrainer, DriverTime]:
+    """updates: those that are run, and those that the producer works for."""
+    steps, all_steps = updates
     callbacks = SupervisionCallbacks(waits=Waits(), note=lambda line: None)
     recorded = {name: _recorded(config, profile, name) for name in config.tasks}
     driver = DriverTime(profile.driver_s_per_group, profile.driver_s_per_response)
@@ -287,7 +330,7 @@ async def _build(
         "virtual",
         publishes=colocated_publishes(config, steps),
         settings=config.engine.model_copy(update={"max_slots": 0}),  # ask each engine
-        may_miss=config.publications_to_miss(),
+        may_leave=config.may_leave_engines(),
     )
     closing.push_async_callback(made.close)
     assert made.engine is not None
@@ -299,7 +342,7 @@ async def _build(
         total_steps=steps,
         workers=made,
         source=_producer(
-            config, profile, recorded, made.engine, journal, driver, steps, whole_groups
+            config, profile, recorded, made.engine, journal, driver, all_steps, whole_groups
         ),
         journal=journal,
         checkpoints=cast(Any, VirtualCheckpoints(config.checkpoint)),
