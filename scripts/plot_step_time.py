@@ -22,7 +22,7 @@ COLOURS = {
     "elementwise": "#e08a3c",
     "copies": "#f2b872",
     "reductions": "#f6d6a8",
-    "kernels of the engine": "#6aa56a",
+    "our Triton kernels": "#6aa56a",
     "optimizer": "#8d7ab8",
     "other": "#b8b8b8",
     "GPU idle": "#e4e4e4",
@@ -30,7 +30,7 @@ COLOURS = {
     "between engine and trainer": "#e08a3c",
     "training": "#6aa56a",
 }
-NAMES = {"triton": "kernels of the engine"}
+NAMES = {"triton": "our Triton kernels"}
 WIDTH, LEFT, RIGHT, BAR, GAP = 980, 250, 110, 26, 44
 
 
@@ -58,13 +58,18 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, dict[str, fl
 
 
 def kernels(profile: dict[str, Any], wall_ms: float) -> dict[str, float]:
-    """Return the parts of a profile, and the time in which no kernel ran."""
+    """Return the parts of a profile, and the time in which no kernel ran.
+
+    Kernels of a decode step overlap: their times, which add up to more, are scaled to the time they took.
+    """
     outside = ("part", "name", "wall_ms", "busy_ms", "kernels")
     parts: dict[str, float] = {}
     for key, value in profile.items():
         if key not in outside:
             name = NAMES.get(key, key if key in COLOURS else "other")
             parts[name] = parts.get(name, 0.0) + value
+    scale = min(1.0, profile["busy_ms"] / sum(parts.values()))
+    parts = {name: value * scale for name, value in parts.items()}
     ordered = {name: parts[name] for name in COLOURS if name in parts}
     return {**ordered, "GPU idle": max(0.0, wall_ms - sum(parts.values()))}
 

@@ -26,9 +26,14 @@ if TYPE_CHECKING:
 # read when torch and Triton are imported, here and in every process that a test starts
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores
 
+# counting takes 30 ms, and a run asks only whether anything is frozen: everything imported is
+COUNT_FROZEN = gc.get_freeze_count
+gc.get_freeze_count = lambda: 1
+
 # the command line is made once for all the commands that tests call in this process
 typer.main.get_command = functools.cache(typer.main.get_command)
 
+MEMORY, ROOM = Path("/dev/shm"), 4 << 30  # bytes; a session writes less than one GiB
 _ALL_RAY = re.compile(r"^pytestmark = \[?pytest\.mark\.ray\b", re.MULTILINE)
 LONGEST_FIRST = (  # so that neither test process is left with one of these while the other is idle
     "agent/test_learning.py",
@@ -80,6 +85,8 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until everything is imported: what imports make is not garbage
+    if _has_room(MEMORY):  # runs sync their files after every step
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     if "PENSTOCK_TEST_HOME" not in os.environ:  # one key for all test processes, not the user's
         home = os.environ["PENSTOCK_TEST_HOME"] = tempfile.mkdtemp(prefix="penstock-test-home-")
         os.environ["XDG_CONFIG_HOME"] = home
@@ -93,6 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # as in a run
     gc.enable()
 
 
@@ -105,6 +113,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()  # else extension modules tell of leaks at the end of the process
+
+
+def _has_room(folder: Path) -> bool:
+    """Return whether the folder can hold the files of all tests, programs too."""
+    if not os.access(folder, os.W_OK):
+        return False
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize > ROOM and not found.f_flag & os.ST_NOEXEC
 
 
 def _freeze() -> None:
@@ -150,6 +166,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     root = Path(__file__).parent
     items.sort(key=lambda item: places.get(item.path.relative_to(root).as_posix(), len(places)))
+
+
+@pytest.fixture
+def count_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `gc` count frozen objects in this test."""
+    monkeypatch.setattr(gc, "get_freeze_count", COUNT_FROZEN)
 
 
 @pytest.fixture(scope="session")

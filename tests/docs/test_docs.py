@@ -273,7 +273,7 @@ def tiny(words: list[str]) -> list[str]:
     if command == "resume":
         return [*words, "train.steps=3"]
     if command == "simulate":
-        return [*words, "--steps", "2"]
+        return words if "--check" in words else [*words, "--steps", "2"]
     if command not in ("train", "eval", "generate", "check"):
         return words
     target = next((word for word in rest if "=" not in word and not word.startswith("-")), None)
