@@ -254,6 +254,32 @@ def test_a_killed_run_goes_on_with_the_batches_of_one_that_was_not(
     assert seen == whole[3:]
 
 
+@pytest.mark.parametrize("between", range(10))
+def test_a_version_that_is_told_twice_changes_no_plan(tmp_path: Path, between: int) -> None:
+    """The first engine has it, then all have it; groups that expire with it land in between."""
+    config = AsyncProduceStrategyConfig(over_sample_threshold=1.0, tail_batch_trigger_size=2)
+
+    async def main() -> None:
+        stage = ProducerStage(tmp_path, config, batch=2)
+        running = asyncio.create_task(stage.producer.run())
+        await turns()
+        stage.loop.finish("t:0")
+        stage.loop.finish("t:2")
+        await stage.train(await stage.producer.take_batch(1), publish=True)
+        await turns()
+        assert sorted(stage.loop.held) == ["t:1", "t:3", "t:4", "t:5"]
+        stage.loop.version = 0
+        stage.loop.finish("t:1")
+        stage.loop.finish("t:3")
+        await turns(between)
+        stage.publish(1)
+        await turns()
+        assert sorted(stage.loop.held) == ["t:4", "t:5", "t:6", "t:7"]  # still oversampled
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
 def test_a_task_added_on_resume_starts_at_zero(tmp_path: Path) -> None:
     def build(names: list[str], journal: Journal, loop: FakeAgentLoop) -> Producer:
         buffer = ReplayBuffer()

@@ -76,7 +76,8 @@ def test_over_sampling_fills_a_batch_past_groups_that_are_slow(ahead: CommandRun
 
 
 def test_a_tail_batch_takes_expired_groups_before_new_ones(ahead: CommandRun) -> None:
-    assert batches(ahead)[2] == ["train:1", "train:3"]
+    """Batch 3, or batch 2 if they land before it is planned."""
+    assert ["train:1", "train:3"] in batches(ahead)[1:3]
     assert ahead.query("SELECT COUNT(*) FROM groups WHERE state = 'trained' AND tries > 1") >= [
         (2,)
     ]

@@ -281,9 +281,11 @@ class Producer:
             self._idle_since = None
 
     def weights_updated(self, version: int) -> None:
-        """Tell the producer which version the engines have confirmed."""
+        """Tell the producer which version the engines have confirmed; a second time changes nothing."""
         if version < self.model_version:
             raise RunError(f"weights: got version {version} after version {self.model_version}")
+        if version == self.model_version:
+            return  # tasks keep their plans: a new one could wait for groups that the old one passed by
         self.model_version = version
         for task in self._tasks:
             task.ctx.model_step = version
