@@ -13,9 +13,9 @@ import torch
 from penstock.config import ParallelConfig
 from penstock.errors import StopRequested
 from penstock.training.consumer import Consumer
+from penstock.training.parallel.ranks import Ranks, rank_share
 from penstock.training.policy import add_adapters, load_for_ranks, load_policy
 from penstock.training.ptx import Text, TextStream
-from penstock.training.ranks import Ranks, rank_share
 from penstock.weights.offload import HostOffload
 from stages.training_data import config_of, random_batch, tiny_model, tricky_batch
 

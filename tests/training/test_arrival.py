@@ -5,9 +5,9 @@ import torch
 
 from penstock.training.arrival import Arrival
 from penstock.training.optimizer import Masters
+from penstock.training.parallel.ranks import Ranks
+from penstock.training.parallel.sharding import Sharding
 from penstock.training.policy import Policy
-from penstock.training.ranks import Ranks
-from penstock.training.sharding import Sharding
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 LORA = {"lora": {"rank": 8}}

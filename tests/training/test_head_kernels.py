@@ -13,7 +13,7 @@ from penstock.training.logprobs import LogitRule, chunk_logprobs, token_logprobs
 pytestmark = pytest.mark.gpu(stand_in=True)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
-from penstock.training import head_kernels  # noqa: E402
+from penstock.training.kernels import head_kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 

@@ -23,7 +23,7 @@ from stages.training_data import (
 )
 
 pytest.importorskip("triton")
-from penstock.training import layer_pass, layer_step_kernels, layer_steps
+from penstock.training.kernels import layer_pass, layer_step_kernels, layer_steps
 from penstock.training.pack import make_pack
 from penstock.training.policy import Policy
 

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.training import logprobs
 from penstock.training.logprobs import LogitRule, VocabularySlice, token_logprobs
+from penstock.training.parallel.ranks import Axis
 from penstock.training.policy import Policy
-from penstock.training.ranks import Axis
 from stages.training_data import tiny_model
 
 

@@ -14,8 +14,8 @@ from penstock.training.optimizer import (
     learning_rate,
     make_optimizer,
 )
-from penstock.training.ranks import Ranks
-from penstock.training.sharding import Sharding
+from penstock.training.parallel.ranks import Ranks
+from penstock.training.parallel.sharding import Sharding
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 

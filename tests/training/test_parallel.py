@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.models.stored_weights import build
-from penstock.training.ranks import Axis, Ranks, digest_over, rank_share
-from penstock.training.sharding import Sharding
+from penstock.training.parallel.ranks import Axis, Ranks, digest_over, rank_share
+from penstock.training.parallel.sharding import Sharding
 from penstock.weights.model_weights import digest_of
 from stages import rank_program
 from stages.training_data import tiny_model

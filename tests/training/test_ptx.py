@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from penstock.config import PtxConfig
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
+from penstock.training.parallel.ranks import Ranks
 from penstock.training.ptx import Text, TextStream, read_texts
-from penstock.training.ranks import Ranks
 from stages.training_data import (
     config_of,
     consumer_of,

@@ -21,7 +21,7 @@ from penstock.training.objective import (
     token_advantages,
     update_sums,
 )
-from penstock.training.ranks import Ranks
+from penstock.training.parallel.ranks import Ranks
 from penstock.types import Batch, Rollout, Row, Score, Status, VersionSegment
 from stages.training_data import config_of, gradient_of, random_batch, relative_gap
 

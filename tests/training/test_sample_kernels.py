@@ -10,7 +10,7 @@ import torch
 pytestmark = pytest.mark.gpu(stand_in=True)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
-from penstock.training.sample_kernels import EvenSamples  # noqa: E402
+from penstock.training.kernels.sample_kernels import EvenSamples  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 

@@ -15,7 +15,7 @@ import torch
 from penstock.compat.weight_broadcast import join_group
 from penstock.errors import UserError
 from penstock.launch.control import Control
-from penstock.training import ranks
+from penstock.training.parallel import ranks
 from penstock.weights.broadcast import WeightGroup, connect_store, is_loopback, open_store
 
 

@@ -2,7 +2,7 @@
 
 For trainer ranks that each hold a share of a model: `build` makes the modules with vectors and buffers only,
 `StoredWeights` reads any rows of a matrix, and `streamed` lends the whole model to a forward pass, layer by
-layer. Which rows a rank holds belongs to `training/sharding.py`.
+layer. Which rows a rank holds belongs to `training/parallel/sharding.py`.
 """
 
 from __future__ import annotations

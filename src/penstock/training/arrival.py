@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from penstock.training.dither import HALF_FORMATS, Place
 from penstock.training.optimizer import Masters
+from penstock.training.parallel.sharding import Part
 from penstock.training.policy import ADAPTER, Policy, adapter_names
-from penstock.training.sharding import Part
 
 Sample = tuple[Tensor, Tensor]  # the exact numbers of all tensors, and the published ones
 _SIDE = 256
@@ -42,7 +42,7 @@ class Arrival:
         ):
             return None
         try:
-            from penstock.training.sample_kernels import EvenSamples
+            from penstock.training.kernels.sample_kernels import EvenSamples
         except ImportError:  # CUDA without Triton
             return None
         parts = [

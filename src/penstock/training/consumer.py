@@ -60,7 +60,8 @@ from penstock.training.pack import (
     make_pack,
     split_by_tokens,
 )
-from penstock.training.pipeline import Sampling, run_passes
+from penstock.training.parallel.pipeline import Sampling, run_passes
+from penstock.training.parallel.ranks import Ranks, digest_over
 from penstock.training.policy import (
     Policy,
     add_adapters,
@@ -69,7 +70,6 @@ from penstock.training.policy import (
     trainer_device,
 )
 from penstock.training.ptx import TextStream
-from penstock.training.ranks import Ranks, digest_over
 from penstock.training.snapshot import load_snapshot, take_snapshot
 from penstock.types import Batch, StepReport
 from penstock.weights.offload import HostOffload

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from penstock.training.collectives import all_max, all_sum
-from penstock.training.ranks import Axis
+from penstock.training.parallel.collectives import all_max, all_sum
+from penstock.training.parallel.ranks import Axis
 
 KEEP_ELEMENTS_CPU = 1 << 27  # gradients of logits up to this many are kept for the backward pass
 KEEP_SHARE_GPU = 0.04  # of the device's memory
@@ -235,7 +235,7 @@ def _chunk_function(
 @functools.cache
 def _kernel() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None:
     try:
-        from penstock.training.head_kernels import chunk_logprobs_
+        from penstock.training.kernels.head_kernels import chunk_logprobs_
     except ImportError:  # CUDA without Triton
         return None
     return chunk_logprobs_

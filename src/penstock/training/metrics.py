@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import PackResult
-from penstock.training.ranks import Ranks
+from penstock.training.parallel.ranks import Ranks
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from penstock.algo.method import Algorithm, TokenView
 from penstock.algo.settings import AlgorithmSettings
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.pack import Pack, to_device
-from penstock.training.ranks import Ranks
+from penstock.training.parallel.ranks import Ranks
 
 
 def shaped_rewards(

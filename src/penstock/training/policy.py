@@ -25,15 +25,15 @@ from penstock.models.norms import fuse_norms, restore_norms
 from penstock.models.parallel_plan import check_stages, tensor_plan
 from penstock.models.stored_weights import StoredWeights, build
 from penstock.training import packed_attention
-from penstock.training.context_parallel import share_pack
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
 from penstock.training.logprobs import LogitRule, VocabularySlice, token_logprobs, warm_up
 from penstock.training.pack import Pack, empty_pack
-from penstock.training.pipeline import run_passes
-from penstock.training.ranks import Ranks
-from penstock.training.sharding import Sharding, split_modules, split_over_data
-from penstock.training.stages import take_stage
-from penstock.training.tensor_parallel import cut_model
+from penstock.training.parallel.context_parallel import share_pack
+from penstock.training.parallel.pipeline import run_passes
+from penstock.training.parallel.ranks import Ranks
+from penstock.training.parallel.sharding import Sharding, split_modules, split_over_data
+from penstock.training.parallel.stages import take_stage
+from penstock.training.parallel.tensor_parallel import cut_model
 from penstock.watch.stages import tell_stage
 
 ADAPTER = "default"
@@ -92,7 +92,7 @@ class Policy(nn.Module):
 
     def _install_layer_pass(self) -> None:
         if self.model.dtype in HALF_FORMATS and packed_attention.flash_aligns_ends(self.device):
-            from penstock.training import layer_step_kernels
+            from penstock.training.kernels import layer_step_kernels
 
             _layer_pass().install(self.model, self._masters, layer_step_kernels)
 
@@ -397,7 +397,7 @@ def _layer_kernels() -> Any | None:
 
 def _layer_pass() -> Any:
     """Return the module of whole layers, which needs Triton."""
-    from penstock.training import layer_pass
+    from penstock.training.kernels import layer_pass
 
     return layer_pass
 

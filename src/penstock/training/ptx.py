@@ -19,7 +19,7 @@ import numpy as np
 from penstock.config import Config, PtxConfig
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
-from penstock.training.ranks import Ranks, rank_share
+from penstock.training.parallel.ranks import Ranks, rank_share
 
 
 @dataclass(frozen=True, slots=True)

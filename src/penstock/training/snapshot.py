@@ -29,10 +29,10 @@ from penstock.demo import resolve_model_path
 from penstock.errors import RunError
 from penstock.models.loading import quiet_transformers
 from penstock.training.optimizer import LossScale, Masters
+from penstock.training.parallel.ranks import Ranks
+from penstock.training.parallel.sharding import Part, Sharding
 from penstock.training.policy import Policy
 from penstock.training.ptx import TextStream
-from penstock.training.ranks import Ranks
-from penstock.training.sharding import Part, Sharding
 from penstock.weights.offload import HostOffload
 
 FORMAT = 4

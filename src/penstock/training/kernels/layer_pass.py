@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from penstock.models.layer_kernels import is_close, is_silu
 from penstock.models.norm_kernels import LARGEST
 from penstock.models.norms import epsilon
-from penstock.training.layer_steps import Heads
+from penstock.training.kernels.layer_steps import Heads
 from penstock.training.packed_attention import Block, PackLayout, fits_flash
 
 _ALIGN = 16  # bytes: kernels read a parameter's first bytes in words of this size

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.training.ranks import Axis
+from penstock.training.parallel.ranks import Axis
 
 
 def use_equal(tensor: Tensor, axis: Axis) -> Tensor:

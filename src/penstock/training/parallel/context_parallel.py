@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock.training.collectives import gather_tokens, sum_partial
 from penstock.training.pack import Pack
 from penstock.training.packed_attention import Block, PackLayout, SharedKeys
-from penstock.training.ranks import Axis
+from penstock.training.parallel.collectives import gather_tokens, sum_partial
+from penstock.training.parallel.ranks import Axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.models import layer_kernels
 from penstock.models.norm_kernels import add_rms_norm, norm_gradients
-from penstock.training.layer_steps import Heads
+from penstock.training.kernels.layer_steps import Heads
 from penstock.training.packed_attention import PackLayout, SharedKeys
 
 add_norm = add_rms_norm

@@ -18,9 +18,9 @@ from torch.nn.functional import linear
 
 from penstock.errors import UserError
 from penstock.models.parallel_plan import COLUMNS, GATHERED, SPLIT_ROWS, SUMMED
-from penstock.training.collectives import gather_split, split_equal, sum_partial, use_equal
-from penstock.training.ranks import Axis
-from penstock.training.sharding import Cut, Sharding
+from penstock.training.parallel.collectives import gather_split, split_equal, sum_partial, use_equal
+from penstock.training.parallel.ranks import Axis
+from penstock.training.parallel.sharding import Cut, Sharding
 
 
 def cut_model(model: Any, body: nn.Module, plan: dict[str, str], sharding: Sharding) -> Cut:

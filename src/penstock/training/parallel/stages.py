@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import UserError
-from penstock.training.ranks import Axis, Ranks
+from penstock.training.parallel.ranks import Axis, Ranks
 
 
 @dataclass(slots=True)

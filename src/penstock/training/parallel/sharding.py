@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.models.stored_weights import StoredWeights
-from penstock.training.collectives import all_gather
-from penstock.training.ranks import Ranks
-from penstock.training.stages import Stages
+from penstock.training.parallel.collectives import all_gather
+from penstock.training.parallel.ranks import Ranks
+from penstock.training.parallel.stages import Stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.training.pack import Pack
-from penstock.training.ranks import Axis
-from penstock.training.sharding import Sharding
+from penstock.training.parallel.ranks import Axis
+from penstock.training.parallel.sharding import Sharding
 
 Sampling = Callable[[Pack], tuple[Tensor, Tensor | None]]  # temperatures and early ends of a pack
 Finish = Callable[[Pack, Tensor, Tensor], Tensor | None]  # (log-probs, entropies) -> loss
