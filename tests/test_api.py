@@ -93,6 +93,30 @@ def test_a_run_inside_a_running_event_loop_is_stopped_by_an_interrupt() -> None:
     assert len(penstock.open_run("cell").metrics) < 50  # it did not go on to its end
 
 
+EXITS = """
+import sys
+from penstock.produce import ProduceBatchStatus, ProduceStrategy
+
+class Exits(ProduceStrategy):
+    async def produce_batch(self, ctx):
+        while await ctx.available_count() < ctx.target_abs:
+            group = await ctx.sample_group()
+            if group.cursor == 3:
+                sys.exit("enough")
+            await ctx.put_generated_group(await ctx.generate_group(group))
+        return ProduceBatchStatus.NORMAL
+"""
+
+
+def test_an_exit_in_a_strategy_of_ones_own_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(EXITS)
+    settings = {**SMALL, "produce.strategy": "own.py:Exits"}
+    with pytest.raises(SystemExit, match="enough"):
+        penstock.train("demo", ROWS, "boxed", steps=3, name="own", settings=settings, **TINY)
+    with penstock.open_run("own")._folder.lock():  # the run has let go of it
+        assert len(penstock.open_run("own").metrics) < 3
+
+
 def test_an_interrupt_before_the_run_is_open_is_kept() -> None:
     stopping, told = StopSignals("on"), list[str]()
     stopping.tell = told.append

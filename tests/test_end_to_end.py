@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from penstock import entry
 from penstock.config.source import load_config
 from penstock.demo import policy_path
 from penstock.errors import UserError
 from penstock.inspection.rollout_viewer import show_rollouts
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
-from penstock.session import resume_run, train_new
+from penstock.session import train_new
 from stages.rewards import ODD_REWARD
 from stages.step_pipe import STEP_PIPE
 from stages.tiny_run import CrashServer
@@ -186,7 +187,7 @@ def test_killed_and_resumed_it_trains_every_group_once(
     run = RunFolder(tmp_path / "killed")
     assert driver.signal_after(2, signal.SIGKILL)[0] == -signal.SIGKILL
     before = digests(run)
-    resume_run(run, ["launch.kind=inline", "track.trackers=[]"])
+    entry.resume(run, ["launch.kind=inline", "track.trackers=[]"])
     after = digests(run)
     assert after[: len(before)] == before
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4]

@@ -27,6 +27,7 @@ FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lo
     ("run", "recover", "rehearsal"),
     ("inspection",),
     ("session", "twin"),
+    ("entry",),
     ("api", "compat", "cli"),
 )
 LAYERS = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}

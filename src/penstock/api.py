@@ -173,14 +173,12 @@ def train(
 def _train(
     config: str | Path | None, settings: Settings, files: Sequence[Path], trusted: bool
 ) -> Run:
-    from penstock import preflight, trust
+    from penstock import entry, trust
     from penstock.config.source import load_config
-    from penstock.session import outside_a_loop, train_new
 
     loaded = load_config(config, _overrides(settings), bare=config is None).config
     trust.check_config(None if config is None else str(config), loaded, trust=trusted)
-    preflight.check(loaded)
-    return Run(outside_a_loop(lambda: train_new(loaded, own_data=files), saves=True))
+    return Run(entry.train(loaded, own_data=files))
 
 
 def resume(
@@ -196,16 +194,13 @@ def resume(
     accept_changes: continue also if the data or the tokenizer has other content than before.
     trust: allow what a run of another user would execute or connect to.
     """
-    from penstock.session import outside_a_loop, resume_run
+    from penstock import entry
 
     folder = _folder(run)
     objects = _objects_again(folder.config(), reward)
     with _python_objects(objects):
         words = _overrides(settings or {})
-        outside_a_loop(
-            lambda: resume_run(folder, words, accept_changes=accept_changes, trusted=trust),
-            saves=True,
-        )
+        entry.resume(folder, words, accept_changes=accept_changes, trusted=trust)
     return Run(folder)
 
 

@@ -96,16 +96,11 @@ def train(arguments: Arguments = None, trust: Trust = False) -> None:
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
     loaded.require_tasks()
-    from penstock.launch.processes.early import early_workers
+    from penstock import entry
     from penstock.trust import check_config
 
     check_config(path, loaded.config, trust=trust)
-    with early_workers(loaded.config):
-        from penstock import preflight
-        from penstock.session import train_new
-
-        preflight.check(loaded.config)
-        train_new(loaded.config)
+    entry.train(loaded.config)
 
 
 @app.command(rich_help_panel="Run")
@@ -122,10 +117,10 @@ def resume(
     trust: Trust = False,
 ) -> None:
     """Continue a run after a stop or a crash: load the newest checkpoint, redo the journalled steps."""
+    from penstock import entry
     from penstock.run_folder import find
-    from penstock.session import resume_run
 
-    resume_run(find(run), overrides or [], accept_changes=accept_changes, trusted=trust)
+    entry.resume(find(run), overrides or [], accept_changes=accept_changes, trusted=trust)
 
 
 @app.command(rich_help_panel="Run")

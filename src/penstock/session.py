@@ -23,7 +23,7 @@ from rich.text import Text
 
 from penstock import reward, run_folder, trust
 from penstock.config import Config
-from penstock.config.changes import Change, allowed_changes
+from penstock.config.changes import Change
 from penstock.config.doubts import doubts
 from penstock.config.source import load_config, with_overrides
 from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError
@@ -79,25 +79,21 @@ def _remove_if_unused(folder: RunFolder) -> None:
 
 
 def resume_run(
-    folder: RunFolder,
-    overrides: Sequence[str],
-    *,
-    accept_changes: bool = False,
-    trusted: bool = False,
+    folder: RunFolder, config: Config, changes: list[Change], *, accept_changes: bool = False
 ) -> None:
-    """Continue a run, with the setting changes that are allowed.
-
-    `accept_changes`: also if its data, tokenizer or chat template have other content than before.
-    `trusted`: also if another user made it, whose code it may execute.
-    """
-    with folder.lock():
-        try:
-            _resume_locked(folder, overrides, accept_changes, trusted)
-        except KeyboardInterrupt:
-            raise StopRequested(
-                "stopped before the first new step; nothing is lost; "
-                f"{_way_on(folder, folder.config())}"
-            ) from None
+    """Continue a run that is locked and trusted with these settings (see `entry.resume`)."""
+    try:
+        if folder.origin() is None:
+            _resume_checked(folder, config, changes, accept_changes)
+        else:
+            for note in check_copy(folder, config):
+                _tell(note)
+            asyncio.run(_train(config, folder, resumed=True))
+    except KeyboardInterrupt:
+        raise StopRequested(
+            "stopped before the first new step; nothing is lost; "
+            f"{_way_on(folder, folder.config())}"
+        ) from None
 
 
 def _way_on(folder: RunFolder, config: Config) -> str:
@@ -107,31 +103,9 @@ def _way_on(folder: RunFolder, config: Config) -> str:
     return f"continue with: penstock resume {folder.path}"
 
 
-def _check_trust(folder: RunFolder, trusted: bool) -> None:
-    acts = trust.acts_of((era.config for era in folder.eras()), folder.path)
-    trust.check(folder.path, [*acts, *trust.acts_on_files(folder.path)], trust=trusted)
-
-
-def _resume_locked(
-    folder: RunFolder, overrides: Sequence[str], accept: bool, trusted: bool
-) -> None:
-    if folder.origin() is not None:
-        if overrides:
-            raise UserError(
-                f"resume of a fork: got {overrides[0]}, allowed: no changes; fork again"
-            )
-        _check_trust(folder, trusted)
-        config = folder.config()
-        for note in check_copy(folder, config):
-            _tell(note)
-        asyncio.run(_train(config, folder, resumed=True))
-        return
+def _resume_checked(folder: RunFolder, config: Config, changes: list[Change], accept: bool) -> None:
     notes = check_journal(folder)
-    _check_trust(folder, trusted)
-    before = absolute_paths(folder.config())
-    config = absolute_paths(with_overrides(before, overrides))
     run_folder.check_disk(folder.path, config)
-    changes = allowed_changes(before, config, pinned=folder.record())
     notes += check_copy(folder, config)
     for task in (*config.tasks.values(), *config.eval.tasks.values()):
         reward.check(task.rewards)
@@ -154,7 +128,7 @@ def replay_run(
     trusted: bool = False,
 ) -> None:
     """Recompute a run and compare its digests, or fork it with another algorithm or settings."""
-    _check_trust(folder, trusted)
+    trust.check_run(folder.path, [era.config for era in folder.eras()], trust=trusted)
     for note in differences(folder):
         _tell(note)
     if algorithm is not None or overrides:
@@ -478,8 +452,7 @@ def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = 
     if newest is None:
         raise UserError(f"run {path}: got no valid checkpoint, allowed: a run that wrote one")
     model = [f"model.path={newest.path / 'model'}"]
-    acts = trust.acts_of([with_overrides(folder.config(), model)], folder.path)
-    trust.check(folder.path, [*acts, *trust.acts_on_files(folder.path)], trust=trusted)
+    trust.check_run(folder.path, [with_overrides(folder.config(), model)], trust=trusted)
     return with_overrides(folder.config(), [*model, *overrides])
 
 

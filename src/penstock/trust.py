@@ -86,6 +86,11 @@ def check(folder: Path, acts: Sequence[str], *, trust: bool = False) -> None:
         sign(folder, unknown)
 
 
+def check_run(folder: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
+    """Do what `check` does for all that continuing a run with these configs would do."""
+    check(folder, [*acts_of(configs, folder), *acts_on_files(folder)], trust=trust)
+
+
 def sign(folder: Path, acts: Iterable[str]) -> None:
     """Note that this user allows these acts of the run; a home that cannot be written allows nothing."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import io
 import os
 import subprocess
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from penstock.config.source import load_config
 from penstock.launch.processes.early import early_workers, engine_imports, trainer_imports
-from penstock.launch.processes.process_worker import ProcessWorker, WorkerProcess
+from penstock.launch.processes.process_worker import EARLY, ProcessWorker, WorkerProcess
 from penstock.track.start_display import StartDisplay
 from stages.echo import ECHO
 
@@ -33,22 +34,28 @@ async def started(tmp_path: Path) -> tuple[int, str]:
         await worker.close()
 
 
-@pytest.mark.parametrize("dead", [False, True])
-def test_a_worker_takes_its_early_process_if_that_is_alive(tmp_path: Path, dead: bool) -> None:
-    early = WorkerProcess.spawn(Path(os.devnull), 1, ["colorsys", "no.such.module"])
-    ProcessWorker.early["echo"] = early
+@pytest.mark.parametrize(("dead", "threads"), [(False, 1), (True, 1), (False, 2)])
+def test_a_worker_takes_its_early_process_if_that_is_alive_and_like_it(
+    tmp_path: Path, dead: bool, threads: int
+) -> None:
+    early = WorkerProcess.spawn(Path(os.devnull), threads, ["colorsys", "no.such.module"])
+    waiting = {"echo": early}
+    context = contextvars.copy_context()
+    context.run(EARLY.set, waiting)
+    taken = not dead and threads == 1
     if dead:
         early.process.kill()
         early.process.wait()
     with StartDisplay("starting") as display:
-        pid, said = asyncio.run(started(tmp_path))
+        pid, said = context.run(asyncio.run, started(tmp_path))
     assert said == "hello you"
-    assert (pid == early.process.pid) is not dead
-    assert not ProcessWorker.early
+    assert (pid == early.process.pid) is taken
+    assert not waiting
+    assert early.process.poll() is not None
     assert (tmp_path / "echo.log").exists()  # an early process learns its log when it is taken
     (line,) = display.report()
     assert line.startswith("start of echo: starting Python ")
-    assert ("importing torch and transformers" in line) is not dead
+    assert ("importing torch and transformers" in line) is taken
 
 
 def test_what_nobody_takes_ends_with_the_command(tmp_path: Path) -> None:
@@ -56,22 +63,33 @@ def test_what_nobody_takes_ends_with_the_command(tmp_path: Path) -> None:
 
     def command_that_fails() -> None:
         with early_workers(config_with("launch.num_producers=2")):
-            made.update({name: one.process for name, one in ProcessWorker.early.items()})
+            made.update({name: one.process for name, one in EARLY.get().items()})
             raise KeyError("a check failed")
 
     with pytest.raises(KeyError):
         command_that_fails()
     assert sorted(made) == ["engine-0", "engine-1", "trainer"]
     assert all(process.poll() is not None for process in made.values())
-    assert not ProcessWorker.early
+    assert not EARLY.get({})
+
+
+def test_two_runs_of_one_program_keep_their_processes_apart() -> None:
+    config = config_with("engine.name=openai")
+    with early_workers(config):
+        (outer,) = EARLY.get().values()
+        with early_workers(config):
+            (inner,) = EARLY.get().values()
+        assert inner.process.poll() is not None
+        assert outer.process.poll() is None
+    assert outer.process.poll() is not None
 
 
 def test_only_our_own_processes_are_started_early() -> None:
     with early_workers(config_with("launch.kind=inline")):
-        assert not ProcessWorker.early
+        assert not EARLY.get()
     many = config_with("launch.num_producers=1000", "engine.name=openai")
     with early_workers(many):
-        assert list(ProcessWorker.early) == ["trainer"]
+        assert list(EARLY.get()) == ["trainer"]
 
 
 def test_the_gpu_that_is_opened_early_is_the_one_that_the_part_will_use() -> None:

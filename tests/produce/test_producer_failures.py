@@ -12,6 +12,9 @@ from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import RunError, TooManyFailures
 from penstock.produce import (
     AsyncProduceStrategyConfig,
+    ProduceBatchStatus,
+    ProduceContext,
+    ProduceStrategy,
     SyncProduceStrategyConfig,
     strategy_config,
 )
@@ -120,11 +123,12 @@ def test_one_raising_group_is_isolated_and_dropped_with_its_reason(tmp_path: Pat
     on_virtual_time(main)
 
 
-def test_what_is_no_exception_ends_the_run_instead_of_a_group_in_silence(tmp_path: Path) -> None:
-    """Such as the alarm of a test runner, which a signal raises wherever the program is."""
+class Alarm(BaseException):
+    """What a signal raises wherever the program is."""
 
-    class Alarm(BaseException):
-        pass
+
+def test_what_is_no_exception_ends_the_run_instead_of_a_group_in_silence(tmp_path: Path) -> None:
+    """Such as the alarm of a test runner."""
 
     class Ringing(FakeEngine):
         asked = 0
@@ -145,6 +149,64 @@ def test_what_is_no_exception_ends_the_run_instead_of_a_group_in_silence(tmp_pat
         with pytest.raises(Alarm):
             await running
 
+    on_virtual_time(main)
+
+
+class InPairs(ProduceStrategy):
+    """As docs/async.md shows it; the third group ends in what is no Exception."""
+
+    drawn = 0
+    where = "strategy"
+
+    async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
+        while await ctx.available_count() < ctx.target_abs:
+            if ctx.should_abort():
+                return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
+            await asyncio.gather(self.one(ctx), self.one(ctx))
+        return ProduceBatchStatus.NORMAL
+
+    async def one(self, ctx: ProduceContext) -> None:
+        group = await ctx.sample_group()
+        self.drawn += 1
+        if self.drawn == 3 and self.where == "strategy":
+            raise Alarm
+        await ctx.put_generated_group(await ctx.generate_group(group))
+
+
+@pytest.mark.parametrize("where", ["strategy", "agent", "rule"])
+def test_what_is_no_exception_ends_the_run_of_a_strategy_that_generates_by_itself(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = 0
+
+    def ring() -> bool:
+        nonlocal called
+        called += 1
+        if called == 3:
+            raise Alarm
+        return True
+
+    class Ringing(FakeEngine):
+        async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+            if where == "agent":
+                ring()
+            return await super().generate_many(requests)
+
+    async def main() -> None:
+        stage = ProducerStage(
+            tmp_path,
+            AsyncProduceStrategyConfig(strategy=f"{__name__}:InPairs"),
+            batch=4,
+            agent_loop=single_turn(Ringing()),
+            is_valid=(lambda rollouts: ring()) if where == "rule" else None,
+        )
+        running = asyncio.create_task(stage.producer.run())
+        with pytest.raises(Alarm):
+            await asyncio.wait_for(stage.producer.take_batch(1), 60)
+        with pytest.raises(Alarm):
+            await running
+
+    monkeypatch.setattr(InPairs, "where", where)
     on_virtual_time(main)
 
 

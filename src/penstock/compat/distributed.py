@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock import preflight
+from penstock import entry
 from penstock.compat.settings import (
     eval_tables,
     plugin_tables,
@@ -21,7 +21,6 @@ from penstock.compat.settings import (
 from penstock.config import Config
 from penstock.config.source import validate
 from penstock.errors import UserError
-from penstock.session import train_new
 
 ALGORITHMS = {
     "GRPO": "grpo",
@@ -106,8 +105,7 @@ def launch_distributed(
             raise UserError(
                 f"launch_distributed: got {path}, which exists, allowed: a path for a link to the run folder"
             )
-    preflight.check(config)
-    folder = train_new(config).path
+    folder = entry.train(config).path
     for path, inside in places.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to((folder / inside).resolve())

@@ -192,7 +192,9 @@ class Producer:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
             for ended in done:
                 ended.result()
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a step that waits for groups raises it too
             self._fault = error
             raise
         finally:

@@ -1,8 +1,8 @@
 """Worker processes that are started before the settings of a run are checked, to import meanwhile.
 
 A worker imports torch and transformers for seconds, and the driver checks data, makes the run folder and
-opens the journal in others. `early_workers` starts the processes first; `ProcessWorker.start` takes the one of
-its name. Whatever is not taken ends with the block.
+opens the journal in others. `early_workers` (used by `entry.py`) starts the processes first; `ProcessWorker.start`
+takes the one of its name. Whatever is not taken ends with the block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.config import Config
-from penstock.launch.processes.process_worker import ProcessWorker, WorkerProcess
+from penstock.launch.processes.process_worker import EARLY, WorkerProcess
 
 _MOST_ENGINES = 8  # more wait for the check of the memory that all of them need
 _MODEL = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
@@ -48,14 +48,19 @@ def trainer_names(config: Config) -> list[str]:
 
 @contextmanager
 def early_workers(config: Config) -> Iterator[None]:
-    """Start the trainer's processes and those of the first engines of a local run; end what is not taken."""
-    early = ProcessWorker.early
+    """Start the trainer's processes and those of the first engines of a local run; end what is not taken.
+
+    Only workers that are started inside the block, also in its tasks and threads, take them.
+    """
+    early = dict[str, WorkerProcess]()
+    token = EARLY.set(early)
     try:
         if config.launch.kind == "local":
             for name, threads, imports in _first_workers(config):
                 early[name] = WorkerProcess.spawn(Path(os.devnull), threads, imports)
         yield
     finally:
+        EARLY.reset(token)
         while early:
             early.popitem()[1].discard()
 

@@ -18,9 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from penstock.errors import RunError, WorkerDied
 from penstock.launch.processes.frames import STAGE, read_frame, write_frame
@@ -39,6 +40,7 @@ class WorkerProcess:
     """A process that will be a worker, and the driver's ends of its socket and pipe."""
 
     process: subprocess.Popen
+    threads: int
     connection: socket.socket
     dumped: int  # a pipe: one byte for every stack written to the log
     started: float = field(default_factory=time.time)
@@ -50,10 +52,16 @@ class WorkerProcess:
         dumped, tell = os.pipe()
         os.set_blocking(dumped, False)
         os.set_blocking(tell, False)
-        with theirs:
+        try:
             process = _spawn((theirs.fileno(), tell), log_path, threads, imports)
+        except BaseException:  # Ctrl-C: if the process has started, it ends with its connection
+            ours.close()
+            os.close(dumped)
+            raise
+        finally:
+            theirs.close()
             os.close(tell)
-        return cls(process=process, connection=ours, dumped=dumped)
+        return cls(process=process, threads=threads, connection=ours, dumped=dumped)
 
     def discard(self) -> None:
         """End the process and close its ends here."""
@@ -63,11 +71,13 @@ class WorkerProcess:
         os.close(self.dumped)
 
 
+EARLY: ContextVar[dict[str, WorkerProcess]] = ContextVar("early")  # by name, see `early_workers`
+
+
 class ProcessWorker:
     """See `Worker`. Consumes method calls, produces results from the part in the worker process."""
 
     can_be_killed = True
-    early: ClassVar[dict[str, WorkerProcess]] = {}  # by name; `early.py` starts them
 
     def __init__(self, name: str, made: WorkerProcess, log_path: Path) -> None:
         self.name = name
@@ -99,7 +109,7 @@ class ProcessWorker:
         imports: what the process imports before it reads what to build.
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        made = cls._take_early(name) or WorkerProcess.spawn(log_path, threads, imports)
+        made = _take_early(name, threads) or WorkerProcess.spawn(log_path, threads, imports)
         StartDisplay.worker_stage(name, "starting Python", made.started)
         worker = cls(name, made, log_path)
         try:
@@ -126,15 +136,6 @@ class ProcessWorker:
             raise
         StartDisplay.worker_stage(name, READY, time.time())
         return worker
-
-    @classmethod
-    def _take_early(cls, name: str) -> WorkerProcess | None:
-        """Return the process that was started early for this worker, if it is alive."""
-        made = cls.early.pop(name, None)
-        if made is None or made.process.poll() is None:
-            return made
-        made.discard()
-        return None
 
     @property
     def pid(self) -> int:
@@ -262,6 +263,15 @@ class ProcessWorker:
         dumped, self._dumped = self._dumped, -1
         if dumped >= 0:
             os.close(dumped)
+
+
+def _take_early(name: str, threads: int) -> WorkerProcess | None:
+    """Return the process that was started early for this worker, if it is alive and has these threads."""
+    made = EARLY.get({}).pop(name, None)
+    if made is None or (made.process.poll() is None and made.threads == threads):
+        return made
+    made.discard()
+    return None
 
 
 def _spawn(
