@@ -100,6 +100,25 @@ def test_gradients_by_the_kernels_are_those_of_the_models_own_code(kind, shared)
         torch.testing.assert_close(one.grad, other.grad, msg=name, rtol=1e-3, atol=1e-4)
 
 
+def test_a_copy_of_the_model_runs_its_own_code_and_leaves_the_masters_alone() -> None:
+    model = tiny_model("Qwen3", dtype=torch.bfloat16)
+    Policy(model)
+    masters = {id(one): nn.Parameter(one.detach().float()) for one in model.parameters()}
+    assert layer_pass.install(model, masters, layer_steps) == 2
+    copied = copy.deepcopy(model)
+    layer, twin = model.model.layers[1], copied.model.layers[1]
+    x_TD, *turns, layout = layer.layer_pass.probe()
+    named = {"position_embeddings": tuple(turns), "pack_layout": layout, "attention_mask": None}
+    got, wanted = (one(x_TD[None].requires_grad_(), **named) for one in (twin, layer))
+    torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
+    got.sum().backward()
+    assert all(one.grad is not None for one in twin.parameters())
+    assert all(one.grad is None for one in (*masters.values(), *layer.parameters()))
+    layer_pass.warm_up(copied)
+    layer_pass.restore(copied)
+    assert "forward" not in vars(twin)
+
+
 def test_masters_of_rounded_weights_get_float32_gradients_and_nothing_else_does() -> None:
     """The joint weights follow the masters after an update, and the next update begins at zero."""
     model = tiny_model("Qwen2", dtype=torch.bfloat16)

@@ -233,6 +233,9 @@ class LayerPass:
         )
         return x_TD, *turns, layout
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copy of the model runs its own code, because the masters are not its own."""
+
     def drop_gradients(self) -> None:
         """Set the gradients of all masters to None."""
         joints = [self.first_norm, self.projections, self.output, self.second_norm, self.gate_up]
@@ -298,12 +301,14 @@ def warm_up(model: nn.Module) -> None:
 def _forward(module: Any, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     layout: Any = named.get("pack_layout")
     turns: Any = named.get("position_embeddings")
-    if inputs or turns is None or not hidden_states.numel() or not _can_run(layout, hidden_states):
+    layer: LayerPass | None = module.layer_pass  # None: the module is a copy
+    fits = layer is not None and turns is not None and not inputs and bool(hidden_states.numel())
+    if not fits or not _can_run(layout, hidden_states):
         output: Tensor = type(module).forward(module, hidden_states, *inputs, **named)
         return output
     cos, sin = turns
     output = _LayerFunction.apply(
-        hidden_states.contiguous(), cos.contiguous(), sin.contiguous(), layout, module.layer_pass
+        hidden_states.contiguous(), cos.contiguous(), sin.contiguous(), layout, layer
     )
     return output
 
