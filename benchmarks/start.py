@@ -1,7 +1,9 @@
 """Print where the time goes from the command `penstock train` to the end of its first step.
 
     python benchmarks/start.py [--model qwen0.5b|smollm2-shape|small|demo|PATH] [--repeats 2] [--imports]
+                               [--entry train|python|resume]
 
+--entry python begins with `import penstock; penstock.train(...)`, --entry resume continues a run of one step.
 Weights are random. The first run may also compile kernels and read files that the later ones find in caches, so
 every run is printed. A worker says itself what it does while it starts (logs/run.log); the rest comes from
 the run's timeline. --imports adds the packages that take a worker the longest to import.
@@ -26,22 +28,32 @@ IMPORTS = "import penstock.training.consumer, penstock.engine.transformers.engin
 LINE = re.compile(r"start of (\S+): (.*); ([\d.]+) s in all since (\S+)$", re.M)
 
 
-def one_run(model: str, load: Load, words: list[str]) -> None:
+PROGRAM = "import penstock, sys; penstock.train(config=sys.argv[1])"
+
+
+def one_run(model: str, load: Load, words: list[str], entry: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         config = write_config(model, load, 0, Path(scratch))
-        run = Path(scratch) / "staleness-0"
-        command = [sys.executable, "-m", "penstock.cli", "train", str(config), *words]
+        run, command = Path(scratch) / "staleness-0", [sys.executable, "-m", "penstock.cli"]
+        train, log = [*command, "train", str(config), *words], run / "logs" / "run.log"
+        if entry == "resume":
+            subprocess.run([*train, "train.steps=1"], stdout=subprocess.DEVNULL, check=True)
+            train = [*command, "resume", str(run), "train.steps=2"]
+            log.unlink()
+        elif entry == "python":
+            train = [sys.executable, "-c", PROGRAM, str(config)]
+        steps = 1 + (entry == "resume")
         began, first = time.time(), 0.0
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as running:
+        with subprocess.Popen(train, stdout=subprocess.DEVNULL) as running:
             while running.poll() is None:
                 metrics = run / "metrics.jsonl"
-                if not first and metrics.exists() and metrics.stat().st_size:
+                if not first and metrics.exists() and metrics.read_bytes().count(b"\n") >= steps:
                     first = time.time() - began
                 time.sleep(0.02)
         if running.returncode:
-            raise SystemExit(f"penstock train ended with {running.returncode}")
-        print(f"\nfrom the command to the end of the first step: {first:.2f} s")
-        print_workers((run / "logs" / "run.log").read_text(), began)
+            raise SystemExit(f"penstock ended with {running.returncode}")
+        print(f"\nfrom the command to the end of the first step: {first:.2f} s", flush=True)
+        print_workers(log.read_text(), began)
         print_driver(run / "timeline" / "events.jsonl", began)
 
 
@@ -59,6 +71,7 @@ def print_workers(log: str, began: float) -> None:
 def print_driver(path: Path, began: float) -> None:
     wanted = {"session", "wait", "train", "publish", "ask", "sync"}
     lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [line for line in lines if line["start"] >= began]  # a resumed run has earlier ones
     train_end = next((line["end"] for line in lines if line["what"] == "train"), float("inf"))
     print("  driver:")
     for line in sorted(lines, key=lambda line: line["start"]):
@@ -88,13 +101,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64 if gpu else 4)
     parser.add_argument("--new-tokens", type=int, default=256 if gpu else 16)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--entry", choices=["train", "python", "resume"], default="train")
     parser.add_argument("--imports", action="store_true")
     parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE of the config")
     options = parser.parse_args()
+    if options.set and options.entry == "python":
+        parser.error("--set: allowed with the entries train and resume")
     with tempfile.TemporaryDirectory() as folder:
         model = model_path(options.model, Path(folder))
         for _ in range(options.repeats):
-            one_run(model, Load(options.prompts, options.new_tokens, 1, 0), options.set)
+            load = Load(options.prompts, options.new_tokens, 1, 0)
+            one_run(model, load, options.set, options.entry)
     if options.imports:
         print_imports()
 
