@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from subprocess import Popen
 
@@ -15,9 +17,11 @@ import penstock
 from penstock import cli
 from penstock.compat import launch_distributed
 from penstock.config.source import load_config
-from penstock.errors import UserError
+from penstock.errors import JournalDamaged, UserError
+from penstock.journal import Journal
 from penstock.launch.processes.process_worker import WorkerProcess
 from penstock.run_folder import create
+from stages.made_run import make_run
 
 ROWS = [{"prompt": "1+1", "gt_answer": "2"}] * 4
 REWARDS = "tasks.train.rewards"
@@ -192,6 +196,20 @@ def test_a_fork_trains_without_processes_and_starts_none(spawned: list[Popen[byt
     (Path(run) / "origin.json").write_text('{"run": "nowhere", "steps": 1, "digest": "d"}')
     with pytest.raises(UserError, match="fork of nowhere: got no journal"):
         penstock.resume(run)
+    assert not spawned
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"train": {"steps": -1}}', '{"tasks": 5}'])
+def test_damaged_settings_are_named_before_anything_is_started(
+    text: str, spawned: list[Popen[bytes]], tmp_path: Path
+) -> None:
+    folder = make_run(tmp_path / "made", steps=2, groups_per_step=2)
+    with closing(Journal.open(folder.journal)) as journal:
+        journal.record_identity({"config": folder.config().model_dump_json()})
+    with closing(sqlite3.connect(folder.journal)) as database, database:
+        database.execute("UPDATE identity_rows SET value = ? WHERE name = 'config'", (text,))
+    with pytest.raises(JournalDamaged, match=r"identity config.*; there is no good checkpoint"):
+        command("resume", str(folder.path))
     assert not spawned
 
 

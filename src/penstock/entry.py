@@ -16,7 +16,7 @@ from penstock import trust
 from penstock.config import Config
 from penstock.config.changes import Change, allowed_changes
 from penstock.config.source import with_overrides
-from penstock.errors import PenstockError, UserError
+from penstock.errors import UserError
 from penstock.launch.processes.early import early_workers
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ def resume(
     with folder.lock():
         try:
             config, changes = _settings(folder, overrides, trusted)
-        except (PenstockError, ValueError):
+        except Exception:  # a mistake, or whatever a damaged record of the settings leads to
             from penstock.recover import check_journal
 
-            check_journal(folder)  # if its settings are damaged, this says so and what to do
+            check_journal(folder)  # raises if the journal is damaged, and says what to do
             raise
         is_fork = folder.origin() is not None  # its trainer needs no process
         with nullcontext() if is_fork else early_workers(config):
