@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 
 from penstock.errors import RunError, WeightsGone
+from penstock.weights.buffer import BufferReader, ReaderCache
 from penstock.weights.shared_memory import SharedMemorySync
 from stages.publications import Publications, holds, weights
 
@@ -116,6 +117,37 @@ def test_a_writer_that_is_killed_leaves_nobody_waiting(tmp_path: Path) -> None:
     assert holds(list(engine.fetch(back.publish(2, "e", weights(2)))), 2)
     assert holds(list(engine.fetch(back.publish(3, "f", weights(3)))), 3)
     assert holds(kept, 1)
+
+
+MARKER = """
+import sys
+from pathlib import Path
+from penstock.weights.buffer import BufferWriter
+writer, count = BufferWriter(Path(sys.argv[1])), int(sys.argv[2])
+assert writer.begin(1, count)
+print("begun", flush=True)
+sys.stdin.read()
+for written in range(1, count + 1):
+    writer.mark_written(written)
+"""
+
+
+def test_a_reader_that_keeps_up_with_its_writer_is_never_told_that_it_ended(tmp_path: Path) -> None:
+    """The reader looks at the number of written bytes while the writer changes it, 50,000 times."""
+    path, count = tmp_path / "buffer", 50_000
+    process = subprocess.Popen(
+        [sys.executable, "-c", MARKER, str(path), str(count)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == b"begun\n"
+    reader = BufferReader(path, 1, count, ReaderCache())
+    process.stdin.close()
+    for end in range(1, count + 1):
+        reader.wait_until_written(end)
+    assert process.wait() == 0
 
 
 READER = """

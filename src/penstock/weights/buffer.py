@@ -24,8 +24,7 @@ from penstock.weights.device_memory import DeviceHandle, DeviceMemory, OpenedMem
 
 HEADER_BYTES = 4096  # a page, so that tensors keep their alignment
 _HEADER = struct.Struct("=QQQ")  # publication, bytes of weights, bytes written so far
-_WRITTEN = struct.Struct("=Q")
-_WRITTEN_AT = 16
+_WRITTEN = 2  # its place among the numbers of the header
 CAN_WAIT_FOR_BYTES = hasattr(fcntl, "F_OFD_SETLKW")  # Linux
 _HOST = torch.device("cpu")
 
@@ -101,7 +100,7 @@ class BufferWriter:
         assert self._map is not None
         if self.bytes.is_cuda:
             torch.cuda.current_stream(self.bytes.device).synchronize()
-        _WRITTEN.pack_into(self._map, _WRITTEN_AT, written)
+        _numbers(self._map)[_WRITTEN] = written
         self.is_complete = written == self._size
         self._lock_bytes(fcntl.F_UNLCK, 0, written)
 
@@ -202,7 +201,15 @@ class BufferReader:
         return flat.view(shape)
 
     def _written(self) -> int:
-        return int(_WRITTEN.unpack_from(self._map, _WRITTEN_AT)[0])
+        return int(_numbers(self._map)[_WRITTEN])
+
+
+def _numbers(memory: mmap.mmap) -> memoryview:
+    """Return the header as numbers, each read and written at once.
+
+    `struct.pack_into` writes a zero before the number, which a reader may see.
+    """
+    return memoryview(memory)[: _HEADER.size].cast("Q")
 
 
 def _open(path: Path, name: str) -> int:
