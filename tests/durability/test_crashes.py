@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from penstock.run_folder import RunFolder
-from stages.ray_nodes import lone_node
+from stages.ray_nodes import lone_nodes
 from stages.tiny_run import (
     KILLED,
     SEED,
@@ -92,7 +92,7 @@ def whole(server: CrashServer) -> Whole:
 def ray_address() -> Iterator[str]:
     """Return a cluster with room for one run: what a dead driver kept would block the next run."""
     pytest.importorskip("ray")
-    with lone_node(2) as address:
+    with lone_nodes(2) as address:
         yield address
 
 

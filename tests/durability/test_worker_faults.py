@@ -14,7 +14,7 @@ import pytest
 
 from penstock.journal import Journal
 from penstock.run_folder import RunFolder
-from stages.ray_nodes import lone_node
+from stages.ray_nodes import lone_nodes
 from stages.tiny_run import (
     KILLED,
     SEED,
@@ -115,7 +115,7 @@ def test_any_two_faults_of_workers_leave_the_same_weights(
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
     pytest.importorskip("ray")
-    with lone_node(3) as address:
+    with lone_nodes(3) as address:
         yield address
 
 

@@ -34,6 +34,7 @@ from penstock.cli import main
 from penstock.journal import records, writer
 from penstock.launch.part_factories import TrainerService
 from penstock.launch.processes import process_worker
+from penstock.pool.node_copies import NodeCopies
 from penstock.pool.pool import EnginePool
 from penstock.produce.producer import Producer
 from penstock.supervise.supervised import Supervised
@@ -121,11 +122,12 @@ class Points:
 
 
 SUPERVISED: dict[str, Supervised] = {}  # the workers of this driver by name
+DISTRIBUTORS: dict[str, Any] = {}  # those of a Ray cluster by name
 
 
 def pids_of(name: str) -> list[int]:
     """Return the processes of a worker, all ranks of a trainer; none while it is being restarted."""
-    worker: Any = SUPERVISED[name].worker if name in SUPERVISED else None
+    worker: Any = SUPERVISED[name].worker if name in SUPERVISED else DISTRIBUTORS.get(name)
     return [one.pid for one in getattr(worker, "_ranks", [worker]) if one is not None]
 
 
@@ -137,6 +139,15 @@ def know_workers() -> None:
         await start(supervised)
 
     Supervised.start = started  # type: ignore[method-assign]
+    start_distributor = NodeCopies._start
+
+    async def distributor_started(copies: NodeCopies, node: str) -> bool:
+        is_there = await start_distributor(copies, node)
+        if is_there:
+            DISTRIBUTORS[copies._names[node]] = copies._workers[node]
+        return is_there
+
+    NodeCopies._start = distributor_started  # type: ignore[method-assign]
 
 
 def write_down_folders(record: Path) -> None:

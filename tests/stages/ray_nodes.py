@@ -43,13 +43,22 @@ class Nodes:
 
 
 @contextmanager
-def lone_node(num_cpus: int) -> Iterator[str]:
-    """Start a cluster of one node, which this process does not join; yield its address."""
+def lone_nodes(*num_cpus: int) -> Iterator[str]:
+    """Start a cluster of such nodes, which this process does not join; yield its address.
+
+    The label `place` of a node is first, second or third.
+    """
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    size = {"num_cpus": num_cpus, "object_store_memory": 2**27, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=size)
+    size: dict[str, Any] = {"object_store_memory": 2**27, "include_dashboard": False}
+    head, *others = (
+        {"num_cpus": count, "labels": {"place": place}, **size}
+        for count, place in zip(num_cpus, ("first", "second", "third"), strict=False)
+    )
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for other in others:
+        cluster.add_node(**other)
     yield cluster.address
     cluster.shutdown()
 
