@@ -8,8 +8,8 @@ Runs `penstock train` with engines that sleep instead of decoding (`sleeping_eng
 cores do not decide: 1, 2 and 4 engines, equal and skewed lengths, sync and async; the trainer trains for real, and sleeps.
 Each run is predicted twice: from its own profile, and from that of the async run with one engine and the same lengths.
 `--keep FOLDER` keeps the runs, and takes those that are there instead of training again.
-`--demo` adds the demo itself with its real engine. `--scale` measures the simulation of a large cluster instead. `--cluster`
-prints what clusters of H200 would do in 100 steps with a 0.5B model, from the figures that docs/engines.md, docs/algorithms.md and
+`--demo` adds two runs of the demo with its real engine; `--engines --demo` runs nothing else. `--scale` measures the simulation of a
+large cluster instead. `--cluster` prints what clusters of H200 would do in 100 steps with a 0.5B model, from the figures that docs/engines.md, docs/algorithms.md and
 docs/cluster.md measured on one; `--times 14` makes every one of them so much slower, as for a model of so many times the
 parameters: an assumption, not a measurement.
 """
@@ -99,11 +99,15 @@ def errors(options: argparse.Namespace, folder: Path) -> None:
         show(name, "its own", run, own)
         worst.append(show(name, f"async-{options.engines[0]}", run, base[sigma]))
     if options.demo:
-        run = train(folder, "demo", [*COMMON, "train.steps=40"])
-        other = train(
-            folder, "demo-2", [*COMMON, "train.steps=40", "seed=1", "produce.max_staleness=2"]
-        )
-        worst.append(show("demo-2", "demo", other, fit.read_profile(str(run))))
+        words = [*COMMON, "train.steps=40"]
+        runs = {
+            "demo": train(folder, "demo", words),
+            "demo-2": train(folder, "demo-2", [*words, "seed=1", "produce.max_staleness=2"]),
+        }
+        profiles = {name: fit.read_profile(str(run)) for name, run in runs.items()}
+        for name, other in (("demo", "demo-2"), ("demo-2", "demo")):
+            show(name, "its own", runs[name], profiles[name])
+            worst.append(show(name, other, runs[name], profiles[other]))
     tops = [max(column) for column in zip(*worst, strict=True)]
     print(
         "worst from another run: "
@@ -181,7 +185,7 @@ def clusters(sizes: list[int], times: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--demo", action="store_true")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--scale", action="store_true")
