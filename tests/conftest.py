@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    if "triton.runtime.interpreter" in sys.modules:
+        from stages import quick_interpreter
+
+        quick_interpreter.install()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)  # as in a run
     gc.enable()

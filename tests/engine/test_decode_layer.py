@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -18,6 +19,17 @@ from penstock.engine.transformers.cuda import decode_layer, row_tiles  # noqa: E
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut products into tiles of the models' size: interpreted, the rest of a tile takes time too.
+
+    `test_row_kernels.py` interprets the tiles that `row_tiles` chooses.
+    """
+    if INTERPRETED:
+        smaller = functools.partial(row_tiles.Tiles, split=4, block=32)
+        monkeypatch.setattr(row_tiles, "Tiles", smaller)
+
+
 def small(kind: str, **fields: Any) -> Any:
     import transformers
 
@@ -25,7 +37,7 @@ def small(kind: str, **fields: Any) -> Any:
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=64,
         hidden_size=48,
-        intermediate_size=80,
+        intermediate_size=24 if INTERPRETED else 80,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -83,7 +95,7 @@ def test_a_layer_of_the_usual_form_decodes_as_its_own_code_does(
 
     wanted = decode()
     calls = []
-    monkeypatch.setattr(row_tiles, "MOST_ROWS", 16 if few else 0)
+    monkeypatch.setattr(row_tiles, "MOST_ROWS", 8 if few else 0)
     name = "gate_product" if few else "silu_gate"
     own = getattr(decode_layer, name)
     monkeypatch.setattr(decode_layer, name, lambda *inputs: 1.1 * own(*inputs))
@@ -109,6 +121,7 @@ def test_a_model_decodes_without_its_own_code(
 
     if INTERPRETED:
         monkeypatch.setattr(cuda_steps, "decode_attention", reference.decode_attention)  # faster
+        monkeypatch.setattr(row_tiles, "MOST_ROWS", 4)
     model = small(kind, **fields)
     fuse_projections(model)
     shape = probe_shape(model)

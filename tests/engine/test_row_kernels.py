@@ -19,6 +19,8 @@ from penstock.engine.transformers.cuda import row_kernels as kernels  # noqa: E4
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 CUTS = [Tiles(columns=16, split=4, block=16), Tiles(columns=8, split=8, block=16, warps=8)]
+CHOSEN = [Tiles(), Tiles(columns=8, warps=8)]  # by `choose`; interpreted, they take long
+HEADS = [(1, 4, 2, 12, True), (18, 3, 3, 20, False), (16, 2, 1, 32, True)]
 
 Draw = Callable[..., torch.Tensor]
 
@@ -39,14 +41,17 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tiles", CUTS, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "size", "biased"),
-    [(1, 4, 2, 12, True), (18, 3, 3, 20, False), (16, 2, 1, 32, True)],
+    ("tiles", "rows", "heads", "kv_heads", "size", "biased"),
+    [
+        *((tiles, *shape) for tiles in CUTS for shape in HEADS),
+        (CHOSEN[0], *HEADS[0]),
+    ],
+    ids=str,
 )
 def test_heads_are_projected_turned_and_stored(
-    rows: int, heads: int, kv_heads: int, size: int, biased: bool,
-    tiles: Tiles, dtype: torch.dtype, draw: Draw,
+    tiles: Tiles, rows: int, heads: int, kv_heads: int, size: int, biased: bool,
+    dtype: torch.dtype, draw: Draw,
 ) -> None:  # fmt: skip
     width, outputs = 56, (heads + 2 * kv_heads) * size
     x, weight = 3 * draw(rows, width, dtype=dtype), draw(outputs, width, dtype=dtype)
@@ -63,10 +68,16 @@ def test_heads_are_projected_turned_and_stored(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tiles", CUTS, ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(5, 40), (35, 24)])
+@pytest.mark.parametrize(
+    ("tiles", "rows", "width"),
+    [
+        *((tiles, rows, width) for tiles in CUTS for rows, width in ((5, 40), (35, 24))),
+        (CHOSEN[0], 5, 40),
+    ],
+    ids=str,
+)
 def test_a_gated_product_equals_the_reference(
-    rows: int, width: int, tiles: Tiles, dtype: torch.dtype, draw: Draw
+    tiles: Tiles, rows: int, width: int, dtype: torch.dtype, draw: Draw
 ) -> None:
     x, weight = 3 * draw(rows, 56, dtype=dtype), 4 * draw(2 * width, 56, dtype=dtype)
     norm = (1 + draw(56, dtype=dtype), 1e-6)
@@ -75,11 +86,21 @@ def test_a_gated_product_equals_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tiles", CUTS, ids=str)
-@pytest.mark.parametrize("inputs", [56, 160])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("tiles", "inputs", "biased"),
+    [
+        *(
+            (tiles, inputs, biased)
+            for tiles in CUTS
+            for inputs in (56, 160)
+            for biased in (False, True)
+        ),
+        *((tiles, 160, True) for tiles in CHOSEN),
+    ],
+    ids=str,
+)
 def test_a_product_is_added_to_the_residual(
-    inputs: int, biased: bool, tiles: Tiles, dtype: torch.dtype, draw: Draw
+    tiles: Tiles, inputs: int, biased: bool, dtype: torch.dtype, draw: Draw
 ) -> None:
     total, x, weight = (draw(*shape, dtype=dtype) for shape in ((7, 40), (7, inputs), (40, inputs)))
     bias, wanted = draw(40, dtype=dtype) if biased else None, total.clone()
