@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.data.token_text import TokenText, has_table
 from penstock.errors import UserError
 
 Message = Mapping[str, Any]
@@ -238,18 +239,22 @@ class ChatTemplate:
 
         Begin, end and padding tokens are dropped; other special tokens, such as think tags, stay.
         """
-        kept = np.asarray(ids).tolist()
-        if kept and kept[-1] in self._dropped:
-            del kept[-1]
-        if not self._dropped.isdisjoint(kept):
-            kept = [token for token in kept if token not in self._dropped]
-        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return str(self._ids_to_text(kept, **options))
+        return self._ids_to_text(np.asarray(ids).tolist())
 
     @cached_property
-    def _ids_to_text(self) -> Callable[..., str]:
-        """The tokenizer's `decode`; where it is transformers' own, without its look at each element."""
-        decode: Callable[..., str] = self.tokenizer.decode
-        if getattr(decode, "__module__", "") == "transformers.tokenization_utils_base":
-            decode = getattr(self.tokenizer, "_decode", decode)
+    def _ids_to_text(self) -> Callable[[list[int]], str]:
+        """What decodes: a table if the tokenizer is transformers' own and of a kind that has one."""
+        ask: Callable[..., str] = self.tokenizer.decode
+        if getattr(ask, "__module__", "") == "transformers.tokenization_utils_base":
+            ask = getattr(self.tokenizer, "_decode", ask)  # without its look at each element
+            backend = getattr(self.tokenizer, "_tokenizer", None)
+            if ask.__module__ == "transformers.tokenization_utils_tokenizers" and has_table(
+                backend
+            ):
+                return TokenText(backend, self._dropped).join
+
+        def decode(ids: list[int]) -> str:
+            kept = [token for token in ids if token not in self._dropped]
+            return str(ask(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
         return decode

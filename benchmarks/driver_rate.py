@@ -1,0 +1,224 @@
+"""Measure how many groups a second one driver carries, by the number of its engines.
+
+    python benchmarks/driver_rate.py [--engines 8 64 512] [--seconds 8] [--reward plain|function] [--profile]
+
+The driver is real: sampler, strategy, group runner, single-turn loop, pool, supervision, waits and timeline,
+reward, journal, replay buffer, batches. An engine is an object of this process that answers at once with
+tokens made beforehand: what an engine, a socket or Ray costs is not in the figures (`driver.py` and
+`many_producers.py` have them). Prints, for each number of engines, the CPU time per group of the event
+loop's thread, which bounds the groups per second, and of all threads (the journal's writer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import gc
+import pstats
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from instant_engine import cpu_s
+
+from penstock.agent.single_turn import SingleTurn
+from penstock.config import LaunchConfig, RewardConfig, SamplingConfig
+from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.sampler import Sampler
+from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
+from penstock.journal import Journal
+from penstock.pool.pool import EnginePool
+from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
+from penstock.produce.replay_buffer import ReplayBuffer
+from penstock.reward import build_reward
+from penstock.reward.protocol import Reward
+from penstock.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.supervise.worker import Worker
+from penstock.track.timeline_log import TimelineLog
+from penstock.types import Prompt, Rollout, Score, StepReport, VersionSegment
+from penstock.watch.waits import Waits
+
+GROUPS_PER_STEP, GENERATIONS, SLOTS = 512, 8, 64
+REWARD = f"{Path(__file__).resolve()}:has_number"
+POLICY = Path(__file__).resolve().parent.parent / "src" / "penstock" / "demo" / "policy"
+
+
+def has_number(response: str, gt_answer: str) -> float:
+    """A user's reward function, as cheap as one is."""
+    return float(gt_answer in response)
+
+
+class Even:
+    """A reward that costs nothing."""
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        return Score(1.0)
+
+    async def close(self) -> None: ...
+
+
+class InstantWorker:
+    """A worker of this process whose engine answers in the next turn of the event loop."""
+
+    can_be_killed, place = False, "this process"
+
+    def __init__(self, name: str, tokens: int) -> None:
+        self.name, self._tokens, self.version = name, tokens, 0
+        ids = np.random.default_rng(0).integers(3, 60, tokens, dtype=np.int32)
+        self._arrays = (ids, np.zeros(tokens, np.float32))
+        self._closed = asyncio.Event()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        await asyncio.sleep(0)
+        if method == "generate_many":
+            return self._generate(args[0])
+        if method == "stats":
+            stats: dict[str, Any] = dict.fromkeys(("running", "waiting", "tokens_generated"), 0)
+            return EngineStats(policy_version=0, digest="", busy_s=0.0, slots=SLOTS, **stats)
+        return None
+
+    def _generate(self, requests: list[GenerationRequest]) -> list[Generation]:
+        ids, logprobs = self._arrays
+        segments = (VersionSegment(self.version, self._tokens),)
+        return [
+            Generation(
+                request_id=request.request_id,
+                token_ids=ids,
+                logprobs=logprobs,
+                segments=segments,
+                finish_reason="stop",
+            )
+            for request in requests
+        ]
+
+    async def ended(self) -> str:
+        await self._closed.wait()
+        return "closed"
+
+    async def stack(self) -> str:
+        return ""
+
+    async def activity(self) -> float | None:
+        return None
+
+    async def kill(self) -> None: ...
+
+    async def close(self) -> None:
+        self._closed.set()
+
+
+async def engine_pool(
+    count: int, tokens: int, waits: Waits
+) -> tuple[EnginePool, list[InstantWorker]]:
+    workers = [InstantWorker(f"engine-{number}", tokens) for number in range(count)]
+    made = []
+    for worker in workers:
+
+        async def spawn(worker: Worker = worker) -> Worker:
+            return worker
+
+        one = Supervised(worker.name, spawn, LaunchConfig(), SupervisionCallbacks(waits=waits))
+        await one.start()
+        made.append(one)
+    pool = EnginePool(made, waits)
+    await pool.start()
+    return pool, workers
+
+
+def producer(options: argparse.Namespace, pool: EnginePool, journal: Journal) -> Producer:
+    buffer, ids = ReplayBuffer(), np.arange(3, 67, dtype=np.int32)
+    prompts = [
+        Prompt(prompt_id=f"p:{n}", messages=(), token_ids=ids, gt_answer=str(n))
+        for n in range(4096)
+    ]
+    reward: Reward = Even()
+    if options.reward == "function":
+        settings = [RewardConfig(type=REWARD)]
+        reward = build_reward(settings, max_tokens=options.tokens, waits=journal.waits)
+    sampling = SamplingConfig(num_generations=GENERATIONS)
+    decode = ChatTemplate(load_tokenizer(POLICY)).decode
+    task = ProduceTask(
+        name="t",
+        weight=1.0,
+        strategy=AsyncProduceStrategyConfig(max_staleness=1).build(),
+        agent_loop=SingleTurn(engine=pool, reward=reward, sampling=sampling, decode=decode),
+        sampler=Sampler(
+            prompts, task_name="t", prompt_repeat_k=GENERATIONS, seed=0, replay_buffer=buffer
+        ),
+    )
+    return Producer(
+        tasks=[task],
+        replay_buffer=buffer,
+        journal=journal,
+        progress=ProduceProgress.build(["t"]),
+        groups_per_step=GROUPS_PER_STEP,
+        waits=journal.waits,
+    )
+
+
+async def measure(options: argparse.Namespace, engines: int, folder: Path) -> str:
+    waits = Waits()
+    timeline = TimelineLog(folder / "timeline", waits)
+    pool, workers = await engine_pool(engines, options.tokens, waits)
+    journal = Journal.open(folder / "journal.db")
+    journal.waits = waits
+    made = producer(options, pool, journal)
+    profile = cProfile.Profile()
+    producing = asyncio.create_task(made.run())
+    step = groups = 0
+    before, loop_before, all_before = float("inf"), 0.0, 0.0
+    while time.perf_counter() - before < options.seconds:
+        step += 1
+        batch = await made.take_batch(step)
+        await journal.commit_step(StepReport(step=step, policy_version=step, digest="d"))
+        for worker in workers:
+            worker.version = step
+        made.weights_updated(step)
+        groups += len(batch.groups)
+        if step == 2:  # warm
+            groups, before = 0, time.perf_counter()
+            loop_before, all_before = cpu_s(resource.RUSAGE_THREAD), cpu_s(resource.RUSAGE_SELF)
+            if options.profile:
+                profile.enable()
+    profile.disable()
+    loop_s = (cpu_s(resource.RUSAGE_THREAD) - loop_before) / groups
+    all_s = (cpu_s(resource.RUSAGE_SELF) - all_before) / groups
+    wall_s = (time.perf_counter() - before) / groups
+    producing.cancel()
+    await asyncio.wait([producing])
+    journal.close()
+    timeline.close()
+    await pool.close()
+    if options.profile:
+        pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(45)
+    times = f"{loop_s * 1e3:.3f} | {all_s * 1e3:.3f}"
+    return f"| {engines} | {times} | {1 / loop_s:,.0f} | {1 / wall_s:,.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--reward", choices=("plain", "function"), default="function")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    gc.freeze()  # as a session does
+    gc.set_threshold(50_000, 20, 100)
+    print(
+        f"groups of {GENERATIONS} x {options.tokens} tokens\n"
+        "| engines | loop, ms a group | all threads, ms | groups/s of the loop | by the wall clock |\n"
+        "|---|---|---|---|---|"
+    )
+    for engines in options.engines:
+        with tempfile.TemporaryDirectory() as folder:
+            print(asyncio.run(measure(options, engines, Path(folder))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
