@@ -89,6 +89,10 @@ def extend_segments(
     return (*segments, VersionSegment(version, length))
 
 
+def _tokens_of(segments: Sequence[VersionSegment]) -> int:
+    return sum([segment.length for segment in segments]) if segments else 0
+
+
 def expand_segments(segments: Iterable[VersionSegment]) -> list[int]:
     """Return the version of every token."""
     return [segment.version for segment in segments for _ in range(segment.length)]
@@ -138,16 +142,9 @@ class Prompt:
         return Prompt, (*asked, self.gt_answer, self.test_cases, self.extra)
 
 
-def _no_ids() -> np.ndarray:
-    return np.zeros(0, dtype=np.int32)
-
-
-def _no_logprobs() -> np.ndarray:
-    return np.zeros(0, dtype=np.float32)
-
-
-def _no_mask() -> np.ndarray:
-    return np.zeros(0, dtype=np.bool_)
+# Arrays without elements cannot be changed: all rollouts that have no tokens share these.
+_NO_IDS, _NO_LOGPROBS = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+_NO_MASK = np.zeros(0, dtype=np.bool_)
 
 
 @dataclass(slots=True, frozen=True)
@@ -193,9 +190,13 @@ class Rollout:
     rollout_id: str  # "group_id.index", unique for the life of the run
     prompt_ids: np.ndarray  # int32 [prompt length]
     seed: int  # seed of this rollout's own random stream
-    response_ids: np.ndarray = field(default_factory=_no_ids)  # int32
-    logprobs: np.ndarray = field(default_factory=_no_logprobs)  # float32, sampling distribution
-    loss_mask: np.ndarray = field(default_factory=_no_mask)  # True: sampled by the policy, trained
+    response_ids: np.ndarray = field(default_factory=lambda: _NO_IDS)  # int32
+    logprobs: np.ndarray = field(
+        default_factory=lambda: _NO_LOGPROBS
+    )  # float32, sampling distribution
+    loss_mask: np.ndarray = field(
+        default_factory=lambda: _NO_MASK
+    )  # True: sampled by the policy, trained
     segments: tuple[VersionSegment, ...] = ()  # versions of the response tokens, run-length encoded
     rows: tuple[Row, ...] = ()  # empty: one row, `prompt_ids` and the whole response
     earned: tuple[tuple[int, float], ...] = ()  # (tokens, reward earned before they were sampled)
@@ -217,7 +218,8 @@ class Rollout:
 
     def check(self) -> None:
         """Raise a ValueError unless all per-token fields have the same length."""
-        length, in_segments = len(self.response_ids), sum(one.length for one in self.segments)
+        length, segments = len(self.response_ids), self.segments
+        in_segments = segments[0].length if len(segments) == 1 else _tokens_of(segments)
         in_rows = sum(row.length for row in self.rows) if self.rows else length
         in_earned = sum(tokens for tokens, _ in self.earned) if self.earned else length
         same = in_segments == in_rows == in_earned == length
@@ -250,8 +252,11 @@ class Rollout:
         else:
             self.response_ids, self.logprobs = _own(token_ids, _IDS), _own(logprobs, _LOGPROBS)
             self.loss_mask = sampled
-        for segment in segments:
-            self.segments = extend_segments(self.segments, segment.version, segment.length)
+        if self.segments or len(segments) != 1:
+            for segment in segments:
+                self.segments = extend_segments(self.segments, segment.version, segment.length)
+        else:
+            self.segments = (segments[0],)
         self.check()
 
     def sequences(self) -> list[tuple[np.ndarray, slice]]:
@@ -279,7 +284,8 @@ class Rollout:
         return longest
 
     def move_to(self, status: Status) -> None:
-        self.status = move(self.status, status)
+        if status is not self.status:
+            self.status = move(self.status, status)
 
     @property
     def is_finished(self) -> bool:
@@ -293,7 +299,7 @@ class Rollout:
     def restart(self) -> None:
         """Drop the response, so that the rollout is generated from its prompt again."""
         self.move_to(Status.INIT)
-        self.response_ids, self.logprobs, self.loss_mask = _no_ids(), _no_logprobs(), _no_mask()
+        self.response_ids, self.logprobs, self.loss_mask = _NO_IDS, _NO_LOGPROBS, _NO_MASK
         self.segments, self.rows, self.earned = (), (), ()
         self.finish_reason, self.text = "", ""
         self.score, self.error = None, ""

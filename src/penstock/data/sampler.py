@@ -37,14 +37,17 @@ class PromptsExhausted(RunError):
 
 def stable_hash(*parts: object) -> int:
     """Return 63 bits that depend only on the parts, the same on every machine."""
-    text = "\x1f".join(str(part) for part in parts)
+    return _hash_text("\x1f".join(str(part) for part in parts))
+
+
+def _hash_text(text: str) -> int:
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def rollout_seed(run_seed: int, group_id: str, index: int, tries: int) -> int:
     """Return the seed of one rollout's random stream, which depends only on its identity."""
-    return stable_hash(run_seed, group_id, index, tries)
+    return _hash_text(f"{run_seed}\x1f{group_id}\x1f{index}\x1f{tries}")
 
 
 def epoch_order(run_seed: int, task_name: str, epoch: int, size: int) -> np.ndarray:

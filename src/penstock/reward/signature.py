@@ -58,7 +58,6 @@ class Signature:
 
     def of_one(self, rollout: Rollout, prompt: Prompt) -> dict[str, Any]:
         """Return the arguments for one rollout (the shapes ONE and VERL)."""
-        given: dict[str, Any] = {"rollout": rollout, "response": rollout.text, **_of_prompt(prompt)}
         if self.shape is Shape.VERL:
             given = {
                 "data_source": prompt.extra.get("data_source", ""),
@@ -66,7 +65,12 @@ class Signature:
                 "ground_truth": ground_truth(prompt.gt_answer, prompt.extra),
                 "extra_info": prompt.extra.get("extra_info") or {},
             }
-        return self._choose(given, prompt)
+            return self._choose(given, prompt)
+        own = {"rollout": rollout, "response": rollout.text, "prompt": prompt}
+        chosen = {name: own[name] if name in own else getattr(prompt, name) for name in self.own}
+        for name in self.fields:
+            chosen[name] = _field(prompt, name)
+        return chosen
 
     def of_group(self, rollouts: Sequence[Rollout], prompt: Prompt) -> dict[str, Any]:
         """Return the arguments for all rollouts of a group (the shape GROUP)."""

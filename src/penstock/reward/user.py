@@ -48,15 +48,14 @@ class UserFunction:
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         """Call the function for one rollout."""
-        return await self.result(self.begin(rollout, prompt))
+        return self.score_of(await self._end(self.begin(rollout, prompt)))
 
     def begin(self, rollout: Rollout, prompt: Prompt) -> asyncio.Future[Any]:
-        """Begin the call for one rollout; `result` returns its score."""
+        """Begin the call for one rollout; `score_of` its result, or `fault_of` its error, is the outcome."""
         return self._begin(self._signature.of_one(rollout, prompt))
 
-    async def result(self, call: asyncio.Future[Any]) -> Score:
-        """Wait for a call that `begin` began."""
-        value = await self._end(call)
+    def score_of(self, value: Any) -> Score:
+        """Return what the function returned as a score; raise a RewardError if it is none."""
         return _verl_score(value) if self._signature.shape is Shape.VERL else as_score(value)
 
     async def _score_group(
@@ -90,8 +89,14 @@ class UserFunction:
     async def _end(self, call: asyncio.Future[Any]) -> Any:
         try:
             return await call
-        except CallTimeout:
-            raise RewardError(f"no result after {self._timeout_s:g} s (timeout_s)") from None
+        except CallTimeout as late:
+            raise self.fault_of(late) from None
+
+    def fault_of(self, error: Exception) -> Exception:
+        """Return the error of a call in the user's words."""
+        if isinstance(error, CallTimeout):
+            return RewardError(f"no result after {self._timeout_s:g} s (timeout_s)")
+        return error
 
     async def close(self) -> None:
         """End the threads; a hanging one does not keep the process alive."""
@@ -139,6 +144,8 @@ def as_score(value: Any) -> Score:
         return value
     if isinstance(value, bool):
         return Score(value=float(value), answer_ok=value)
+    if type(value) is float:
+        return Score(value)
     fields = value if isinstance(value, Mapping) else {"value": value}
     try:
         return Score(**{**fields, "value": float(fields["value"])})

@@ -140,7 +140,13 @@ class VerifiableReward:
             for rollout, prompt in pairs:
                 calls.append(self._begin_call(function, rollout, prompt))
             for call, (rollout, _) in zip(calls, pairs, strict=True):
-                outcomes.append(await self._outcome(part, function, call, rollout.rollout_id))
+                try:
+                    value = await call
+                except Exception as error:  # the edge of one rollout: a fault is named and isolated
+                    fault = function.fault_of(error)
+                    outcomes.append(_named(fault, part.name, rollout.rollout_id))
+                else:
+                    outcomes.append(self._judged(part, function, value, rollout.rollout_id))
         finally:
             for call in calls:
                 call.cancel()  # after a stop; those that are done stay as they are
@@ -149,11 +155,8 @@ class VerifiableReward:
     def _begin_call(
         self, function: UserFunction, rollout: Rollout, prompt: Prompt
     ) -> asyncio.Future[Any]:
-        wait = self._waits.wait(
-            self._lane, WaitKind.REWARD, rollout.rollout_id, responder=self._lane
-        )
-        wait.__enter__()
-        wait.task = None  # it ends with its call, not with what this task opens next
+        # of no task: it ends with its call, not with what this task opens next
+        wait = self._waits.begin(self._lane, WaitKind.REWARD, rollout.rollout_id, self._lane)
         try:
             call = function.begin(rollout, prompt)
         except Exception as error:  # the edge of one rollout: told where the outcome is awaited
@@ -162,12 +165,13 @@ class VerifiableReward:
         call.add_done_callback(partial(_close_wait, wait))
         return call
 
-    async def _outcome(
-        self, part: Part, function: UserFunction, call: asyncio.Future[Any], rollout_id: str
+    def _judged(
+        self, part: Part, function: UserFunction, value: Any, rollout_id: str
     ) -> Score | BaseException:
+        """Return the score of what the function returned; an error if that is no score."""
         try:
-            score = await function.result(call)
-        except Exception as error:  # the edge of one rollout: a fault is named and isolated
+            score = function.score_of(value)
+        except Exception as error:
             return _named(error, part.name, rollout_id)
         try:
             return self._sum([_checked(score, part.name, rollout_id)])
@@ -189,6 +193,8 @@ class VerifiableReward:
         return [self._sum([column[row] for column in columns]) for row in range(len(rollouts))]
 
     def _sum(self, scores: Sequence[Score]) -> Score:
+        if len(scores) == 1 and not scores[0].parts:
+            return _sum_of_one(self.parts[0], scores[0])
         value, parts, notes = 0.0, dict[str, float](), list[str]()
         for part, score in zip(self.parts, scores, strict=True):
             value += part.weight * score.value
@@ -219,6 +225,12 @@ class VerifiableReward:
 def _close_wait(wait: OpenWait, call: asyncio.Future[Any]) -> None:
     fault = asyncio.CancelledError() if call.cancelled() else call.exception()
     wait.__exit__(None if fault is None else type(fault))
+
+
+def _sum_of_one(part: Part, score: Score) -> Score:
+    """Return the sum of one part without parts of its own, as most tasks have it."""
+    judged = (score.format_ok, score.answer_ok, score.note, score.parsed, score.tests or ())
+    return Score(0.0 + part.weight * score.value, {part.name: score.value}, *judged)
 
 
 def _all_of(judged: Sequence[bool | None]) -> bool | None:

@@ -57,5 +57,5 @@ class TimelineLog:
 def _line(lane: str, what: str, detail: str, start: float, end: float) -> str:
     """Return one event as JSON; written by hand, because a run has thousands in a minute."""
     more = f', "detail": {quoted(detail)}' if detail else ""
-    times = f'"start": {round(start, 6)!r}, "end": {round(end, 6)!r}'
+    times = f'"start": {start:.6f}, "end": {end:.6f}'
     return f'{{"lane": {quoted(lane)}, "what": {quoted(what)}, {times}{more}}}'

@@ -100,6 +100,13 @@ class Waits:
         """Return a wait that is open inside its `with` block."""
         return OpenWait(self, lane, what, detail, responder)
 
+    def begin(self, lane: str, what: WaitKind, detail: str, responder: str) -> OpenWait:
+        """Return an open wait that belongs to no task; close it with `__exit__`."""
+        wait = OpenWait(self, lane, what, detail, responder, self.clock())
+        wait.number = next(self.numbers)
+        self.open[wait.number] = wait
+        return wait
+
     def leaves(self) -> list[OpenWait]:
         """Return the open waits that have a responder; for each task, the one it opened last."""
         deepest = {wait.task or number: wait for number, wait in self.open.items()}
@@ -127,9 +134,8 @@ class WaitInOrder:
             self._asked_since = True
             return
         done, what = answered(), self._what
-        wait = self._waits.wait(self._lane, what, detail, responder=self._responder)
-        wait.__enter__()
-        wait.task, self._is_open, self._asked_since = None, True, False
+        wait = self._waits.begin(self._lane, what, detail, self._responder)
+        self._is_open, self._asked_since = True, False
         done.add_done_callback(lambda done: self._close(wait, detail, answered, done))
 
     def _close(
