@@ -1,12 +1,12 @@
 """Measure how many groups a second one driver carries, by the number of its engines.
 
-    python benchmarks/driver_rate.py [--engines 8 64 512] [--seconds 8] [--reward plain|function] [--profile]
+    python benchmarks/driver_rate.py [--engines 8 64 512] [--seconds 8] [--generations 8] [--profile]
 
 The driver is real: sampler, strategy, group runner, single-turn loop, pool, supervision, waits and timeline,
-reward, journal, replay buffer, batches. An engine is an object of this process that answers at once with
-tokens made beforehand: what an engine, a socket or Ray costs is not in the figures (`driver.py` and
-`many_producers.py` have them). Prints, for each number of engines, the CPU time per group of the event
-loop's thread, which bounds the groups per second, and of all threads (the journal's writer).
+a user's reward function, journal, replay buffer, batches. An engine is an object of this process that answers
+at once with tokens made beforehand: what an engine, a socket or Ray costs is not in the figures (`driver.py`
+and `many_producers.py` have them). Prints the CPU time per group of the event loop's thread, which bounds
+the groups per second, and of all threads: the journal's and the reward's share the interpreter lock with it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ from penstock.pool.pool import EnginePool
 from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.reward import build_reward
-from penstock.reward.protocol import Reward
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.worker import Worker
 from penstock.track.timeline_log import TimelineLog
-from penstock.types import Prompt, Rollout, Score, StepReport, VersionSegment
+from penstock.types import Prompt, StepReport, VersionSegment
 from penstock.watch.waits import Waits
 
-GROUPS_PER_STEP, GENERATIONS, SLOTS = 512, 8, 64
+GROUPS_PER_STEP, SLOTS = 512, 64
 REWARD = f"{Path(__file__).resolve()}:has_number"
 POLICY = Path(__file__).resolve().parent.parent / "src" / "penstock" / "demo" / "policy"
 
@@ -51,15 +50,6 @@ POLICY = Path(__file__).resolve().parent.parent / "src" / "penstock" / "demo" / 
 def has_number(response: str, gt_answer: str) -> float:
     """A user's reward function, as cheap as one is."""
     return float(gt_answer in response)
-
-
-class Even:
-    """A reward that costs nothing."""
-
-    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
-        return Score(1.0)
-
-    async def close(self) -> None: ...
 
 
 class InstantWorker:
@@ -136,11 +126,9 @@ def producer(options: argparse.Namespace, pool: EnginePool, journal: Journal) ->
         Prompt(prompt_id=f"p:{n}", messages=(), token_ids=ids, gt_answer=str(n))
         for n in range(4096)
     ]
-    reward: Reward = Even()
-    if options.reward == "function":
-        settings = [RewardConfig(type=REWARD)]
-        reward = build_reward(settings, max_tokens=options.tokens, waits=journal.waits)
-    sampling = SamplingConfig(num_generations=GENERATIONS)
+    settings = [RewardConfig(type=REWARD)]
+    reward = build_reward(settings, max_tokens=options.tokens, waits=journal.waits)
+    sampling = SamplingConfig(num_generations=options.generations)
     decode = ChatTemplate(load_tokenizer(POLICY)).decode
     task = ProduceTask(
         name="t",
@@ -148,7 +136,11 @@ def producer(options: argparse.Namespace, pool: EnginePool, journal: Journal) ->
         strategy=AsyncProduceStrategyConfig(max_staleness=1).build(),
         agent_loop=SingleTurn(engine=pool, reward=reward, sampling=sampling, decode=decode),
         sampler=Sampler(
-            prompts, task_name="t", prompt_repeat_k=GENERATIONS, seed=0, replay_buffer=buffer
+            prompts,
+            task_name="t",
+            prompt_repeat_k=options.generations,
+            seed=0,
+            replay_buffer=buffer,
         ),
     )
     return Producer(
@@ -203,15 +195,15 @@ async def measure(options: argparse.Namespace, engines: int, folder: Path) -> st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--reward", choices=("plain", "function"), default="function")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     gc.freeze()  # as a session does
     gc.set_threshold(50_000, 20, 100)
     print(
-        f"groups of {GENERATIONS} x {options.tokens} tokens\n"
+        f"groups of {options.generations} x {options.tokens} tokens\n"
         "| engines | loop, ms a group | all threads, ms | groups/s of the loop | by the wall clock |\n"
         "|---|---|---|---|---|"
     )

@@ -48,10 +48,12 @@ class Requests:
     async def generate_many(
         self, requests: list[GenerationRequest], *, least_version: int
     ) -> list[Generation]:
+        shared, slots = requests[0].prompt_ids if requests else None, self.dispatcher.room.slots
+        if 0 < len(requests) <= slots and all(one.prompt_ids is shared for one in requests):
+            return await self._generate_batch(requests, least_version)  # a group, as most calls
         prompts: dict[bytes, list[int]] = {}
         for place, request in enumerate(requests):
             prompts.setdefault(request.prompt_ids.tobytes(), []).append(place)
-        slots = self.dispatcher.room.slots
         parts = [
             places[start : start + slots]
             for places in prompts.values()
