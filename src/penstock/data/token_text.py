@@ -57,7 +57,7 @@ class TokenText(dict[int, bytes]):
 
 
 def has_table(backend: Any) -> bool:
-    """Return whether a `tokenizers.Tokenizer` decodes each token by itself, as far as this file knows."""
+    """Return whether a tokenizer of the tokenizers package decodes each token by itself, as far as this file knows."""
     return _kind(backend) in _DECODERS
 
 
