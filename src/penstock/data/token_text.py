@@ -8,7 +8,6 @@ Special tokens stay, and nothing is cleaned up.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from operator import itemgetter
 from typing import Any
 
 
@@ -49,11 +48,7 @@ class TokenText(dict[int, bytes]):
 
     def join(self, token_ids: list[int]) -> str:
         """Return the text of the ids; bytes that are no UTF-8 become the replacement character."""
-        if len(token_ids) > 1:  # one look-up of all ids is three times as fast as one for each
-            parts = itemgetter(*token_ids)(self)
-        else:
-            parts = tuple(self[token_id] for token_id in token_ids)
-        return b"".join(parts).decode("utf-8", "replace")
+        return b"".join(map(self.__getitem__, token_ids)).decode("utf-8", "replace")
 
 
 def has_table(backend: Any) -> bool:
