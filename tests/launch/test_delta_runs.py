@@ -18,7 +18,7 @@ WORDS = [
     "launch.restart_backoff_s=0",
     "produce.strategy=sync",
     "model.dtype=bfloat16",
-    "train.lr=1e-5",  # few weights change their bits
+    "train.lr=1e-6",  # few weights change their bits
 ]
 DELTA = "sync.kind=delta"
 PLACES = [
