@@ -191,12 +191,10 @@ class Rollout:
     prompt_ids: np.ndarray  # int32 [prompt length]
     seed: int  # seed of this rollout's own random stream
     response_ids: np.ndarray = field(default_factory=lambda: _NO_IDS)  # int32
-    logprobs: np.ndarray = field(
-        default_factory=lambda: _NO_LOGPROBS
-    )  # float32, sampling distribution
-    loss_mask: np.ndarray = field(
-        default_factory=lambda: _NO_MASK
-    )  # True: sampled by the policy, trained
+    # float32, of the sampling distribution
+    logprobs: np.ndarray = field(default_factory=lambda: _NO_LOGPROBS)
+    # True: sampled by the policy, trained
+    loss_mask: np.ndarray = field(default_factory=lambda: _NO_MASK)
     segments: tuple[VersionSegment, ...] = ()  # versions of the response tokens, run-length encoded
     rows: tuple[Row, ...] = ()  # empty: one row, `prompt_ids` and the whole response
     earned: tuple[tuple[int, float], ...] = ()  # (tokens, reward earned before they were sampled)
