@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -17,17 +16,6 @@ pytest.importorskip("triton")
 from penstock.engine.transformers.cuda import decode_layer, row_tiles  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut products into tiles of the models' size: interpreted, the rest of a tile takes time too.
-
-    `test_row_kernels.py` interprets the tiles that `row_tiles` chooses.
-    """
-    if INTERPRETED:
-        smaller = functools.partial(row_tiles.Tiles, split=4, block=32)
-        monkeypatch.setattr(row_tiles, "Tiles", smaller)
 
 
 def small(kind: str, **fields: Any) -> Any:
