@@ -71,7 +71,7 @@ OWNED = {
     "reward/math_pool.py MathPool.compare": "every call in it is awaited",
     "reward/reward_model.py RewardModel.score": "`_run_batch` fails every waiting rollout",
     "reward/call_threads.py CallThreads._start_worker": "`_work` carries any error to its waiter",
-    "run_data.py RunData.read": "its outcome is awaited; a stop leaves it behind",
+    "run_data.py left_behind": "its outcome is awaited; a stop leaves it behind",
     "sandbox/client.py VerificationClient._attempt": "every call in it is awaited",
     "sandbox/listener.py Listener._serve_next": "`_served` logs its error; `close` ends it",
     "sandbox/pool.py SandboxPool.__init__": "the next caller of `_take` meets the same error",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from penstock import cli
+from penstock import cli, job
 from penstock.errors import StopRequested
 from penstock.launch.processes import local
 from penstock.run_data import RunData
@@ -53,9 +53,10 @@ def test_what_the_program_around_a_run_froze_stays_frozen() -> None:
     assert gc.get_freeze_count() > 1000
 
 
+@pytest.mark.parametrize(("owner", "name"), [(RunData, "load"), (job, "measure")])
 @pytest.mark.parametrize("kind", ["inline", "local"])
 def test_a_stop_during_the_start_does_not_wait_for_the_data(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, left = list[bool](), threading.Event()
 
@@ -67,7 +68,7 @@ def test_a_stop_during_the_start_does_not_wait_for_the_data(
         await asyncio.Event().wait()
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(RunData, "load", load)
+    monkeypatch.setattr(owner, name, load)
     monkeypatch.setattr(local, "start", launch)
     try:
         done = CliRunner().invoke(cli.app, ["train", *TINY, f"launch.kind={kind}"])

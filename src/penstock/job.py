@@ -50,7 +50,7 @@ from penstock.produce import (
     strategy_config,
 )
 from penstock.reward import build_reward
-from penstock.run_data import RunData, count_steps
+from penstock.run_data import RunData, count_steps, left_behind
 from penstock.run_folder import RunFolder
 from penstock.supervise.trainer import TrainerPart
 from penstock.track.fanout import Fanout
@@ -207,7 +207,7 @@ async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
         )
         eval_tasks = _eval_tasks(config, data, journal.waits, closing, endpoint)
         job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
-        overlaps = await asyncio.to_thread(_overlaps, data, eval_tasks)
+        overlaps = await left_behind(lambda: _overlaps(data, eval_tasks))
         job.facts = {**facts, **overlaps, TOTAL_STEPS: str(total_steps)}
         job.start_report = report
         await _serve_control(folder, workers, closing)
@@ -319,7 +319,7 @@ async def serve_agents(tasks: Iterable[TaskDataConfig], closing: AsyncExitStack)
 async def _load_and_measure(config: Config) -> tuple[RunData, dict[str, str]]:
     """Read the data; return it with what the run depends on outside its folder."""
     data = await RunData.read(config)
-    return data, await asyncio.to_thread(measure, config, data.by_key())
+    return data, await left_behind(lambda: measure(config, data.by_key()))
 
 
 async def _load_and_launch(
@@ -341,6 +341,7 @@ async def _load_and_launch(
         except asyncio.CancelledError:
             display.tell("stopping")
             loading.cancel()
+            await asyncio.wait([loading])
             raise
         except BaseException:
             await loading  # an error in the data says more

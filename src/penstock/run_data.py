@@ -6,8 +6,10 @@ import asyncio
 import contextvars
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from penstock.config import Config, TaskDataConfig
 from penstock.data import Dataset, load_dataset
@@ -15,6 +17,8 @@ from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.context import check_context
 from penstock.errors import UserError
 from penstock.reward import fields_read
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,25 +51,29 @@ class RunData:
 
     @classmethod
     async def read(cls, config: Config, with_training: bool = True) -> RunData:
-        """Load in a thread that a stop leaves behind: a large file takes minutes."""
-        outcome: Future[RunData] = Future()
-        outcome.set_running_or_notify_cancel()
-
-        def work() -> None:
-            try:
-                outcome.set_result(cls.load(config, with_training))
-            except BaseException as error:  # raised again in the task that waits
-                outcome.set_exception(error)
-
-        context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(work,), name="data", daemon=True).start()
-        return await asyncio.wrap_future(outcome)
+        return await left_behind(lambda: cls.load(config, with_training))
 
     def by_key(self) -> dict[str, Dataset]:
         """Return the datasets by the key that names each, such as `tasks.math.data`."""
         trained = {f"tasks.{name}.data": dataset for name, dataset in self.train.items()}
         judged = {f"eval.tasks.{name}.data": data for name, data in self.evaluation.items()}
         return trained | judged
+
+
+async def left_behind(work: Callable[[], T]) -> T:
+    """Return what `work` returns; its thread is left behind by a stop, because a large file takes minutes."""
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # raised again in the task that waits
+            outcome.set_exception(error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name="data", daemon=True).start()
+    return await asyncio.wrap_future(outcome)
 
 
 def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:

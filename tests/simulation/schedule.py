@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -75,6 +75,11 @@ class _Data:
         return {}
 
 
+async def _left_behind(work: Callable[[], Any]) -> Any:
+    """Stands in for a thread that a stop leaves behind."""
+    return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
 class _Control:
     """Stands in for the control socket."""
 
@@ -112,6 +117,7 @@ def installed(world: World) -> Iterator[None]:
         (local, "_free_port", lambda: next(ports)),
         (run_folder, "_read", lambda path: world.config),  # of a run that has not begun
         (job, "RunData", _Data),
+        (job, "left_behind", _left_behind),
         (job, "measure", lambda config, datasets: {}),
         (job, "Control", _Control),
         (job, "serve_agents", _no_endpoint),

@@ -177,6 +177,14 @@ def test_tokens_confirm_weights_whose_load_was_never_answered() -> None:
     assert result.violations == [], result.lives
 
 
+@pytest.mark.parametrize("tick", [3, 4, 5])
+def test_a_stop_during_the_start_leaves_no_task(tick: int) -> None:
+    """The task that reads the data was still running when the session ended."""
+    for seed in range(4):
+        result = run_seed(seed, settings=PLAIN, faults=[Fault(kind="stop", target=DRIVER, tick=tick)])
+        assert result.violations == [], (seed, result.lives)
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_publication_waits_for_an_engine_that_is_slow_to_load(seed: int) -> None:
     """At max_staleness 1 every publication waited for the one before to reach all engines: 41 s instead of 12."""
