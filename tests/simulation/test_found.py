@@ -181,7 +181,9 @@ def test_tokens_confirm_weights_whose_load_was_never_answered() -> None:
 def test_a_stop_during_the_start_leaves_no_task(tick: int) -> None:
     """The task that reads the data was still running when the session ended."""
     for seed in range(4):
-        result = run_seed(seed, settings=PLAIN, faults=[Fault(kind="stop", target=DRIVER, tick=tick)])
+        result = run_seed(
+            seed, settings=PLAIN, faults=[Fault(kind="stop", target=DRIVER, tick=tick)]
+        )
         assert result.violations == [], (seed, result.lives)
 
 
