@@ -66,23 +66,35 @@ async def engine_pool(options: argparse.Namespace, folder: Path) -> EnginePool:
     return pool
 
 
-def producer(options: argparse.Namespace, engine: EnginePool, journal: Journal) -> Producer:
+def make_producer(
+    engine: EnginePool,
+    journal: Journal,
+    options: argparse.Namespace,
+    *,
+    groups_per_step: int,
+    max_staleness: int,
+    prompt_tokens: int = 40,
+    last_step: int | None = None,
+    waits: Waits | None = None,
+) -> Producer:
+    """Return a producer of one task: prompts of one length, the demo's tokenizer, a user's reward function."""
+    waits = waits or Waits()
     policy = Path(__file__).resolve().parent.parent / "src" / "penstock" / "demo" / "policy"
-    chat = ChatTemplate(load_tokenizer(policy))
-    buffer, ids = ReplayBuffer(), np.arange(3, 43, dtype=np.int32)
+    buffer, ids = ReplayBuffer(), np.arange(3, 3 + prompt_tokens, dtype=np.int32)
     prompts = [
         Prompt(prompt_id=f"p:{n}", messages=(), token_ids=ids, gt_answer=str(n))
         for n in range(4096)
     ]
+    reward = build_reward([RewardConfig(type=REWARD)], max_tokens=options.tokens, waits=waits)
     task = ProduceTask(
         name="t",
         weight=1.0,
-        strategy=AsyncProduceStrategyConfig(max_staleness=options.steps).build(),
+        strategy=AsyncProduceStrategyConfig(max_staleness=max_staleness).build(),
         agent_loop=SingleTurn(
             engine=engine,
-            reward=build_reward([RewardConfig(type=REWARD)], max_tokens=options.tokens),
+            reward=reward,
             sampling=SamplingConfig(num_generations=options.generations),
-            decode=chat.decode,
+            decode=ChatTemplate(load_tokenizer(policy)).decode,
         ),
         sampler=Sampler(
             prompts,
@@ -97,8 +109,9 @@ def producer(options: argparse.Namespace, engine: EnginePool, journal: Journal) 
         replay_buffer=buffer,
         journal=journal,
         progress=ProduceProgress.build(["t"]),
-        groups_per_step=options.groups,
-        last_step=options.steps,
+        groups_per_step=groups_per_step,
+        last_step=last_step,
+        waits=waits,
     )
 
 
@@ -107,7 +120,14 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     gc.set_threshold(50_000, 20, 100)
     engine = await engine_pool(options, folder)
     journal = Journal.open(folder / "journal.db")
-    made = producer(options, engine, journal)
+    made = make_producer(
+        engine,
+        journal,
+        options,
+        groups_per_step=options.groups,
+        max_staleness=options.steps,
+        last_step=options.steps,
+    )
     profile = cProfile.Profile()
     began, loop_before = time.perf_counter(), cpu_s(resource.RUSAGE_THREAD)
     all_before = cpu_s(resource.RUSAGE_SELF)

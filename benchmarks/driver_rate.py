@@ -24,32 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from driver import make_producer
 from instant_engine import cpu_s
 
-from penstock.agent.single_turn import SingleTurn
-from penstock.config import LaunchConfig, RewardConfig, SamplingConfig
-from penstock.data.chat import ChatTemplate, load_tokenizer
-from penstock.data.sampler import Sampler
+from penstock.config import LaunchConfig
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
 from penstock.journal import Journal
 from penstock.pool.pool import EnginePool
-from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.produce.replay_buffer import ReplayBuffer
-from penstock.reward import build_reward
 from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.supervise.worker import Worker
 from penstock.track.timeline_log import TimelineLog
-from penstock.types import Prompt, StepReport, VersionSegment
+from penstock.types import StepReport, VersionSegment
 from penstock.watch.waits import Waits
 
 GROUPS_PER_STEP, SLOTS = 512, 64
-REWARD = f"{Path(__file__).resolve()}:has_number"
-POLICY = Path(__file__).resolve().parent.parent / "src" / "penstock" / "demo" / "policy"
-
-
-def has_number(response: str, gt_answer: str) -> float:
-    """A user's reward function, as cheap as one is."""
-    return float(gt_answer in response)
 
 
 class InstantWorker:
@@ -120,46 +108,21 @@ async def engine_pool(
     return pool, workers
 
 
-def producer(options: argparse.Namespace, pool: EnginePool, journal: Journal) -> Producer:
-    buffer, ids = ReplayBuffer(), np.arange(3, 67, dtype=np.int32)
-    prompts = [
-        Prompt(prompt_id=f"p:{n}", messages=(), token_ids=ids, gt_answer=str(n))
-        for n in range(4096)
-    ]
-    settings = [RewardConfig(type=REWARD)]
-    reward = build_reward(settings, max_tokens=options.tokens, waits=journal.waits)
-    sampling = SamplingConfig(num_generations=options.generations)
-    decode = ChatTemplate(load_tokenizer(POLICY)).decode
-    task = ProduceTask(
-        name="t",
-        weight=1.0,
-        strategy=AsyncProduceStrategyConfig(max_staleness=1).build(),
-        agent_loop=SingleTurn(engine=pool, reward=reward, sampling=sampling, decode=decode),
-        sampler=Sampler(
-            prompts,
-            task_name="t",
-            prompt_repeat_k=options.generations,
-            seed=0,
-            replay_buffer=buffer,
-        ),
-    )
-    return Producer(
-        tasks=[task],
-        replay_buffer=buffer,
-        journal=journal,
-        progress=ProduceProgress.build(["t"]),
-        groups_per_step=GROUPS_PER_STEP,
-        waits=journal.waits,
-    )
-
-
 async def measure(options: argparse.Namespace, engines: int, folder: Path) -> str:
     waits = Waits()
     timeline = TimelineLog(folder / "timeline", waits)
     pool, workers = await engine_pool(engines, options.tokens, waits)
     journal = Journal.open(folder / "journal.db")
     journal.waits = waits
-    made = producer(options, pool, journal)
+    made = make_producer(
+        pool,
+        journal,
+        options,
+        groups_per_step=GROUPS_PER_STEP,
+        max_staleness=1,
+        prompt_tokens=64,
+        waits=waits,
+    )
     profile = cProfile.Profile()
     producing = asyncio.create_task(made.run())
     step = groups = 0

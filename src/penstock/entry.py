@@ -2,7 +2,7 @@
 
 A worker imports torch and transformers for seconds, in which the driver imports the session, checks the data and
 opens the journal. What costs nothing to check is checked before a process starts, and so is the trust in a run
-folder. Imports nothing heavy, because processes start the later for it.
+folder. Import nothing heavy here: it would delay the start of the processes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Token ids to text by a table, for tokenizers where a text is the sum of its tokens' bytes.
 
 A run decodes every response, and asking the tokenizer was a third of the driver's work. Byte-level tokenizers (Qwen,
-Llama 3, GPT) and those that only join their tokens decode each token by itself; others are not for this table.
+Llama 3, GPT) and those that only join their tokens decode each token by itself. All others are asked as before.
 Special tokens stay, and nothing is cleaned up.
 """
 
@@ -52,7 +52,7 @@ class TokenText(dict[int, bytes]):
 
 
 def has_table(backend: Any) -> bool:
-    """Return whether a tokenizer of the tokenizers package decodes each token by itself, as far as this file knows."""
+    """Return whether this file knows how a tokenizer of the tokenizers package decodes each token by itself."""
     return _kind(backend) in _DECODERS
 
 

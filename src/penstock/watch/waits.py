@@ -101,7 +101,7 @@ class Waits:
         return OpenWait(self, lane, what, detail, responder)
 
     def begin(self, lane: str, what: WaitKind, detail: str, responder: str) -> OpenWait:
-        """Return an open wait that belongs to no task; close it with `__exit__`."""
+        """Open a wait that belongs to no task, and return it; the caller closes it with `__exit__`."""
         wait = OpenWait(self, lane, what, detail, responder, self.clock())
         wait.number = next(self.numbers)
         self.open[wait.number] = wait
