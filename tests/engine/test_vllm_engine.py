@@ -48,7 +48,6 @@ def make_engine(policy: Path, shards: int = 1) -> VllmEngine:
         max_slots=4,
         max_model_len=512,
         enforce_eager=True,
-        sleep_level=2,
         gpu_memory_utilization=0.05,
         tensor_parallel_size=shards,
     )

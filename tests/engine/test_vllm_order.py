@@ -47,8 +47,8 @@ class RecordingLLM:
 class Bench:
     """An engine over the stand-in, started with version 0 from a folder."""
 
-    def __init__(self, folder: Path, level: int) -> None:
-        options = VllmOptions(path=str(folder), sleep_level=level)
+    def __init__(self, folder: Path) -> None:
+        options = VllmOptions(path=str(folder))
         self.engine = VllmEngine(options, fetch=self._fetch)
         self.llm = RecordingLLM()
         self.gone = False
@@ -69,9 +69,9 @@ class Bench:
         return calls
 
 
-def with_bench(folder: Path, level: int, main: Callable[[Bench], Awaitable[None]]) -> None:
+def with_bench(folder: Path, main: Callable[[Bench], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        await main(Bench(tiny.save_policy(folder), level))
+        await main(Bench(tiny.save_policy(folder)))
 
     run(bounded)
 
@@ -84,22 +84,11 @@ def test_an_update_runs_behind_a_pause_of_its_own(tmp_path: Path) -> None:
         await bench.engine.update_weights(2, tiny.handle(2))
         assert bench.taken() == ["pause_generation wait", *UPDATE]
 
-    with_bench(tmp_path, 1, main)
-
-
-def test_level_1_wakes_weights_first_and_sends_nothing(tmp_path: Path) -> None:
-    async def main(bench: Bench) -> None:
-        await bench.engine.sleep()
-        assert not bench.engine._requests.gate.is_set()
-        await bench.engine.wake()
-        assert bench.taken() == ["sleep 1", "wake_up weights", "wake_up kv_cache"]
-        assert bench.engine._requests.gate.is_set()
-
-    with_bench(tmp_path, 1, main)
+    with_bench(tmp_path, main)
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_level_2_loads_the_newest_before_anything_runs(version: int, tmp_path: Path) -> None:
+def test_wake_loads_the_newest_before_anything_runs(version: int, tmp_path: Path) -> None:
     """vLLM resumes by itself when its last memory is back: the weights must be loaded by then."""
 
     async def main(bench: Bench) -> None:
@@ -107,24 +96,25 @@ def test_level_2_loads_the_newest_before_anything_runs(version: int, tmp_path: P
             await bench.engine.update_weights(version, tiny.handle(version))
         bench.taken()
         await bench.engine.sleep()
+        assert not bench.engine._requests.gate.is_set()
         await bench.engine.wake()
         assert bench.taken() == ["sleep 2", "wake_up weights", *UPDATE, "wake_up kv_cache"]
+        assert bench.engine._requests.gate.is_set()
         assert bench.engine._digest == tiny.handle(version).digest
 
-    with_bench(tmp_path, 2, main)
+    with_bench(tmp_path, main)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_weights_that_come_while_it_sleeps_are_loaded_once(level: int, tmp_path: Path) -> None:
+def test_weights_that_come_while_it_sleeps_are_loaded_once(tmp_path: Path) -> None:
     async def main(bench: Bench) -> None:
         await bench.engine.sleep()
         await bench.engine.update_weights(1, tiny.handle(1))
         assert not bench.engine._requests.gate.is_set()
         await bench.engine.wake()
-        assert bench.taken() == [f"sleep {level}", "wake_up weights", *UPDATE, "wake_up kv_cache"]
+        assert bench.taken() == ["sleep 2", "wake_up weights", *UPDATE, "wake_up kv_cache"]
         assert bench.engine._version == 1
 
-    with_bench(tmp_path, level, main)
+    with_bench(tmp_path, main)
 
 
 def test_lost_weights_that_are_gone_wait_for_newer_ones(tmp_path: Path) -> None:
@@ -141,7 +131,7 @@ def test_lost_weights_that_are_gone_wait_for_newer_ones(tmp_path: Path) -> None:
         await bench.engine.wake()
         assert bench.taken() == [*UPDATE, "wake_up kv_cache"]
 
-    with_bench(tmp_path, 2, main)
+    with_bench(tmp_path, main)
 
 
 def test_a_pause_outlives_a_sleep(tmp_path: Path) -> None:
@@ -157,7 +147,7 @@ def test_a_pause_outlives_a_sleep(tmp_path: Path) -> None:
         assert bench.taken() == ["resume_generation"]
         assert bench.engine._requests.gate.is_set()
 
-    with_bench(tmp_path, 1, main)
+    with_bench(tmp_path, main)
 
 
 def test_a_half_done_load_ends_the_engine(tmp_path: Path) -> None:
@@ -171,4 +161,4 @@ def test_a_half_done_load_ends_the_engine(tmp_path: Path) -> None:
         made = await asyncio.wait_for(bench.engine.generate(tiny.request("a")), 10)
         assert "half-way" in made.error
 
-    with_bench(tmp_path, 1, main)
+    with_bench(tmp_path, main)

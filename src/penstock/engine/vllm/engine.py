@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
 
 BACKEND = "penstock"
+SLEEP_LEVEL = 2  # weights are dropped, not copied to the host: a newer version follows in any case
 
 
 # ---- in vLLM's workers
@@ -371,7 +372,7 @@ class VllmEngine:
             self._asleep = True
             self._requests.gate.clear()
             await self._requests.abort_all()
-            await _checked(self._alive.sleep(level=self._options.sleep_level))
+            await _checked(self._alive.sleep(level=SLEEP_LEVEL))
             self._weights = "asleep"
 
     async def wake(self) -> None:
@@ -391,13 +392,13 @@ class VllmEngine:
             self._open_unless_held()
 
     async def _wake_weights(self, llm: AsyncLLM) -> None:
-        """Bring back the weights' memory; after sleep level 2 it is empty."""
+        """Bring back the weights' memory, empty."""
         if self._weights == "asleep":
             await _checked(llm.wake_up(tags=["weights"]))
-            self._weights = "there" if self._options.sleep_level == 1 else "lost"
+            self._weights = "lost"
 
     async def _restore(self, llm: AsyncLLM) -> None:
-        """Load the newest weights again, which sleep level 2 dropped."""
+        """Load the newest weights again, which sleep dropped."""
         if self._latest is not None:
             await self._transfer(llm, self._version, self._latest)
         else:

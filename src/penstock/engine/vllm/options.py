@@ -29,7 +29,6 @@ class VllmOptions:
     max_model_len: int = 0  # most tokens of a request; 0: the model's limit
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
-    sleep_level: int = 1  # 1: weights move to the host; 2: they are dropped and loaded again
     transfer: Transfer = "memory"  # how weights reach the workers
     transfer_folder: str = ""  # visible to all workers; empty: /dev/shm, or the temporary folder
     transfer_address: str = "127.0.0.1"  # address of this host, for the gloo group
@@ -41,7 +40,6 @@ class VllmOptions:
         "max_model_len",
         "gpu_memory_utilization",
         "enforce_eager",
-        "sleep_level",
         "transfer",
         "transfer_folder",
         "transfer_address",
@@ -53,8 +51,6 @@ class VllmOptions:
         if self.transfer not in get_args(Transfer):
             allowed = ", ".join(get_args(Transfer))
             raise UserError(f"engine.options.transfer: got {self.transfer!r}, allowed: {allowed}")
-        if self.sleep_level not in (1, 2):
-            raise UserError(f"engine.options.sleep_level: got {self.sleep_level}, allowed: 1, 2")
 
     @classmethod
     def from_config(cls, config: Config, *, has_gpu: bool) -> Self:
