@@ -13,6 +13,7 @@ import torch
 from penstock.config import Config
 from penstock.training import packed_attention
 from penstock.training.consumer import Consumer
+from penstock.training.update import Outcome
 from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
 
 VOCABULARY = 23
@@ -143,7 +144,7 @@ class Gradients:
         self._consumer = consumer
         consumer._apply_update = self
 
-    def __call__(self, rate: float, loss: Callable[[], float]) -> tuple[float, bool]:
+    def __call__(self, rate: float, loss: Callable[[], float]) -> Outcome:
         self.updates.append(
             {
                 name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
@@ -151,7 +152,7 @@ class Gradients:
             }
         )
         self._consumer.optimizer.zero_grad()
-        return 0.0, True
+        return lambda: (0.0, True)
 
 
 def gradient_of(config: Config, batch: Batch, **parts: Any) -> dict[str, torch.Tensor]:

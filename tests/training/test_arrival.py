@@ -29,12 +29,12 @@ def test_the_share_on_hand_worked_numbers() -> None:
     arrival = Arrival(Policy(model), masters)
     norm = masters.parameters["model.norm.weight"]  # of ones
     before = arrival.sample()
-    assert arrival.share(before) == 1.0  # nothing changed
+    assert arrival.share(before)() == 1.0  # nothing changed
     with torch.no_grad():
         norm[0] += 1 / 512
         norm[1] += 1 / 128
     masters.write_back()
-    assert arrival.share(before) == pytest.approx(16 / 17)  # only the second change
+    assert arrival.share(before)() == pytest.approx(16 / 17)  # only the second change
 
 
 @pytest.mark.parametrize(

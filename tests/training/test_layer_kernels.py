@@ -131,6 +131,7 @@ def test_the_gradients_of_a_norm(
 
     monkeypatch.setattr(norm_kernels, "_PROGRAMS", 2)  # each has several blocks of rows
     monkeypatch.setattr(norm_kernels, "_ELEMENTS", 2 * 128)
+    monkeypatch.setattr(norm_kernels, "_BACK_ELEMENTS", 2 * 128)
     x, weight, grad = (
         draw(*shape, seed=seed).to(dtype)
         for seed, shape in enumerate(((1, rows, width), (width,), (1, rows, width)), start=1)
@@ -148,6 +149,17 @@ def test_the_gradients_of_a_norm(
         results.append([one.detach().cpu() for one in (output, leaves[0].grad, leaves[1].grad)])
     for got, wanted in zip(results[1], results[0], strict=True):
         assert relative_error(got, wanted) < (1e-5 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 70), (9, 128), (300, 1152)])
+def test_sums_over_rows(rows: int, width: int, dtype: torch.dtype) -> None:
+    from penstock.models import norm_kernels
+
+    x = draw(rows, width).to(dtype)
+    got = norm_kernels.column_sums(x.to(DEVICE))
+    assert got.dtype == torch.float32
+    assert relative_error(got.cpu(), x.double().sum(0)) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Llama"])  # with biases, and without

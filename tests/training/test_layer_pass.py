@@ -290,8 +290,8 @@ def test_on_a_gpu_updates_change_the_weights_as_the_fused_parts_do(monkeypatch) 
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_host_waits_for_no_pack(monkeypatch) -> None:
-    """It prepares the next pack while the GPU works; torch raises an error where it would wait."""
+def test_on_a_gpu_the_host_waits_for_no_pack_and_no_optimizer(monkeypatch) -> None:
+    """It prepares what comes next while the GPU works; torch raises an error where it would wait."""
     consumer = on_gpu("Qwen2", monkeypatch, whole=True, micro_batch_tokens=64)
     consumer.train(random_batch(1, groups=8))  # compiles
     current = consumer._prepare(random_batch(2, seed=2, groups=8), num_updates=1)
@@ -299,10 +299,16 @@ def test_on_a_gpu_the_host_waits_for_no_pack(monkeypatch) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         loss = consumer._accumulate(current, np.arange(len(current.flat.rollouts)))
+        before = consumer.arrival.sample()
+        outcome = consumer._apply_update(1e-3, loss)
+        share = consumer.arrival.share(before)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert consumer.work_done > packs + 2
+    assert consumer.work_done > packs + 3
     assert np.isfinite(loss())
+    assert outcome()[0] > 0
+    assert outcome()[1]
+    assert 0.5 < share() < 1.5
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from penstock.algo.method import resolve_settings
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import TokenInputs
 from penstock.training.policy import add_adapters
+from penstock.training.update import Outcome
 from penstock.types import Batch
 from stages.training_data import config_of, consumer_of, random_batch, relative_gap, tiny_model
 from stages.trl_run import END, Updates, run_trl
@@ -125,11 +126,11 @@ def our_updates(consumer: Any, batches: list[Batch], temperature: float) -> Upda
     made = Updates()
     apply_update = consumer._apply_update
 
-    def record(rate: float, loss: Callable[[], float]) -> tuple[float, bool]:
+    def record(rate: float, loss: Callable[[], float]) -> Outcome:
         masters = consumer.masters.parameters
         made.gradients.append({n: p.grad.clone() for n, p in masters.items() if p.grad is not None})
         made.losses.append(loss())
-        result: tuple[float, bool] = apply_update(rate, loss)
+        result: Outcome = apply_update(rate, loss)
         made.weights.append({n: p.detach().clone() for n, p in masters.items()})
         return result
 

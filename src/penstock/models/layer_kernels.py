@@ -149,13 +149,7 @@ class _SiluGate(torch.autograd.Function):
         gate_RF, up_RF = gate.reshape(-1, width), up.reshape(-1, width)
         assert gate_RF.stride(1) == up_RF.stride(1) == 1
         ctx.save_for_backward(gate_RF, up_RF)
-        output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        kernel: Any = _gate
-        kernel[(len(gate_RF), triton.cdiv(width, _COLUMNS))](
-            gate_RF, up_RF, output, gate_RF.stride(0), up_RF.stride(0), width,
-            BLOCK=_COLUMNS, num_warps=4,
-        )  # fmt: skip
-        return output
+        return gate_values(gate_RF, up_RF).view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,6 +158,18 @@ class _SiluGate(torch.autograd.Function):
         gate_grad, up_grad = torch.empty_like(grad), torch.empty_like(grad)
         gate_gradients(grad, gate_RF, up_RF, gate_grad, up_grad, grad.shape[-1])
         return gate_grad, up_grad
+
+
+def gate_values(gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up of matrices whose rows may lie apart."""
+    rows, width = gate_RF.shape
+    output = torch.empty(rows, width, dtype=gate_RF.dtype, device=gate_RF.device)
+    kernel: Any = _gate
+    kernel[(rows, triton.cdiv(width, _COLUMNS))](
+        gate_RF, up_RF, output, gate_RF.stride(0), up_RF.stride(0), width, BLOCK=_COLUMNS,
+        num_warps=4,
+    )  # fmt: skip
+    return output
 
 
 def gate_gradients(

@@ -16,6 +16,8 @@ import triton.language as tl
 
 _PROGRAMS = 528  # four for each processor of a large GPU
 _ELEMENTS = 4096  # of the rows that a program holds at once
+_BACK_ELEMENTS = 1024  # of them in the backward pass, which holds the next rows too
+_SUM_PROGRAMS, _SUM_ROWS, _SUM_COLUMNS = 64, 32, 128  # of a sum over rows
 LARGEST = 8192  # width of a row
 
 
@@ -50,21 +52,61 @@ def _back(
     inside = at < WIDTH
     weight = tl.load(Weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros((ROWS, WIDTH_PAD), tl.float32)  # of the weight's gradient
+    row = program * ROWS + tl.arange(0, ROWS)
+    mask = (row < rows)[:, None] & inside[None, :]
+    place = row[:, None].to(tl.int64) * WIDTH + at[None, :]
+    grad, x = tl.load(Grad + place, mask=mask, other=0.0), tl.load(X + place, mask=mask, other=0.0)
+    inverse = tl.load(Inverse + row, mask=row < rows, other=0.0)
+    for _ in range(program * ROWS, rows, PROGRAMS * ROWS):
+        # The next rows are on their way while these are summed up.
+        next_row = row + PROGRAMS * ROWS
+        next_mask = (next_row < rows)[:, None] & inside[None, :]
+        next_place = next_row[:, None].to(tl.int64) * WIDTH + at[None, :]
+        next_grad = tl.load(Grad + next_place, mask=next_mask, other=0.0)
+        next_x = tl.load(X + next_place, mask=next_mask, other=0.0)
+        next_inverse = tl.load(Inverse + next_row, mask=next_row < rows, other=0.0)
+        added = grad
+        if ADDS:
+            added = tl.load(Added + place, mask=mask, other=0.0)
+        scale = inverse.to(tl.float32)[:, None]
+        normed = x.to(tl.float32) * scale
+        total += grad.to(tl.float32) * normed
+        weighted = grad.to(tl.float32) * weight
+        mean = tl.sum(weighted * normed, 1) / WIDTH
+        x_grad = (weighted - normed * mean[:, None]) * scale
+        if ADDS:
+            x_grad += added.to(tl.float32)
+        tl.store(XGrad + place, x_grad.to(XGrad.dtype.element_ty), mask=mask)
+        row, mask, place = next_row, next_mask, next_place
+        grad, x, inverse = next_grad, next_x, next_inverse
+    tl.store(Partial + program * WIDTH + at, tl.sum(total, 0), mask=inside)
+
+
+@triton.jit
+def _column_sums(
+    X, Partial, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr
+):  # fmt: skip
+    program, at = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(program * ROWS, rows, PROGRAMS * ROWS):
         row = first + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
+        mask = (row < rows)[:, None] & (at < WIDTH)[None, :]
         place = row[:, None].to(tl.int64) * WIDTH + at[None, :]
-        grad = tl.load(Grad + place, mask=mask, other=0.0).to(tl.float32)
-        inverse = tl.load(Inverse + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-        normed = tl.load(X + place, mask=mask, other=0.0).to(tl.float32) * inverse
-        total += grad * normed
-        grad = grad * weight
-        mean = tl.sum(grad * normed, 1) / WIDTH
-        x_grad = (grad - normed * mean[:, None]) * inverse
-        if ADDS:
-            x_grad += tl.load(Added + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(XGrad + place, x_grad.to(XGrad.dtype.element_ty), mask=mask)
-    tl.store(Partial + program * WIDTH + at, tl.sum(total, 0), mask=inside)
+        total += tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(Partial + program * WIDTH + at, tl.sum(total, 0), mask=at < WIDTH)
+
+
+def column_sums(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the rows of a contiguous matrix, in float32."""
+    rows, width = x.shape
+    programs = max(1, min(_SUM_PROGRAMS, triton.cdiv(rows, _SUM_ROWS)))
+    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    kernel: Any = _column_sums
+    kernel[(programs, triton.cdiv(width, _SUM_COLUMNS))](
+        x, partial, rows, WIDTH=width, COLUMNS=_SUM_COLUMNS, ROWS=_SUM_ROWS, PROGRAMS=programs,
+        num_warps=4,
+    )  # fmt: skip
+    return partial.sum(0)
 
 
 def add_rms_norm(
@@ -90,7 +132,8 @@ def norm_gradients(
     added: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of x, plus `added`, and of the weight, in float32; all are contiguous."""
-    rows, width, pad, at_once = _shape(x, weight)
+    rows, width, pad, _ = _shape(x, weight)
+    at_once = max(1, _BACK_ELEMENTS // pad)
     x_grad = torch.empty_like(x)
     programs = min(_PROGRAMS, triton.cdiv(rows, at_once))
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)

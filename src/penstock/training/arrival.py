@@ -8,7 +8,7 @@ tensor do not depend on the number of ranks. Costs no second copy of the masters
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from penstock.training.dither import HALF_FORMATS, Place
 from penstock.training.optimizer import Masters
 from penstock.training.parallel.sharding import Part
 from penstock.training.policy import ADAPTER, Policy, adapter_names
+from penstock.training.transfer import HostCopy
 
 Sample = tuple[Tensor, Tensor]  # the exact numbers of all tensors, and the published ones
 _SIDE = 256
@@ -76,17 +77,22 @@ class Arrival:
             )
         return exact, published
 
-    def share(self, before: Sample) -> float:
-        """Return <published change, exact change> / |exact change|^2 since `before`, over all ranks.
+    def share(self, before: Sample) -> Callable[[], float]:
+        """Compare with the sample `before` the update; return what gives the share that arrived.
 
-        1 if nothing is rounded or nothing changed.
+        The share is <published change, exact change> / |exact change|^2 over all ranks, 1 if nothing is
+        rounded or nothing changed. It is asked for last, because a GPU may have much to do before.
         """
         changed, arrived = (
             now.double() - old.double() for now, old in zip(self.sample(), before, strict=True)
         )
-        sums = torch.stack([torch.dot(arrived, changed), torch.dot(changed, changed)])
-        arrived_dot, changed_dot = self._sharding.ranks.sum_everywhere(sums.cpu().numpy())
-        return float(arrived_dot / changed_dot) if changed_dot else 1.0
+        sums = HostCopy(torch.stack([torch.dot(arrived, changed), torch.dot(changed, changed)]))
+
+        def read() -> float:
+            everywhere = self._sharding.ranks.sum_everywhere(sums.wait().numpy())
+            return float(everywhere[0] / everywhere[1]) if everywhere[1] else 1.0
+
+        return read
 
     def _full(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the numbers of the masters and of the weights that are rounded from them."""

@@ -35,7 +35,13 @@ from penstock.models.stored_weights import StoredWeights
 from penstock.training.arrival import Arrival
 from penstock.training.dither import HALF_FORMATS
 from penstock.training.flat_batch import FlatBatch, mini_batches
-from penstock.training.metrics import TokenStats, mean_of_finite, step_metrics
+from penstock.training.metrics import (
+    TokenStats,
+    UpdateLoss,
+    mean_of_finite,
+    peak_memory_mib,
+    step_metrics,
+)
 from penstock.training.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
 from penstock.training.model_check import check_loaded, check_model, lay_out
 from penstock.training.objective import (
@@ -49,7 +55,6 @@ from penstock.training.objective import (
 from penstock.training.optimizer import (
     LossScale,
     Masters,
-    clip_gradients,
     learning_rate,
     make_optimizer,
 )
@@ -71,6 +76,8 @@ from penstock.training.policy import (
 )
 from penstock.training.ptx import TextStream
 from penstock.training.snapshot import load_snapshot, take_snapshot
+from penstock.training.transfer import to_device
+from penstock.training.update import Outcome, UpdateStep
 from penstock.types import Batch, StepReport
 from penstock.weights.offload import HostOffload
 
@@ -84,6 +91,7 @@ class _BatchInTraining:
     advantages_N: np.ndarray
     learning_rate: float
     stats: TokenStats
+    outcomes: list[Outcome] = field(default_factory=list)  # of each update, when it is known
     grad_norms: list[float] = field(default_factory=list)  # norm of each update before clipping
     skipped_updates: int = 0  # updates whose loss or gradient was not finite
     arrived_share: float = 1.0  # of the change of the masters, in the published weights
@@ -92,7 +100,7 @@ class _BatchInTraining:
     @property
     def is_updated(self) -> bool:
         """Whether an update of this batch has been applied; a later stop waits for its last one."""
-        return bool(self.grad_norms)
+        return bool(self.outcomes)
 
 
 class Consumer:
@@ -147,6 +155,7 @@ class Consumer:
             self.policy.merge_seed = config.seed
         self.arrival = Arrival(self.policy, self.masters)
         self.optimizer = make_optimizer(self.masters.parameters, config.train)
+        self.update_step = UpdateStep(self.masters, self.optimizer, config.train.max_grad_norm)
         self.loss_scale = LossScale(self.engine_dtype)
         self.host_offload = HostOffload(self._training_tensors)
         if self.policy.device.type == "cuda" and self.ranks.world == 1:
@@ -279,7 +288,7 @@ class Consumer:
             "ptx/loss": float(np.mean(trained.ptx_losses)) if trained.ptx_losses else 0.0,
             "time/train_s": seconds,
             "tokens_per_s": metrics["tokens/trained"] / seconds,
-            "memory/peak_mib": _peak_memory_mib(self.policy.device),
+            "memory/peak_mib": peak_memory_mib(self.policy.device),
         }
 
     # ---- one batch
@@ -287,7 +296,6 @@ class Consumer:
     def train_batch(self, batch: Batch) -> _BatchInTraining:
         """Make all updates of the batch; a stop is honoured until the first one is applied."""
         updates = self._updates(batch)
-        before = self.arrival.sample()
         current = self._prepare(batch, num_updates=len(updates))
         for number, group_numbers in enumerate(updates):
             chosen_R = np.flatnonzero(np.isin(current.flat.group_R, group_numbers))
@@ -296,12 +304,17 @@ class Consumer:
             if self.texts is not None:
                 current.ptx_losses.append(self._accumulate_texts(self.texts, number, current))
             self.policy.finish_update()
-            norm, finite = self._apply_update(current.learning_rate, loss)
-            current.grad_norms.append(norm)
-            current.skipped_updates += not finite
+            if not current.is_updated:
+                before = self.arrival.sample()
+            current.outcomes.append(self._apply_update(current.learning_rate, loss))
             current.stats.losses.append(loss())
             current.stats.flush()
-        current.arrived_share = self.arrival.share(before)
+        arrived = self.arrival.share(before)
+        for outcome in current.outcomes:  # first wait for what comes after the forward passes
+            norm, finite = outcome()
+            current.grad_norms.append(norm)
+            current.skipped_updates += not finite
+        current.arrived_share = arrived()
         return current
 
     def _updates(self, batch: Batch) -> list[np.ndarray]:
@@ -330,7 +343,7 @@ class Consumer:
         if settings.kl_in_reward or (num_updates > 1 and settings.decoupled):
             inputs.proximal_N = self._logprobs(flat, inputs, self.policy)
         advantages_N = self._advantages(batch, flat, inputs)
-        inputs.advantage_N = torch.from_numpy(advantages_N).to(inputs.advantage_N)
+        inputs.advantage_N = to_device(advantages_N, self.policy.device).to(self._exact_dtype)
         return _BatchInTraining(
             flat=flat,
             inputs=inputs,
@@ -374,11 +387,8 @@ class Consumer:
 
     # ---- one update
 
-    def _accumulate(self, current: _BatchInTraining, chosen_R: np.ndarray) -> Callable[[], float]:
-        """Run forward and backward over one update's rollouts; gradients add up in the masters.
-
-        Return what gives the loss over all ranks: a GPU may still have much to do before it is known.
-        """
+    def _accumulate(self, current: _BatchInTraining, chosen_R: np.ndarray) -> UpdateLoss:
+        """Run forward and backward over one update's rollouts; gradients add up in the masters."""
         flat, inputs, stats = current.flat, current.inputs, current.stats
         sums = self.ranks.sum(update_sums(flat, chosen_R))
         weights_N = loss_weights(
@@ -403,7 +413,7 @@ class Consumer:
                 backward=backward,
                 check=functools.partial(self._check_stop, current),
             )
-        return functools.cache(lambda: self.ranks.sum_of(stats.loss()))
+        return UpdateLoss(stats, self.ranks)
 
     def _split_idle(
         self, current: _BatchInTraining, chosen_R: np.ndarray
@@ -460,34 +470,32 @@ class Consumer:
 
         return counted
 
-    def _apply_update(self, rate: float, loss: Callable[[], float]) -> tuple[float, bool]:
-        """Make one optimizer step; return (gradient norm, whether loss and norm are finite).
+    def _apply_update(self, rate: float, loss: UpdateLoss) -> Outcome:
+        """Make one optimizer step; return what gives (gradient norm, whether loss and norm are finite).
 
-        A non-finite loss or gradient changes no weight and is counted. A gradient that is zero
-        throughout changes no weight either: momentum alone must not move the weights.
+        An update that is not finite changes no weight and is counted.
         """
         self.work_done += 1
         self.loss_scale.unscale(self.masters.parameters.values())
-        norm = clip_gradients(
-            self.masters.parameters, self.config.train.max_grad_norm, self.policy.sharding
-        )
-        finite = bool(np.isfinite(norm) and np.isfinite(loss()))
-        if finite and norm > 0:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-            self.masters.write_back()
-        self.optimizer.zero_grad(set_to_none=True)
-        overflowed = bool(np.isfinite(loss())) and self.loss_scale.overflowed(finite)
-        if not overflowed:
-            self.bad_updates_in_a_row = 0 if finite else self.bad_updates_in_a_row + 1
-        limit = self.config.train.max_bad_updates
-        if self.bad_updates_in_a_row >= limit:
-            raise RunError(
-                f"training: {limit} updates in a row had a non-finite loss or gradient "
-                "(train.max_bad_updates); lower train.lr or look at the rewards"
-            )
-        return norm, finite
+        outcome = self.update_step.apply(rate, loss)
+
+        @functools.cache
+        def count() -> tuple[float, bool]:
+            norm, finite = outcome()
+            overflowed = bool(np.isfinite(loss())) and self.loss_scale.overflowed(finite)
+            if not overflowed:
+                self.bad_updates_in_a_row = 0 if finite else self.bad_updates_in_a_row + 1
+            limit = self.config.train.max_bad_updates
+            if self.bad_updates_in_a_row >= limit:
+                raise RunError(
+                    f"training: {limit} updates in a row had a non-finite loss or gradient "
+                    "(train.max_bad_updates); lower train.lr or look at the rewards"
+                )
+            return norm, finite
+
+        if self.loss_scale.is_dynamic:  # the next update needs its factor
+            count()
+        return count
 
     def _check_stop(self, current: _BatchInTraining | None = None) -> None:
         """Raise StopRequested if any rank was asked to stop and no update has been applied."""
@@ -589,12 +597,3 @@ class Consumer:
     @property
     def _exact_dtype(self) -> torch.dtype:
         return torch.promote_types(self.policy.model.dtype, torch.float32)
-
-
-def _peak_memory_mib(device: torch.device) -> float:
-    """Return the most memory this process has held: on its GPU, or resident if it has none."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

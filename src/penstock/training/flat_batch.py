@@ -51,17 +51,10 @@ class FlatBatch:
         rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
         group_R = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
         truncated_R = np.array([rollout.finish_reason == "length" for rollout in rollouts], bool)
-        trained = []  # positions in each response
-        for rollout, truncated in zip(rollouts, truncated_R, strict=True):
-            masked = truncated and settings.mask_truncated
-            empty = np.zeros(0, dtype=np.int64)
-            trained.append(empty if masked else np.flatnonzero(rollout.loss_mask))
-        pairs = list(zip(rollouts, trained, strict=True))
-        counts_R = np.array([len(index) for index in trained], dtype=np.int64)
-        versions = [_token_versions(rollout)[index] for rollout, index in pairs]
-        temperatures_R = np.array([rollout.temperature or 1.0 for rollout in rollouts])
-        rows = [_rows(rollout, index) for rollout, index in pairs]
+        trained = _Trained.of(rollouts, truncated_R if settings.mask_truncated else None)
+        rows = trained.rows()
         predictors = tuple(predictor for parts in rows for _, predictor in parts)
+        temperatures_R = np.array([rollout.temperature or 1.0 for rollout in rollouts])
         return cls(
             rollouts=rollouts,
             token_ids=tuple(ids for parts in rows for ids, _ in parts),
@@ -69,14 +62,14 @@ class FlatBatch:
             rollout_S=np.repeat(np.arange(len(rollouts)), [len(parts) for parts in rows]),
             bounds_S1=np.cumsum([0, *(len(predictor) for predictor in predictors)]),
             group_R=group_R,
-            bounds_R1=np.concatenate([[0], np.cumsum(counts_R)]),
+            bounds_R1=trained.bounds_R1,
             truncated_R=truncated_R,
-            behaviour_N=_joined([rollout.logprobs[index] for rollout, index in pairs]),
-            temperature_N=np.repeat(temperatures_R, counts_R),
-            early_N=_joined([_early(rollout, index, end_ids) for rollout, index in pairs]) > 0,
-            staleness_N=staleness(step, 0) - _joined(versions).astype(np.int64),
-            rollout_N=np.repeat(np.arange(len(rollouts)), counts_R),
-            earned_N=_earned(pairs),
+            behaviour_N=trained.chosen([rollout.logprobs for rollout in rollouts]),
+            temperature_N=temperatures_R[trained.rollout_N],
+            early_N=trained.early(end_ids),
+            staleness_N=staleness(step, 0) - trained.versions().astype(np.int64),
+            rollout_N=trained.rollout_N,
+            earned_N=trained.earned(),
         )
 
     @property
@@ -111,18 +104,93 @@ class FlatBatch:
         return np.flatnonzero(np.isin(self.rollout_S, chosen_R))
 
 
-def _token_versions(rollout: Rollout) -> np.ndarray:
-    """Return the policy version of every token of the response."""
-    versions = np.array([segment.version for segment in rollout.segments], dtype=np.int64)
-    lengths = np.array([segment.length for segment in rollout.segments], dtype=np.int64)
-    return np.repeat(versions, lengths)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trained:
+    """Which tokens of the responses, laid end to end, are trained.
+
+    A batch has hundreds of rollouts, and the GPU waits for this: few operations, each on all of them.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    place_N: np.ndarray  # among the tokens of all responses
+    index_N: np.ndarray  # in the own response
+    rollout_N: np.ndarray
+    bounds_R1: np.ndarray
+
+    @classmethod
+    def of(cls, rollouts: tuple[Rollout, ...], masked_R: np.ndarray | None) -> _Trained:
+        """Return the places of the loss masks; rollouts in `masked_R` have none."""
+        lengths_R = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.int64)
+        rollout_A = np.repeat(np.arange(len(rollouts)), lengths_R)  # A: all tokens of responses
+        mask_A = np.concatenate([np.zeros(0, bool), *(one.loss_mask for one in rollouts)]) != 0
+        if masked_R is not None:
+            mask_A &= ~masked_R[rollout_A]
+        place_N = np.flatnonzero(mask_A)
+        rollout_N = rollout_A[place_N]
+        counts_R = np.bincount(rollout_N, minlength=len(rollouts))
+        return cls(
+            rollouts=rollouts,
+            place_N=place_N,
+            index_N=place_N - (np.cumsum(lengths_R) - lengths_R)[rollout_N],
+            rollout_N=rollout_N,
+            bounds_R1=np.concatenate([[0], np.cumsum(counts_R)]),
+        )
+
+    def chosen(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the trained tokens' values of arrays over the responses' tokens, one per rollout."""
+        joined_A: np.ndarray = np.concatenate([np.zeros(0, dtype=np.float32), *parts])
+        return joined_A[self.place_N].astype(np.float64)
+
+    def versions(self) -> np.ndarray:
+        """Return the policy version of every trained token."""
+        segments = [segment for rollout in self.rollouts for segment in rollout.segments]
+        versions = np.array([segment.version for segment in segments], dtype=np.int64)
+        lengths = np.array([segment.length for segment in segments], dtype=np.int64)
+        versions_N: np.ndarray = np.repeat(versions, lengths)[self.place_N]
+        return versions_N
+
+    def early(self, end_ids: Sequence[int]) -> np.ndarray:
+        """Return which tokens were sampled without the end tokens; an end token itself was not."""
+        least_R = np.array([rollout.min_tokens or 0 for rollout in self.rollouts], dtype=np.int64)
+        early_N: np.ndarray = self.index_N < least_R[self.rollout_N]
+        if early_N.any():
+            ids_N = self.chosen([rollout.response_ids for rollout in self.rollouts])
+            early_N &= ~np.isin(ids_N, end_ids)
+        return early_N
+
+    def earned(self) -> np.ndarray | None:
+        """Return the reward that each trained token's rollout had earned before it."""
+        if not any(rollout.earned for rollout in self.rollouts):
+            return None
+        runs = [
+            run
+            for rollout in self.rollouts
+            for run in rollout.earned or ((len(rollout.response_ids), 0.0),)
+        ]
+        earned_A = np.repeat(np.array([v for _, v in runs], np.float64), [n for n, _ in runs])
+        earned_N: np.ndarray = earned_A[self.place_N]
+        return earned_N
+
+    def rows(self) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+        """Return (token ids, predictors) of each row of each rollout."""
+        prompts = [len(rollout.prompt_ids) for rollout in self.rollouts]
+        predictor_N = self.index_N + (np.array(prompts, dtype=np.int64) - 1)[self.rollout_N]
+        parts = [part for one in self.rollouts for part in (one.prompt_ids, one.response_ids)]
+        joined = np.concatenate(parts) if parts else np.zeros(0)
+        bounds, start, rows = self.bounds_R1.tolist(), 0, []
+        for number, rollout in enumerate(self.rollouts):
+            own = slice(bounds[number], bounds[number + 1])
+            end = start + prompts[number] + len(rollout.response_ids)
+            if rollout.rows:
+                rows.append(_rows(rollout, self.index_N[own]))
+            else:
+                rows.append([(joined[start:end], predictor_N[own])])
+            start = end
+        return rows
 
 
 def _rows(rollout: Rollout, index: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (token ids, predictors) of each row; `index` are the trained places in the response."""
-    if not rollout.rows:
-        ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-        return [(ids, index + (len(rollout.prompt_ids) - 1))]
     return [
         (
             np.concatenate([prompt_ids, rollout.response_ids[place]]),
@@ -133,29 +201,6 @@ def _rows(rollout: Rollout, index: np.ndarray) -> list[tuple[np.ndarray, np.ndar
         )
         for prompt_ids, place in rollout.sequences()
     ]
-
-
-def _earned(pairs: Sequence[tuple[Rollout, np.ndarray]]) -> np.ndarray | None:
-    """Return the reward that each trained token's rollout had earned before it."""
-    if not any(rollout.earned for rollout, _ in pairs):
-        return None
-    parts = []
-    for rollout, index in pairs:
-        runs = rollout.earned or ((len(rollout.response_ids), 0.0),)
-        values = np.repeat([value for _, value in runs], [tokens for tokens, _ in runs])
-        parts.append(values[index])
-    return _joined(parts)
-
-
-def _early(rollout: Rollout, index: np.ndarray, end_ids: Sequence[int]) -> np.ndarray:
-    """Return which tokens were sampled without the end tokens; an end token itself was not."""
-    if not rollout.min_tokens:
-        return np.zeros(len(index), dtype=bool)
-    return (index < rollout.min_tokens) & ~np.isin(rollout.response_ids[index], end_ids)
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.zeros(0), *parts]).astype(np.float64)
 
 
 def mini_batches(

@@ -6,6 +6,7 @@ batch changes a metric. Metric names are public: docs/algorithms.md lists them.
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import PackResult
 from penstock.training.parallel.ranks import Ranks
+from penstock.training.transfer import HostCopy
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,17 +25,9 @@ class _Pending:
 
     token_N: np.ndarray
     before_update: bool
-    table_XN: Tensor  # log-probs, entropies, ratios, clipped, KL if there is a reference
-    loss: Tensor
-    device: torch.device
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """Begin to copy a tensor to the host; its values are there once the device has come so far."""
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    table_XN: HostCopy  # log-probs, entropies, ratios, clipped, KL if there is a reference
+    loss: HostCopy
+    loss_there: Tensor  # where it was computed
 
 
 class TokenStats:
@@ -58,23 +52,26 @@ class TokenStats:
             _Pending(
                 token_N=result.token_N,
                 before_update=before_update,
-                table_XN=_to_host(table_XN),
-                loss=_to_host(result.loss),
-                device=table_XN.device,
+                table_XN=HostCopy(table_XN),
+                loss=HostCopy(result.loss),
+                loss_there=result.loss,
             )
         )
 
     def loss(self) -> float:
-        """Wait for the results since `flush`; return the sum of their losses."""
-        for device in {one.device for one in self._pending if one.device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
-        return float(sum(float(one.loss) for one in self._pending))
+        """Wait for the forward passes since `flush`; return the sum of their losses."""
+        return float(sum(float(one.loss.wait()) for one in self._pending))
+
+    def loss_there(self, device: torch.device) -> Tensor:
+        """Return the same as a tensor on the device that computed it, without waiting."""
+        zero = torch.zeros((), device=device)
+        return torch.stack([zero, *(one.loss_there for one in self._pending)]).sum()
 
     def flush(self) -> None:
-        """Keep the results that `loss` waited for."""
+        """Keep the results since the last call: waits for forward passes, not for backward passes."""
         for one in self._pending:
             index = one.token_N
-            logprob, entropy, ratio, clipped, *kl = one.table_XN.numpy()
+            logprob, entropy, ratio, clipped, *kl = one.table_XN.wait().numpy()
             fresh = np.isnan(self.logprob_N[index])
             self.logprob_N[index] = np.where(fresh, logprob, self.logprob_N[index])
             self.entropy_N[index] = np.where(fresh, entropy, self.entropy_N[index])
@@ -84,6 +81,24 @@ class TokenStats:
             if kl:
                 self.kl_N[index] = kl[0]
         self._pending.clear()
+
+
+class UpdateLoss:
+    """The loss of the passes of one update; ask for it before the next update's passes."""
+
+    def __init__(self, stats: TokenStats, ranks: Ranks) -> None:
+        self._stats, self._ranks = stats, ranks
+        self._known: float | None = None
+
+    def __call__(self) -> float:
+        """Wait for the forward passes; return the loss over all ranks."""
+        if self._known is None:
+            self._known = self._ranks.sum_of(self._stats.loss())
+        return self._known
+
+    def there(self, device: torch.device) -> Tensor:
+        """Return this rank's loss on the device that computed it, without waiting."""
+        return self._stats.loss_there(device)
 
 
 @dataclass(slots=True)
@@ -200,3 +215,10 @@ def _log_gap_by_staleness(flat: FlatBatch, stats: TokenStats, ranks: Ranks) -> d
     for age in range(oldest + 1):
         sums.mean(f"ratio/log_gap_staleness_{age}", gap_N[flat.staleness_N[known_N] == age])
     return sums.reduce(ranks)
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Return the most memory this process has held: on its GPU, or resident if it has none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -6,6 +6,7 @@ so the sum over packs is the loss, however the batch was split. The formulas liv
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +18,9 @@ from penstock.algo.correction import importance_weights
 from penstock.algo.method import Algorithm, TokenView
 from penstock.algo.settings import AlgorithmSettings
 from penstock.training.flat_batch import FlatBatch
-from penstock.training.pack import Pack, to_device
+from penstock.training.pack import Pack
 from penstock.training.parallel.ranks import Ranks
+from penstock.training.transfer import to_device
 
 
 def shaped_rewards(
@@ -54,10 +56,13 @@ def token_advantages(
         else:
             to_go_N = _sum_to_end(flat, penalty_N)
     advantages_R, scales_R = np.zeros(len(rewards_R)), np.ones(len(rewards_R))
-    for group in range(flat.num_groups):
-        members = flat.group_R == group
+    bounds = np.searchsorted(flat.group_R, np.arange(flat.num_groups + 1)).tolist()
+    for members in itertools.starmap(slice, itertools.pairwise(bounds)):
+        if members.start == members.stop:
+            continue
         advantages_R[members] = advantage.group_advantages(rewards_R[members], settings)
-        scales_R[members] = advantage.group_scale(rewards_R[members], settings)
+        if flat.earned_N is not None:
+            scales_R[members] = advantage.group_scale(rewards_R[members], settings)
     if settings.baseline == "batch_mean":
         mean, _ = advantage.batch_mean_and_deviation(ranks.sum(advantage.moments(advantages_R)))
         advantages_R -= mean
@@ -123,9 +128,9 @@ class TokenInputs:
         """Move log-probs and temperatures to the device; advantages and weights begin as zeros."""
         zeros_N = torch.zeros(flat.num_tokens, dtype=dtype, device=device)
         return cls(
-            behaviour_N=torch.from_numpy(flat.behaviour_N).to(device, dtype),
-            temperature_N=torch.from_numpy(flat.temperature_N).to(device, dtype),
-            early_N=torch.from_numpy(flat.early_N).to(device) if flat.early_N.any() else None,
+            behaviour_N=to_device(flat.behaviour_N, device).to(dtype),
+            temperature_N=to_device(flat.temperature_N, device).to(dtype),
+            early_N=to_device(flat.early_N, device) if flat.early_N.any() else None,
             advantage_N=zeros_N,
             weight_N=zeros_N,
         )

@@ -9,8 +9,8 @@ except in a pack of one row: there the model sees the sequence as it was sampled
 
 from __future__ import annotations
 
-import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.training.packed_attention import Block, Copies, PackLayout, SharedKeys
+from penstock.training.transfer import all_to_device
 
 _WORTH = 16  # share a context if that saves more than this part of its rows' tokens
 
@@ -36,12 +37,6 @@ class Pack:
     token_N: np.ndarray  # number of each trained token in the batch's flat arrays
     index_N: Tensor  # the same on the device
     sequence_N: Tensor  # which rollout of the pack each token belongs to
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to the device, behind the work that waits there: the host goes on at once."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def context_key(token_ids: np.ndarray, predictors: np.ndarray) -> bytes:
@@ -159,17 +154,26 @@ def make_pack(
     owners = ordered if owner is None else [int(owner[number]) for number in ordered]
     sequence = [places.setdefault(rollout, len(places)) for rollout in owners]
 
-    move = functools.partial(to_device, device=device)
+    arrays = [
+        np.concatenate([s.ids for s in segments]).astype(np.int64),
+        np.concatenate(positions),
+        predictor,
+        target.astype(np.int64),
+        token,
+        np.repeat(np.array(sequence, dtype=np.int64), counts),
+    ]
+    moved = all_to_device([*arrays, *_layout_arrays(segments)], device)
+    input_ids_T, position_ids_T, predictor_N, target_N, index_N, sequence_N = moved[: len(arrays)]
     return Pack(
         num_sequences=len(places),
-        input_ids_T=move(np.concatenate([s.ids for s in segments]).astype(np.int64)),
-        position_ids_T=move(np.concatenate(positions)),
-        layout=_layout(segments, device),
-        predictor_N=move(predictor),
-        target_N=move(target.astype(np.int64)),
+        input_ids_T=input_ids_T,
+        position_ids_T=position_ids_T,
+        layout=_layout(segments, moved[len(arrays) :]),
+        predictor_N=predictor_N,
+        target_N=target_N,
         token_N=token,
-        index_N=move(token),
-        sequence_N=move(np.repeat(np.array(sequence, dtype=np.int64), counts)),
+        index_N=index_N,
+        sequence_N=sequence_N,
     )
 
 
@@ -216,36 +220,40 @@ def _places(predictors: np.ndarray, end: _Segment) -> np.ndarray:
     return np.where(predictors < end.prefix, predictors + end.context.start, own)
 
 
-def _layout(segments: Sequence[_Segment], device: torch.device) -> PackLayout:
-    move = functools.partial(to_device, device=device)
+def _layout_arrays(segments: Sequence[_Segment]) -> list[np.ndarray]:
+    """Return the bounds of the segments; with shared keys also their index, order, counts and bounds."""
     lengths = np.array([len(segment.ids) for segment in segments], dtype=np.int64)
     prefixes = np.array([segment.prefix for segment in segments], dtype=np.int64)
-    pairs, counts = np.unique(np.stack([prefixes, lengths], axis=1), axis=0, return_counts=True)
+    if not prefixes.any():
+        return [_bounds(lengths)]
+    parts = []
+    for segment in segments:
+        if segment.context is not None:
+            parts.append(segment.context.start + np.arange(segment.prefix))
+        parts.append(segment.start + np.arange(len(segment.ids)))
+    index = np.concatenate(parts)
+    counts_T = np.bincount(index, minlength=int(lengths.sum()))
+    order = np.argsort(index, kind="stable")
+    return [_bounds(lengths), index, order, _bounds(counts_T), _bounds(prefixes + lengths)]
+
+
+def _layout(segments: Sequence[_Segment], moved: Sequence[Tensor]) -> PackLayout:
+    """Return the layout of the segments, whose arrays are on the device."""
+    pairs = Counter((segment.prefix, len(segment.ids)) for segment in segments)
+    bounds_S1, *others = moved
     shared = None
-    if prefixes.any():
-        parts = []
-        for segment in segments:
-            if segment.context is not None:
-                parts.append(segment.context.start + np.arange(segment.prefix))
-            parts.append(segment.start + np.arange(len(segment.ids)))
-        seen = prefixes + lengths
-        index = np.concatenate(parts)
-        counts_T = np.bincount(index, minlength=int(lengths.sum()))
+    if others:
+        index_K, order_K, bounds_T1, seen_S1 = others
         shared = SharedKeys(
-            index_K=move(index),
-            copies=Copies(
-                order_K=move(np.argsort(index, kind="stable")), bounds_T1=move(_bounds(counts_T))
-            ),
-            bounds_S1=move(_bounds(seen)),
-            longest=int(seen.max()),
+            index_K=index_K,
+            copies=Copies(order_K=order_K, bounds_T1=bounds_T1),
+            bounds_S1=seen_S1,
+            longest=max(prefix + length for prefix, length in pairs),
         )
     return PackLayout(
-        blocks=tuple(
-            Block(int(count), int(length), int(prefix))
-            for (prefix, length), count in zip(pairs, counts, strict=True)
-        ),
-        bounds_S1=move(_bounds(lengths)),
-        longest=int(lengths.max()),
+        blocks=tuple(Block(pairs[pair], pair[1], pair[0]) for pair in sorted(pairs)),
+        bounds_S1=bounds_S1,
+        longest=max(length for _, length in pairs),
         shared=shared,
     )
 

@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COLUMNS = 4096
+_WARPS = 8
+_LANES = 256 * _WARPS  # 8 logits for each thread
+_STEPS = 4  # lanes' logits that are loaded at once
 
 
 @triton.jit
@@ -43,7 +45,8 @@ def _logits(
 @triton.jit
 def _score(
     Raw, Target, Temperature, Early, Banned, Logprob, Entropy, row_stride, scale, softcap, VOCABULARY,
-    CAPPED: tl.constexpr, BANS: tl.constexpr, GRADIENT: tl.constexpr, COLUMNS: tl.constexpr,
+    CAPPED: tl.constexpr, BANS: tl.constexpr, GRADIENT: tl.constexpr, LANES: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = Raw + row * row_stride
@@ -54,18 +57,20 @@ def _score(
     early = tl.full((), 0, tl.int32)
     if BANS:
         early = tl.load(Early + row).to(tl.int32)
-    at = tl.arange(0, COLUMNS)
-    peak = tl.full((COLUMNS,), -1e30, tl.float32)  # of each lane; finite, so that 0 x it is 0
-    total = tl.zeros((COLUMNS,), tl.float32)  # of exp(logit - peak)
-    mean = tl.zeros((COLUMNS,), tl.float32)  # of exp(logit - peak) x (logit - peak)
-    for first in range(0, VOCABULARY, COLUMNS):
+    # A thread's steps lie in its own registers, so that maxima and sums over steps need no other thread.
+    at = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    peak = tl.full((LANES,), -1e30, tl.float32)  # of each lane; finite, so that 0 x it is 0
+    total = tl.zeros((LANES,), tl.float32)  # of exp(logit - peak)
+    mean = tl.zeros((LANES,), tl.float32)  # of exp(logit - peak) x (logit - peak)
+    for first in range(0, VOCABULARY, STEPS * LANES):
         logit, _ = _logits(
             start, Banned, first + at, scale, softcap, coldness, early, VOCABULARY, CAPPED, BANS
         )
-        higher = tl.maximum(peak, logit)
-        shrink, weight = tl.exp(peak - higher), tl.exp(logit - higher)
-        mean = shrink * (mean + (peak - higher) * total) + weight * (logit - higher)
-        total = shrink * total + weight
+        higher = tl.maximum(peak, tl.max(logit, 0))
+        shrink, shifted = tl.exp(peak - higher), logit - higher[None, :]
+        weight = tl.exp(shifted)
+        mean = shrink * (mean + (peak - higher) * total) + tl.sum(weight * shifted, 0)
+        total = shrink * total + tl.sum(weight, 0)
         peak = higher
     top = tl.max(peak, 0)
     shrink = tl.exp(peak - top)
@@ -77,8 +82,9 @@ def _score(
     tl.store(Logprob + row, chosen * coldness - log_total)
     tl.store(Entropy + row, tl.log(total_all) - mean_all / total_all)
     if GRADIENT:
-        for first in range(0, VOCABULARY, COLUMNS):
-            column = first + at
+        blocks = tl.cdiv(VOCABULARY, STEPS * LANES)
+        for number in range(0, blocks):  # from the end, which the cache still holds
+            column = (blocks - 1 - number) * (STEPS * LANES) + at
             logit, capped = _logits(
                 start, Banned, column, scale, softcap, coldness, early, VOCABULARY, CAPPED, BANS
             )
@@ -113,6 +119,7 @@ def chunk_logprobs_(
         kernel[(rows,)](
             raw_CV, targets_C, temperatures_C, early_C, columns_V, logprob_C, entropy_C,
             raw_CV.stride(0), scale, softcap or 1.0, vocabulary, CAPPED=softcap is not None,
-            BANS=banned is not None, GRADIENT=gradient, COLUMNS=_COLUMNS, num_warps=8,
+            BANS=banned is not None, GRADIENT=gradient, LANES=_LANES, STEPS=_STEPS,
+            num_warps=_WARPS,
         )  # fmt: skip
     return logprob_C, entropy_C, raw_CV if gradient else None

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.models import layer_kernels
-from penstock.models.norm_kernels import add_rms_norm, norm_gradients
+from penstock.models.norm_kernels import add_rms_norm, column_sums, norm_gradients
 from penstock.training.kernels.layer_steps import Heads
 from penstock.training.packed_attention import PackLayout, SharedKeys
 
+__all__ = ["column_sums"]
 add_norm = add_rms_norm
 norm_back = norm_gradients
 
@@ -38,7 +39,7 @@ def rotate_(joint_TC: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
 def gate(both_TF: Tensor) -> Tensor:
     """Return silu(gate) * up of rows that have the gate first."""
     width = both_TF.shape[1] // 2
-    return layer_kernels.silu_gate(both_TF[:, :width], both_TF[:, width:])
+    return layer_kernels.gate_values(both_TF[:, :width], both_TF[:, width:])
 
 
 def gate_back(grad_TF: Tensor, both_TF: Tensor) -> Tensor:
