@@ -69,25 +69,36 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: boo
     """Return x [1, heads, rows, size], rotated by cos and sin [1, rows, size]; laid out by rows."""
     _, heads, rows, size = x.shape
     output = x.new_empty(1, rows, heads, size)
-    _launch_rotation(x, output, cos, sin, back=back)
+    steps = (x.stride(2), x.stride(1), output.stride(1))
+    _launch_rotation(x, output, (rows, heads, size), steps, cos, sin, back=back)
     return output.transpose(1, 2)
 
 
-def rotate_(rows_RHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate rows of heads, whose rows may lie apart, by contiguous cos and sin [1, rows, size]."""
-    _launch_rotation(rows_RHD.transpose(0, 1)[None], rows_RHD[None], cos, sin, back=False)
+def rotate_(
+    rows_RC: torch.Tensor, heads: int, size: int, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    """Rotate the first heads of each row in place, by contiguous cos and sin [1, rows, size]."""
+    step = rows_RC.stride(0)
+    _launch_rotation(rows_RC, rows_RC, (len(rows_RC), heads, size), (step, size, step), cos, sin)
 
 
 def _launch_rotation(
-    x: torch.Tensor, output: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool
+    x: torch.Tensor,
+    output: torch.Tensor,
+    shape: tuple[int, int, int],
+    steps: tuple[int, int, int],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    back: bool = False,
 ) -> None:
-    """Rotate x [1, heads, rows, size] into output [1, rows, heads, size]."""
-    _, heads, rows, size = x.shape
+    """Rotate (rows, heads, size); steps lead to the next row and head of x, and to the next row of output."""
+    rows, heads, size = shape
     rotate: Any = _rotate
     rotate[(rows,)](
-        x, output, cos, sin, x.stride(2), x.stride(1), output.stride(1), HEADS=heads,
-        HEADS_PAD=triton.next_power_of_2(heads), HALF=size // 2,
-        HALF_PAD=triton.next_power_of_2(size // 2), BACK=back, num_warps=2 if heads > 4 else 1,
+        x, output, cos, sin, *steps, HEADS=heads, HEADS_PAD=triton.next_power_of_2(heads),
+        HALF=size // 2, HALF_PAD=triton.next_power_of_2(size // 2), BACK=back,
+        num_warps=2 if heads > 4 else 1,
     )  # fmt: skip
 
 

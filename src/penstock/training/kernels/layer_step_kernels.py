@@ -32,8 +32,7 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def rotate_(joint_TC: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
     """Rotate queries and keys in place; cos and sin are [1, rows, size]."""
-    rows_THD = joint_TC[:, : heads.rotated].unflatten(1, (-1, heads.size))
-    layer_kernels.rotate_(rows_THD, cos, sin)
+    layer_kernels.rotate_(joint_TC, heads.queries + heads.keys, heads.size, cos, sin)
 
 
 def gate(both_TF: Tensor) -> Tensor:
