@@ -23,7 +23,8 @@ from stages.training_data import (
 )
 
 pytest.importorskip("triton")
-from penstock.training.kernels import layer_pass, layer_step_kernels, layer_steps
+from penstock.training.kernels import end_pass, layer_pass, layer_step_kernels, layer_steps
+from penstock.training.optimizer import Masters
 from penstock.training.pack import make_pack
 from penstock.training.policy import Policy
 
@@ -197,6 +198,29 @@ def test_a_layer_without_masters_or_with_checkpoints_keeps_its_own_code() -> Non
     assert layer_pass.install(model, {}, layer_steps) == 0
     policy.checkpoint_layers()
     assert layer_pass.install(model, identity(model), layer_steps) == 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_head_and_embedding_add_to_their_masters_what_they_add_by_themselves(tied) -> None:
+    """The head's product in float32, and of the embedding only the rows of the pack's tokens."""
+    gradients = []
+    for ends in (False, True):
+        model = tiny_model("Qwen2", dtype=torch.float32, tie_word_embeddings=tied)
+        policy = Policy(model)
+        masters = Masters(model, torch.bfloat16, sharding=policy.sharding)
+        if ends:
+            given = masters.of_parameters()
+            policy._add_to_head = end_pass.install(model, given, layer_steps)
+            assert "forward" in vars(model.get_input_embeddings())
+        train_packs(policy, shared=True)
+        assert all(one.grad is None for one in model.parameters())
+        gradients.append({name: one.grad for name, one in masters.parameters.items()})
+        end_pass.restore(model)
+        assert "forward" not in vars(model.get_input_embeddings())
+    assert all(grad.dtype is torch.float32 for grad in gradients[1].values())
+    assert relative_gap(gradients[1], gradients[0]) < 0.01
+    for name, grad in gradients[0].items():
+        assert relative_gap({name: gradients[1][name]}, {name: grad}) < 0.01, name
 
 
 def test_updates_of_several_packs_change_the_weights_as_the_models_own_code_does() -> None:

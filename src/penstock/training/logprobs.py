@@ -50,6 +50,9 @@ class LogitRule:
 
 
 PLAIN_LOGITS = LogitRule()
+AddProduct = Callable[
+    [Tensor, Tensor], None
+]  # adds left^T right to the gradient of the weight's master
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +74,13 @@ def token_logprobs(
     chunk_tokens: int | None = None,
     banned: tuple[Tensor, Sequence[int]] | None = None,
     share: VocabularySlice | None = None,
+    add_to: AddProduct | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (log-prob of each target, entropy of each distribution) at the tokens' temperatures.
 
     `banned` holds a flag for each token, and ids that have no probability where the flag is set. With
     a `share`, `weight_VD` and `bias_V` are this rank's slice, and hidden states are equal on all ranks.
-    Entropies are for metrics and carry no gradient.
+    Entropies are for metrics and carry no gradient. With `add_to`, the weight itself gets no gradient.
     """
     first, largest = (0, len(weight_VD)) if share is None else (share.first, share.largest)
     if chunk_tokens is None:
@@ -96,6 +100,7 @@ def token_logprobs(
         chunk_tokens,
         _banned_columns(banned, weight_VD, first),
         None if share is None else share.axis,
+        add_to,
     )
     return result
 
@@ -126,6 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         banned: tuple[Tensor, Tensor] | None,
         axis: Axis | None,
+        add_to: AddProduct | None,
     ) -> tuple[Tensor, Tensor]:
         count, vocabulary = len(hidden_ND), weight_VD.shape[0]
         exact = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -153,6 +159,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 kept.append(gradient_CV)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, *kept)
         ctx.rule, ctx.chunk_tokens, ctx.banned, ctx.axis = rule, chunk_tokens, banned, axis
+        ctx.add_to = add_to
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
@@ -186,16 +193,19 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias_V += (factor_C1.to(gradient_CV.dtype).t() @ gradient_CV)[0]
             if ctx.needs_input_grad[1]:
                 scaled_CD = (hidden_ND[part] * factor_C1).to(hidden_ND.dtype)
+                if ctx.add_to is not None:
+                    ctx.add_to(gradient_CV, scaled_CD)
+                    continue
                 grad_weight_VD = _add_product(
                     grad_weight_VD, gradient_CV, scaled_CD, last=start + chunk >= count
                 )
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and ctx.add_to is None:
             if grad_weight_VD is None:  # no tokens: sharded ranks still reduce a gradient
                 grad_weight_VD = torch.zeros_like(weight_VD)
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         if ctx.axis is not None:
             grad_hidden_ND = all_sum(grad_hidden_ND, ctx.axis)
-        return grad_hidden_ND, grad_weight_VD, grad_bias_V, *(None,) * 6
+        return grad_hidden_ND, grad_weight_VD, grad_bias_V, *(None,) * 7
 
 
 def warm_up(

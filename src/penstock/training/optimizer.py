@@ -95,7 +95,8 @@ class _AddGradientTo:
         self._master = master
 
     def __call__(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            return  # what computed the gradient has added it to the master
         if self._master.grad is None:
             self._master.grad = parameter.grad.to(torch.float32)
         else:

@@ -26,7 +26,13 @@ from penstock.models.parallel_plan import check_stages, tensor_plan
 from penstock.models.stored_weights import StoredWeights, build
 from penstock.training import packed_attention
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
-from penstock.training.logprobs import LogitRule, VocabularySlice, token_logprobs, warm_up
+from penstock.training.logprobs import (
+    AddProduct,
+    LogitRule,
+    VocabularySlice,
+    token_logprobs,
+    warm_up,
+)
 from penstock.training.pack import Pack, empty_pack
 from penstock.training.parallel.context_parallel import share_pack
 from penstock.training.parallel.pipeline import run_passes
@@ -58,6 +64,9 @@ class Policy(nn.Module):
         self._compiles = False  # the compiler fuses the layers
         self._switched: list[nn.Module] | None = None  # by `train`; None: not looked up yet
         self._masters: Mapping[int, nn.Parameter] = {}  # of parameters by their ids
+        self._add_to_head: AddProduct | None = (
+            None  # None: the head's weight has a gradient of its own
+        )
         self.rule = LogitRule.from_config(model.config.get_text_config())
         self.end_ids = end_ids(model)
         self._own_attention = model.config._attn_implementation
@@ -71,6 +80,8 @@ class Policy(nn.Module):
         restore_norms(self.model)
         if kernels is not None:
             _layer_pass().restore(self.model)
+            _end_pass().restore(self.model)
+            self._add_to_head = None
             kernels.restore_layers(self.model)
         if packs and self.model.dtype != torch.float64:  # transformers' norms round to float32
             fuse_norms(self.model)
@@ -92,9 +103,10 @@ class Policy(nn.Module):
 
     def _install_layer_pass(self) -> None:
         if self.model.dtype in HALF_FORMATS and packed_attention.flash_aligns_ends(self.device):
-            from penstock.training.kernels import layer_step_kernels
+            from penstock.training.kernels import layer_step_kernels as steps
 
-            _layer_pass().install(self.model, self._masters, layer_step_kernels)
+            _layer_pass().install(self.model, self._masters, steps)
+            self._add_to_head = _end_pass().install(self.model, self._masters, steps)
 
     @property
     def body(self) -> nn.Module:
@@ -167,6 +179,7 @@ class Policy(nn.Module):
                 self.rule,
                 banned=None if early_N is None else (early_N, self.end_ids),
                 share=self.head_share,
+                add_to=self._add_to_head,
             )
 
     def warm_up(self, *, bans_ends: bool) -> None:
@@ -400,6 +413,13 @@ def _layer_pass() -> Any:
     from penstock.training.kernels import layer_pass
 
     return layer_pass
+
+
+def _end_pass() -> Any:
+    """Return the module of head and embedding, which needs what `_layer_pass` needs."""
+    from penstock.training.kernels import end_pass
+
+    return end_pass
 
 
 def _num_parameters(module: nn.Module) -> int:
