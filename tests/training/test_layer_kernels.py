@@ -151,17 +151,6 @@ def test_the_gradients_of_a_norm(
         assert relative_error(got, wanted) < (1e-5 if dtype is torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 70), (9, 128), (300, 1152)])
-def test_sums_over_rows(rows: int, width: int, dtype: torch.dtype) -> None:
-    from penstock.models import norm_kernels
-
-    x = draw(rows, width).to(dtype)
-    got = norm_kernels.column_sums(x.to(DEVICE))
-    assert got.dtype == torch.float32
-    assert relative_error(got.cpu(), x.double().sum(0)) < 1e-5
-
-
 @pytest.mark.parametrize("kind", ["Qwen2", "Llama"])  # with biases, and without
 def test_one_product_for_queries_keys_and_values(kind: str) -> None:
     """Log-probs and gradients stay the same, in a copy of the model too; q, k and v can be separated again."""

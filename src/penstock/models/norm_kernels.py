@@ -16,8 +16,7 @@ import triton.language as tl
 
 _PROGRAMS = 528  # four for each processor of a large GPU
 _ELEMENTS = 4096  # of the rows that a program holds at once
-_BACK_ELEMENTS = 1024  # of them in the backward pass, which holds the next rows too
-_SUM_PROGRAMS, _SUM_ROWS, _SUM_COLUMNS = 64, 32, 128  # of a sum over rows
+_BACK_ELEMENTS = 2048  # of them in the backward pass, which holds the next rows too
 LARGEST = 8192  # width of a row
 
 
@@ -80,33 +79,6 @@ def _back(
         row, mask, place = next_row, next_mask, next_place
         grad, x, inverse = next_grad, next_x, next_inverse
     tl.store(Partial + program * WIDTH + at, tl.sum(total, 0), mask=inside)
-
-
-@triton.jit
-def _column_sums(
-    X, Partial, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr
-):  # fmt: skip
-    program, at = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(program * ROWS, rows, PROGRAMS * ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & (at < WIDTH)[None, :]
-        place = row[:, None].to(tl.int64) * WIDTH + at[None, :]
-        total += tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(Partial + program * WIDTH + at, tl.sum(total, 0), mask=at < WIDTH)
-
-
-def column_sums(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the rows of a contiguous matrix, in float32."""
-    rows, width = x.shape
-    programs = max(1, min(_SUM_PROGRAMS, triton.cdiv(rows, _SUM_ROWS)))
-    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    kernel: Any = _column_sums
-    kernel[(programs, triton.cdiv(width, _SUM_COLUMNS))](
-        x, partial, rows, WIDTH=width, COLUMNS=_SUM_COLUMNS, ROWS=_SUM_ROWS, PROGRAMS=programs,
-        num_warps=4,
-    )  # fmt: skip
-    return partial.sum(0)
 
 
 def add_rms_norm(

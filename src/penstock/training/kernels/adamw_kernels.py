@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from penstock.training.transfer import to_device
 
-_CHUNK = 16384  # elements of a program
-_BLOCK = 2048  # of them at once
+_CHUNK = 8192  # elements of a program
+_BLOCK = 1024  # of them at once
 _ALIGN = 16  # bytes, of every tensor's address
 _COUNT = 8  # divides the number of elements of every tensor
 _KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -130,7 +130,9 @@ class AdamWStep:
         applies = norm.isfinite() & loss.isfinite() & (norm > 0)
         decision = torch.stack([applies, (max_norm / (norm + 1e-6)).clamp(max=1.0)]).float()
         steps = [self._state(one)["step"] for one in self._parameters]
-        torch._foreach_add_(steps, applies.float())
+        torch._foreach_add_(
+            steps, [applies.float()] * len(steps)
+        )  # one tensor for all: it would wait
         steps_P = torch.stack(steps).double()
         corrections_P2 = torch.stack(
             [1 - keep_first**steps_P, (1 - keep_second**steps_P).sqrt()], dim=1
@@ -139,7 +141,7 @@ class AdamWStep:
         kernel[(len(self._chunks),)](
             table, self._chunks, decision, corrections_P2, self._decay, rate,
             keep_first, 1 - keep_first, keep_second, 1 - keep_second, group["eps"],
-            KIND=self._kind, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=8,
+            KIND=self._kind, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:

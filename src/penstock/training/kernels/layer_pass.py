@@ -203,7 +203,8 @@ class LayerPass:
             norm.backward(joint_grad_TC, *heads[2 * number : 2 * number + 2])
         self.projections.add(add_product, joint_grad_TC, normed_TD)
         if self.biases is not None:
-            self.biases.add(_add_sum, steps.column_sums(joint_grad_TC))
+            exact = torch.promote_types(joint_grad_TC.dtype, torch.float32)
+            self.biases.add(_add_sum, joint_grad_TC.sum(0, dtype=exact))
         x_grad_TD, weight_grad_D = steps.norm_back(
             joint_grad_TC @ self.projections.values(),
             x_TD,

@@ -15,11 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.models import layer_kernels
-from penstock.models.norm_kernels import add_rms_norm, column_sums, norm_gradients
+from penstock.models.norm_kernels import add_rms_norm, norm_gradients
 from penstock.training.kernels.layer_steps import Heads
 from penstock.training.packed_attention import PackLayout, SharedKeys
 
-__all__ = ["column_sums"]
 add_norm = add_rms_norm
 norm_back = norm_gradients
 

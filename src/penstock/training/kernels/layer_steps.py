@@ -129,8 +129,3 @@ def add_product(total: Tensor | None, left_TO: Tensor, right_TI: Tensor) -> Tens
     exact = torch.promote_types(left_TO.dtype, torch.float32)
     left_OT, right_TI = left_TO.t().to(exact), right_TI.to(exact)
     return left_OT @ right_TI if total is None else total.addmm_(left_OT, right_TI)
-
-
-def column_sums(x_TC: Tensor) -> Tensor:
-    """Return the sum over the rows, in float32 at least."""
-    return x_TC.sum(0, dtype=torch.promote_types(x_TC.dtype, torch.float32))
