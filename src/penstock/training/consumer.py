@@ -76,7 +76,7 @@ from penstock.training.policy import (
 )
 from penstock.training.ptx import TextStream
 from penstock.training.snapshot import load_snapshot, take_snapshot
-from penstock.training.transfer import to_device
+from penstock.training.transfer import HostCopy, to_device
 from penstock.training.update import Outcome, UpdateStep
 from penstock.types import Batch, StepReport
 from penstock.weights.offload import HostOffload
@@ -438,7 +438,7 @@ class Consumer:
         ptx = self.config.train.ptx
         texts = stream.peek(update * ptx.sequences_per_step, ptx.sequences_per_step, self.ranks)
         num_tokens = max(self.ranks.sum_of(sum(len(text.predictors) for text in texts)), 1.0)
-        losses: list[float] = []
+        losses: list[HostCopy] = []
 
         def sampling(pack: Pack) -> tuple[Tensor, None]:
             ones = {"dtype": self._exact_dtype, "device": self.policy.device}
@@ -446,7 +446,7 @@ class Consumer:
 
         def finish(_: Pack, logprobs_N: Tensor, __: Tensor) -> Tensor:
             loss = -logprobs_N.sum() / num_tokens
-            losses.append(float(loss.detach()))
+            losses.append(HostCopy(loss.detach()))
             return ptx.coefficient * loss
 
         packs = self._make_packs(
@@ -459,7 +459,7 @@ class Consumer:
         backward = self.loss_scale.backward
         counted = self._counted(sampling)
         run_passes(self.policy, packs, counted, finish, backward=backward, check=check)
-        return self.ranks.sum_of(sum(losses))
+        return self.ranks.sum_of(sum(float(one.wait()) for one in losses))
 
     def _counted(self, sampling: Sampling) -> Sampling:
         """Count a pack as work when its forward pass begins."""

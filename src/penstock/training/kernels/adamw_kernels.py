@@ -86,12 +86,11 @@ class AdamWStep:
         self._device = self._parameters[0].device
         self._kind = next(iter(_kinds(self._rounded)), tl.bfloat16)
         self._decay = torch.tensor(decay, dtype=torch.float32, device=self._device)
-        chunks = [
-            (number, chunk)
-            for number, one in enumerate(self._parameters)
-            for chunk in range(triton.cdiv(one.numel(), _CHUNK))
-        ]
-        self._chunks = torch.tensor(chunks, dtype=torch.int32, device=self._device)
+        counts = [triton.cdiv(one.numel(), _CHUNK) for one in self._parameters]
+        tensor = np.repeat(np.arange(len(counts)), counts)
+        chunk = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
+        chunks = np.stack([tensor, chunk], axis=1).astype(np.int32)
+        self._chunks = torch.from_numpy(chunks).to(self._device)
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer, rounded: dict[nn.Parameter, nn.Parameter]) -> bool:
