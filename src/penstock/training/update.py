@@ -63,11 +63,10 @@ class UpdateStep:
 def _fused(masters: Masters, optimizer: torch.optim.Optimizer) -> Any | None:
     """Return the kernel that takes the step; None: plain torch does, as on a CPU and on several ranks."""
     devices = {one.device.type for one in masters.parameters.values()}
-    alone = masters.sharding.ranks.world == 1
-    if (
-        devices != {"cuda"} or not alone or type(masters) is not Masters
-    ):  # others round their own way
+    if devices != {"cuda"} or masters.sharding.ranks.world > 1:
         return None
+    if type(masters) is not Masters:
+        return None  # they round in their own way
     try:
         from penstock.training.kernels.adamw_kernels import AdamWStep
     except ImportError:  # CUDA without Triton
