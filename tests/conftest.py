@@ -104,6 +104,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from stages import quick_interpreter
 
         quick_interpreter.install()
+    if "transformers.configuration_utils" in sys.modules:
+        from stages import quick_transformers
+
+        quick_transformers.install()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)  # as in a run
     gc.enable()

@@ -42,6 +42,7 @@ from penstock.supervise.trainer import RestartingTrainer, TrainerClient
 from penstock.track.jsonl import JsonlTracker
 from penstock.track.line_file import LineFile
 from penstock.weights.in_process import InProcessSync
+from stages import quick_transformers
 from stages.tiny_run import TINY
 from stages.warm_workers import Nursery, install
 
@@ -196,6 +197,7 @@ def warm_up(folder: str) -> None:
 
 def serve() -> None:
     torch.set_num_threads(1)
+    quick_transformers.install()
     typer.main.get_command = functools.cache(typer.main.get_command)  # made by the warm-up
     with tempfile.TemporaryDirectory() as folder:
         warm_up(folder)

@@ -28,6 +28,7 @@ KILLED = -9
 LEAVING_S = 60.0  # longest wait for workers whose driver is gone; they take a fraction of a second
 # random weights, two layers, the demo's tokenizer: a run takes two thirds of the time of the demo's
 SMALL_POLICY = Path(__file__).with_name("small_policy")
+SUMS = Path(__file__).with_name("sums.jsonl")
 TINY = [
     "launch.kind=inline",
     f"model.path={SMALL_POLICY}",
@@ -40,7 +41,7 @@ TINY = [
     "eval.tasks={}",
     "track.trackers=[]",
     "checkpoint.every_steps=2",
-    f"tasks.train.data={Path(__file__).with_name('sums.jsonl')}",
+    f"tasks.train.data={SUMS}",
     f"tasks.train.rewards=[{{type='{ODD_REWARD}'}}]",
 ]
 
