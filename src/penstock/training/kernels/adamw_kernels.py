@@ -129,13 +129,11 @@ class AdamWStep:
         applies = norm.isfinite() & loss.isfinite() & (norm > 0)
         decision = torch.stack([applies, (max_norm / (norm + 1e-6)).clamp(max=1.0)]).float()
         steps = [self._state(one)["step"] for one in self._parameters]
-        torch._foreach_add_(
-            steps, [applies.float()] * len(steps)
-        )  # one tensor for all: it would wait
+        torch._foreach_add_(steps, [applies.float()] * len(steps))  # for a single tensor it waits
         steps_P = torch.stack(steps).double()
-        corrections_P2 = torch.stack(
-            [1 - keep_first**steps_P, (1 - keep_second**steps_P).sqrt()], dim=1
-        ).float()
+        first_P = 1 - torch.pow(keep_first, steps_P)
+        second_P = (1 - torch.pow(keep_second, steps_P)).sqrt()
+        corrections_P2 = torch.stack([first_P, second_P], dim=1).float()
         kernel: Any = _adamw
         kernel[(len(self._chunks),)](
             table, self._chunks, decision, corrections_P2, self._decay, rate,
