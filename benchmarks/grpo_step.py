@@ -6,8 +6,9 @@
 A step is N prompts x 8 samples of exactly --new-tokens tokens (the end of sequence is suppressed) and one
 update. TRL runs in a subprocess of the same interpreter (pip install trl). Penstock runs as `penstock train`:
 once on-policy (max_staleness 0: engine and trainer take turns, each on all cores, like TRL) and once overlapped
-(max_staleness 1: one core each). Prints medians over the steps after the warm-up: wall time, and the CPU time of
-all processes, which is the better figure on a busy machine.
+(max_staleness 1: the engine has one thread, the trainer one per core, so no core idles while either has work).
+Prints medians over the steps after the warm-up: wall time, and the CPU time of all processes, which is the
+better figure on a busy machine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Load:
     new_tokens: int
     steps: int
     warm_up: int
-    train_threads: int = 0  # of the trainer beside an engine; 0: one core for each side
+    train_threads: int = 0  # of the trainer; 0: one per core
 
     def write_data(self, path: Path) -> Path:
         """Write questions of about 64 characters, enough for every step; return the path."""
@@ -138,7 +139,7 @@ def write_config(model: str, load: Load, staleness: int, folder: Path) -> Path:
     """Write the data and the config of a run named staleness-N; return the config's path."""
     data = load.write_data(folder / "train.jsonl")
     name = f"staleness-{staleness}"
-    threads = 1 if staleness else os.cpu_count()
+    cores = os.cpu_count() or 1
     config = folder / f"{name}.toml"
     config.write_text(
         f"""
@@ -156,14 +157,14 @@ min_tokens = {load.new_tokens}
 max_tokens = {load.new_tokens}
 [engine]
 max_slots = {load.prompts * SAMPLES}
-threads = {threads}
+threads = {1 if staleness else cores}
 [produce]
 max_staleness = {staleness}
 [train]
 steps = {load.steps}
 groups_per_step = {load.prompts}
 lr = 1e-6
-threads = {load.train_threads or threads}
+threads = {load.train_threads or cores}
 [track]
 trackers = []
 """
@@ -268,7 +269,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=2, help="steps left out of the medians")
     parser.add_argument(
-        "--train-threads", type=int, default=0, help="0: all cores in turns, one when overlapped"
+        "--train-threads", type=int, default=0, help="of the trainer; 0: one per core"
     )
     parser.add_argument("--no-trl", action="store_true", help="measure Penstock only")
     options = parser.parse_args()

@@ -4,9 +4,9 @@ The vocabulary is the largest axis of a language model, so the output head runs 
 The gradient of a token's log-prob with respect to its logits needs nothing that comes later: the forward
 pass computes it beside the log-probs and keeps it if it fits; the backward pass only scales the hidden
 states and the result of its two matrix products. Otherwise each chunk's logits are computed again in
-backward. On a GPU a kernel (`head_kernels.py`) does the arithmetic around the products. If each tensor
-rank has a slice of the vocabulary, no rank holds a whole row of logits: maxima and sums are taken over
-the ranks.
+backward. On a GPU a kernel (`head_kernels.py`) does the arithmetic around the products, on a CPU
+`head_rows.py`, a few rows at a time. If each tensor rank has a slice of the vocabulary, no rank holds a
+whole row of logits: maxima and sums are taken over the ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from penstock.training import head_rows
+from penstock.training.head_rows import NO_CHANCE
 from penstock.training.parallel.collectives import all_max, all_sum
 from penstock.training.parallel.ranks import Axis
 
@@ -27,7 +29,6 @@ KEEP_ELEMENTS_CPU = 1 << 27  # gradients of logits up to this many are kept for 
 KEEP_SHARE_GPU = 0.04  # of the device's memory
 CHUNK_ELEMENTS_CPU = 1 << 23
 CHUNK_ELEMENTS_GPU = 1 << 28
-NO_CHANCE = -1e30  # a logit whose probability is 0; finite, so that 0 x its log is 0 in the entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +237,12 @@ def warm_up(
 def _chunk_function(
     hidden_ND: Tensor, axis: Axis | None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    """Return how a chunk's logits become log-probs: by a kernel on a GPU if no rank is asked."""
-    if not hidden_ND.is_cuda or hidden_ND.dtype == torch.float64 or axis is not None:
+    """Return how a chunk's logits become log-probs: in place, if there is a way and no rank is asked."""
+    if axis is not None:
+        return chunk_logprobs
+    if hidden_ND.is_cpu and hidden_ND.dtype in (torch.float32, torch.float64):
+        return head_rows.chunk_logprobs_
+    if not hidden_ND.is_cuda or hidden_ND.dtype == torch.float64:
         return chunk_logprobs
     return _kernel() or chunk_logprobs
 

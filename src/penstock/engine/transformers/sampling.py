@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.models.exponentials import exp_into
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -83,16 +85,23 @@ def sample(logits_NV: torch.Tensor, how: RowSampling) -> tuple[torch.Tensor, tor
     scaled_NV = logits_NV.float()
     if not (scaled_NV.is_cpu and bool((how.temperature_N == 1).all())):
         scaled_NV = scaled_NV / how.temperature_N[:, None]
+    allowed: torch.Tensor | None = None
     if how.banned is not None:
-        scaled_NV = scaled_NV.clone()  # not the caller's logits
+        allowed = scaled_NV[how.banned]
         scaled_NV[how.banned] = -torch.inf
+    chosen_NV = scaled_NV
     if how.top_k_N is not None or how.top_p_N is not None:
-        scaled_NV = filter_top_k_top_p(scaled_NV, how.top_k_N, how.top_p_N)
-    shifted_NV = scaled_NV - scaled_NV.amax(dim=-1, keepdim=True)
-    token_N, total_N = pick(shifted_NV.exp(), how.uniform_N)  # one exponential per logit
+        chosen_NV = filter_top_k_top_p(scaled_NV, how.top_k_N, how.top_p_N)
+    peak_N1 = chosen_NV.amax(dim=-1, keepdim=True)
+    weights_NV = chosen_NV - peak_N1
+    exp_into(weights_NV, weights_NV)  # one exponential per logit
+    token_N, total_N = pick(weights_NV, how.uniform_N)
     if how.greedy_N is not None:
-        token_N = torch.where(how.greedy_N, shifted_NV.argmax(dim=-1), token_N)
-    return token_N, shifted_NV.gather(1, token_N[:, None])[:, 0] - total_N.log()
+        token_N = torch.where(how.greedy_N, chosen_NV.argmax(dim=-1), token_N)
+    logprob_N = (chosen_NV.gather(1, token_N[:, None]) - peak_N1)[:, 0] - total_N.log()
+    if allowed is not None:
+        scaled_NV[how.banned] = allowed  # the caller may sample from these logits again
+    return token_N, logprob_N
 
 
 def pick(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
