@@ -89,6 +89,7 @@ def test_what_is_not_finite_or_zero_changes_nothing(norm, loss) -> None:
     step = AdamWStep(side.optimizer, side.rounded)
     launch(side, step, side.set_gradients(0, 1.0), 0.5)
     before = [one.clone() for one in (*side.state(), *side.rounded.values())]
+    step.warm_up()
     side.set_gradients(1, norm)
     launch(side, step, torch.tensor(norm, device=DEVICE), loss)
     assert all(map(torch.equal, before, (*side.state(), *side.rounded.values())))

@@ -52,12 +52,7 @@ from penstock.training.objective import (
     token_advantages,
     update_sums,
 )
-from penstock.training.optimizer import (
-    LossScale,
-    Masters,
-    learning_rate,
-    make_optimizer,
-)
+from penstock.training.optimizer import LossScale, Masters, learning_rate, make_optimizer
 from penstock.training.pack import (
     Pack,
     empty_pack,
@@ -161,6 +156,7 @@ class Consumer:
         if self.policy.device.type == "cuda" and self.ranks.world == 1:
             samplings = [config.task_sampling(task) for task in config.tasks]
             self.policy.warm_up(bans_ends=any(sampling.min_tokens for sampling in samplings))
+            self.update_step.warm_up()
         self._stop = threading.Event()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hash of a batch")
 

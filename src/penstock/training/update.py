@@ -27,6 +27,11 @@ class UpdateStep:
         self._masters, self._optimizer, self._max_norm = masters, optimizer, max_norm
         self._fused = _fused(masters, optimizer)
 
+    def warm_up(self) -> None:
+        """Compile what the first update needs."""
+        if self._fused is not None:
+            self._fused.warm_up()
+
     def apply(self, rate: float, loss: UpdateLoss) -> Outcome:
         """Make one step; return what tells how it went, when a GPU has come so far."""
         for group in self._optimizer.param_groups:

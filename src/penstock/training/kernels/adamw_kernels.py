@@ -124,8 +124,7 @@ class AdamWStep:
 
         A norm or loss that is not finite, and a norm of zero, leave everything as it is.
         """
-        group = self._optimizer.param_groups[0]
-        (keep_first, keep_second), rate = group["betas"], group["lr"]
+        keep_first, keep_second = self._optimizer.param_groups[0]["betas"]
         applies = norm.isfinite() & loss.isfinite() & (norm > 0)
         decision = torch.stack([applies, (max_norm / (norm + 1e-6)).clamp(max=1.0)]).float()
         steps = [self._state(one)["step"] for one in self._parameters]
@@ -133,10 +132,21 @@ class AdamWStep:
         steps_P = torch.stack(steps).double()
         first_P = 1 - torch.pow(keep_first, steps_P)
         second_P = (1 - torch.pow(keep_second, steps_P)).sqrt()
-        corrections_P2 = torch.stack([first_P, second_P], dim=1).float()
+        self._run(table, decision, torch.stack([first_P, second_P], dim=1).float())
+
+    def warm_up(self) -> None:
+        """Compile the kernel, by a step that is not applied."""
+        count = len(self._parameters)
+        table = torch.zeros(count, 6, dtype=torch.int64, device=self._device)
+        nothing = torch.zeros(2, device=self._device)
+        self._run(table, nothing, torch.ones(count, 2, device=self._device))
+
+    def _run(self, table: Tensor, decision: Tensor, corrections_P2: Tensor) -> None:
+        group = self._optimizer.param_groups[0]
+        keep_first, keep_second = group["betas"]
         kernel: Any = _adamw
         kernel[(len(self._chunks),)](
-            table, self._chunks, decision, corrections_P2, self._decay, rate,
+            table, self._chunks, decision, corrections_P2, self._decay, group["lr"],
             keep_first, 1 - keep_first, keep_second, 1 - keep_second, group["eps"],
             KIND=self._kind, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
