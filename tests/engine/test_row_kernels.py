@@ -120,10 +120,8 @@ def test_rows_are_normed(ahead: int, dtype: torch.dtype, draw: Draw) -> None:
     ],
 )
 def test_small_products_of_few_rows_are_ours(
-    product: Product, rows: int, inputs: int, outputs: int, ours: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(row_tiles, "STAGED_ROWS", 0)
+    product: Product, rows: int, inputs: int, outputs: int, ours: bool
+) -> None:
     x, weight = torch.empty(rows, inputs), torch.empty(outputs, inputs)
     assert choose(product, x, weight) is None
     half = torch.bfloat16

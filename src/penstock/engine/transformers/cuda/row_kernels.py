@@ -4,8 +4,8 @@
 A product of few rows takes as long as its weights take to arrive. A program computes a few columns for up to 16
 rows and asks for all of its weights at once: a tile [SPLIT, COLUMNS, BLOCK], whose warps compute dot products side by
 side; their sums are added at the end. A tile of a large weight is read in stages instead. The norm before a product and
-the rotary embedding, gate or residual after it belong to the same program, rounded where the plain operations round.
-With `PDL` a kernel starts, and loads its weights, while the kernel before it still runs. `row_reference.py` computes the same in plain torch.
+the rotary embedding, gate or residual after it belong to the same program, rounded where the plain operations round. With `PDL` a kernel starts, and loads its weights, while the
+kernel before it still runs. `row_reference.py` computes the same in plain torch.
 """
 
 from __future__ import annotations
