@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from penstock.engine.transformers.cuda import row_reference as reference
-from penstock.engine.transformers.cuda import row_tiles
 from penstock.engine.transformers.cuda.row_tiles import Product, Tiles, choose
 
 pytestmark = pytest.mark.gpu(stand_in=True)
@@ -19,11 +18,7 @@ from penstock.engine.transformers.cuda import row_kernels as kernels  # noqa: E4
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
-CUTS = [
-    Tiles(columns=16, split=4, block=16),
-    Tiles(columns=8, split=8, block=16, warps=8),
-    Tiles(columns=16, split=1, block=16, stages=3),
-]
+CUTS = [Tiles(columns=16, split=4, block=16), Tiles(columns=8, split=8, block=16, warps=8)]
 
 Draw = Callable[..., torch.Tensor]
 
@@ -75,7 +70,7 @@ def test_a_gated_product_equals_the_reference(
 ) -> None:
     x, weight = 3 * draw(rows, 56, dtype=dtype), 4 * draw(2 * width, 56, dtype=dtype)
     norm = (1 + draw(56, dtype=dtype), 1e-6)
-    got = kernels.gate_product(x, norm, weight, tiles, ahead=weight)
+    got = kernels.gate_product(x, norm, weight, tiles)
     assert_close(got, reference.gate_product(x, norm, weight, tiles))
 
 
@@ -126,16 +121,3 @@ def test_small_products_of_few_rows_are_ours(
     assert choose(product, x, weight) is None
     half = torch.bfloat16
     assert (choose(product, x.to(half), weight.to(half)) is not None) == ours
-
-
-def test_a_large_gate_of_few_rows_is_read_in_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as `STAGED_ROWS` says; other products stay as they are."""
-    monkeypatch.setattr(row_tiles, "STAGED_ROWS", 16)
-    half = torch.bfloat16
-    large, small = torch.empty(2 * 4864, 896, dtype=half), torch.empty(2 * 1536, 576, dtype=half)
-    staged = choose("gate", torch.empty(16, 896, dtype=half), large)
-    assert staged is not None
-    assert staged.stages
-    assert choose("gate", torch.empty(17, 896, dtype=half), large) is None
-    assert choose("gate", torch.empty(16, 576, dtype=half), small) == Tiles()
-    assert choose("down", torch.empty(17, 4864, dtype=half), torch.empty(896, 4864)) is None

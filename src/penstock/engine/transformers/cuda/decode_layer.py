@@ -125,7 +125,7 @@ def _gate(
     if tiles is None:
         product_BF = functional.linear(norm_rows(x_BD, norm_parts(norm), ahead), weight_FD)
         return silu_gate(*product_BF.chunk(2, dim=1))
-    return gate_product(x_BD, norm_parts(norm), weight_FD, tiles, ahead)
+    return gate_product(x_BD, norm_parts(norm), weight_FD, tiles)
 
 
 def norm_parts(norm: Any) -> tuple[torch.Tensor, float]:

@@ -3,8 +3,8 @@
 
 A product of few rows takes as long as its weights take to arrive. A program computes a few columns for up to 16
 rows and asks for all of its weights at once: a tile [SPLIT, COLUMNS, BLOCK], whose warps compute dot products side by
-side; their sums are added at the end. A tile of a large weight is read in stages instead. The norm before a product and
-the rotary embedding, gate or residual after it belong to the same program, rounded where the plain operations round. With `PDL` a kernel starts, and loads its weights, while the
+side; their sums are added at the end. The norm before a product and the rotary embedding, gate or residual after it belong to the
+same program, rounded where the plain operations round. With `PDL` a kernel starts, and loads its weights, while the
 kernel before it still runs. `row_reference.py` computes the same in plain torch.
 """
 
@@ -69,54 +69,9 @@ def asking(ahead: torch.Tensor | None, warps: int, device: torch.device) -> dict
 def _product(
     X, Weight, Norm, row, rows, column, inside, eps, K: tl.constexpr, NORMED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    # Return x of these rows times these rows of the weight, [ROWS, COLUMNS] in float32.
-    if STAGES > 0:
-        made = _product_in_stages(
-            X, Weight, Norm, row, rows, column, inside, eps, K, NORMED, ROWS, COLUMNS, BLOCK, CHUNKS,
-            STAGES, PDL,
-        )  # fmt: skip
-    else:
-        made = _product_at_once(
-            X, Weight, Norm, row, rows, column, inside, eps, K, NORMED, ROWS, COLUMNS, SPLIT, BLOCK,
-            CHUNKS, PDL,
-        )  # fmt: skip
-    return made
-
-
-@triton.jit
-def _product_in_stages(
-    X, Weight, Norm, row, rows, column, inside, eps, K: tl.constexpr, NORMED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    wait_for_last(PDL)
-    at, here = tl.arange(0, BLOCK)[None, :], (row < rows)[:, None]
-    inputs, weights = X + row[:, None] * K + at, Weight + column[:, None] * K + at
-    stretch = tl.zeros((ROWS,), tl.float32)
-    if NORMED:
-        for chunk in tl.static_range(CHUNKS):
-            x = tl.load(inputs + chunk * BLOCK, mask=here & (at < K - chunk * BLOCK), other=0.0)
-            stretch += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
-        stretch = tl.rsqrt(stretch / K + eps)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in tl.range(0, K, BLOCK, num_stages=STAGES):
-        x = tl.load(inputs + k, mask=here & (at < K - k), other=0.0)
-        tile = tl.load(weights + k, mask=inside[:, None] & (at < K - k), other=0.0)
-        if NORMED:
-            scale = tl.load(Norm + k + at, mask=at < K - k, other=0.0).to(tl.float32)
-            x = (x.to(tl.float32) * stretch[:, None] * scale).to(tile.dtype)
-        total = tl.dot(x, tl.trans(tile), total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def _product_at_once(
-    X, Weight, Norm, row, rows, column, inside, eps, K: tl.constexpr, NORMED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # Return x of these rows times these rows of the weight, [ROWS, COLUMNS] in float32.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     at = tl.arange(0, SPLIT)[:, None, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
@@ -173,7 +128,7 @@ def _heads_rows(
     X, Weight, Bias, Norm, Cos, Sin, Query, Keys, Values, Target, rows, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Half of the columns lie in the lower half of a head, the others HALF above them.
     C: tl.constexpr = COLUMNS // 2
@@ -185,7 +140,7 @@ def _heads_rows(
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     made = _product(
         X, Weight, Norm, row, rows, column, at < HALF, eps, K, True, ROWS, COLUMNS, SPLIT, BLOCK,
-        CHUNKS, STAGES, PDL,
+        CHUNKS, PDL,
     )  # fmt: skip
     if BIASED:
         made += tl.load(Bias + column, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
@@ -218,15 +173,10 @@ def _heads_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def _gate_rows(
-    X, Weight, Norm, Out, Ahead, rows, eps, WIDTH: tl.constexpr,
+    X, Weight, Norm, Out, rows, eps, WIDTH: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    AHEAD: tl.constexpr, THREADS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if AHEAD > 0:
-        programs = tl.num_programs(0) * tl.num_programs(1)
-        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        ask_for(Ahead, program, programs, AHEAD, THREADS)
     # Half of the columns are of the gate, the others are the same ones of up.
     C: tl.constexpr = COLUMNS // 2
     first, both = tl.program_id(0) * C, tl.arange(0, COLUMNS)
@@ -234,7 +184,7 @@ def _gate_rows(
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     made = _product(
         X, Weight, Norm, row, rows, at + both // C * WIDTH, at < WIDTH, eps, K, True, ROWS, COLUMNS,
-        SPLIT, BLOCK, CHUNKS, STAGES, PDL,
+        SPLIT, BLOCK, CHUNKS, PDL,
     )  # fmt: skip
     kind = Out.dtype.element_ty
     gate, up = _halves(made.to(kind).to(tl.float32), ROWS, COLUMNS)
@@ -250,13 +200,13 @@ def _gate_rows(
 def _add_rows(
     X, Weight, Bias, Total, rows, WIDTH: tl.constexpr, BIASED: tl.constexpr,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     made = _product(
         X, Weight, X, row, rows, column, column < WIDTH, 0.0, K, False, ROWS, COLUMNS, SPLIT, BLOCK,
-        CHUNKS, STAGES, PDL,
+        CHUNKS, PDL,
     )  # fmt: skip
     if BIASED:
         made += tl.load(Bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
@@ -303,7 +253,7 @@ def _how(tiles: Tiles, x_BK: torch.Tensor) -> dict[str, Any]:
     return {
         "K": inputs, "ROWS": ROWS, "COLUMNS": tiles.columns, "SPLIT": tiles.split,
         "BLOCK": tiles.block, "CHUNKS": triton.cdiv(inputs, tiles.split * tiles.block),
-        "STAGES": tiles.stages, "num_warps": tiles.warps, "num_stages": 1, **overlapped(x_BK.device),
+        "num_warps": tiles.warps, "num_stages": 1, **overlapped(x_BK.device),
     }  # fmt: skip
 
 
@@ -324,7 +274,7 @@ def project_and_store(
     heads = len(weight_ND) // size - 2 * kv_heads
     assert x_BD.is_contiguous()
     assert weight_ND.is_contiguous()
-    assert tiles.stages or width <= tiles.split * tiles.block
+    assert width <= tiles.split * tiles.block
     query_BHD = x_BD.new_empty(rows, heads, size)
     how = _how(tiles, x_BD)
     parts = triton.cdiv(size // 2, tiles.columns // 2)
@@ -342,20 +292,18 @@ def gate_product(
     norm: tuple[torch.Tensor, float],
     weight_FD: torch.Tensor,
     tiles: Tiles,
-    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up. Ask for `ahead`."""
+    """Return silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
     rows, inputs = x_BD.shape
     width = len(weight_FD) // 2
     assert x_BD.is_contiguous()
     assert weight_FD.is_contiguous()
-    assert tiles.stages or inputs <= tiles.split * tiles.block
+    assert inputs <= tiles.split * tiles.block
     made = x_BD.new_empty(rows, width)
     kernel: Any = _gate_rows
     kernel[(triton.cdiv(width, tiles.columns // 2), triton.cdiv(rows, ROWS))](
-        x_BD, weight_FD, norm[0], made, weight_FD if ahead is None else ahead, rows, norm[1],
-        WIDTH=width, **_how(tiles, x_BD) | asking(ahead, tiles.warps, x_BD.device),
-    )  # fmt: skip
+        x_BD, weight_FD, norm[0], made, rows, norm[1], WIDTH=width, **_how(tiles, x_BD)
+    )
     return made
 
 

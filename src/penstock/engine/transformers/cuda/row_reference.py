@@ -37,7 +37,6 @@ def gate_product(
     norm: tuple[torch.Tensor, float],
     weight_FD: torch.Tensor,
     tiles: Tiles,
-    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
     gate_BF, up_BF = functional.linear(norm_rows(x_BD, norm), weight_FD).chunk(2, dim=1)

@@ -1,8 +1,8 @@
 """Which products of a decode step run as kernels of `row_kernels.py`, and how each is cut.
 
 The rule follows measurements on one H200. Weights are read once for every 16 rows, and the programs of a large weight
-run one after another: there the library's products win. Kernels that read a weight in stages instead of at once were
-no faster for 8 to 64 rows; for 512 rows, tiles of Triton were at best as fast as the library's.
+run one after another: there the library's products win. Kernels that read a weight block by block instead of at once
+were no faster for 8 to 64 rows; for 512 rows, tiles of Triton were at best as fast as the library's.
 """
 
 from __future__ import annotations
@@ -15,20 +15,15 @@ Product = Literal["heads", "out", "gate", "down"]
 
 
 class Tiles(NamedTuple):
-    """A program computes `columns` outputs and reads `split` parts of `block` inputs at once.
-
-    With `stages`, `split` is 1: it reads one part after another, so many ahead.
-    """
+    """A program computes `columns` outputs and reads `split` parts of `block` inputs at once."""
 
     columns: int = 16
     split: int = 8
     block: int = 128
     warps: int = 4
-    stages: int = 0
 
 
 MOST_ROWS = 32  # more rows: the library's products
-STAGED_ROWS = 0  # up to so many rows, a large gate is ours, read in stages
 ASKING_ROWS = 0  # up to so many rows, kernels ask for the weights of later products
 _SMALL = 1 << 21  # elements of a weight that a device holds at once
 _PART = 1024  # inputs of one part; a norm needs the whole row, and a program has registers for five parts
@@ -41,8 +36,6 @@ def choose(product: Product, x_BK: torch.Tensor, weight_NK: torch.Tensor) -> Til
         return None
     if inputs <= _PART and weight_NK.numel() <= _SMALL:
         return Tiles() if rows <= 16 or product != "gate" else None
-    if rows <= STAGED_ROWS and product == "gate":
-        return Tiles(columns=64, split=1, stages=4)
     if rows <= 16 and product == "down" and inputs <= 5 * _PART:
         return Tiles(columns=8, warps=8)
     return None
