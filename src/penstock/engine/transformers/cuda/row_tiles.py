@@ -2,7 +2,7 @@
 
 The rule follows measurements on one H200. Weights are read once for every 16 rows, and the programs of a large weight
 run one after another: there the library's products win. Kernels that read a weight block by block instead of at once
-were no faster for 8 to 64 rows; for 512 rows, tiles of Triton were at best as fast as the library's.
+were slower for 8, 32 and 64 rows; for 512 rows, tiles of Triton were at best as fast as the library's.
 """
 
 from __future__ import annotations
