@@ -90,17 +90,13 @@ class DecodeStep:
         return project_and_store(x_BD, norm, *joined, turn, keys, values, self._target_B, tiles)
 
     def mix(
-        self,
-        layer: int,
-        query_BHD: torch.Tensor,
-        scale: float,
-        window: int | None,
-        ahead: torch.Tensor | None,
+        self, layer: int, query_BHD: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """Attend from turned queries; ask for `ahead`."""
+        """Attend from turned queries."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        place = (self._start_B, self._length_B)
-        return decode_attention(query_BHD, keys, values, *place, scale, window, ahead=ahead)
+        return decode_attention(
+            query_BHD, keys, values, self._start_B, self._length_B, scale, window
+        )
 
 
 class PrefillStep:

@@ -14,12 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.engine.transformers.cuda.row_kernels import (
-    ask_for,
-    asking,
-    overlapped,
-    wait_for_last,
-)
+from penstock.engine.transformers.cuda.row_kernels import overlapped, wait_for_last
 
 _PROGRAMS = 512  # attention programs that are enough to fill the device
 _MOST_SPLITS = 32  # of a context
@@ -28,12 +23,11 @@ _COLUMNS = 4096  # logits per program of the first sampling pass
 
 @triton.jit(do_not_specialize=["splits"])
 def _attend(
-    Query, Keys, Values, Output, Peak, Total, Sink, Start, Length, Ahead, scale, window, softcap,
+    Query, Keys, Values, Output, Peak, Total, Sink, Start, Length, scale, window, softcap,
     query_row, query_head, splits, HEADS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_last(PDL)
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -83,9 +77,6 @@ def _attend(
             weight.to(value.dtype), value, input_precision="ieee"
         )
         best = peak
-    if AHEAD > 0:  # after the program's own reads, which must not wait
-        program = (tl.program_id(0) * KV_HEADS + head) * splits + split
-        ask_for(Ahead, program, tl.num_programs(0) * KV_HEADS * splits, AHEAD, THREADS)
     at = (row * HEADS + query_head_at) * splits + split
     inside = (member < GROUP)[:, None] & (value_at < VALUE)[None, :]
     if WHOLE:
@@ -139,9 +130,8 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sink_H: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend from each row to the `length` tokens of its region at `start`; return [B, H, D]. Ask for `ahead`.
+    """Attend from each row to the `length` tokens of its region at `start`; return [B, H, D].
 
     A small batch cannot fill the device with one program per row and kv head: its contexts are split
     among several programs, and a second kernel joins their results.
@@ -161,24 +151,22 @@ def decode_attention(
         peak, total = query_BHD.new_empty((2, rows, heads, splits), dtype=torch.float32)
     group, sinks = heads // kv_heads, output if sink_H is None else sink_H
     value_pad = max(16, triton.next_power_of_2(value_size))
+    how = overlapped(query_BHD.device)
     attend: Any = _attend
     attend[(rows, kv_heads, splits)](
         query_BHD, keys_TGD, values_TGD, part, peak, total, sinks, start_B, length_B,
-        output if ahead is None else ahead, scale, window if window is not None else 1 << 30,
-        softcap or 1.0,
+        scale, window if window is not None else 1 << 30, softcap or 1.0,
         query_BHD.stride(0), query_BHD.stride(1), splits, HEADS=heads,
         CAPPED=softcap is not None, SINKS=sink_H is not None,
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         KEY=key_size, KEY_PAD=max(16, triton.next_power_of_2(key_size)), VALUE=value_size,
-        VALUE_PAD=value_pad, BLOCK=64, WHOLE=splits == 1, num_stages=3,
-        **asking(ahead, 4, query_BHD.device),
+        VALUE_PAD=value_pad, BLOCK=64, WHOLE=splits == 1, num_warps=4, num_stages=3, **how,
     )  # fmt: skip
     if splits > 1:
         join: Any = _join
         join[(rows * heads,)](
             part, peak, total, sinks, output, splits, HEADS=heads, SINKS=sink_H is not None,
-            VALUE=value_size, VALUE_PAD=value_pad, MOST=_MOST_SPLITS, num_warps=1,
-            **overlapped(query_BHD.device),
+            VALUE=value_size, VALUE_PAD=value_pad, MOST=_MOST_SPLITS, num_warps=1, **how,
         )  # fmt: skip
     return output
 

@@ -91,16 +91,11 @@ def decode(
     """Return the layer's output; may overwrite its input."""
     attention, mlp = layer.self_attn, layer.mlp
     query_BHD = _project(layer, step, x_BD, turn)
+    mixed_BHD = step.mix(attention.layer_idx, query_BHD, attention.scaling, _window(attention))
     gates = _joined(mlp.gate_proj, mlp.up_proj)
     assert gates is not None
-    asks = len(x_BD) <= row_tiles.ASKING_ROWS
-    mixed_BHD = step.mix(
-        attention.layer_idx, query_BHD, attention.scaling, _window(attention),
-        gates[0] if asks else None,
-    )  # fmt: skip
     x_BD = _add_product("out", x_BD, mixed_BHD.flatten(1), attention.o_proj)
-    down = mlp.down_proj.weight if asks else None
-    gated_BF = _gate(layer.post_attention_layernorm, x_BD, gates[0], down)
+    gated_BF = _gate(layer.post_attention_layernorm, x_BD, gates[0])
     return _add_product("down", x_BD, gated_BF, mlp.down_proj)
 
 
@@ -118,12 +113,10 @@ def _project(
     return step.project(attention.layer_idx, x_BD, norm_parts(norm), joined, turn, tiles)
 
 
-def _gate(
-    norm: Any, x_BD: torch.Tensor, weight_FD: torch.Tensor, ahead: torch.Tensor | None
-) -> torch.Tensor:
+def _gate(norm: Any, x_BD: torch.Tensor, weight_FD: torch.Tensor) -> torch.Tensor:
     tiles = row_tiles.choose("gate", x_BD, weight_FD)
     if tiles is None:
-        product_BF = functional.linear(norm_rows(x_BD, norm_parts(norm), ahead), weight_FD)
+        product_BF = functional.linear(norm_rows(x_BD, norm_parts(norm)), weight_FD)
         return silu_gate(*product_BF.chunk(2, dim=1))
     return gate_product(x_BD, norm_parts(norm), weight_FD, tiles)
 

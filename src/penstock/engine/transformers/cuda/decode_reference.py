@@ -20,7 +20,6 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sink_H: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from each row to the `length` tokens of its region at `start`; return [B, H, D]."""
     longest = int(length_B.max())

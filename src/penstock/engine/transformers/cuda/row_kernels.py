@@ -19,7 +19,6 @@ import triton.language as tl
 
 from penstock.engine.transformers.cuda.row_tiles import Tiles
 
-_MOST_ASKED = 1 << 25  # bytes: half of an L2 cache
 ROWS = 16  # of a program: the least of a tensor core's dot product
 
 
@@ -41,28 +40,6 @@ def wait_for_last(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def ask_for(Ahead, program, programs, AHEAD: tl.constexpr, THREADS: tl.constexpr):
-    """Have the L2 cache read AHEAD bytes that a later kernel needs; each thread of each program asks for a piece."""
-    piece = tl.cdiv(AHEAD, programs * THREADS * 16) * 16
-    at = (program * THREADS + tl.arange(0, THREADS)) * piece
-    address = Ahead.to(tl.int64) + tl.minimum(at, AHEAD - piece)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, piece],
-        tl.int32, False, 1,
-    )  # fmt: skip
-
-
-def asking(ahead: torch.Tensor | None, warps: int, device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments of a kernel that asks for `ahead`: one that may overlap, whose programs have `warps`."""
-    how, size = overlapped(device), 0
-    if ahead is not None and how["PDL"] and ahead.is_contiguous() and ahead.data_ptr() % 16 == 0:
-        size = ahead.numel() * ahead.element_size() // 16 * 16
-    if size > _MOST_ASKED:
-        size = 0
-    return {"AHEAD": size, "THREADS": 32 * warps, "num_warps": warps, **how}
 
 
 @triton.jit
@@ -218,11 +195,8 @@ def _add_rows(
 
 @triton.jit
 def _norm_rows(
-    X, Norm, Out, Ahead, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, AHEAD: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    X, Norm, Out, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    if AHEAD > 0:
-        ask_for(Ahead, tl.program_id(0), tl.num_programs(0), AHEAD, THREADS)
     wait_for_last(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_PAD)
     x = tl.load(X + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
@@ -231,18 +205,16 @@ def _norm_rows(
     tl.store(Out + row * WIDTH + at, made.to(Out.dtype.element_ty), mask=at < WIDTH)
 
 
-def norm_rows(
-    x_BD: torch.Tensor, norm: tuple[torch.Tensor, float], ahead: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the rows' RMS norm; ask for `ahead`."""
+def norm_rows(x_BD: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
+    """Return the rows' RMS norm."""
     rows, width = x_BD.shape
     assert x_BD.is_contiguous()
     made = torch.empty_like(x_BD)
     pad = triton.next_power_of_2(width)
     kernel: Any = _norm_rows
     kernel[(rows,)](
-        x_BD, norm[0], made, x_BD if ahead is None else ahead, norm[1], WIDTH=width, WIDTH_PAD=pad,
-        **asking(ahead, min(16, max(1, pad // 256)), x_BD.device),
+        x_BD, norm[0], made, norm[1], WIDTH=width, WIDTH_PAD=pad,
+        num_warps=min(16, max(1, pad // 256)), **overlapped(x_BD.device),
     )  # fmt: skip
     return made
 

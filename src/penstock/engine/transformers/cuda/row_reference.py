@@ -9,10 +9,8 @@ from penstock.engine.transformers.cuda.decode_reference import rotate_store
 from penstock.engine.transformers.cuda.row_tiles import Tiles
 
 
-def norm_rows(
-    x_BD: torch.Tensor, norm: tuple[torch.Tensor, float], ahead: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the rows' RMS norm; nothing can be asked for here."""
+def norm_rows(x_BD: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
+    """Return the rows' RMS norm."""
     return functional.rms_norm(x_BD, norm[0].shape, *norm)
 
 

@@ -1,8 +1,7 @@
 """Which products of a decode step run as kernels of `row_kernels.py`, and how each is cut.
 
 The rule follows measurements on one H200. Weights are read once for every 16 rows, and the programs of a large weight
-run one after another: there the library's products win. Kernels that read a weight block by block instead of at once
-were slower for 8, 32 and 64 rows; for 512 rows, tiles of Triton were at best as fast as the library's.
+run one after another: there the library's products win.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ class Tiles(NamedTuple):
 
 
 MOST_ROWS = 32  # more rows: the library's products
-ASKING_ROWS = 0  # up to so many rows, kernels ask for the weights of later products
 _SMALL = 1 << 21  # elements of a weight that a device holds at once
 _PART = 1024  # inputs of one part; a norm needs the whole row, and a program has registers for five parts
 
