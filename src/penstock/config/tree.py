@@ -238,7 +238,7 @@ class TrainConfig(Section):
     compile: bool = False
     """Compile the model's blocks with torch.compile: a slower first step, faster steps after it on a GPU."""
     threads: int = Field(1, ge=1)
-    """CPU threads of a trainer rank."""
+    """CPU threads of a trainer rank; on a CPU one per core is fastest, also beside an engine."""
     parallel: ParallelConfig = ParallelConfig()
     """How the trainer ranks divide the work; the rest of launch.num_consumers is data parallel."""
     reference: str = ""
