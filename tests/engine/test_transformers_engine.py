@@ -72,6 +72,7 @@ def test_a_graph_of_an_earlier_engine_is_not_freed_during_a_capture(
     asyncio.run(main())
 
 
+Spec = tuple[int, int, int, float, int]
 REQUESTS = st.lists(
     st.tuples(
         st.integers(0, 3),  # which prompt
@@ -86,7 +87,7 @@ REQUESTS = st.lists(
 PROMPTS = [[5, 6, 7], [40, 41], list(range(3, 40)), [9] * 17]
 
 
-def asked(place: int, spec: tuple[int, int, int, float, int]) -> GenerationRequest:
+def asked(place: int, spec: Spec) -> GenerationRequest:
     prompt, seed, most, temperature, _ = spec
     return tiny.request(
         f"r{place}", PROMPTS[prompt], seed=seed, max_tokens=most, temperature=temperature
@@ -97,11 +98,20 @@ async def alone(engine: TransformersEngine, request: GenerationRequest) -> Gener
     return await engine.generate(request)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(specs=REQUESTS)
-def test_a_rollout_has_the_same_bits_in_any_batch(
-    specs: list[tuple[int, int, int, float, int]],
-) -> None:
+def test_a_rollout_has_the_same_bits_in_any_batch(specs: list[Spec]) -> None:
+    compare_with_each_alone(specs)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(specs=REQUESTS)
+def test_a_rollout_has_the_same_bits_in_many_batches(specs: list[Spec]) -> None:
+    compare_with_each_alone(specs)
+
+
+def compare_with_each_alone(specs: list[Spec]) -> None:
     """Compare random mixes, orders and arrival times with each request run alone."""
 
     async def main() -> None:

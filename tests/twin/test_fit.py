@@ -199,7 +199,7 @@ def test_the_command_simulates_engines_of_different_speeds(
     assert rate("--vary", "seed=1", "--kind-speed", "0.25") == pytest.approx(
         1.75 * 8 / 0.1, rel=0.1
     )
-    assert penstock(monkeypatch, "c.toml", "--profile", "p.json") == 0
+    assert penstock(monkeypatch, "c.toml", "--profile", "p.json", "--steps", "2") == 0
     assert "launch.producer_kinds[0] are taken to be as fast" in capsys.readouterr().out
     assert penstock(monkeypatch, "c.toml", "--profile", "p.json", "--kind-speed", "0") == 2
     assert "allowed: a number above 0 for each of the 1" in capsys.readouterr().err
