@@ -51,9 +51,8 @@ class LogitRule:
 
 
 PLAIN_LOGITS = LogitRule()
-AddProduct = Callable[
-    [Tensor, Tensor], None
-]  # adds left^T right to the gradient of the weight's master
+# Adds left^T right to the gradient of the weight's master.
+AddProduct = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,9 +64,7 @@ class Policy(nn.Module):
         self._compiles = False  # the compiler fuses the layers
         self._switched: list[nn.Module] | None = None  # by `train`; None: not looked up yet
         self._masters: Mapping[int, nn.Parameter] = {}  # of parameters by their ids
-        self._add_to_head: AddProduct | None = (
-            None  # None: the head's weight has a gradient of its own
-        )
+        self._add_to_head: AddProduct | None = None  # None: the head has a gradient of its own
         self.rule = LogitRule.from_config(model.config.get_text_config())
         self.end_ids = end_ids(model)
         self._own_attention = model.config._attn_implementation
