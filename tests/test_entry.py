@@ -134,10 +134,13 @@ def test_a_mistake_that_the_checks_find_ends_the_workers_that_are_there_already(
 
 @pytest.mark.parametrize("enter", ENTRIES)
 def test_an_interrupt_of_the_checks_ends_the_workers(
-    enter: Enter, spawned: list[Popen[bytes]], tmp_path: Path
+    enter: Enter, spawned: list[Popen[bytes]], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     own = tmp_path / "own.py"
     own.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    # A shell's background job ignores interrupts, and so do the tests in it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises((KeyboardInterrupt, penstock.StopRequested)):
         enter(f"{own}:score", "local")
     assert len(spawned) == 2
