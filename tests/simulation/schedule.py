@@ -114,7 +114,8 @@ def installed(world: World) -> Iterator[None]:
     places: list[tuple[Any, str, Any]] = [
         (local, "ProcessWorker", Processes(world)),
         (local, "weight_folder", _NoFolder),
-        (local, "_free_port", lambda: next(ports)),
+        (local, "reserve_port", lambda address: contextlib.nullcontext(next(ports))),
+        (local, "port_of", lambda port: port),
         (run_folder, "_read", lambda path: world.config),  # of a run that has not begun
         (job, "RunData", _Data),
         (job, "left_behind", _left_behind),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 from pathlib import Path
 
 import torch
@@ -35,12 +34,6 @@ def layout_of(ranks: Ranks) -> str:
     """Return a name: the number of ranks, then the axes that are not the default."""
     axes = ranks.parallel.model_dump(exclude_defaults=True)
     return "-".join([str(ranks.world), *(f"{name}{size}" for name, size in axes.items())])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def texts() -> TextStream:

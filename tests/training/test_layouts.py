@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from penstock.config import ParallelConfig
+from penstock.launch.ports import port_of, reserve_port
 from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.training.pack import make_pack
 from penstock.training.packed_attention import PackLayout, packed_attention
@@ -24,23 +25,32 @@ JOBS = list(rank_program.ALGORITHMS)
 
 async def run_ranks(folder: Path, world: int, work: Sequence[Work]) -> None:
     """Do the work in `world` processes that are trainer ranks."""
-    port, part = rank_program.free_port(), f"{rank_program.__file__}:OneRank"
+    part = f"{rank_program.__file__}:OneRank"
     limits = {"threads": 1, "timeout_s": 200}
     names = [f"world-{world}-rank-{rank}" for rank in range(world)]
-    ranks = await asyncio.gather(
-        *(
-            ProcessWorker.start(
-                name, part, rank, port, world, log_path=folder / f"{name}.log", **limits
+    with reserve_port("127.0.0.1") as reserved:
+        ranks = await asyncio.gather(
+            *(
+                ProcessWorker.start(
+                    name,
+                    part,
+                    rank,
+                    port_of(reserved),
+                    world,
+                    log_path=folder / f"{name}.log",
+                    **limits,
+                )
+                for rank, name in enumerate(names)
             )
-            for rank, name in enumerate(names)
         )
-    )
-    try:
-        async with asyncio.timeout(200):
-            await asyncio.gather(*(rank.call("run_layouts", folder, list(work)) for rank in ranks))
-    finally:
-        for rank in ranks:
-            await rank.close()
+        try:
+            async with asyncio.timeout(200):
+                await asyncio.gather(
+                    *(rank.call("run_layouts", folder, list(work)) for rank in ranks)
+                )
+        finally:
+            for rank in ranks:
+                await rank.close()
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:

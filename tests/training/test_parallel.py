@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.launch.ports import port_of, reserve_port
 from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.models.stored_weights import build
 from penstock.training.parallel.ranks import Axis, Ranks, digest_over, rank_share
@@ -61,21 +62,24 @@ def test_the_norm_of_ranks_that_hold_no_gradient() -> None:
 
 async def run_two_ranks(folder: Path) -> None:
     """Run the jobs in two worker processes."""
-    port, part = rank_program.free_port(), f"{rank_program.__file__}:OneRank"
+    part = f"{rank_program.__file__}:OneRank"
     limits = {"threads": 1, "timeout_s": 200}
     names = [f"rank-{rank}" for rank in range(2)]
-    ranks = await asyncio.gather(
-        *(
-            ProcessWorker.start(name, part, rank, port, log_path=folder / f"{name}.log", **limits)
-            for rank, name in enumerate(names)
+    with reserve_port("127.0.0.1") as reserved:
+        ranks = await asyncio.gather(
+            *(
+                ProcessWorker.start(
+                    name, part, rank, port_of(reserved), log_path=folder / f"{name}.log", **limits
+                )
+                for rank, name in enumerate(names)
+            )
         )
-    )
-    try:
-        async with asyncio.timeout(200):
-            await asyncio.gather(*(rank.call("run_all", folder) for rank in ranks))
-    finally:
-        for rank in ranks:
-            await rank.close()
+        try:
+            async with asyncio.timeout(200):
+                await asyncio.gather(*(rank.call("run_all", folder) for rank in ranks))
+        finally:
+            for rank in ranks:
+                await rank.close()
 
 
 @pytest.fixture(scope="module")

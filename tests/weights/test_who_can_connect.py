@@ -15,6 +15,7 @@ import torch
 from penstock.compat.weight_broadcast import join_group
 from penstock.errors import UserError
 from penstock.launch.control import Control
+from penstock.launch.ports import port_of, reserve_port
 from penstock.training.parallel import ranks
 from penstock.weights.broadcast import WeightGroup, connect_store, is_loopback, open_store
 
@@ -57,20 +58,44 @@ def test_a_store_and_its_group_listen_on_their_address_alone() -> None:
 def test_trainer_ranks_of_one_machine_listen_on_its_loopback_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    with reserve_port("127.0.0.1") as reserved:
+        _join_as_rank_0(monkeypatch, port_of(reserved))
+
+
+def _join_as_rank_0(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # undone after the test
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", port)
+    monkeypatch.setenv("MASTER_PORT", str(port))
     before = listening()
     ranks._join(0, 1, "gloo")
     try:
         assert listening() - before == {LOOPBACK}
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_reserved_port_is_taken_by_nobody_but_rank_0() -> None:
+    with reserve_port("127.0.0.1") as reserved:
+        port = port_of(reserved)
+        for address in ("127.0.0.1", "0.0.0.0"):
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server((address, port))
+        store = open_store("127.0.0.1", 30.0, port, is_reserved=True)
+        connect_store("127.0.0.1", port, 30.0).set("key", "value")
+        assert store.get("key") == b"value"
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", port))
+
+
+def test_two_reservations_have_two_ports() -> None:
+    reserved = [reserve_port("127.0.0.1") for _ in range(200)]
+    try:
+        assert len({port_of(one) for one in reserved}) == len(reserved)
+    finally:
+        for one in reserved:
+            one.close()
 
 
 def test_a_group_of_ones_own_listens_on_the_address_that_it_names() -> None:

@@ -104,14 +104,16 @@ class WeightGroup:
         self._group = None  # gloo closes its connections with the last reference
 
 
-def open_store(address: str, timeout_s: float, port: int = 0, **more: Any) -> Any:
+def open_store(
+    address: str, timeout_s: float, port: int = 0, *, is_reserved: bool = False, **more: Any
+) -> Any:
     """Open the store at which the members of a group meet; the others connect to `store.port`.
 
     It listens on that address alone: a store asks nobody who they are, and torch's own choice is every
-    interface of the machine.
+    interface of the machine. is_reserved: the launcher keeps the port for it (`launch/ports.py`).
     """
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-    listening = socket.create_server((address, port), family=family)
+    listening = socket.create_server((address, port), family=family, reuse_port=is_reserved)
     return dist.TCPStore(
         address,
         listening.getsockname()[1],

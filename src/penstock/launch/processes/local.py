@@ -7,13 +7,13 @@ them would run at a time. Weights go through shared memory.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 from penstock.config import Config
 from penstock.launch.assemble import all_or_first_error, assemble, colocated_publishes, start_all
+from penstock.launch.ports import port_of, reserve_port
 from penstock.launch.processes.early import engine_imports, trainer_imports, trainer_names
 from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.launch.rpc_server import append_to_log
@@ -88,32 +88,27 @@ def spawn_trainer(
     names = trainer_names(config)
 
     async def spawn() -> Worker:
-        meeting = ("127.0.0.1", _free_port())
-        ranks = await all_or_first_error(
-            *(
-                ProcessWorker.start(
-                    name,
-                    "penstock.launch.part_factories:trainer_part",
-                    config,
-                    total_steps,
-                    *link,
-                    rank,
-                    meeting,
-                    log_path=log_folder / f"{name}.log",
-                    threads=config.train.threads,
-                    timeout_s=config.launch.start_timeout_s,
-                    imports=trainer_imports(config, rank),
-                )
-                for rank, name in enumerate(names)
-            ),
-            discard=ProcessWorker.close,
-        )
+        with reserve_port("127.0.0.1") as reserved:
+            meeting = ("127.0.0.1", port_of(reserved))
+            ranks = await all_or_first_error(
+                *(
+                    ProcessWorker.start(
+                        name,
+                        "penstock.launch.part_factories:trainer_part",
+                        config,
+                        total_steps,
+                        *link,
+                        rank,
+                        meeting,
+                        log_path=log_folder / f"{name}.log",
+                        threads=config.train.threads,
+                        timeout_s=config.launch.start_timeout_s,
+                        imports=trainer_imports(config, rank),
+                    )
+                    for rank, name in enumerate(names)
+                ),
+                discard=ProcessWorker.close,
+            )
         return RankGroup(ranks, config.train.parallel)
 
     return spawn
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

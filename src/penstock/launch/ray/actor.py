@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from penstock.errors import PartFailed, RunError, WorkerDied
+from penstock.launch.ports import port_of, reserve_port
 from penstock.launch.ray.faults import ACTOR_IS_GONE, why
 from penstock.launch.ray.object_store_retry import retry_while_full
 from penstock.launch.rpc_server import (
@@ -61,14 +62,13 @@ class ServingActor:
         self._logs_to_run = _write_log_to(Path(log_path))
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         self._name, self._server = name, RpcServer(name)
+        self._reserved: socket.socket  # its port is rank 0's, if this actor is that
 
     async def where(self) -> Where:
         address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            port = int(probe.getsockname()[1])
+        self._reserved = reserve_port(address)
         node = ray.get_runtime_context().get_node_id()
-        return Where(node, address, os.getpid(), port, self._logs_to_run)
+        return Where(node, address, os.getpid(), port_of(self._reserved), self._logs_to_run)
 
     async def build(self, search_path: list[str], factory: str, args: tuple) -> Any:
         try:
@@ -76,6 +76,8 @@ class ServingActor:
             return None, None
         except Exception as error:
             return portable_error(self._name, error), None
+        finally:
+            self._reserved.close()
 
     async def call(self, method: str, args: tuple) -> Any:
         try:

@@ -140,7 +140,7 @@ def _join(rank: int, world: int, backend: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     limit_s = dist.default_pg_timeout.total_seconds()
     if rank == 0:
-        store = open_store(address, limit_s, port)
+        store = open_store(address, limit_s, port, is_reserved=True)
     else:
         store = connect_store(address, port, limit_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
