@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -109,6 +110,17 @@ def test_an_engine_that_was_slow_is_tried_again_now_and_then() -> None:
     assert taken[:256].count(1) == 0
 
 
+def test_work_does_not_wait_for_a_faster_engine_whose_weights_are_too_old() -> None:
+    dispatcher = Dispatcher(2, SLOTS)
+    measured(dispatcher, 0, seconds=10.0, length=100)
+    measured(dispatcher, 1, seconds=1.0, length=100)
+    assert dispatcher.offer(work(), 0.0) == 1
+    dispatcher.room.loaded(0, version=1)
+    assert dispatcher.offer(work(least_version=1), 0.0) == 0
+    dispatcher.room.loaded(1, version=1)
+    assert dispatcher.offer(work(least_version=1), 0.0) == 1
+
+
 def test_work_that_comes_back_is_before_all_that_waits() -> None:
     dispatcher = Dispatcher(2, SLOTS)
     dispatcher.held = True
@@ -135,12 +147,13 @@ def chosen_by_a_look_at_all(dispatcher: Dispatcher, one: Work) -> int | None:
     alone = sum(not member.retired for member in members) == 1
     fill = 0.5 if dispatcher._fill is None else dispatcher._fill
     bound = math.inf if alone else 1.25 / max(0.125, fill)
+    version = one.least_version
     able = [
         index
         for index, member in enumerate(members)
         if member.serves
         and member.requests < (member.slots or common) * bound
-        and member.version >= one.least_version
+        and member.version >= version
     ]
     if dispatcher.held or not able:
         return None
@@ -148,7 +161,7 @@ def chosen_by_a_look_at_all(dispatcher: Dispatcher, one: Work) -> int | None:
     average = sum(known) / len(known) if known else 1.0
     seconds = {i: members[i].tokens / (members[i].speed or average) for i in able}
     least = min(able, key=seconds.__getitem__)
-    paced = [member for member in members if member.serves and member.pace]
+    paced = [one for one in members if one.serves and one.pace and one.version >= version]
     worth = able
     if paced:
         fastest = max(member.pace for member in paced)
@@ -291,12 +304,17 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_waits_has_something_to_wait_for(self) -> None:
-        """Queued work waits for an engine that runs something, or for one that joins."""
+        """Queued work waits for an engine that may take it and runs something, or for one that joins."""
         if hasattr(self, "dispatcher") and self.waiting and not self.dispatcher.held:
             serving = [self.dispatcher.members[i] for i in self.dispatcher.serving]
             able = [one for one in serving if one.version >= self.waiting[0].least_version]
-            assert not able or any(member.requests for member in serving)
+            assert not able or any(member.requests for member in able)
 
 
-TestDispatcher = DispatcherMachine.TestCase
-TestDispatcher.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+class TestDispatcher(DispatcherMachine.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+class TestDispatcherForLong(DispatcherMachine.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=40, deadline=None)

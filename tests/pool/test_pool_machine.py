@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -246,5 +247,10 @@ async def _result(task: asyncio.Task[str]) -> str:
     return await task
 
 
-TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+class TestPool(PoolMachine.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.slow
+class TestPoolForLong(PoolMachine.TestCase):
+    settings = settings(max_examples=1500, stateful_step_count=30, deadline=None)

@@ -148,13 +148,17 @@ class Dispatcher:
         return fast
 
     def _least_pace(self, work: Work) -> float:
-        """Return the pace below which the other engines would finish the queue before one response is made."""
-        fastest = self.room.fastest()
+        """Return the pace below which the other engines would finish the queue before one response is made.
+
+        Only engines that may take the work count: those with older weights finish nothing of it.
+        """
+        version = work.least_version
+        fastest = self.room.fastest(version)
         if fastest is None:
             return 0.0
         pace = self.members[fastest].pace or math.inf
         waiting = self.waiting if work.waits else self.waiting + work.size
-        return 1 / max(1 / pace + waiting / self.room.together(), _ALIKE / pace)
+        return 1 / max(1 / pace + waiting / self.room.together(version), _ALIKE / pace)
 
     @property
     def _bound_per_slot(self) -> float:

@@ -57,8 +57,9 @@ class Room:
         self._full: list[Entry] = []
         self._entries = 0  # in all heaps
         self._known = (0, 0.0)  # members with a speed, the sum of their speeds
-        self._together: float | None = None  # tokens/s of all slots; None: count again
-        self._by_pace: list[Entry] = []  # engines that serve, the fastest first
+        self._together: dict[int, float] | None = None  # tokens/s by version; None: count again
+        self._by_pace: dict[int, list[Entry]] = {}  # by version, the fastest first
+        self._pace_entries = 0  # in these heaps
         for _ in range(engines):
             self.add(serves=True)
 
@@ -83,6 +84,8 @@ class Room:
     def loaded(self, index: int, version: int) -> None:
         """Note the version of an engine's weights."""
         self.members[index].version = version
+        self._together = None
+        self._file_pace(index)
         self._file(index)
 
     def set_slots(self, index: int, slots: int) -> None:
@@ -118,7 +121,9 @@ class Room:
         count, total = self._known
         self._known = (count + (member.speed is None), total + speed - (member.speed or 0.0))
         if member.serves and self._together is not None:
-            self._together += (pace - (member.pace or 0.0)) * self._slots_of(member)
+            before = self._together.get(member.version, 0.0)
+            change = (pace - (member.pace or 0.0)) * self._slots_of(member)
+            self._together[member.version] = before + change
         member.speed, member.pace = speed, pace
         member.answers += 1
         self._file_pace(index)
@@ -126,22 +131,26 @@ class Room:
 
     # ---- questions
 
-    def fastest(self) -> int | None:
-        """Return the engine that serves and makes responses fastest; None before an answer."""
-        while self._by_pace:
-            _, index, answers = self._by_pace[0]
-            member = self.members[index]
-            if member.serves and member.answers == answers:
-                return index
-            heappop(self._by_pace)
-        return None
+    def fastest(self, version: int = 0) -> int | None:
+        """Return the engine that makes responses fastest; None before an answer.
 
-    def together(self) -> float:
-        """Return the tokens/s of all slots of the engines that serve and were measured."""
+        Only of engines that serve and have these weights or newer ones.
+        """
+        tops = []
+        for weights, heap in list(self._by_pace.items()):
+            if weights >= version and (top := self._top_pace(heap, weights)) is not None:
+                tops.append(top)
+        return min(tops)[1] if tops else None
+
+    def together(self, version: int = 0) -> float:
+        """Return the tokens/s of all slots of the same engines, as far as they were measured."""
         if self._together is None:
-            serving = (member for member in self.members if member.serves)
-            self._together = sum((one.pace or 0.0) * self._slots_of(one) for one in serving)
-        return self._together
+            self._together = {}
+            for one in self.members:
+                if one.serves and one.pace is not None:
+                    before = self._together.get(one.version, 0.0)
+                    self._together[one.version] = before + one.pace * self._slots_of(one)
+        return sum(rate for weights, rate in self._together.items() if weights >= version)
 
     def least_busy(self, version: int, least_pace: float) -> tuple[int | None, int | None]:
         """Return the engine with the fewest seconds of work: of all, and of those with at least this pace.
@@ -189,13 +198,27 @@ class Room:
             self._put(index, member)
 
     def _file_pace(self, index: int) -> None:
-        if len(self._by_pace) > _VOID_ENTRIES * (len(self.members) + 8):
-            self._by_pace = []
+        if self._pace_entries > _VOID_ENTRIES * (len(self.members) + 8):
+            self._by_pace, self._pace_entries = {}, 0
             for place in range(len(self.members)):
                 self._file_pace(place)
         member = self.members[index]
         if member.serves and member.pace is not None:
-            heappush(self._by_pace, (-member.pace, index, member.answers))
+            heap = self._by_pace.setdefault(member.version, [])
+            heappush(heap, (-member.pace, index, member.answers))
+            self._pace_entries += 1
+
+    def _top_pace(self, heap: list[Entry], version: int) -> Entry | None:
+        """Return the heap's first entry that is not void; drop those before it."""
+        while heap:
+            _, index, answers = heap[0]
+            member = self.members[index]
+            if (member.serves, member.answers, member.version) == (True, answers, version):
+                return heap[0]
+            heappop(heap)
+            self._pace_entries -= 1
+        del self._by_pace[version]
+        return None
 
     def _file_all(self) -> None:
         self._shelves, self._full, self._entries = {}, [], 0
