@@ -158,13 +158,13 @@ def test_prompts_of_a_group_are_prefilled_once() -> None:
         await engine.start()
         rows: list[int] = []
         runner = engine._live_runner
-        forward = runner.model.forward
+        logits = runner._logits  # type: ignore[attr-defined]
 
-        def counting(**inputs: object) -> object:
-            rows.append(inputs["input_ids"].shape[1])  # type: ignore[attr-defined]
-            return forward(**inputs)
+        def counting(step: object, ids_R: torch.Tensor, *more: object) -> object:
+            rows.append(len(ids_R))
+            return logits(step, ids_R, *more)
 
-        runner.model.forward = counting
+        runner._logits = counting  # type: ignore[attr-defined]
         long_prompt = list(range(3, 60)) * 4
         made = await engine.generate_many(
             [tiny.request(str(i), long_prompt, seed=i, max_tokens=5) for i in range(7)]
@@ -252,11 +252,6 @@ def test_a_model_that_cannot_load_says_why() -> None:
 def test_a_request_whose_logits_are_nan_fails_alone() -> None:
     """Token 60 embeds as NaN: its request ends with an error, its neighbours are not touched."""
 
-    def poison(
-        module: torch.nn.Module, ids: tuple[torch.Tensor], out: torch.Tensor
-    ) -> torch.Tensor:
-        return torch.where((ids[0] == 60)[..., None], torch.nan, out)
-
     requests = [
         tiny.request("good", [5, 6], max_tokens=8),
         tiny.request("bad", [5, 60], max_tokens=8),
@@ -267,7 +262,9 @@ def test_a_request_whose_logits_are_nan_fails_alone() -> None:
         engine = make_engine()
         await engine.start()
         alone = [await engine.generate(requests[0]), await engine.generate(requests[2])]
-        engine._live_runner.model.get_input_embeddings().register_forward_hook(poison)
+        rows = engine._live_runner._rows  # type: ignore[attr-defined]
+        rows._embedding = rows._embedding.clone()  # the head has the same weight
+        rows._embedding[60] = torch.nan
         good, bad, fine = await engine.generate_many(requests)
         await engine.close()
         assert bad.finish_reason == "error"

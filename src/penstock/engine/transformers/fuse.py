@@ -32,16 +32,15 @@ class PlainLinear:
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PlainLinear]
 
 
-def fuse_projections(model: nn.Module, make: MakeLinear = PlainLinear) -> list[tuple[int, int]]:
-    """Fuse siblings that are plain linear layers of one input; return (inputs, outputs) of each."""
-    sizes = []
+def fuse_projections(model: nn.Module, make: MakeLinear = PlainLinear) -> list[FusedLinear]:
+    """Fuse siblings that are plain linear layers of one input; return the products."""
+    fused = []
     for parent in model.modules():
         for names in SIBLINGS:
             parts: list[Any] = [getattr(parent, name, None) for name in names]
             if _can_fuse(parts):
-                _FusedLinear(parts, make)
-                sizes.append((parts[0].in_features, sum(part.out_features for part in parts)))
-    return sizes
+                fused.append(FusedLinear(parts, make))
+    return fused
 
 
 def _can_fuse(parts: list[Any]) -> bool:
@@ -55,15 +54,16 @@ def _can_fuse(parts: list[Any]) -> bool:
     )
 
 
-class _FusedLinear:
+class FusedLinear:
     """One product for several layers; keeps its result until the last layer has taken its part."""
 
     def __init__(self, parts: list[nn.Linear], make: MakeLinear) -> None:
-        self._sizes = [part.out_features for part in parts]
+        self.first = parts[0]
+        self.sizes = [part.out_features for part in parts]
         weight, bias = torch.cat([part.weight.detach() for part in parts]), None
         if parts[0].bias is not None:
             bias = torch.cat([part.bias.detach() for part in parts])
-        self._linear = make(weight, bias)
+        self.linear = make(weight, bias)
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
         first = 0
@@ -75,12 +75,17 @@ class _FusedLinear:
             part.forward = self._part(index)
             first = rows.stop
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Inputs and outputs of the product."""
+        return self.first.in_features, sum(self.sizes)
+
     def _part(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        last = len(self._sizes) - 1
+        last = len(self.sizes) - 1
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             if x is not self._input:
-                self._input, self._outputs = x, self._linear(x).split(self._sizes, dim=-1)
+                self._input, self._outputs = x, self.linear(x).split(self.sizes, dim=-1)
             output = self._outputs[index]
             if index == last:
                 self._input, self._outputs = None, ()

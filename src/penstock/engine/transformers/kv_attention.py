@@ -161,8 +161,8 @@ class KVShape:
         return self.layers * self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
 
 
-class _ShapeProbe:
-    """A step that attends within its rows and notes the shapes that the layers pass."""
+class OneSequence:
+    """A step whose rows are one sequence; stores nothing but the shapes that the layers pass."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}  # layer -> kv heads, key size, value size
@@ -176,7 +176,7 @@ class _ShapeProbe:
 
 def probe_shape(model: torch.nn.Module) -> KVShape:
     """Run two tokens and return what each layer stores; refuse models that keep other state."""
-    probe = _ShapeProbe()
+    probe = OneSequence()
     device = next(model.parameters()).device
     ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
     try:

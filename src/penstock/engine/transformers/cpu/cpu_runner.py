@@ -16,6 +16,7 @@ from penstock.engine.transformers.cpu.buckets import BucketedKV
 from penstock.engine.transformers.cpu.cpu_steps import DecodeRows, PrefillRows, RowsStep, round_up
 from penstock.engine.transformers.cpu.invariance import find_row_quantum
 from penstock.engine.transformers.cpu.packed_linear import ModelLinears, choose_linear
+from penstock.engine.transformers.cpu.row_model import make_row_model
 from penstock.engine.transformers.fuse import PlainLinear, fuse_projections
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
 from penstock.engine.transformers.options import TransformersOptions
@@ -45,8 +46,9 @@ class CpuRunner:
             fuse_norms(model)
         self._linears.take_linears(model)
         self._quantum, self.batch_invariant = find_row_quantum(
-            model, fused, shape, options.threads, self._linears.kind
+            model, [one.size for one in fused], shape, options.threads, self._linears.kind
         )
+        self._rows = make_row_model(model, fused)
         self._kv = BucketedKV(shape)
         self.prompts: dict[bytes, CachedPrompt] = {}
         self._cache = StepCache()
@@ -100,24 +102,40 @@ class CpuRunner:
         if not used:
             return torch.zeros(0, self.vocabulary)
         rows = round_up(used, self._quantum)
-        ids, positions = np.zeros((2, 1, rows), np.int64)
-        ids[0, :decoded] = self.table.last_token[decode.slots_N]
-        positions[0, :decoded] = self.table.length[decode.slots_N]
+        ids, positions = np.zeros((2, rows), np.int64)
+        ids[:decoded] = self.table.last_token[decode.slots_N]
+        positions[:decoded] = self.table.length[decode.slots_N]
         for span, sequence in zip(prefill.spans, fresh, strict=True):
-            ids[0, span.start : span.end] = sequence.token_ids
-            positions[0, span.start : span.end] = np.arange(span.length)
+            ids[span.start : span.end] = sequence.token_ids
+            positions[span.start : span.end] = np.arange(span.length)
         wanted = [*range(decoded), *(span.end - 1 for span in prefill.spans)]
         kept = np.zeros(round_up(len(wanted), self._quantum), np.int64)
         kept[: len(wanted)] = wanted
-        with running(RowsStep(decode, prefill)):
+        kept_K = torch.from_numpy(kept) if prefill.spans else None
+        logits = self._logits(
+            RowsStep(decode, prefill), torch.from_numpy(ids), torch.from_numpy(positions), kept_K
+        )
+        return logits[: len(wanted)]
+
+    def _logits(
+        self,
+        step: RowsStep,
+        ids_R: torch.Tensor,
+        position_R: torch.Tensor,
+        kept_K: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the logits of the kept rows; None: of all."""
+        if self._rows is not None:
+            return self._rows(step, ids_R, position_R, kept_K)
+        with running(step):
             output = self.model(
-                input_ids=torch.from_numpy(ids),
-                position_ids=torch.from_numpy(positions),
+                input_ids=ids_R[None],
+                position_ids=position_R[None],
                 past_key_values=self._cache,
                 use_cache=True,
-                logits_to_keep=torch.from_numpy(kept) if prefill.spans else 0,
+                logits_to_keep=0 if kept_K is None else kept_K,
             )
-        return output.logits[0, : len(wanted)]
+        return output.logits[0]
 
     def _store_new(
         self,

@@ -1,0 +1,142 @@
+"""A model's forward pass over rows on a CPU, without the model's own code.
+
+A decode step of a small model is mostly the Python code of its modules. For models of the usual form (norm,
+attention with rotary positions, residual, norm, gated activation, residual) the same operations are called
+here directly, with one product for queries, keys and values and one for gate and up. The logits are compared
+with the model's own before its code is left out; a model of another form keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from penstock.engine.transformers.fuse import FusedLinear, PlainLinear
+from penstock.engine.transformers.kv_attention import (
+    AttentionCall,
+    OneSequence,
+    Step,
+    StepCache,
+    running,
+)
+from penstock.models.norms import epsilon
+
+_KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_TOLERANCE = 1e-4  # of the largest difference of logits, in their standard deviations
+
+
+class RowModel:
+    """Computes logits of rows, which a `Step` stores and attends for."""
+
+    def __init__(self, model: Any, fused: dict[Any, FusedLinear]) -> None:
+        base = model.base_model
+        self._embedding = base.embed_tokens.weight.detach()
+        self._rotary = base.rotary_emb
+        self._layers = [_Layer(layer, fused) for layer in base.layers]
+        self._norm = _Norm(base.norm)
+        self._head = model.lm_head.forward
+
+    def __call__(
+        self,
+        step: Step,
+        ids_R: torch.Tensor,
+        position_R: torch.Tensor,
+        kept_K: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the logits of the kept rows; None: of all."""
+        x_RD = functional.embedding(ids_R, self._embedding)
+        cos, sin = self._rotary(x_RD, position_R[None])
+        half = sin.shape[-1] // 2
+        # [rows, 1, head size]; the first half of the sines is negated instead of the heads
+        turn = cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
+        for layer in self._layers:
+            x_RD = layer(step, x_RD, turn)
+        if kept_K is not None:
+            x_RD = x_RD[kept_K]
+        logits: torch.Tensor = self._head(self._norm(x_RD))
+        return logits
+
+
+class _Norm:
+    """An RMS norm."""
+
+    def __init__(self, norm: Any) -> None:
+        self._weight = norm.weight.detach()
+        self._shape, self._epsilon = self._weight.shape, epsilon(norm)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rms_norm(x, self._shape, self._weight, self._epsilon)
+
+
+class _Layer:
+    """One layer; its weights are the model's own."""
+
+    def __init__(self, layer: Any, fused: dict[Any, FusedLinear]) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._index, self._scale = attention.layer_idx, attention.scaling
+        self._size = attention.head_dim
+        own = getattr(attention.config, "sliding_window", None)
+        self._window = getattr(attention, "sliding_window", own)
+        heads = fused[attention.q_proj]
+        self._heads: PlainLinear = heads.linear
+        self._query_width, self._key_width, _ = heads.sizes
+        self._out, self._down = attention.o_proj.forward, mlp.down_proj.forward
+        self._gates: PlainLinear = fused[mlp.gate_proj].linear
+        self._norms = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self._of_heads: tuple[_Norm, _Norm] | None = None
+        if hasattr(attention, "q_norm"):
+            self._of_heads = _Norm(attention.q_norm), _Norm(attention.k_norm)
+
+    def __call__(
+        self, step: Step, x_RD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        product_RN = self._heads(self._norms[0](x_RD))
+        rows, turned = len(x_RD), self._query_width + self._key_width
+        both_RHS = product_RN[:, :turned].view(rows, -1, self._size)
+        queries = self._query_width // self._size
+        if self._of_heads is not None:
+            query, key = both_RHS[:, :queries], both_RHS[:, queries:]
+            both_RHS = torch.cat([self._of_heads[0](query), self._of_heads[1](key)], 1)
+        both_RHS = both_RHS * turn[0] + both_RHS.roll(self._size // 2, -1) * turn[1]
+        query = both_RHS[:, :queries].transpose(0, 1)[None]
+        key = both_RHS[:, queries:].transpose(0, 1)[None]
+        value = product_RN[:, turned:].view(rows, -1, self._size).transpose(0, 1)[None]
+        step.store(self._index, key, value)
+        call = AttentionCall(query, key, value, self._scale, self._window, None, None)
+        mixed_RN = step.attend(self._index, call).view(rows, -1)
+        x_RD = x_RD + self._out(mixed_RN)
+        gate, up = self._gates(self._norms[1](x_RD)).chunk(2, -1)
+        added: torch.Tensor = self._down(functional.silu(gate) * up)
+        return x_RD + added
+
+
+def make_row_model(model: Any, fused: list[FusedLinear]) -> RowModel | None:
+    """Return the forward pass of a model of the usual form that computes what the model does, else None."""
+    if type(model).__name__ not in _KNOWN:
+        return None
+    by_part = {one.first: one for one in fused}
+    probe = torch.linspace(-9, 9, 37)
+    for layer in model.base_model.layers:
+        if layer.self_attn.q_proj not in by_part or layer.mlp.gate_proj not in by_part:
+            return None
+        if not torch.equal(layer.mlp.act_fn(probe), functional.silu(probe)):
+            return None  # near zero others look the same in the logits
+    made = RowModel(model, by_part)
+    return made if _computes_the_same(made, model) else None
+
+
+def _computes_the_same(made: RowModel, model: Any) -> bool:
+    ids_R = torch.arange(1, 9) % len(made._embedding)
+    position_R = torch.arange(8)
+    with torch.no_grad():
+        with running(OneSequence()):
+            wanted = model(
+                input_ids=ids_R[None],
+                position_ids=position_R[None],
+                past_key_values=StepCache(),
+                use_cache=True,
+            ).logits[0]
+        got = made(OneSequence(), ids_R, position_R)
+    return float((got - wanted).abs().max()) <= _TOLERANCE * max(1.0, float(wanted.std()))
