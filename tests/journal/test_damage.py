@@ -110,6 +110,25 @@ def test_an_index_that_was_cut_is_not_waited_for(
     assert ways == ["mode=ro"]  # of a copy, whose index SQLite makes
 
 
+def test_a_log_without_rows_is_not_waited_for(
+    made: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power may leave its header alone, and an index beside it that SQLite cannot use."""
+    live = RunFolder(shutil.copytree(made.path, tmp_path / "live"))
+    with closing(sqlite3.connect(live.journal)) as reader:
+        reader.execute("SELECT * FROM sqlite_master").fetchone()
+        with closing(Journal.open(live.journal)) as journal:
+            journal.record_published(9, "9" * 32)
+        run = RunFolder(shutil.copytree(live.path, tmp_path / "run"))
+    os.truncate(f"{run.journal}-wal", 32)
+    ways, link = [], schema._link
+    monkeypatch.setattr(schema, "_link", lambda path, how: ways.append(how) or link(path, how))
+    with closing(Journal.look(run.journal)) as copy:
+        assert [report.step for report in copy.steps()] == [1, 2, 3, 4]
+        assert not copy.query("SELECT version FROM weights WHERE version = 9")
+    assert ways == ["immutable=1"]
+
+
 def test_a_flipped_byte_in_the_log_beside_the_file_loses_an_end_that_is_missed(
     made: RunFolder, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from penstock.journal.checks import (
 from penstock.scratch import ScratchFolder
 
 SCHEMA_VERSION = 4
+_LOG_HEADER = 32  # bytes of SQLite's log before its first row
 _INDEX_PART = 32768  # bytes; SQLite makes the index of its log in such parts
 
 _VERSION_1 = """
@@ -220,7 +221,7 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     log, index = (path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))
     if can_write(path.parent) or (log.exists() and index.exists()):
         return _link(path, "mode=ro")
-    if not log.exists() or not log.stat().st_size:
+    if not _has_rows(log):
         return _link(path, "immutable=1")
     return _link_to_copy(path, log)
 
@@ -232,16 +233,21 @@ def _look(path: Path) -> sqlite3.Connection:
     when its log is long, so a brief look is over by then.
     """
     log, index = (path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))
-    if log.exists() and _is_whole(index):
+    if _has_rows(log) and _is_whole(index):
         database = _link(path, "mode=ro&readonly_shm=1")
         try:
             database.execute("PRAGMA user_version").fetchone()
             return database
         except sqlite3.OperationalError:  # an index that a loss of power left unusable
             database.close()
-    if not log.exists() or not log.stat().st_size:
+    if not _has_rows(log):
         return _link(path, "immutable=1")
     return _link_to_copy(path, log)
+
+
+def _has_rows(log: Path) -> bool:
+    """Return whether a log has more than its header; with a header alone SQLite may try for ten seconds."""
+    return log.exists() and log.stat().st_size > _LOG_HEADER
 
 
 def _is_whole(index: Path) -> bool:
