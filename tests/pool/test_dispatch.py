@@ -317,4 +317,4 @@ class TestDispatcher(DispatcherMachine.TestCase):
 
 @pytest.mark.slow
 class TestDispatcherForLong(DispatcherMachine.TestCase):
-    settings = settings(max_examples=3000, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=1500, stateful_step_count=40, deadline=None)

@@ -253,4 +253,4 @@ class TestPool(PoolMachine.TestCase):
 
 @pytest.mark.slow
 class TestPoolForLong(PoolMachine.TestCase):
-    settings = settings(max_examples=1500, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=800, stateful_step_count=30, deadline=None)
