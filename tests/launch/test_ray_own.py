@@ -25,18 +25,11 @@ from penstock.training.policy import load_policy
 from penstock.weights.digest import weights_digest
 from penstock.weights.model_weights import weight_bits
 from stages.disturbed_run import assert_balanced, config_of, digests, run, when_told
+from stages.own_children import own_children
 from stages.simple_producer import ARGUMENTS, FollowingProducer
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def children() -> set[int]:
-    """Return the living children of this process."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        found.update(map(int, (task / "children").read_text().split()))
-    return {pid for pid in found if "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2:3]}
 
 
 OWN_CLUSTER = """
@@ -71,7 +64,7 @@ def test_a_cluster_of_one_run_refuses_who_has_no_token() -> None:
 def test_one_call_starts_a_cluster_does_a_whole_run_and_leaves_nothing(tmp_path: Path) -> None:
     from penstock.compat.distributed import launch_distributed
 
-    before = children()
+    before = own_children()
     folder = launch_distributed(
         num_producers=1,
         num_consumer_procs=1,
@@ -89,7 +82,7 @@ def test_one_call_starts_a_cluster_does_a_whole_run_and_leaves_nothing(tmp_path:
     )
     assert len(digests(RunFolder(folder))) == 2  # 8 prompts, 4 a step
     assert not ray.is_initialized()
-    assert children() == before
+    assert own_children() == before
 
 
 @pytest.fixture

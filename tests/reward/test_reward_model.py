@@ -16,6 +16,7 @@ from penstock.errors import RewardError
 from penstock.reward import VerifiableReward, build_reward
 from penstock.reward.reward_model import RewardModel
 from penstock.types import Score
+from stages.own_children import own_children
 from stages.reward_samples import prompt, rollout, tagged
 
 TEXTS = ["a", "bb", "the answer is 42", "a b c d e f", ""]
@@ -124,8 +125,7 @@ def test_a_process_that_dies_fails_its_batch_and_comes_back(
 
 
 def _kill_the_model() -> None:
-    children = Path("/proc/self/task").glob("*/children")
-    for pid in [int(pid) for file in children for pid in file.read_text().split()]:
+    for pid in own_children():
         if b"reward_model_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
 
