@@ -91,19 +91,35 @@ def test_a_flipped_byte_is_never_a_silent_wrong_answer(run: RunFolder, count: in
     assert outcome(run) == "fine"
 
 
-def test_an_index_that_was_cut_is_not_waited_for(
-    made: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SQLite would try for ten seconds to read it; the log is read without it."""
-    live = RunFolder(shutil.copytree(made.path, tmp_path / "live"))
+def with_log(made: RunFolder, folder: Path) -> RunFolder:
+    """Return a copy of the run whose version 9 is only in SQLite's log."""
+    live = RunFolder(shutil.copytree(made.path, folder / "live"))
     with closing(sqlite3.connect(live.journal)) as reader:  # the log stays as long as one is open
         reader.execute("SELECT * FROM sqlite_master").fetchone()
         with closing(Journal.open(live.journal)) as journal:
             journal.record_published(9, "9" * 32)
-        run = RunFolder(shutil.copytree(live.path, tmp_path / "run"))
+        return RunFolder(shutil.copytree(live.path, folder / "run"))
+
+
+def ways_to_open(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which every further opening of a journal adds how it opens the file."""
+    ways: list[str] = []
+    link = schema._link
+
+    def noted(path: Path, how: str) -> sqlite3.Connection:
+        ways.append(how)
+        return link(path, how)
+
+    monkeypatch.setattr(schema, "_link", noted)
+    return ways
+
+
+def test_an_index_that_was_cut_is_not_waited_for(
+    made: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite would try for ten seconds to read it; the log is read without it."""
+    run, ways = with_log(made, tmp_path), ways_to_open(monkeypatch)
     os.truncate(f"{run.journal}-shm", 1000)
-    ways, link = [], schema._link
-    monkeypatch.setattr(schema, "_link", lambda path, how: ways.append(how) or link(path, how))
     with closing(Journal.look(run.journal)) as copy:
         assert [report.step for report in copy.steps()] == [1, 2, 3, 4]
         assert copy.query("SELECT version FROM weights WHERE version = 9")
@@ -114,15 +130,8 @@ def test_a_log_without_rows_is_not_waited_for(
     made: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss of power may leave its header alone, and an index beside it that SQLite cannot use."""
-    live = RunFolder(shutil.copytree(made.path, tmp_path / "live"))
-    with closing(sqlite3.connect(live.journal)) as reader:
-        reader.execute("SELECT * FROM sqlite_master").fetchone()
-        with closing(Journal.open(live.journal)) as journal:
-            journal.record_published(9, "9" * 32)
-        run = RunFolder(shutil.copytree(live.path, tmp_path / "run"))
+    run, ways = with_log(made, tmp_path), ways_to_open(monkeypatch)
     os.truncate(f"{run.journal}-wal", 32)
-    ways, link = [], schema._link
-    monkeypatch.setattr(schema, "_link", lambda path, how: ways.append(how) or link(path, how))
     with closing(Journal.look(run.journal)) as copy:
         assert [report.step for report in copy.steps()] == [1, 2, 3, 4]
         assert not copy.query("SELECT version FROM weights WHERE version = 9")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from penstock.data.sampler import Sampler
 from penstock.errors import WorkerDied
 from penstock.job import Job
+from penstock.launch.processes import local
+from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.run_folder import RunFolder
 from penstock.supervise.trainer import RankGroup
 from penstock.types import Batch, StepReport
@@ -42,6 +45,28 @@ def test_two_ranks_give_the_weights_of_one_though_one_of_them_dies(
     difference = np.abs(weights(folder) - weights(quiet))
     assert difference.max() < 1e-5  # train.lr is 1e-3
     assert (difference > 1e-6).mean() < 1e-3
+
+
+def test_nobody_takes_the_port_of_the_ranks_before_they_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+
+    class Besieged(ProcessWorker):
+        """Before rank 0 starts, another program asks for the port at which the ranks will meet."""
+
+        @classmethod
+        async def start(cls, name: str, factory: str, *args: Any, **more: Any) -> Any:
+            if name == "trainer-0":
+                with pytest.raises(OSError, match="in use"):
+                    socket.create_server(args[-1])
+                refused.append(args[-1][1])
+            return await ProcessWorker.start(name, factory, *args, **more)
+
+    monkeypatch.setattr(local, "ProcessWorker", Besieged)
+    folder, _ = run(config_of(tmp_path, "besieged", "launch.num_consumers=2"))
+    assert_balanced(folder)
+    assert len(refused) == 1
 
 
 class FakeRank:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import triton.language as tl
 from torch import nn
 
 from penstock.models.joint_projections import join_projections, separate_projections
+from penstock.models.layer_form import is_silu
 from penstock.models.norm_kernels import rms_norm
 from penstock.models.norms import epsilon, is_fused
 
@@ -268,12 +268,6 @@ def _fuse_norm(module: nn.Module) -> bool:
         return False
     module.forward = types.MethodType(_norm_forward, module)
     return True
-
-
-def is_silu(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Return whether an activation is silu; near zero, others look the same in a layer's output."""
-    probe = torch.linspace(-9, 9, 37)
-    return torch.allclose(function(probe), nn.functional.silu(probe))
 
 
 def _fuse_rotary(module: nn.Module) -> bool:

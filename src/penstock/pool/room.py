@@ -132,9 +132,9 @@ class Room:
     # ---- questions
 
     def fastest(self, version: int = 0) -> int | None:
-        """Return the engine that makes responses fastest; None before an answer.
+        """Return the fastest of the engines that serve with these weights or newer ones.
 
-        Only of engines that serve and have these weights or newer ones.
+        None before one of them has answered.
         """
         tops = []
         for weights, heap in list(self._by_pace.items()):
@@ -143,7 +143,7 @@ class Room:
         return min(tops)[1] if tops else None
 
     def together(self, version: int = 0) -> float:
-        """Return the tokens/s of all slots of the same engines, as far as they were measured."""
+        """Return the tokens/s of all slots of the measured engines that serve with these weights or newer ones."""
         if self._together is None:
             self._together = {}
             for one in self.members:
@@ -209,7 +209,7 @@ class Room:
             self._pace_entries += 1
 
     def _top_pace(self, heap: list[Entry], version: int) -> Entry | None:
-        """Return the heap's first entry that is not void; drop those before it."""
+        """Return the fastest entry that is not void; drop those before it, and a heap that is empty then."""
         while heap:
             _, index, answers = heap[0]
             member = self.members[index]

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from penstock.models.layer_kernels import is_close, is_silu
+from penstock.models.layer_form import is_silu
+from penstock.models.layer_kernels import is_close
 from penstock.models.norm_kernels import LARGEST
 from penstock.models.norms import epsilon
 from penstock.training.kernels.layer_steps import Heads

@@ -21,6 +21,7 @@ from penstock.engine.transformers.kv_attention import (
     StepCache,
     running,
 )
+from penstock.models.layer_form import is_silu, window_of
 from penstock.models.norms import epsilon
 
 _KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -28,7 +29,7 @@ _TOLERANCE = 1e-4  # of the largest difference of logits, in their standard devi
 
 
 class RowModel:
-    """Computes logits of rows, which a `Step` stores and attends for."""
+    """Computes the logits of rows; a `Step` stores their keys and values and attends."""
 
     def __init__(self, model: Any, fused: dict[Any, FusedLinear]) -> None:
         base = model.base_model
@@ -77,8 +78,7 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self._index, self._scale = attention.layer_idx, attention.scaling
         self._size = attention.head_dim
-        own = getattr(attention.config, "sliding_window", None)
-        self._window = getattr(attention, "sliding_window", own)
+        self._window = window_of(attention)
         heads = fused[attention.q_proj]
         self._heads: PlainLinear = heads.linear
         self._query_width, self._key_width, _ = heads.sizes
@@ -117,12 +117,11 @@ def make_row_model(model: Any, fused: list[FusedLinear]) -> RowModel | None:
     if type(model).__name__ not in _KNOWN:
         return None
     by_part = {one.first: one for one in fused}
-    probe = torch.linspace(-9, 9, 37)
     for layer in model.base_model.layers:
         if layer.self_attn.q_proj not in by_part or layer.mlp.gate_proj not in by_part:
             return None
-        if not torch.equal(layer.mlp.act_fn(probe), functional.silu(probe)):
-            return None  # near zero others look the same in the logits
+        if not is_silu(layer.mlp.act_fn):
+            return None
     made = RowModel(model, by_part)
     return made if _computes_the_same(made, model) else None
 

@@ -19,7 +19,8 @@ from penstock.engine.transformers.cuda.cuda_steps import DecodeStep
 from penstock.engine.transformers.cuda.regions import KVPool
 from penstock.engine.transformers.cuda.row_kernels import add_product, gate_product, norm_rows
 from penstock.engine.transformers.kv_attention import KVShape, StepCache, current_step, running
-from penstock.models.layer_kernels import is_close, is_silu, silu_gate
+from penstock.models.layer_form import is_silu, window_of
+from penstock.models.layer_kernels import is_close, silu_gate
 from penstock.models.norms import epsilon
 
 _KNOWN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
@@ -48,13 +49,6 @@ def _has_usual_form(layer: Any) -> bool:
     if own is None or gates is None or any(epsilon(norm) is None for norm in norms):
         return False
     return gates[1] is None and is_silu(layer.mlp.act_fn)
-
-
-def _window(attention: Any) -> int | None:
-    """Return the sliding window; some classes keep it in the config only."""
-    own = getattr(attention.config, "sliding_window", None)
-    window: int | None = getattr(attention, "sliding_window", own)
-    return window
 
 
 def _joined(*parts: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -91,7 +85,7 @@ def decode(
     """Return the layer's output; may overwrite its input."""
     attention, mlp = layer.self_attn, layer.mlp
     query_BHD = _project(layer, step, x_BD, turn)
-    mixed_BHD = step.mix(attention.layer_idx, query_BHD, attention.scaling, _window(attention))
+    mixed_BHD = step.mix(attention.layer_idx, query_BHD, attention.scaling, window_of(attention))
     gates = _joined(mlp.gate_proj, mlp.up_proj)
     assert gates is not None
     x_BD = _add_product("out", x_BD, mixed_BHD.flatten(1), attention.o_proj)

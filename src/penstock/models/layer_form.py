@@ -1,0 +1,22 @@
+"""Questions about a decoder layer that its own code answers in different places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+def is_silu(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Return whether an activation is silu; near zero, others look the same in a layer's output."""
+    probe = torch.linspace(-9, 9, 37)
+    return torch.allclose(function(probe), functional.silu(probe))
+
+
+def window_of(attention: Any) -> int | None:
+    """Return the sliding window of an attention; some classes keep it in the config only."""
+    own = getattr(attention.config, "sliding_window", None)
+    window: int | None = getattr(attention, "sliding_window", own)
+    return window
