@@ -4,6 +4,7 @@
     python benchmarks/precision.py sums --model smollm2 --out sums.jsonl     # a GPU, real formats
     python benchmarks/precision.py show demo.jsonl                           # the table of what is there
     python benchmarks/precision.py lora [--lr 1e-5]                          # what engines get of adapters
+    python benchmarks/precision.py first --model smollm2                     # what arrives of a first update, on a CPU
 
 float32      nothing is rounded
 plain        masters start at the weights, on the grid
@@ -277,6 +278,40 @@ def _slope(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() @ wanted.double()) / wanted.double().square().sum())
 
 
+# ---- a first update
+
+
+@torch.no_grad()
+def show_first(source: str) -> None:
+    """Print which share of a first update arrives in bfloat16, by where a checkpoint's numbers lie.
+
+    The update adds or subtracts the learning rate, as AdamW's first one does, with random signs.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from penstock.demo import resolve_model_path
+    from penstock.training.dither import dither_, dither_key
+
+    model = AutoModelForCausalLM.from_pretrained(resolve_model_path(source), dtype=torch.float32)
+    print("| numbers | masters | lr 1e-6 | lr 5e-6 |\n|---|---|---|---|")
+    for numbers in (None, torch.float16, torch.bfloat16):
+        for masters in ("plain", "dithered"):
+            dot, square = torch.zeros(2, 2, dtype=torch.float64)
+            for name, parameter in model.named_parameters():
+                exact = parameter.to(numbers or torch.float32).float()
+                if masters == "dithered":
+                    dither_(exact, torch.bfloat16, dither_key(0, name))
+                weight = exact.to(torch.bfloat16).double()
+                sign = torch.randint_like(exact, 2) * 2 - 1
+                for at, rate in enumerate((1e-6, 5e-6)):
+                    moved = exact + rate * sign
+                    change = moved.double() - exact.double()
+                    dot[at] += (change * (moved.to(torch.bfloat16).double() - weight)).sum()
+                    square[at] += change.square().sum()
+            label = "as saved" if numbers is None else f"rounded to {str(numbers)[6:]}"
+            print(f"| {label} | {masters} |", *(f"{x:.2f} |" for x in (dot / square).tolist()))
+
+
 # ---- all runs
 
 
@@ -390,6 +425,7 @@ def main() -> None:
     lora = commands.add_parser("lora")
     lora.add_argument("--lr", type=float, default=1e-5)
     lora.add_argument("--steps", type=int, default=20)
+    commands.add_parser("first").add_argument("--model", required=True)
     for name, model, rates, steps, bits in (
         ("demo", "demo", [1e-5], 100, 5),
         ("sums", None, [1e-6, 5e-6], 40, 0),
@@ -412,6 +448,8 @@ def main() -> None:
         show(args.out)
     elif args.task == "lora":
         show_lora(args.lr, args.steps)
+    elif args.task == "first":
+        show_first(args.model)
     else:
         run_all(args)
 

@@ -33,15 +33,31 @@ def test_a_small_update_arrives_in_expectation_in_both_directions(dtype, centre:
         assert float(change.mean()) == pytest.approx(update, rel=0.05)
 
 
-def test_numbers_off_the_grid_keep_their_digits() -> None:
+@pytest.mark.parametrize("dtype", HALF_FORMATS, ids=str)
+def test_numbers_of_many_digits_keep_them(dtype) -> None:
     exact = torch.randn(64, 64)
-    exact[::2] = exact[::2].bfloat16().float()
+    exact[::2] = exact[::2].to(dtype).float()
     moved = exact.clone()
-    dither_(moved, torch.bfloat16, 1)
-    off_grid = exact != exact.bfloat16().float()
-    assert off_grid[1::2].float().mean() > 0.99
-    assert torch.equal(moved[off_grid], exact[off_grid])
+    dither_(moved, dtype, 1)
+    long = (exact.view(torch.int32) & 0xFF) != 0
+    assert long[1::2].float().mean() > 0.99
+    assert torch.equal(moved[long], exact[long])
     assert (moved != exact)[::2].all()
+    assert torch.equal(moved.to(dtype), exact.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF_FORMATS, ids=str)
+def test_short_numbers_between_those_of_the_format_are_placed_too(dtype) -> None:
+    """A quarter of these lies half-way between two numbers of the format: any update would carry them across."""
+    step = 2.0**-11 if dtype == torch.bfloat16 else 2.0**-14  # a quarter of the format's, above 1/4
+    exact = 0.25 + step * torch.arange(1000).repeat_interleave(1000).view(1000, 1000)
+    exact = exact[:200]  # below 1/2
+    master = exact.clone()
+    dither_(master, dtype, 5)
+    assert torch.equal(master.to(dtype), exact.to(dtype))
+    for update in (0.2 * step, -0.2 * step):
+        change = (master + update).to(dtype).double() - exact.to(dtype).double()
+        assert float(change.mean()) == pytest.approx(update, rel=0.05)
 
 
 def test_zeros_stay_zero() -> None:

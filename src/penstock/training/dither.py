@@ -5,6 +5,10 @@ updates are lost for many steps. Spread over the cell, a share (update / grid st
 crosses a border at once, so the weights follow in expectation from the first update on, while
 rounding the masters still gives the checkpoint, bit for bit. The place in the cell is a hash of
 seed, name and index: equal on any device, for any number of ranks, and after a resume.
+
+The same holds for other short numbers, those of float16 or dequantised checkpoints. Some of them lie on
+a border, half-way between two weights, where the smallest update carries all of them across at once.
+Only long numbers are spread over their cells by themselves.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch import Tensor
 HALF_FORMATS = (torch.bfloat16, torch.float16)
 _SIGNIFICAND_BITS = {torch.bfloat16: 8, torch.float16: 11}
 _SMALLEST = 2.0**-100  # below it any update arrives, and float32 may be flushed to zero
+_LONG_BITS = 0xFF  # of a float32 that needs more than 16 significant bits, at least one is set
 _CHUNK = 2**24  # elements at a time, which bounds temporary memory
 
 
@@ -35,9 +40,9 @@ WHOLE = Place()
 
 
 def dither_(exact: Tensor, dtype: torch.dtype, key: int, place: Place = WHOLE) -> None:
-    """Move each float32 element that `dtype` holds exactly to its place inside its rounding cell.
+    """Move each float32 element of at most 16 significant bits to its place inside its rounding cell.
 
-    Elements off the grid keep their digits. `exact` holds the part of a tensor that `place` says.
+    Longer ones keep their digits. `exact` holds the part of a tensor that `place` says.
     """
     if not exact.numel():
         return
@@ -74,9 +79,9 @@ def _inside_cells(exact_RC: Tensor, dtype: torch.dtype, bits_RC: Tensor) -> Tens
     odd_RC = (bits_RC >> (31 - share_bits)) | 1  # never at the centre, never on a border
     half_RC = torch.where(odd_RC > 0, above_RC, below_RC) * 0.5
     moved_RC = centre_RC + odd_RC * 2.0**-share_bits * half_RC
-    on_grid_RC = (weight_RC.float() == exact_RC) & (centre_RC >= _SMALLEST)
-    on_grid_RC &= above_RC.isfinite()  # the largest number has no neighbour
-    return torch.where(on_grid_RC, moved_RC.copysign(exact_RC), exact_RC)
+    short_RC = ((exact_RC.view(torch.int32) & _LONG_BITS) == 0) & (centre_RC >= _SMALLEST)
+    short_RC &= above_RC.isfinite()  # the largest number has no neighbour
+    return torch.where(short_RC, moved_RC.copysign(exact_RC), exact_RC)
 
 
 def _random_bits(row_R: Tensor, column_C: Tensor, key: int) -> Tensor:
