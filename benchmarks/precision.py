@@ -4,7 +4,7 @@
     python benchmarks/precision.py sums --model smollm2 --out sums.jsonl     # a GPU, real formats
     python benchmarks/precision.py show demo.jsonl                           # the table of what is there
     python benchmarks/precision.py lora [--lr 1e-5]                          # what engines get of adapters
-    python benchmarks/precision.py first --model smollm2                     # what arrives of a first update, on a CPU
+    python benchmarks/precision.py first smollm2                             # what arrives of a first update, on a CPU
 
 float32      nothing is rounded
 plain        masters start at the weights, on the grid
@@ -425,7 +425,7 @@ def main() -> None:
     lora = commands.add_parser("lora")
     lora.add_argument("--lr", type=float, default=1e-5)
     lora.add_argument("--steps", type=int, default=20)
-    commands.add_parser("first").add_argument("--model", required=True)
+    commands.add_parser("first").add_argument("model")
     for name, model, rates, steps, bits in (
         ("demo", "demo", [1e-5], 100, 5),
         ("sums", None, [1e-6, 5e-6], 40, 0),
