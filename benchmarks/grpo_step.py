@@ -35,7 +35,7 @@ class Load:
     new_tokens: int
     steps: int
     warm_up: int
-    train_threads: int = 0  # of the trainer; 0: one per core
+    train_threads: int = 0  # of the trainer; 0: one per core on a CPU, one beside a GPU
 
     def write_data(self, path: Path) -> Path:
         """Write questions of about 64 characters, enough for every step; return the path."""
@@ -135,11 +135,17 @@ SHAPES = {
 }
 
 
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def write_config(model: str, load: Load, staleness: int, folder: Path) -> Path:
     """Write the data and the config of a run named staleness-N; return the config's path."""
     data = load.write_data(folder / "train.jsonl")
     name = f"staleness-{staleness}"
-    cores = os.cpu_count() or 1
+    cores = 1 if _has_gpu() else os.cpu_count() or 1  # beside a GPU they have no work
     config = folder / f"{name}.toml"
     config.write_text(
         f"""
@@ -269,7 +275,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=2, help="steps left out of the medians")
     parser.add_argument(
-        "--train-threads", type=int, default=0, help="of the trainer; 0: one per core"
+        "--train-threads", type=int, default=0, help="of the trainer; 0: one per core on a CPU"
     )
     parser.add_argument("--no-trl", action="store_true", help="measure Penstock only")
     options = parser.parse_args()
