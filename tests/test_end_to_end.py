@@ -26,7 +26,7 @@ from penstock.run_folder import RunFolder
 from penstock.session import train_new
 from stages.rewards import ODD_REWARD
 from stages.step_pipe import STEP_PIPE
-from stages.tiny_run import CrashServer
+from stages.tiny_run import SMALL_POLICY, SUMS, CrashServer
 
 SMALL = [
     "train.groups_per_step=4",
@@ -37,6 +37,7 @@ SMALL = [
     "checkpoint.every_steps=2",
     "track.trackers=[]",
     "train.lr=1e-3",
+    f"tasks.train.data={SUMS}",  # the demo's thousands would be tokenised for every run
 ]
 PROMISED_METRICS = [
     "step",
@@ -303,12 +304,13 @@ def test_a_reward_that_compares_a_group_trains_and_evaluates(tmp_path: Path) -> 
 
 
 def test_a_small_update_of_a_bfloat16_run_arrives(tmp_path: Path) -> None:
-    """The demo policy's file is float32; rounded to bfloat16 it is what most checkpoints are."""
+    """The policy's file is float32; rounded to bfloat16 it is what most checkpoints are."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path / "model"
-    AutoModelForCausalLM.from_pretrained(policy_path(), dtype="bfloat16").save_pretrained(folder)
-    AutoTokenizer.from_pretrained(policy_path()).save_pretrained(folder)
+    small = AutoModelForCausalLM.from_pretrained(SMALL_POLICY, dtype="bfloat16")  # slow on a CPU
+    small.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(SMALL_POLICY).save_pretrained(folder)
     (tmp_path / "own.py").write_text(GROUP_REWARD)
     run = train(
         tmp_path,

@@ -19,7 +19,7 @@ from penstock.engine.protocol import GenerationRequest
 from penstock.identity import MACHINE
 from penstock.inspection.rehearsal_text import print_rehearsal
 from penstock.rehearsal import Rehearsal
-from stages.tiny_run import CrashServer
+from stages.tiny_run import SUMS, CrashServer
 
 SMALL = [
     "launch.kind=inline",
@@ -28,6 +28,7 @@ SMALL = [
     "sampling.max_tokens=6",
     "engine.max_slots=8",
 ]
+FEW = f"tasks.train.data={SUMS}"  # the demo's thousands would be tokenised for every check
 
 
 def penstock(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -126,7 +127,7 @@ def test_a_reward_that_raises_is_found_with_its_file_and_line(
     server: CrashServer, tmp_path: Path
 ) -> None:
     (tmp_path / "reward.py").write_text("def score(response):\n    return {}['level']\n")
-    words = ["tasks.train.rewards=[{type='reward.py:score'}]", *SMALL]
+    words = ["tasks.train.rewards=[{type='reward.py:score'}]", *SMALL, FEW]
     assert server.run("check", *words, directory=tmp_path) == 1
     assert f"KeyError: 'level' ({tmp_path}/reward.py:2)" in server.output().replace("\n", "")
 
@@ -155,7 +156,7 @@ def test_a_reward_file_that_cannot_be_imported_is_one_line(
 
 
 def test_prompts_and_responses_that_do_not_fit_the_model_are_refused(server: CrashServer) -> None:
-    words = ["launch.kind=inline", "sampling.max_tokens=250"]
+    words = ["launch.kind=inline", "sampling.max_tokens=250", FEW]
     for command in ("check", "train"):
         assert server.run(command, *words) == 2
         assert (
@@ -165,7 +166,7 @@ def test_prompts_and_responses_that_do_not_fit_the_model_are_refused(server: Cra
 
 
 def test_check_says_what_would_be_found(server: CrashServer) -> None:
-    assert server.run("check", *SMALL, "sampling.max_tokens=2") == 0
+    assert server.run("check", *SMALL, FEW, "sampling.max_tokens=2") == 0
     said = " ".join(server.output().split())
     assert "If the run stays like these prompts:" in said
     assert "are cut off at max_tokens" in said

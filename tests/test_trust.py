@@ -254,7 +254,9 @@ def test_train_and_resume_with_code_of_ones_own_ask_nothing_and_a_foreign_copy_d
     )
 
 
-@pytest.mark.parametrize(("answer", "executed"), [("y\n", True), ("\n", False)])
+@pytest.mark.parametrize(
+    ("answer", "executed"), [pytest.param("y\n", True, marks=pytest.mark.slow), ("\n", False)]
+)
 def test_on_a_terminal_the_user_is_asked(stranger: RunFolder, answer: str, executed: bool) -> None:
     ours, theirs = pty.openpty()
     config = stranger.path / "config.toml"

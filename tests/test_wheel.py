@@ -15,6 +15,7 @@ import pytest
 from penstock import __version__
 from stages.made_run import make_run
 
+pytestmark = pytest.mark.slow  # `make test-wheel` installs the wheel and trains with it
 ROOT = Path(__file__).parents[1]
 
 

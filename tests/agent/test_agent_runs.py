@@ -238,6 +238,7 @@ def test_a_conversation_shows_tool_calls_rewards_and_branches(
     assert reward < branch
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
 def test_the_report_draws_a_conversation_as_turns_and_runs_nothing_of_it(
     server: CrashServer, talked: RunFolder, tmp_path: Path
@@ -267,7 +268,7 @@ def test_a_template_that_cannot_be_bridged_trains_a_row_per_turn(server: CrashSe
 
 
 @pytest.mark.parametrize(
-    "number", [0, 1, *(pytest.param(number, marks=pytest.mark.slow) for number in range(2, 25))]
+    "number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 25))]
 )
 def test_a_killed_run_ends_with_the_same_weights_and_samples_no_call_twice(
     server: CrashServer, whole: RunFolder, number: int

@@ -20,6 +20,7 @@ from stages.tiny_run import KILLED, SEED, CrashServer, assert_sound
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "calculator"
 STEPS, GROUPS, ROLLOUTS = 2, 2, 8
+QUICK = ("function", 0)
 FUNCTION = '''
 def add(a: int, b: int, idempotency_key: str) -> int:
     """
@@ -90,7 +91,7 @@ def commits(server: CrashServer) -> int:
 @pytest.mark.parametrize(
     ("kind", "number"),
     [
-        pytest.param(kind, number, marks=[pytest.mark.slow] if number else [])
+        pytest.param(kind, number, marks=[] if (kind, number) == QUICK else [pytest.mark.slow])
         for number in range(13)
         for kind in ("function", "mcp")
     ],

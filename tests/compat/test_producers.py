@@ -18,7 +18,7 @@ def producer(tmp_path_factory: pytest.TempPathFactory) -> SimpleProducer:
     folder = tmp_path_factory.mktemp("producer")
     made = SimpleProducer(
         **ARGUMENTS,
-        eval_dataset_config={"heldout": "addition:heldout"},
+        eval_dataset_config={"heldout": {"path": "addition:heldout", "data_options": {"size": 40}}},
         eval_save_dir=str(folder / "eval"),
         log_rollout_interval=1,
         enable_profiling=True,

@@ -150,7 +150,13 @@ def converted(system: str) -> tuple[Config, str]:
     return load_config(str(path), []).config, path.read_text()
 
 
-@pytest.mark.parametrize("system", COMMANDS)
+@pytest.mark.parametrize(
+    "system",
+    [
+        pytest.param(system, marks=[] if system in ("trl", "xtuner") else [pytest.mark.slow])
+        for system in COMMANDS
+    ],
+)
 def test_a_converted_command_trains(system: str, folder: Path) -> None:
     save_policy(folder / "policy")
     converted(system)

@@ -331,6 +331,7 @@ def _read_or_refusal(data: str) -> tuple[list[Example], str]:
         return [], str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the data beside the repository is not there")
 def test_gsm8k_loads_whole(chat: ChatTemplate) -> None:

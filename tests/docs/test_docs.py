@@ -113,7 +113,8 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        run_penstock(["train", *TINY, "train.steps=2", "run.name=recorded"])
+        few = f"tasks.train.data={SUMS}"
+        run_penstock(["train", *TINY, few, "train.steps=2", "run.name=recorded"])
     return folder / "runs" / "recorded"
 
 
@@ -285,7 +286,10 @@ def tiny(words: list[str]) -> list[str]:
         return [*words, *(word for word in TINY if is_model and not word.startswith("model."))]
     config = load_config(target, [word for word in rest if "=" in word]).config  # as it is written
     steps = ["train.steps=1"] if config.train.episodes is None else []
-    return [*words, *TINY, *steps]
+    train = config.tasks.get("train")
+    is_demo = train is not None and train.data == "addition"
+    few = [f"tasks.train.data={SUMS}"] if is_demo else []  # not the demo's thousands
+    return [*words, *TINY, *steps, *few]
 
 
 def run_penstock(words: list[str]) -> str:

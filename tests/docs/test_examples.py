@@ -20,6 +20,7 @@ RECIPES = sorted(  # a folder with requirements has an environment of its own: m
     for path in (ROOT / "examples").glob("*/*.toml")
     if not path.with_name("requirements.txt").exists()
 )
+QUICK = {"sums", "calculator"}  # a reward of its own, an agent
 SMALL = [
     "launch.kind=inline",
     "engine.max_slots=8",
@@ -48,7 +49,13 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "examples"
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else [pytest.mark.slow])
+        for path in RECIPES
+    ],
+)
 def test_a_recipe_trains(recipe: Path, examples: Path) -> None:
     named = recipe.read_text()
     for data in examples.glob("*/make_data.py"):

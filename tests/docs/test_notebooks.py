@@ -76,6 +76,7 @@ def executed(server: CrashServer, tmp_path_factory: pytest.TempPathFactory) -> d
     }
 
 
+@pytest.mark.slow
 def test_a_first_run(executed: dict[str, Executed]) -> None:
     notebook = executed["first_run"]
     steps, report = notebook.values
@@ -89,6 +90,7 @@ def test_a_first_run(executed: dict[str, Executed]) -> None:
     assert "The model after step 4" in card.read_text()
 
 
+@pytest.mark.slow
 def test_own_data(executed: dict[str, Executed]) -> None:
     notebook = executed["own_data"]
     said = "sums.csv line 2: columns.level: got 'difficulty', allowed: a field of the record"

@@ -51,6 +51,7 @@ def test_steps_are_redone_with_the_settings_they_had(
     assert server.run("audit", str(killed.path)) == 0, server.output()
 
 
+@pytest.mark.slow
 def test_a_lost_checkpoint_is_made_up_for_across_the_change(
     server: CrashServer, killed: RunFolder
 ) -> None:
@@ -78,7 +79,7 @@ def changed(
 
 
 @pytest.mark.parametrize(
-    "number", [0, 1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 3, 4))]
+    "number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 5))]
 )
 def test_killed_while_its_settings_change_it_goes_on_with_the_new_ones(
     server: CrashServer, killed: RunFolder, changed: tuple[list[str], dict[str, int]], number: int

@@ -83,7 +83,7 @@ def test_without_any_good_checkpoint_everything_is_redone(
     assert digests(broken) == expected
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 0.9])
+@pytest.mark.parametrize("share", [0.0, 0.4, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_a_truncated_log_is_noticed_and_gone_on_from(
     server: CrashServer, broken: RunFolder, expected: list[str], share: float
 ) -> None:
@@ -159,7 +159,7 @@ def test_a_missing_journal_is_not_taken_for_a_new_run(
     assert "it is missing or empty; newest good state: step 2" in error_line(server)
 
 
-@pytest.mark.parametrize("fault", ["EIO", "ENOSPC"])
+@pytest.mark.parametrize("fault", ["ENOSPC", pytest.param("EIO", marks=pytest.mark.slow)])
 def test_a_disk_that_fails_checkpoints_does_not_stop_the_run_at_once(
     server: CrashServer, fault: str
 ) -> None:
@@ -199,6 +199,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_in_one_line_and_room_lets_it_go_on(
     server: CrashServer, small_disk: Path
 ) -> None:

@@ -23,7 +23,7 @@ TASKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["beside", "blocking"])
+@pytest.fixture(scope="module", params=["beside", pytest.param("blocking", marks=pytest.mark.slow)])
 def evaluated(server: CrashServer, request: pytest.FixtureRequest) -> RunFolder:
     blocking = f"eval.blocking={str(request.param == 'blocking').lower()}"
     run, code = server.train(f"evaluated-{request.param}", *TASKS, blocking)

@@ -156,7 +156,7 @@ def test_a_hand_edited_config_is_refused_with_the_way_to_change_it(
     assert [era.config.train.lr for era in killed.eras()] == [0.001, 0.1]
 
 
-@pytest.mark.parametrize("lost", ["empty", "gone"])
+@pytest.mark.parametrize("lost", ["empty", pytest.param("gone", marks=pytest.mark.slow)])
 def test_a_lost_config_is_written_again_from_the_journal(
     server: CrashServer, killed: RunFolder, lost: str
 ) -> None:

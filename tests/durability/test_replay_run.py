@@ -110,7 +110,14 @@ def recorded_versions(run: RunFolder) -> set[tuple]:
         journal.close()
 
 
-@pytest.mark.parametrize("point", ["after journal record", "before step", "after sync to disk"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "before step",
+        pytest.param("after journal record", marks=pytest.mark.slow),
+        pytest.param("after sync to disk", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_fork_goes_on_without_an_engine(
     server: CrashServer, parent: RunFolder, point: str
 ) -> None:

@@ -33,11 +33,17 @@ RANKS = ("launch.kind=local", "launch.num_consumers=2")
 
 
 @pytest.fixture
-def killed(server: CrashServer) -> RunFolder:
+def own(server: CrashServer, tmp_path: Path) -> CrashServer:
+    """Return the server with a folder for this test alone."""
+    return server.at(tmp_path)
+
+
+@pytest.fixture
+def killed(own: CrashServer) -> RunFolder:
     """Three steps are journalled, the newest checkpoint is of step 2."""
     words = (*RANKS, "checkpoint.every_steps=1", "checkpoint.keep=4")
-    run, code = server.train("two-ranks", *words, point="after take", number=4)
-    assert code == -9, server.output()
+    run, code = own.train("two-ranks", *words, point="after take", number=4)
+    assert code == -9, own.output()
     assert_no_worker_is_left(run)
     assert len(digests(run)) == 3
     # the checkpoint of step 2 is complete; that of step 3 may or may not be
@@ -45,29 +51,40 @@ def killed(server: CrashServer) -> RunFolder:
     return run
 
 
-def test_two_ranks_are_recomputed_by_two_ranks(server: CrashServer, killed: RunFolder) -> None:
+def test_two_ranks_are_recomputed_by_two_ranks(own: CrashServer) -> None:
+    run, code = own.train("two-ranks", *RANKS)
+    assert code == 0, own.output()
+    assert_sound(run)
+    check_replay(own, run, steps=STEPS)
+    assert not own.folders_left()
+
+
+@pytest.mark.slow
+def test_ranks_that_were_killed_are_recomputed_by_as_many_and_by_one(
+    own: CrashServer, killed: RunFolder
+) -> None:
     """Change a setting, change the number of ranks, replay the whole run, and fork it."""
     before = digests(killed)
-    assert server.run("resume", str(killed.path), "train.lr=2e-3") == 0, server.output()
-    assert "redoing step 3 of 3 with the settings it had" in server.output()
+    assert own.run("resume", str(killed.path), "train.lr=2e-3") == 0, own.output()
+    assert "redoing step 3 of 3 with the settings it had" in own.output()
     assert digests(killed)[:3] == before
     assert_sound(killed)
     words = ("launch.num_consumers=1", "launch.kind=inline", "train.steps=5")
-    assert server.run("resume", str(killed.path), *words) == 0, server.output()
+    assert own.run("resume", str(killed.path), *words) == 0, own.output()
     assert_sound(killed, steps=5)
     assert [era.config.launch.num_consumers for era in killed.eras()] == [2, 2, 1]
-    check_replay(server, killed, steps=5)
-    assert server.run("audit", str(killed.path)) == 0, server.output()
+    check_replay(own, killed, steps=5)
+    assert own.run("audit", str(killed.path)) == 0, own.output()
 
     fork_words = ("--algo", "rloo", *RANKS, "run.name=two-ranks-fork")
-    code = server.run("replay", str(killed.path), *fork_words, point="before step", number=3)
-    assert code == -9, server.output()
-    fork = RunFolder(server.folder / "two-ranks-fork")
+    code = own.run("replay", str(killed.path), *fork_words, point="before step", number=3)
+    assert code == -9, own.output()
+    fork = RunFolder(own.folder / "two-ranks-fork")
     assert_no_worker_is_left(fork)
-    assert server.run("resume", str(fork.path)) == 0, server.output()
+    assert own.run("resume", str(fork.path)) == 0, own.output()
     assert_sound(fork, steps=5)
-    check_replay(server, fork, steps=5)
-    assert not server.folders_left()
+    check_replay(own, fork, steps=5)
+    assert not own.folders_left()
 
 
 def check_replay(server: CrashServer, run: RunFolder, *, steps: int) -> None:

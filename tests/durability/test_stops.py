@@ -25,7 +25,7 @@ def assert_resumes(server: CrashServer, run: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("point", "signal", "launch"),
     [
-        ("before step", "SIGINT", "inline"),
+        pytest.param("before step", "SIGINT", "inline", marks=pytest.mark.slow),
         ("after step", "SIGTERM", "inline"),
         ("before publish", "SIGINT", "local"),
     ],
@@ -92,6 +92,7 @@ def test_a_stop_during_the_start_leaves_nothing(server: CrashServer, signal: str
     assert not run.path.exists()
 
 
+@pytest.mark.slow
 def test_a_stopped_redo_keeps_what_it_redid(server: CrashServer) -> None:
     run, code = server.train("redo", *LONG, point="before take", number=4)
     assert code == -9

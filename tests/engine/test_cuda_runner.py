@@ -77,7 +77,10 @@ STOPS = tuple(range(20, 40))
     "sampling",
     [
         {"max_tokens": 9},
-        {"max_tokens": 12, "min_tokens": 8, "stop_token_ids": STOPS[:4]},
+        pytest.param(
+            {"max_tokens": 12, "min_tokens": 8, "stop_token_ids": STOPS[:4]},
+            marks=pytest.mark.slow,
+        ),
         {"max_tokens": 12, "min_tokens": 8, "stop_token_ids": STOPS},
         {"max_tokens": 6, "top_k": 5, "min_tokens": 3, "stop_token_ids": STOPS[:2]},
         {"max_tokens": 6, "temperature": 0.0},

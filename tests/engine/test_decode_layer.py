@@ -37,12 +37,14 @@ def small(kind: str, **fields: Any) -> Any:
     return model.requires_grad_(False)
 
 
-@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("few", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "fields", "fused"),
     [
         ("Qwen2", {}, 2),
-        ("Llama", {"attention_bias": True, "mlp_bias": False}, 2),
+        pytest.param(
+            "Llama", {"attention_bias": True, "mlp_bias": False}, 2, marks=pytest.mark.slow
+        ),
         ("Llama", {"hidden_act": "gelu"}, 0),
         ("Qwen3", {"head_dim": 12}, 0),  # has norms of heads
     ],
@@ -95,6 +97,7 @@ def test_a_layer_of_the_usual_form_decodes_as_its_own_code_does(
     assert len(calls) == 3 * fused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fields"), [("Qwen2", {}), ("Llama", {"attention_bias": True})])
 def test_a_model_decodes_without_its_own_code(
     kind: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch

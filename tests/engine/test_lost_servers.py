@@ -24,6 +24,8 @@ from stages.fake_server import ServedEngine
 from stages.small_server import FIRST_TOKEN
 
 PROGRAM = small_server.__file__
+# how weights reach a server; both in `make test-long`
+kinds = pytest.mark.parametrize("kind", [pytest.param("reload", marks=pytest.mark.slow), "rl"])
 
 
 class ServerProcess:
@@ -102,7 +104,7 @@ def both(kind: str, servers: list[ServerProcess]) -> list[ServerProcess]:
     return servers
 
 
-@pytest.mark.parametrize("kind", ["reload", "rl"])
+@kinds
 def test_one_that_was_killed_gets_the_newest_weights_before_it_serves(
     kind: str, servers: list[ServerProcess], tmp_path: Path
 ) -> None:
@@ -129,7 +131,7 @@ def test_one_that_was_killed_gets_the_newest_weights_before_it_serves(
     run(main)
 
 
-@pytest.mark.parametrize("kind", ["reload", "rl"])
+@kinds
 def test_one_that_is_killed_within_a_response(
     kind: str, servers: list[ServerProcess], tmp_path: Path
 ) -> None:
@@ -151,7 +153,7 @@ def test_one_that_is_killed_within_a_response(
     run(main)
 
 
-@pytest.mark.parametrize("kind", ["reload", "rl"])
+@kinds
 def test_one_of_two_misses_an_update_and_catches_up(
     kind: str, both: list[ServerProcess], tmp_path: Path
 ) -> None:
@@ -177,7 +179,7 @@ def test_one_of_two_misses_an_update_and_catches_up(
     run(main)
 
 
-@pytest.mark.parametrize("kind", ["reload", "rl"])
+@kinds
 def test_one_that_comes_back_and_takes_no_weights_is_left_out(
     kind: str,
     both: list[ServerProcess],

@@ -32,6 +32,8 @@ CASES = {
 
 # what differs between servers; `make test-long` runs every check over each of them
 OF_A_SERVER = {
+    "streams": CHECKS.keys()
+    - {"greedy", "seed_decides", "stops", "temperatures_side_by_side", "top_k_and_top_p"},
     "vLLM serves": (
         "update_changes_every_weight",
         "wrong_digest_is_refused",
@@ -47,7 +49,7 @@ OF_A_SERVER = {
         pytest.param(
             served,
             check,
-            marks=[] if check in OF_A_SERVER.get(served, CHECKS) else [pytest.mark.slow],
+            marks=[] if check in OF_A_SERVER[served] else [pytest.mark.slow],
         )
         for served in CASES
         for check in CHECKS

@@ -68,7 +68,9 @@ def test_what_is_packed() -> None:
 @needs_library
 @pytest.mark.usefixtures("small_too")
 @pytest.mark.parametrize("check", ["update_changes_every_weight", "group_and_many"])
-@pytest.mark.parametrize("options", [{}, {"fuse": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"fuse": False}, marks=pytest.mark.slow)], ids=str
+)
 def test_the_engine_serves_packed(check: str, options: dict[str, bool]) -> None:
     CHECKS[check](EngineCase("transformers", lambda: make_engine(**options)))
 

@@ -40,16 +40,17 @@ def test_a_finding_is_told_once_and_again_only_after_a_long_pause(tmp_path: Path
     assert line.endswith("check that the model ends its answers: sampling.max_tokens=48")
 
 
-def test_a_long_run_keeps_few_rows_and_still_knows_its_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [650, pytest.param(1200, marks=pytest.mark.slow)])
+def test_a_long_run_keeps_few_rows_and_still_knows_its_start(tmp_path: Path, steps: int) -> None:
     config = load_config(None, []).config
     live = LiveFindings(RunFolder(tmp_path), config, 2000)
     for row in with_curves(
         {"response_length/mean": lambda step, _: 80.0 if step < 100 else 2.0, "reward/mean": 0.3},
-        1200,
+        steps,
     ):
         live.look(Batch(step=row["step"], groups=()), row)
     assert [finding.name for finding in live.open] == ["length_collapse"]
-    assert len(live._rows) < 700
+    assert len(live._rows) < min(steps, 700)
 
 
 def doctor(

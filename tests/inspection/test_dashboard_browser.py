@@ -143,6 +143,7 @@ def test_every_view_is_drawn_and_the_keys_lead_through_them(runs: Path, page: Li
         assert page.value(NO_ERROR) == ""
 
 
+@pytest.mark.slow
 def test_runs_are_compared_and_a_long_one_is_thinned(runs: Path, page: LivePage) -> None:
     with serving(runs) as client:
         page.open(client.address)
@@ -164,6 +165,7 @@ def test_runs_are_compared_and_a_long_one_is_thinned(runs: Path, page: LivePage)
         assert page.value(NO_ERROR) == ""
 
 
+@pytest.mark.slow
 def test_a_phone_shows_the_list_or_one_run_and_dark_and_light(runs: Path, page: LivePage) -> None:
     page.resize(390, 844)
     shown = "getComputedStyle(document.getElementById('{}')).display !== 'none'"

@@ -120,6 +120,7 @@ def test_the_card_and_the_curves_of_an_export_hold_no_markup_of_the_run(
         assert UNSEEN.findall(text) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
 def test_the_report_of_a_hostile_run_is_drawn_and_runs_no_script_of_it(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

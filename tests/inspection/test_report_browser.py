@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from penstock.inspection.report import write_report
 from penstock.inspection.report.data import read_run
 from penstock.inspection.report.page import render
 from penstock.run_folder import RunFolder
-from stages.browser import BROWSER, Page, open_page
+from stages.browser import BROWSER, LivePage, Page
 from stages.made_run import GROUP_SIZE, make_run, metrics_of
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
@@ -30,8 +31,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def page(made: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Page:
-    return open_page(write_report([made]), tmp_path_factory.mktemp("profile"))
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePage]:
+    """Return a page that shows one report after the other: a browser takes a second to start."""
+    with LivePage(tmp_path_factory.mktemp("profile")) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def page(made: RunFolder, browser: LivePage) -> Page:
+    return browser.dump(write_report([made]))
 
 
 def test_the_page_is_ready_without_an_error(page: Page) -> None:
@@ -99,7 +107,9 @@ def test_the_timeline_has_every_step(page: Page, made: RunFolder) -> None:
         assert float(slot["data-trained"]) == pytest.approx(row["time/step_s"] - waited, rel=1e-5)
 
 
-def test_no_text_of_a_run_becomes_markup(made: RunFolder, tmp_path: Path) -> None:
+def test_no_text_of_a_run_becomes_markup(
+    made: RunFolder, tmp_path: Path, browser: LivePage
+) -> None:
     hostile = "</script ><!--<script></script\t><img id=pwned src=x onerror='document.documentElement.dataset.pwned=1'>"
     record = read_run(made)
     record.name = hostile
@@ -110,7 +120,7 @@ def test_no_text_of_a_run_becomes_markup(made: RunFolder, tmp_path: Path) -> Non
             prompt=hostile, response=hostile, note=hostile, task=hostile, parts={hostile: 1}
         )
     (tmp_path / "page.html").write_text(render([record]))
-    page = open_page(tmp_path / "page.html", tmp_path / "profile")
+    page = browser.dump(tmp_path / "page.html")
     assert page.root.get("data-ready") == "yes"
     assert "data-pwned" not in page.root
     assert not page.all("img")
@@ -118,7 +128,7 @@ def test_no_text_of_a_run_becomes_markup(made: RunFolder, tmp_path: Path) -> Non
 
 
 def test_findings_stand_on_top_samples_are_grouped_and_no_chart_is_empty(
-    made: RunFolder, tmp_path: Path
+    made: RunFolder, tmp_path: Path, browser: LivePage
 ) -> None:
     """The made run's answers are in no verdict, its rewards are equal, and its KL is always 0."""
     run = RunFolder(shutil.copytree(made.path, tmp_path / "ill"))
@@ -131,7 +141,7 @@ def test_findings_stand_on_top_samples_are_grouped_and_no_chart_is_empty(
     summary = run.evaluations / "summary.jsonl"
     lines = [json.loads(line) | {"accuracy": None} for line in summary.read_text().splitlines()]
     summary.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    page = open_page(write_report([run]), tmp_path / "profile")
+    page = browser.dump(write_report([run]))
     assert (page.root.get("data-ready"), page.root.get("data-error")) == ("yes", None)
     [finding] = page.all("article", finding="equal_rewards")
     assert finding["data-since"] == "1"
@@ -154,12 +164,12 @@ def test_findings_stand_on_top_samples_are_grouped_and_no_chart_is_empty(
 
 
 def test_several_runs_lie_over_each_other_and_one_may_be_empty(
-    made: RunFolder, tmp_path: Path
+    made: RunFolder, tmp_path: Path, browser: LivePage
 ) -> None:
     other = make_run(tmp_path / "other", steps=7, groups_per_step=2, seed=5)
     (tmp_path / "empty").mkdir()
     folders = [made, other, RunFolder(tmp_path / "empty")]
-    page = open_page(write_report(folders, tmp_path / "all.html"), tmp_path / "profile")
+    page = browser.dump(write_report(folders, tmp_path / "all.html"))
     assert (page.root.get("data-ready"), page.root.get("data-error")) == ("yes", None)
     assert len(points(page, "reward/mean", "reward/mean", 0)) == 12
     assert len(points(page, "reward/mean", "reward/mean", 1)) == 7
@@ -188,13 +198,15 @@ note("tip", document.querySelector(".tip").innerText);
 """
 
 
-def test_filters_smoothing_theme_and_hover_values_work(made: RunFolder, tmp_path: Path) -> None:
+def test_filters_smoothing_theme_and_hover_values_work(
+    made: RunFolder, tmp_path: Path, browser: LivePage
+) -> None:
     text = write_report([made], tmp_path / "page.html").read_text()
     head, policy, rest = text.partition('<meta http-equiv="Content-Security-Policy"')
     text = head + "<meta " + rest.replace("</body>", f"<script>{ACTIONS}</script></body>")
     assert policy
     (tmp_path / "page.html").write_text(text)
-    root = open_page(tmp_path / "page.html", tmp_path / "profile").root
+    root = browser.dump(tmp_path / "page.html").root
     samples = read_run(made).samples
     right = Counter(s["step"] for s in samples if s["reward"] is not None and s["reward"] >= 0.5)
     assert int(root["data-kept"]) == right[12]

@@ -12,6 +12,7 @@ from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import UserError
 from penstock.launch.part_factories import trainer_part
 from penstock.training.policy import trainer_device
+from stages.tiny_run import SUMS
 
 
 @pytest.fixture
@@ -72,7 +73,8 @@ def test_each_launcher_has_its_ways_for_weights(launch: str, kinds: list[str]) -
         "delta",
     }
     for kind in everything:
-        config = load_config(None, [f"launch.kind={launch}", f"sync.kind={kind}"]).config
+        words = [f"launch.kind={launch}", f"sync.kind={kind}", f"tasks.train.data={SUMS}"]
+        config = load_config(None, words).config
         if kind in kinds:
             preflight.check(config)
         else:

@@ -32,7 +32,14 @@ def undisturbed(server: CrashServer) -> RunFolder:
     return run
 
 
-@pytest.mark.parametrize("kind", ["inline", "local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("inline", marks=pytest.mark.slow),
+        "local",
+        pytest.param("ray", marks=pytest.mark.ray),
+    ],
+)
 def test_a_run_survives_engines_that_die_of_errors(
     server: CrashServer, undisturbed: RunFolder, kind: str
 ) -> None:
@@ -67,7 +74,7 @@ def told_at_start(run: RunFolder) -> str:
     return text
 
 
-@pytest.mark.parametrize("kind", ["inline", "local"])
+@pytest.mark.parametrize("kind", ["inline", pytest.param("local", marks=pytest.mark.slow)])
 def test_the_same_fault_three_times_in_a_row_stops_the_run(server: CrashServer, kind: str) -> None:
     name = f"always-{kind}"
     words = plan(server.folder, name, 8, then=1)

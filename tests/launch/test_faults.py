@@ -67,6 +67,7 @@ def test_colocated_engines_fed_by_broadcast_leave_the_same_weights_though_one_di
     )
 
 
+@pytest.mark.slow
 def test_a_colocated_trainer_that_dies_in_its_turn_leaves_the_same_weights(
     quiet: RunFolder, tmp_path: Path
 ) -> None:

@@ -38,7 +38,12 @@ def assert_close(folder: RunFolder, quiet: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    "axis", ["tensor", "pipeline", pytest.param("context", marks=pytest.mark.slow)]
+    "axis",
+    [
+        pytest.param("tensor", marks=pytest.mark.slow),
+        "pipeline",
+        pytest.param("context", marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_of_one_copy_give_the_weights_of_one_though_one_of_them_dies(
     quiet: RunFolder, tmp_path: Path, axis: str
@@ -57,6 +62,7 @@ def test_two_ranks_of_one_copy_give_the_weights_of_one_though_one_of_them_dies(
     assert_close(folder, quiet)
 
 
+@pytest.mark.slow
 def test_a_run_of_tensor_ranks_is_resumed_in_another_layout(server: CrashServer) -> None:
     words = (*TWO, "train.parallel.tensor=2")
     folder, code = server.train("tensor", *words, point="after take", number=4)

@@ -47,6 +47,7 @@ def test_two_ranks_give_the_weights_of_one_though_one_of_them_dies(
     assert (difference > 1e-6).mean() < 1e-3
 
 
+@pytest.mark.slow
 def test_nobody_takes_the_port_of_the_ranks_before_they_meet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

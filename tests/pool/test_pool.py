@@ -48,7 +48,20 @@ def make_pool(update: UpdateOrder = "together", *, max_restarts: int = 3) -> Eng
     return StartingPool(workers, callbacks.waits, update=update)
 
 
-@pytest.mark.parametrize("check", CHECKS)
+# what a pool hands on as it is; `make test-long` runs these over it too
+HANDED_ON = {
+    *("greedy", "logprobs_and_length", "seed_decides", "stop_strings", "stops"),
+    *("temperatures_side_by_side", "top_k_and_top_p"),
+}
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=[pytest.mark.slow] if check in HANDED_ON else [])
+        for check in CHECKS
+    ],
+)
 def test_contract(check: str) -> None:
     CHECKS[check](EngineCase("pool", make_pool))
 

@@ -15,6 +15,7 @@ from penstock.config import RewardConfig
 from penstock.errors import RewardError
 from penstock.reward import VerifiableReward, build_reward
 from penstock.reward.reward_model import RewardModel
+from penstock.reward.reward_model_worker import Scorer
 from penstock.types import Score
 from stages.own_children import own_children
 from stages.reward_samples import prompt, rollout, tagged
@@ -72,6 +73,17 @@ def expected(path: Path, texts: list[str], label: int) -> list[float]:
     return values
 
 
+def test_a_batch_has_the_scores_of_its_texts_alone(model_path: Path) -> None:
+    """What the worker's process does, in this one: its imports take seconds."""
+    reward = build(model_path, label=1, threads=1).parts[0].reward
+    settings = reward._settings.model_dump()  # type: ignore[attr-defined]
+    messages = [{"role": "user", "content": "question"}]
+    items = [{"messages": messages, "response": tagged(text)} for text in TEXTS]
+    by_hand = expected(model_path, [tagged(text) for text in TEXTS], label=1)
+    assert Scorer(settings).score(items) == pytest.approx(by_hand, abs=1e-4)
+
+
+@pytest.mark.slow
 def test_scores_are_those_of_the_model(model_path: Path) -> None:
     async def run() -> list[Score]:
         reward = build(model_path, RewardConfig(), batch_size=3, label=1, truncated=-7.0)

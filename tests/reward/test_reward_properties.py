@@ -103,7 +103,11 @@ def test_the_symbolic_comparison_never_raises(pool: MathPool, text: str) -> None
 @pytest.mark.shared
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K does not lie beside the repository")
 @pytest.mark.parametrize(
-    ("kind", "form"), [("think_answer_tags", tagged("{}")), ("boxed", "so \\boxed{{{}}}")]
+    ("kind", "form"),
+    [
+        pytest.param("think_answer_tags", tagged("{}"), marks=pytest.mark.slow),
+        ("boxed", "so \\boxed{{{}}}"),
+    ],
 )
 def test_every_gold_answer_of_gsm8k_is_right_and_a_changed_one_is_wrong(
     kind: str, form: str

@@ -19,9 +19,13 @@ from stages.sandbox_pools import left_over, make_pool
 
 TIMEOUT_S = 0.4
 SLACK_S = 20.0  # of a busy test machine; the sandbox's own limit is TIMEOUT_S
+LASTING = {"recursion", "spinning", "spinning in C", "memory bit by bit"}  # others last as long
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "namespaces", "filtered"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("bubblewrap", marks=pytest.mark.slow), "namespaces", "filtered"],
+)
 def pool(request: pytest.FixtureRequest, host: dict[str, Any]) -> Iterator[SandboxPool]:
     pool = make_pool(request.param, memory_mb=512, scratch_mb=4, output_kb=512)
     yield pool
@@ -50,7 +54,10 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     del os.environ["PENSTOCK_TEST_SECRET"]
 
 
-@pytest.mark.parametrize("name", ATTEMPTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LASTING else []) for name in ATTEMPTS],
+)
 def test_attempt_fails(pool: SandboxPool, host: dict[str, Any], name: str) -> None:
     source = ATTEMPTS[name].format(**host)
     with pool.sandbox() as sandbox:

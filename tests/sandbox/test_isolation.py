@@ -219,10 +219,22 @@ def test_code_is_refused_below_the_minimum(monkeypatch: pytest.MonkeyPatch) -> N
     ("lacks", "line"),
     [
         ("namespaces", "isolation: filtered (minimum: full): code would be refused"),
-        ("namespaces,landlock", "isolation: weak (minimum: full): code would be refused"),
-        ("seccomp", "no level of isolation can be had here: seccomp filters are refused"),
-        ("one-id", "  because  only one user id is mapped, root's"),
-        ("no-root", "isolation: full (minimum: full): code would run"),
+        pytest.param(
+            "namespaces,landlock",
+            "isolation: weak (minimum: full): code would be refused",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "seccomp",
+            "no level of isolation can be had here: seccomp filters are refused",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "one-id", "  because  only one user id is mapped, root's", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "no-root", "isolation: full (minimum: full): code would run", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_where_the_kernel_offers_less_one_line_says_what_is_missing(lacks: str, line: str) -> None:
@@ -296,7 +308,7 @@ with pool.sandbox() as sandbox:
 """
 
 
-@pytest.mark.parametrize("mode", ["namespaces", "filtered"])
+@pytest.mark.parametrize("mode", ["namespaces", pytest.param("filtered", marks=pytest.mark.slow)])
 def test_nothing_survives_a_host_that_is_killed(mode: str) -> None:
     make_pool(mode).close()
     source = HOST.format(tests=str(Path(__file__).parents[1]), mode=mode)
@@ -311,7 +323,14 @@ def test_nothing_survives_a_host_that_is_killed(mode: str) -> None:
             os.close(descriptor)
 
 
-@pytest.mark.parametrize("mode", ["bubblewrap", "namespaces", "filtered"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("bubblewrap", marks=pytest.mark.slow),
+        "namespaces",
+        pytest.param("filtered", marks=pytest.mark.slow),
+    ],
+)
 def test_no_process_of_ours_inside_has_the_terminal(mode: str) -> None:
     make_pool(mode).close()  # skips where the mode does not work
     words = [sys.executable, "-m", "stages.sandbox_terminal", mode]

@@ -22,7 +22,10 @@ CHECK = {"check": "def check(candidate):\n    assert candidate(3, 4) == 7", "ent
 GOOD_ADD = "def add(a, b):\n    return a + b\n"
 
 
-@pytest.fixture(scope="module", params=["namespaces", "filtered"])
+# what judges is the same in both; `test_escapes.py` attacks the filters alone
+@pytest.fixture(
+    scope="module", params=["namespaces", pytest.param("filtered", marks=pytest.mark.slow)]
+)
 def pool(request: pytest.FixtureRequest) -> Iterator[SandboxPool]:
     pool = make_pool(request.param)
     yield pool
@@ -217,8 +220,20 @@ CHEATED_TESTS = {
 }
 
 
-@pytest.mark.parametrize("form", CHEATED_TESTS)
-@pytest.mark.parametrize("cheat", CHEATS)
+# those that take long, in one form; `make test-long` tries them in all
+LONG_CHEATS = {"a huge value": "call", "patching builtins": "asserts", "printing much": "call"}
+
+
+@pytest.mark.parametrize(
+    ("cheat", "form"),
+    [
+        pytest.param(
+            cheat, form, marks=[] if LONG_CHEATS.get(cheat, form) == form else [pytest.mark.slow]
+        )
+        for cheat in CHEATS
+        for form in CHEATED_TESTS
+    ],
+)
 def test_cheating_does_not_pay(pool: SandboxPool, cheat: str, form: str) -> None:
     source = CHEATS[cheat] + ("\nprint(answer())" if form == "stdio" else "")
     (code,) = codes(pool, CHEATED_TESTS[form], source, timeout_s=1.0)

@@ -102,7 +102,10 @@ def test_checkpoints_are_in_the_run_folder(trained: CommandRun) -> None:
     assert {one.name for one in trained.folder.checkpoints.iterdir()} == {"step-2", "step-4"}
 
 
-@pytest.mark.parametrize("name", ["dapo", "rloo", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(
+    "name",
+    ["dapo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rloo", "reinforce_pp_baseline"))],
+)
 def test_an_algorithm_trains_a_run(name: str, folder: Path, plain: CommandRun) -> None:
     run = train(folder, name, f"algorithm.name={name}", "train.steps=1", "train.max_grad_norm=1e9")
     assert run.code == 0, run.told

@@ -108,7 +108,9 @@ FOUND: dict[str, tuple[dict[str, Any], list[Fault]]] = {
 
 
 @pytest.mark.parametrize("defect", FOUND)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_a_schedule_that_found_a_defect_holds(defect: str, seed: int) -> None:
     settings, faults = FOUND[defect]
     result = run_seed(seed, settings={**PLAIN, **settings}, faults=faults)
@@ -177,7 +179,9 @@ def test_tokens_confirm_weights_whose_load_was_never_answered() -> None:
     assert result.violations == [], result.lives
 
 
-@pytest.mark.parametrize("tick", [3, 4, 5])
+@pytest.mark.parametrize(
+    "tick", [3, *(pytest.param(tick, marks=pytest.mark.slow) for tick in (4, 5))]
+)
 def test_a_stop_during_the_start_leaves_no_task(tick: int) -> None:
     """The task that reads the data was still running when the session ended."""
     for seed in range(4):

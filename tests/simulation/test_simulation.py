@@ -25,7 +25,7 @@ def simulate(*options: str, hash_seed: str = "0") -> subprocess.CompletedProcess
 
 def test_every_promise_holds_in_the_first_schedules() -> None:
     """`make test-simulation` runs many more."""
-    done = simulate("--schedules", "40")
+    done = simulate("--schedules", "20")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -40,8 +40,12 @@ def test_a_seed_gives_the_same_schedule_in_any_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "defect", sorted(DEFECTS.keys() - {"statistics"})
-)  # rare: see `test_found.py`
+    "defect",
+    [
+        pytest.param(defect, marks=[] if defect == "staleness" else [pytest.mark.slow])
+        for defect in sorted(DEFECTS.keys() - {"statistics"})  # rare: see `test_found.py`
+    ],
+)
 def test_a_known_defect_is_found_and_its_seed_is_named(defect: str) -> None:
     first = "130" if defect == "tools" else "0"  # near a seed that finds it
     done = simulate("--first", first, "--schedules", "300", "--defect", defect)

@@ -115,6 +115,18 @@ class LivePage:
     def open(self, address: str) -> None:
         self._call("Page.navigate", url=address)
 
+    def dump(self, path: Path) -> Page:
+        """Open a file in an empty page; return what it has drawn when everything in it is loaded."""
+        self.open("about:blank")
+        self.open(path.absolute().as_uri())
+        self.value(
+            """new Promise((done) => {
+              const drawn = () => requestAnimationFrame(() => requestAnimationFrame(() => done()));
+              document.readyState === "complete" ? drawn() : addEventListener("load", drawn);
+            })"""
+        )
+        return Page(self.value("document.documentElement.outerHTML"))
+
     def resize(self, width: int, height: int) -> None:
         shape = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._call("Emulation.setDeviceMetricsOverride", **shape)

@@ -12,7 +12,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from penstock.inspection.dashboard import server
 from penstock.inspection.dashboard.server import Dashboard, serve_on
+
+LOOK_EVERY_S = 0.05  # so that no test waits for a look at the runs
 
 
 class Client:
@@ -68,11 +73,13 @@ def serving(folder: Path, token: str = "") -> Iterator[Client]:
         await serve_on(listening, shared["dashboard"], shared["stopped"])
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))
-    thread.start()
-    started.wait()
-    try:
-        yield Client(listening.getsockname()[1], shared["dashboard"])
-    finally:
-        shared["loop"].call_soon_threadsafe(shared["stopped"].set)
-        thread.join()
-        listening.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "_LOOK_EVERY_S", LOOK_EVERY_S)
+        thread.start()
+        started.wait()
+        try:
+            yield Client(listening.getsockname()[1], shared["dashboard"])
+        finally:
+            shared["loop"].call_soon_threadsafe(shared["stopped"].set)
+            thread.join()
+            listening.close()

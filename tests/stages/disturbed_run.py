@@ -20,6 +20,7 @@ from penstock.recover import begin, keep_trainer_alive
 from penstock.run import Loop
 from penstock.run_folder import RunFolder, create
 from stages.rewards import ODD_REWARD
+from stages.tiny_run import SUMS
 
 STEPS, GROUPS = 3, 4
 SMALL = [
@@ -32,6 +33,7 @@ SMALL = [
     "eval.tasks={}",
     "track.trackers=[]",
     "launch.restart_backoff_s=0",
+    f"tasks.train.data={SUMS}",
     f"tasks.train.rewards=[{{type='{ODD_REWARD}'}}]",
 ]
 Disturb = Callable[[Job, int], Awaitable[None]]

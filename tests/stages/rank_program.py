@@ -205,14 +205,21 @@ class OneRank:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
-    def run_all(self, folder: Path) -> None:
+    def run_jobs(
+        self,
+        folder: Path,
+        jobs: list[str],
+        starts: list[str],
+        layouts: list[dict[str, int]],
+    ) -> None:
+        """Train and start these jobs, and load the stored models of the folder in these layouts."""
         ranks = Ranks.from_environment(torch.device("cpu"))
-        for name in ALGORITHMS:
+        for name in jobs:
             run(name, folder, ranks)
         reload("plain", folder, ranks, saved="1")
-        for name in STARTS:
+        for name in starts:
             start_rounded(name, folder, ranks)
-        for axes in ({}, {"tensor": 2}, {"pipeline": 2}):
+        for axes in layouts:
             load_shares(folder, Ranks.from_environment(torch.device("cpu"), ParallelConfig(**axes)))
 
     def run_layouts(self, folder: Path, tasks: list[tuple[str, str, dict[str, int]]]) -> None:

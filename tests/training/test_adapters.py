@@ -43,7 +43,7 @@ def own_and_published_logprobs(consumer):
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("Qwen3", {"tie_word_embeddings": False}),
+        pytest.param("Qwen3", {"tie_word_embeddings": False}, marks=pytest.mark.slow),
         ("Qwen3", {"tie_word_embeddings": True}),
         ("GPT2", {"bos_token_id": 1, "eos_token_id": 2}),
     ],

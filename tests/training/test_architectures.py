@@ -34,9 +34,9 @@ REFUSED = {
     "cannot run on token ids": "electra rembert xmod",
 }
 SAMPLE = """
-llama qwen3 qwen3_moe gemma2 gemma3_text gpt2 gpt_oss deepseek_v3
-lfm2 recurrent_gemma qwen3_next llama4_text
-bert xmod
+qwen3 qwen3_moe gemma2 gpt2 gpt_oss deepseek_v3
+lfm2 llama4_text
+bert
 """
 
 

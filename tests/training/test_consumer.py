@@ -112,10 +112,13 @@ def test_same_batches_same_bits(saved_model) -> None:
 @pytest.mark.parametrize(
     "sections",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"train": {"mini_batches": 2, "groups_per_step": 6, "num_epochs": 2, "weight_decay": 0.1}},
         {"model": {"lora": {"rank": 2, "dropout": 0.3}}},
-        {"algorithm": {"kl_beta": 0.1}, "train": {"schedule": "cosine", "warmup_steps": 2}},
+        pytest.param(
+            {"algorithm": {"kl_beta": 0.1}, "train": {"schedule": "cosine", "warmup_steps": 2}},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["plain", "mini_batches", "lora_dropout", "kl_schedule"],
 )
@@ -335,7 +338,10 @@ def test_another_reference_model_can_be_named(saved_model, tmp_path) -> None:
     assert consumer.train(random_batch(1)).metrics["kl/mean"] > 0.1
 
 
-@pytest.mark.parametrize("adapters", [{}, {"lora": {"rank": 2, "dropout": 0.3}}])
+@pytest.mark.parametrize(
+    "adapters",
+    [pytest.param({}, marks=pytest.mark.slow), {"lora": {"rank": 2, "dropout": 0.3}}],
+)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [

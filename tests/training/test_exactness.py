@@ -34,14 +34,17 @@ def split_ways(config):
         yield config.model_copy(update={"train": train})
 
 
-# each algorithm as it is, and one with every aggregation; `make test-long` has all pairs
+# one algorithm with every aggregation, and two others as they are; `make test-long` has all pairs
 PAIRS = [(name, aggregation) for name in ALGORITHMS for aggregation in (None, *AGGREGATIONS)]
+QUICK_PAIRS = {("gspo", None), ("reinforce_pp", None)}
 
 
 @pytest.mark.parametrize(
     ("name", "aggregation"),
     [
-        pytest.param(*pair, marks=[] if None in pair or "grpo" in pair else [pytest.mark.slow])
+        pytest.param(
+            *pair, marks=[] if "grpo" in pair or pair in QUICK_PAIRS else [pytest.mark.slow]
+        )
         for pair in PAIRS
     ],
 )
@@ -61,12 +64,17 @@ def test_gradient_is_the_same_for_any_split_and_order(name, aggregation) -> None
     "fields",
     [
         {"kl_beta": 0.3},
-        {"kl_beta": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
-        {"name": "reinforce_pp", "kl_beta": 0.3},
-        {"decoupled": True},
-        {"correction": {"kind": "token_truncate", "cap": 1.2}},
         {"correction": {"kind": "sequence_mask", "cap": 3.0, "floor": 0.3}},
-        {"name": "dapo", "dual_clip": 1.5},
+        *(
+            pytest.param(fields, marks=pytest.mark.slow)
+            for fields in (
+                {"kl_beta": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
+                {"name": "reinforce_pp", "kl_beta": 0.3},
+                {"decoupled": True},
+                {"correction": {"kind": "token_truncate", "cap": 1.2}},
+                {"name": "dapo", "dual_clip": 1.5},
+            )
+        ),
     ],
 )
 def test_kl_and_corrections_keep_the_law(fields) -> None:
@@ -116,7 +124,7 @@ def plain_loss(model, batch, settings, constant_length):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("mask_truncated", [True, False])
+@pytest.mark.parametrize("mask_truncated", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradient_is_that_of_the_plain_formula(aggregation, mask_truncated) -> None:
     fields = {"aggregation": aggregation, "mask_truncated": mask_truncated}
     config = config_of(algorithm=fields)
@@ -187,7 +195,7 @@ def size_with_a_bad_token(fields, score: float) -> float:
     ("decoupled", "score"),
     [
         (False, 0.0),
-        (True, 1.0),
+        pytest.param(True, 1.0, marks=pytest.mark.slow),
         pytest.param(False, 1.0, marks=pytest.mark.slow),
         pytest.param(True, 0.0, marks=pytest.mark.slow),
     ],
@@ -282,7 +290,9 @@ def test_the_updates_of_all_ranks_together_are_those_of_one(world, total) -> Non
             assert {len(numbers) for numbers in own} == {4 // world}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
+@pytest.mark.parametrize(
+    "temperature", [0.0, 0.3, *(pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 2.5))]
+)
 def test_ratio_is_one_at_any_temperature_when_the_weights_are_the_same(temperature) -> None:
     """The log-probs are those of an engine with these weights at that temperature."""
     batch = random_batch(temperature=temperature)

@@ -90,7 +90,14 @@ def test_gradients_in_float64_are_those_of_the_models_own_code(kind, fields, sha
     assert "forward" not in vars(whole.model.layers[0])
 
 
-@pytest.mark.parametrize(("kind", "shared"), [("Qwen2", False), ("Qwen2", True), ("Qwen3", True)])
+@pytest.mark.parametrize(
+    ("kind", "shared"),
+    [
+        pytest.param("Qwen2", False, marks=pytest.mark.slow),
+        ("Qwen2", True),
+        pytest.param("Qwen3", True, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_by_the_kernels_are_those_of_the_models_own_code(kind, shared) -> None:
     plain, whole = (tiny_model(kind, dtype=torch.float32) for _ in range(2))
     policies = Policy(plain), Policy(whole)

@@ -85,49 +85,54 @@ def assert_same_run(folder: Path, job: str, layout: str) -> None:
 
 
 TENSOR, PIPELINE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
-FOUR: list[Work] = [("run", "plain", TENSOR)]
 TWO: list[Work] = [
     ("run", "plain", TENSOR),
-    ("run", "lora", TENSOR),
     ("run", "plain", PIPELINE),
     ("run", "plain", CONTEXT),
-    ("run", "plain", {"zero": 1}),
     ("start", "full", TENSOR),
-    ("4-tensor2", "plain", {}),
+    ("2-tensor2", "plain", PIPELINE),
 ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, warm_workers) -> Path:
-    """Return a folder with the results of one rank and of a few layouts."""
+    """Return a folder with the results of one rank and of ranks along each axis."""
     folder = tmp_path_factory.mktemp("layouts")
-    for job in ("plain", "lora"):
-        rank_program.run(job, folder, Ranks())
+    rank_program.run("plain", folder, Ranks())
     rank_program.start_rounded("full", folder, Ranks())
-    asyncio.run(run_ranks(folder, 4, FOUR))
     asyncio.run(run_ranks(folder, 2, TWO))
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["2-tensor2", "2-pipeline2", "2-context2"])
+def test_a_layout_gives_the_run_of_one_rank(folder, layout) -> None:
+    assert_same_run(folder, "plain", layout)
+
+
+def test_a_checkpoint_loads_in_another_layout(folder) -> None:
+    assert_same(folder / "plain-2-tensor2-to-2-pipeline2.pt", folder / "plain-1.pt")
+
+
+@pytest.fixture(scope="module")
+def folder_of_four(tmp_path_factory, warm_workers) -> Path:
+    """Return a folder with the results of one rank, of four, and of fewer that load those of four."""
+    folder = tmp_path_factory.mktemp("four")
+    rank_program.run("plain", folder, Ranks())
+    asyncio.run(run_ranks(folder, 4, [("run", "plain", TENSOR)]))
+    asyncio.run(run_ranks(folder, 2, [("4-tensor2", "plain", {})]))
     rank_program.reload("plain", folder, Ranks(), saved="4-tensor2")
     return folder
 
 
-@pytest.mark.parametrize(
-    ("job", "layout"),
-    [
-        ("plain", "2-tensor2"),
-        ("lora", "2-tensor2"),
-        ("plain", "2-pipeline2"),
-        ("plain", "2-context2"),
-        ("plain", "2-zero1"),
-        ("plain", "4-tensor2"),
-    ],
-)
-def test_a_layout_gives_the_run_of_one_rank(folder, job, layout) -> None:
-    assert_same_run(folder, job, layout)
+@pytest.mark.slow
+def test_four_ranks_give_the_run_of_one(folder_of_four) -> None:
+    assert_same_run(folder_of_four, "plain", "4-tensor2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaded", ["2", "1"])
-def test_a_checkpoint_of_four_ranks_loads_at_fewer(folder, loaded) -> None:
-    assert_same(folder / f"plain-4-tensor2-to-{loaded}.pt", folder / "plain-1.pt")
+def test_a_checkpoint_of_four_ranks_loads_at_fewer(folder_of_four, loaded) -> None:
+    assert_same(folder_of_four / f"plain-4-tensor2-to-{loaded}.pt", folder_of_four / "plain-1.pt")
 
 
 @pytest.mark.slow

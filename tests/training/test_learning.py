@@ -33,7 +33,9 @@ def rise(script, name, steps, **train) -> float:
     return float(np.mean(accuracies[-2:]) - np.mean(accuracies[:2]))
 
 
-@pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])  # the baselines: a group's, a batch's
+@pytest.mark.parametrize(  # the baselines: a group's, a batch's
+    "name", ["grpo", pytest.param("reinforce_pp", marks=pytest.mark.slow)]
+)
 def test_accuracy_rises(script, name) -> None:
     assert rise(script, name, steps=6, groups_per_step=8, lr=6e-4) > 0.1
 

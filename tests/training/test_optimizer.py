@@ -78,8 +78,9 @@ def test_masters_have_the_digits_of_a_float32_file(saved_model, start) -> None:
     assert masters.keys() == published.keys() == file.keys()
     for name, exact in file.items():
         assert torch.equal(published[name], exact.bfloat16())
-        off_grid = exact != exact.bfloat16()
-        assert torch.equal(masters[name][off_grid], exact[off_grid])
+        long = (exact.view(torch.int32) & 0xFF) != 0  # of 256 random numbers one is short by chance
+        kept = long if start == "dithered" else torch.ones_like(long)
+        assert torch.equal(masters[name][kept], exact[kept])
 
 
 def test_masters_of_a_bfloat16_file_are_dithered_unless_told_otherwise(tmp_path) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +20,24 @@ from penstock.weights.model_weights import digest_of
 from stages import rank_program
 from stages.training_data import tiny_model
 
-JOBS = list(rank_program.ALGORITHMS)
-
-
 STORED = {"model-tied": True, "model-in-several-files": False}
+LAYOUTS = {"2": {}, "2-tensor2": {"tensor": 2}, "2-pipeline2": {"pipeline": 2}}
+# what `make test` runs; `make test-long` runs all of it
+QUICK_JOB, QUICK_START, QUICK_STORED, QUICK_LAYOUT = (
+    "plain",
+    "full",
+    "model-in-several-files",
+    "2-tensor2",
+)
+
+
+def all_of(names: Iterable[str], quick: str) -> list[Any]:
+    """Return the names as parameters; all but one are for the long tests."""
+    return [pytest.param(name, marks=[] if name == quick else [pytest.mark.slow]) for name in names]
+
+
+JOBS = all_of(rank_program.ALGORITHMS, QUICK_JOB)
+STARTS = all_of(rank_program.STARTS, QUICK_START)
 
 
 class OneOfTwo(Ranks):
@@ -60,8 +76,8 @@ def test_the_norm_of_ranks_that_hold_no_gradient() -> None:
     assert float(second.gradient_norm({"w": trained})) == 5
 
 
-async def run_two_ranks(folder: Path) -> None:
-    """Run the jobs in two worker processes."""
+async def run_two_ranks(folder: Path, *work: Sequence[Any]) -> None:
+    """Run the jobs, the starts and the layouts in two worker processes."""
     part = f"{rank_program.__file__}:OneRank"
     limits = {"threads": 1, "timeout_s": 200}
     names = [f"rank-{rank}" for rank in range(2)]
@@ -76,26 +92,51 @@ async def run_two_ranks(folder: Path) -> None:
         )
         try:
             async with asyncio.timeout(200):
-                await asyncio.gather(*(rank.call("run_all", folder) for rank in ranks))
+                await asyncio.gather(*(rank.call("run_jobs", folder, *work) for rank in ranks))
         finally:
             for rank in ranks:
                 await rank.close()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory, warm_workers) -> Path:
-    """Return a folder with the results of one rank and of two ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    for job in JOBS:
+def make_results(
+    folder: Path,
+    jobs: Sequence[str],
+    starts: Sequence[str],
+    stored: Sequence[str],
+    layouts: Sequence[str],
+) -> Path:
+    """Fill a folder with the results of one rank and of two ranks."""
+    for job in jobs:
         rank_program.run(job, folder, Ranks())
-    for name, tied in STORED.items():
+    for name in stored:
+        tied = STORED[name]
         model = tiny_model(dtype=torch.bfloat16, tie_word_embeddings=tied, num_hidden_layers=4)
         model.save_pretrained(folder / name, max_shard_size="1GB" if tied else "8KB")
-    asyncio.run(run_two_ranks(folder))
+    axes = [LAYOUTS[layout] for layout in layouts]
+    asyncio.run(run_two_ranks(folder, list(jobs), list(starts), axes))
     rank_program.reload("plain", folder, Ranks(), saved="2")
-    for job in rank_program.STARTS:
+    for job in starts:
         rank_program.start_rounded(job, folder, Ranks())
     return folder
+
+
+@pytest.fixture(scope="module")
+def few_results(tmp_path_factory, warm_workers) -> Path:
+    work = ([QUICK_JOB], [QUICK_START], [QUICK_STORED], [QUICK_LAYOUT])
+    return make_results(tmp_path_factory.mktemp("few"), *work)
+
+
+@pytest.fixture(scope="module")
+def all_results(tmp_path_factory, warm_workers) -> Path:
+    work = (rank_program.ALGORITHMS, rank_program.STARTS, STORED, LAYOUTS)
+    return make_results(tmp_path_factory.mktemp("all"), *map(list, work))
+
+
+@pytest.fixture
+def results(request) -> Path:
+    """Return the folder with the results that this test compares."""
+    is_long = request.node.get_closest_marker("slow") is not None
+    return request.getfixturevalue("all_results" if is_long else "few_results")
 
 
 def assert_same_weights(left: Path, right: Path, tolerance: float) -> None:
@@ -135,8 +176,8 @@ def test_a_checkpoint_loads_at_another_number_of_ranks(results, saved, loaded) -
     assert_same_weights(results / f"plain-{saved}-to-{loaded}.pt", results / "plain-1.pt", 1e-9)
 
 
-@pytest.mark.parametrize("layout", ["2", "2-tensor2", "2-pipeline2"])
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("layout", all_of(LAYOUTS, QUICK_LAYOUT))
+@pytest.mark.parametrize("name", all_of(STORED, QUICK_STORED))
 def test_a_rank_reads_its_part_of_a_stored_model(results, name, layout) -> None:
     """Weights, buffers and a trained step are bitwise those of ranks that loaded the whole model."""
     paths = (results / f"loaded-{name}-{layout}-rank-{rank}.json" for rank in range(2))
@@ -176,7 +217,7 @@ def test_files_that_do_not_hold_the_parameters_of_the_model_are_no_parts(tmp_pat
     assert build(str(tmp_path), **options) is None
 
 
-@pytest.mark.parametrize("job", rank_program.STARTS)
+@pytest.mark.parametrize("job", STARTS)
 def test_two_ranks_start_a_rounded_run_bitwise_as_one(results, job) -> None:
     one, two = (torch.load(results / f"start-{job}-{world}.pt") for world in (1, 2))
     for part in ("masters", "published"):
@@ -190,7 +231,7 @@ def test_two_ranks_start_a_rounded_run_bitwise_as_one(results, job) -> None:
             assert (master != master.to(dtype).float()).float().mean() > 0.99, name
 
 
-@pytest.mark.parametrize("job", rank_program.STARTS)
+@pytest.mark.parametrize("job", STARTS)
 def test_two_ranks_train_a_rounded_run_like_one(results, job) -> None:
     one, two = (torch.load(results / f"start-{job}-{world}.pt") for world in (1, 2))
     changed = sum(

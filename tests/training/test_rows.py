@@ -56,7 +56,7 @@ def two_batches() -> tuple[Batch, Batch]:
     return batches[0], batches[1]
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 40])
 @pytest.mark.parametrize("name", ["grpo", "dapo", "reinforce_pp", "gspo", "sequence_mask"])
 def test_rows_have_the_gradient_of_the_one_sequence_they_are_cut_from(name, tokens) -> None:
     fields = {"name": name} if name in ALGORITHMS else {"correction": {"kind": name, "cap": 3.0}}

@@ -85,12 +85,14 @@ WAYS = {
 # TRL divides a token mean by the mean number of tokens of all updates of a batch, we by this update's:
 # no token-mean method is compared with several updates of different groups. An update without any
 # gradient is skipped here and moved by momentum there: GSPO's narrow clip and RLOO are not used for epochs.
-QUICK = [
-    *[(method, "plain") for method in METHODS if method not in ("rloo", "gspo_wide")],
-    *[("grpo", way) for way in ("kl_weighted", "epochs")],
-    ("rloo", "kl_in_reward"),
-]
+QUICK = [("grpo", "plain"), ("gspo", "plain"), ("rloo", "kl_in_reward")]
 LONG = [
+    *[
+        (method, "plain")
+        for method in METHODS
+        if method not in ("rloo", "gspo_wide", "grpo", "gspo")
+    ],
+    *[("grpo", way) for way in ("kl_weighted", "epochs")],
     *[("grpo", way) for way in ("kl", "accumulation", "clipped_norm", "mini_batches", "lora_kl")],
     *[("grpo", way) for way in ("temperature", "lora")],
     ("gspo_wide", "plain"),

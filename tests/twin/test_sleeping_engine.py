@@ -30,6 +30,7 @@ SLEEPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 def test_a_run_with_two_kinds_of_sleeping_engines_is_predicted(tmp_path: Path) -> None:
     words = [*TINY, *SLEEPS, f"run.dir={tmp_path}", "run.name=asleep"]

@@ -25,7 +25,14 @@ def sha256(leaves: list[bytes]) -> bytes:
     return b"".join(hashlib.sha256(leaf).digest() for leaf in leaves)
 
 
-@pytest.mark.parametrize(("count", "leaf_bytes"), [(1, 64), (3, 128), (33, 64)])
+@pytest.mark.parametrize(
+    ("count", "leaf_bytes"),
+    [
+        pytest.param(1, 64, marks=pytest.mark.slow),
+        (3, 128),
+        pytest.param(33, 64, marks=pytest.mark.slow),
+    ],
+)
 def test_leaves_are_hashed_as_hashlib_does(count: int, leaf_bytes: int) -> None:
     octets = torch.randint(0, 256, (count * leaf_bytes,), dtype=torch.uint8).to(DEVICE)
     start = octets.data_ptr()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import os
-import pickle
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,9 +15,11 @@ import torch
 from hypothesis import settings
 
 from penstock.errors import RunError, WeightsGone
+from penstock.types import WeightHandle
 from penstock.weights.buffer import BufferReader, ReaderCache
 from penstock.weights.shared_memory import SharedMemorySync
 from stages.publications import Publications, holds, weights
+from stages.weight_holder import start_holder
 
 TestPublications = Publications.TestCase
 TestPublications.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
@@ -76,107 +76,78 @@ def test_a_publication_that_fails_wakes_its_readers_with_an_error(tmp_path: Path
     assert holds(list(engine.fetch(first)), 1)
 
 
-WRITER = """
-import sys, torch
-from penstock.weights.shared_memory import SharedMemorySync
-import pickle
-trainer = SharedMemorySync(sys.argv[1])
-weights = [(f"w{n}", torch.full((5, 7), 1.0 + n)) for n in range(3)]
-first = trainer.publish(1, "d", weights)
-handle = trainer.announce(2, "e")
-sys.stdout.buffer.write(pickle.dumps((first, handle)))
-sys.stdout.flush()
-sys.stdin.read()
-"""
-
-
+@pytest.mark.usefixtures("warm_workers")
 def test_a_writer_that_is_killed_leaves_nobody_waiting(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    first, handle = pickle.load(process.stdout)
     engine, refused = SharedMemorySync(), []
+    folder = tmp_path / "weights"
+    folder.mkdir()
 
-    def read() -> None:
+    def read(handle: WeightHandle) -> None:
         with pytest.raises(WeightsGone) as gone:
             list(engine.fetch(handle))
         refused.append(str(gone.value))
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    os.kill(process.pid, signal.SIGKILL)
-    reader.join(60)
-    process.wait()
+    async def kill_the_writer() -> WeightHandle:
+        writer = await start_holder(tmp_path)
+        first, handle = await writer.call("publish", folder)
+        reader = threading.Thread(target=read, args=(handle,))
+        reader.start()
+        os.kill(writer.pid, signal.SIGKILL)
+        await asyncio.to_thread(reader.join, 60)
+        await writer.close()
+        return first
+
+    first = asyncio.run(kill_the_writer())
     assert "are not whole" in refused[0]
     kept = list(engine.fetch(first))
     assert holds(kept, 1)
-    back = SharedMemorySync(tmp_path)  # the next trainer goes on in the same folder
+    back = SharedMemorySync(folder)  # the next trainer goes on in the same folder
     assert holds(list(engine.fetch(back.publish(2, "e", weights(2)))), 2)
     assert holds(list(engine.fetch(back.publish(3, "f", weights(3)))), 3)
     assert holds(kept, 1)
 
 
-MARKER = """
-import sys
-from pathlib import Path
-from penstock.weights.buffer import BufferWriter
-writer, count = BufferWriter(Path(sys.argv[1])), int(sys.argv[2])
-assert writer.begin(1, count)
-print("begun", flush=True)
-sys.stdin.read()
-for written in range(1, count + 1):
-    writer.mark_written(written)
-"""
-
-
+@pytest.mark.usefixtures("warm_workers")
 def test_a_reader_that_keeps_up_with_its_writer_is_never_told_that_it_ended(tmp_path: Path) -> None:
     """The reader looks at the number of written bytes while the writer changes it, 50,000 times."""
     path, count = tmp_path / "buffer", 50_000
-    process = subprocess.Popen(
-        [sys.executable, "-c", MARKER, str(path), str(count)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    assert process.stdout.readline() == b"begun\n"
-    reader = BufferReader(path, 1, count, ReaderCache())
-    process.stdin.close()
-    for end in range(1, count + 1):
-        reader.wait_until_written(end)
-    assert process.wait() == 0
+
+    def read() -> None:
+        reader = BufferReader(path, 1, count, ReaderCache())
+        for end in range(1, count + 1):
+            reader.wait_until_written(end)
+
+    async def read_while_it_is_written() -> None:
+        writer = await start_holder(tmp_path)
+        assert await writer.call("begin", path, count)
+        writing = asyncio.create_task(writer.call("mark", count))
+        await asyncio.to_thread(read)
+        await writing
+        await writer.close()
+
+    asyncio.run(read_while_it_is_written())
 
 
-READER = """
-import pickle, sys
-from penstock.weights.shared_memory import SharedMemorySync
-held = list(SharedMemorySync().fetch(pickle.load(sys.stdin.buffer)))
-print("held", flush=True)
-sys.stdin.buffer.read()
-"""
-
-
+@pytest.mark.usefixtures("warm_workers")
 def test_a_reader_that_is_killed_frees_its_buffer(tmp_path: Path) -> None:
-    trainer = SharedMemorySync(tmp_path)
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    trainer = SharedMemorySync(folder)
     handle = trainer.publish(1, "d", weights(1))
-    process = subprocess.Popen(
-        [sys.executable, "-c", READER], stdout=subprocess.PIPE, stdin=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    process.stdin.write(pickle.dumps(handle))
-    process.stdin.flush()
-    assert process.stdout.readline() == b"held\n"
-    for version in (2, 3, 4):
-        trainer.publish(version, "d", weights(version))
-    assert len(list(tmp_path.glob("buffer-*"))) == 3  # one is the reader's
-    process.kill()
-    process.wait()
+
+    async def kill_the_reader() -> None:
+        reader = await start_holder(tmp_path)
+        await reader.call("hold", handle)
+        for version in (2, 3, 4):
+            trainer.publish(version, "d", weights(version))
+        assert len(list(folder.glob("buffer-*"))) == 3  # one is the reader's
+        os.kill(reader.pid, signal.SIGKILL)
+        await asyncio.to_thread(reader._process.wait)
+        await reader.close()
+
+    asyncio.run(kill_the_reader())
     trainer.publish(5, "d", weights(5))
-    assert len(list(tmp_path.glob("buffer-*"))) == 2
+    assert len(list(folder.glob("buffer-*"))) == 2
 
 
 def test_the_lock_lives_as_long_as_the_last_tensor(tmp_path: Path) -> None:
