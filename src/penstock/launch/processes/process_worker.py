@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import RunError, WorkerDied
+from penstock.launch.processes.bytecode import bytecode_environment
 from penstock.launch.processes.frames import STAGE, read_frame, write_frame
 from penstock.launch.rpc_server import one_line, with_log_path
 from penstock.supervise.activity import activity_of, is_stopped
@@ -298,4 +299,5 @@ def _worker_environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": count,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        **bytecode_environment(),
     }

@@ -1,0 +1,36 @@
+"""Where workers find compiled modules if Python writes none beside the sources.
+
+Images often tell Python to write no bytecode, or install packages that only root can write. Every worker then
+compiles torch and transformers anew, which takes longer than their imports. Such workers keep what
+they compile in a folder of the user's cache: the second start finds it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+
+def bytecode_environment(package: str = "torch") -> dict[str, str]:
+    """Return the variables of a worker that keeps its bytecode in the user's cache; none where it need not."""
+    if sys.pycache_prefix is not None or not _is_compiled_anew(package):
+        return {}
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(home) / "penstock" / "bytecode"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():  # what lies there is run as code
+            return {}
+    except OSError:
+        return {}
+    return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+
+
+def _is_compiled_anew(package: str) -> bool:
+    """Return whether every process compiles the package: it has no bytecode, and none will be written."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.origin or not spec.cached or Path(spec.cached).exists():
+        return False
+    return sys.dont_write_bytecode or not os.access(Path(spec.origin).parent, os.W_OK)
