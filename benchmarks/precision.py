@@ -293,6 +293,7 @@ def show_first(source: str) -> None:
     from penstock.training.dither import dither_, dither_key
 
     model = AutoModelForCausalLM.from_pretrained(resolve_model_path(source), dtype=torch.float32)
+    torch.manual_seed(0)
     print("| numbers | masters | lr 1e-6 | lr 5e-6 |\n|---|---|---|---|")
     for numbers in (None, torch.float16, torch.bfloat16):
         for masters in ("plain", "dithered"):

@@ -78,7 +78,21 @@ def test_a_cache_that_is_not_ours_or_cannot_be_made_is_left_alone(
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert not bytecode_environment("heavy")
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(heavy.parent)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = Path(bytecode_environment("heavy")["PYTHONPYCACHEPREFIX"])
+    folder.chmod(0o770)  # others could put code there
+    assert not bytecode_environment("heavy")
     monkeypatch.setenv("XDG_CACHE_HOME", str(heavy / "__init__.py"))
+    assert not bytecode_environment("heavy")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
     assert not bytecode_environment("heavy")
 
 

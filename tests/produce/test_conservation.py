@@ -395,7 +395,7 @@ def _settings(examples: int) -> settings:
 
 
 class TestProducing(ProducingMachine.TestCase):
-    settings = _settings(12)
+    settings = _settings(25)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Questions about a decoder layer that its own code answers in different places."""
+"""What must be known of a decoder layer before other code computes it."""
 
 from __future__ import annotations
 

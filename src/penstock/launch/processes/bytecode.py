@@ -14,16 +14,17 @@ from pathlib import Path
 
 
 def bytecode_environment(package: str = "torch") -> dict[str, str]:
-    """Return the variables of a worker that keeps its bytecode in the user's cache; none where it need not."""
+    """Return the variables that make a worker keep its bytecode in the user's cache; none where it need not."""
     if sys.pycache_prefix is not None or not _is_compiled_anew(package):
         return {}
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "penstock" / "bytecode"
     try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(home) / "penstock" / "bytecode"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():  # what lies there is run as code
-            return {}
-    except OSError:
+        found = folder.stat()
+    except (OSError, RuntimeError):  # no home, or none that can be written: compile as before
+        return {}
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:  # what lies there is run as code
         return {}
     return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
 

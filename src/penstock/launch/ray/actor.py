@@ -62,9 +62,8 @@ class ServingActor:
         self._logs_to_run = _write_log_to(Path(log_path))
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         self._name, self._server = name, RpcServer(name)
-        self._reserved: (
-            socket.socket
-        )  # holds a port, for the case that this is rank 0 of the trainer
+        # holds a port, for the case that this is rank 0 of the trainer
+        self._reserved: socket.socket
 
     async def where(self) -> Where:
         address = ray.util.get_node_ip_address()
