@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UserError
+from penstock.models.attention import fits_flash
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.model_check import check_model
 from penstock.training.pack import empty_pack, join_by_context, make_pack, split_by_tokens
-from penstock.training.packed_attention import fits_flash
 from penstock.training.policy import Policy
 from penstock.types import VersionSegment
 from stages.training_data import (

@@ -1,8 +1,7 @@
-"""Attention in plain operations, for scores that no fused kernel computes.
+"""Attention that engine and trainer share: the flash kernel over sequences of any length, and plain operations.
 
-Gemma 2 caps its scores softly; GPT-OSS gives each head a sink, a score that enters the softmax and
-has no value. Engine and trainer share this definition. Queries are processed in chunks, so that a
-long sequence does not hold all its scores at once.
+Plain operations are for scores that no fused kernel computes: Gemma 2 caps its scores softly; GPT-OSS gives each head a sink, a score that enters the softmax and
+has no value. Their queries are processed in chunks, so that a long sequence does not hold all its scores at once.
 """
 
 from __future__ import annotations
@@ -10,6 +9,38 @@ from __future__ import annotations
 import torch
 
 _SCORES_AT_ONCE = 1 << 27  # over all sequences and heads
+
+
+def fits_flash(key_size: int, value_size: int) -> bool:
+    """Whether the flash kernel computes heads of these sizes; those of latent attention differ."""
+    return key_size == value_size and key_size % 8 == 0 and key_size <= 256
+
+
+def can_use_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the flash kernel computes these heads: on a GPU in half precision, of sizes that fit."""
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    return half and fits_flash(query.shape[-1], value.shape[-1])
+
+
+def flash_attention(
+    query_THD: torch.Tensor,
+    key_KHD: torch.Tensor,
+    value_KHD: torch.Tensor,
+    queries: tuple[torch.Tensor, int],
+    keys: tuple[torch.Tensor, int],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return what causal attention within each sequence adds up to [T, heads, size], and what backward needs.
+
+    `queries` and `keys` are the cumulative lengths of the sequences, int32, and the largest length.
+    """
+    output_THD, logsumexp, state, unused, _ = torch.ops.aten._flash_attention_forward(
+        query_THD, key_KHD, value_KHD, queries[0], keys[0], queries[1], keys[1], 0.0, True, False,
+        scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+    )  # fmt: skip
+    return output_THD, logsumexp, state, unused
 
 
 def plain_attention(

@@ -112,7 +112,11 @@ def _banned_columns(
     if banned is None:
         return None
     columns_V = torch.zeros(len(weight_VD), dtype=torch.bool, device=weight_VD.device)
-    columns_V[[one - first for one in banned[1] if 0 <= one - first < len(weight_VD)]] = True
+    for one in banned[
+        1
+    ]:  # one fill each: a list of places would be copied, and the host wait for the GPU
+        if 0 <= one - first < len(weight_VD):
+            columns_V[one - first] = True
     return banned[0], columns_V
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UserError
-from penstock.models.attention import plain_attention
+from penstock.models.attention import can_use_flash, plain_attention
 
 ATTENTION_NAME = "penstock_packed"
 
@@ -98,8 +98,7 @@ def packed_attention(
     if pack_layout.gather is not None:
         key, value = pack_layout.gather(key), pack_layout.gather(value)
     fused = softcap is None and s_aux is None
-    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    flash = half and fused and dropout == 0.0 and fits_flash(query.shape[-1], value.shape[-1])
+    flash = fused and dropout == 0.0 and can_use_flash(query, value)
     if flash and (pack_layout.shared is None or flash_aligns_ends(query.device)):
         return _flash_attention(query, key, value, pack_layout, scaling, sliding_window), None
     outputs = []
@@ -139,11 +138,6 @@ def _by_block(
             tensor.unflatten(0, (block.count, -1)).transpose(1, 2) for tensor in tensors
         )
         yield block, query_BHLD, key_BHKD, value_BHKD
-
-
-def fits_flash(key_size: int, value_size: int) -> bool:
-    """Whether the flash kernel computes heads of these sizes; those of latent attention differ."""
-    return key_size == value_size and key_size % 8 == 0 and key_size <= 256
 
 
 def _fused_attention(

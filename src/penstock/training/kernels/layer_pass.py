@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from penstock.models.attention import fits_flash
 from penstock.models.layer_form import is_silu
 from penstock.models.layer_kernels import is_close
 from penstock.models.norm_kernels import LARGEST
 from penstock.models.norms import epsilon
 from penstock.training.kernels.layer_steps import Heads
-from penstock.training.packed_attention import Block, PackLayout, fits_flash
+from penstock.training.packed_attention import Block, PackLayout
 
 _ALIGN = 16  # bytes: kernels read a parameter's first bytes in words of this size
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.models import layer_kernels
+from penstock.models.attention import flash_attention
 from penstock.models.norm_kernels import add_rms_norm, norm_gradients
 from penstock.training.kernels.layer_steps import Heads
 from penstock.training.packed_attention import PackLayout, SharedKeys
@@ -62,12 +63,16 @@ def attend(joint_TC: Tensor, layout: PackLayout, heads: Heads) -> tuple[Tensor, 
         both_KHD = gathered_KC.view(len(gathered_KC), 2 * heads.keys, heads.size)
         key_KHD, value_KHD = both_KHD[:, : heads.keys], both_KHD[:, heads.keys :]
     keys: PackLayout | SharedKeys = layout.shared or layout
-    output_THD, logsumexp, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        query_THD, key_KHD, value_KHD, layout.bounds_S1, keys.bounds_S1, layout.longest,
-        keys.longest, 0.0, True, False, scale=heads.scale, window_size_left=-1, window_size_right=0,
-    )  # fmt: skip
+    output_THD, *rest = flash_attention(
+        query_THD,
+        key_KHD,
+        value_KHD,
+        (layout.bounds_S1, layout.longest),
+        (keys.bounds_S1, keys.longest),
+        scale=heads.scale,
+    )
     output_TC = output_THD.view(len(joint_TC), heads.queries * heads.size)
-    return output_TC, logsumexp, state, unused, key_KHD, value_KHD
+    return output_TC, *rest, key_KHD, value_KHD
 
 
 def attend_back(

@@ -22,8 +22,10 @@ from penstock.engine.transformers.cuda.cuda_steps import (
     HAS_KERNELS,
     DecodeStep,
     PrefillStep,
+    joined_ranges,
     next_rows,
     sample_rows,
+    to_device,
 )
 from penstock.engine.transformers.cuda.regions import KVPool, Regions
 from penstock.engine.transformers.fuse import fuse_projections
@@ -250,35 +252,33 @@ class CudaRunner:
             order += [sequence.slot for sequence in group]
             source += [i] * len(group)
         if logits_UV is not None:
-            logits.append(logits_UV[torch.tensor(source, device=self._device)])
+            logits.append(logits_UV[self._on_device(np.array(source))])
         if kept_logits:
             order += list(kept_logits)
             logits.append(torch.stack(list(kept_logits.values())))
         self._keep(groups, logits_UV, keep_prompts)
         self._set_state(order)
-        slot_N = torch.tensor(order, device=self._device)
-        self._launch(self._sample(torch.cat(logits), slot_N, 0), np.array(order, np.int64))
+        slots_N = np.array(order, np.int64)
+        self._launch(self._sample(torch.cat(logits), self._on_device(slots_N), 0), slots_N)
         self._active += order
         self._rows_changed = True
 
     def _prefill_rows(self, groups: list[list[Sequence]]) -> torch.Tensor:
-        firsts = [group[0] for group in groups]
-        spans = lay_out(firsts, 0)
-        ids = np.concatenate([sequence.token_ids for sequence in firsts]).astype(np.int64)
-        positions = np.concatenate([np.arange(span.length) for span in spans])
-        source, target = [], []
-        for span, group in zip(spans, groups, strict=True):
-            for sequence in group:
-                source.append(np.arange(span.start, span.end))
-                target.append(self._region[sequence.slot][0] + np.arange(span.length))
-        step = PrefillStep(self._pool, spans, np.concatenate(source), np.concatenate(target))
-        last = torch.tensor([span.end - 1 for span in spans], device=self._device)
+        """Compute each group's prompt once, store it in the region of each member; return its last logits."""
+        spans = lay_out([group[0] for group in groups], 0)
+        starts, lengths = np.array([[span.start, span.length] for span in spans]).T
+        members = [len(group) for group in groups]
+        regions = np.array([self._region[member.slot][0] for group in groups for member in group])
+        stored = np.repeat(lengths, members)
+        source = joined_ranges(np.repeat(starts, members), stored)
+        step = PrefillStep(self._pool, spans, source, joined_ranges(regions, stored))
+        ids = np.concatenate([group[0].token_ids for group in groups]).astype(np.int64)
+        positions = joined_ranges(np.zeros_like(starts), lengths)
+        rows = [self._on_device(array) for array in (ids, positions, starts + lengths - 1)]
+        if self._decode_model is not None:
+            return self._decode_model.prefill(step, *rows)
         with running(step):
-            return self._model_logits(
-                torch.from_numpy(ids).to(self._device),
-                torch.from_numpy(positions).to(self._device),
-                last,
-            )
+            return self._model_logits(*rows)
 
     def _keep(
         self,
@@ -301,10 +301,10 @@ class CudaRunner:
     def _set_state(self, slots: list[int]) -> None:
         """Write the new requests in `slots` to the device state."""
         table, state = self.table, self._state
-        at = torch.tensor(slots, device=self._device)
+        at = self._on_device(np.array(slots))
 
         def put(column: torch.Tensor, values: np.ndarray) -> None:
-            column[at] = torch.from_numpy(values).to(self._device)
+            column[at] = self._on_device(values)
 
         put(state.start, np.array([self._region[slot][0] for slot in slots]))
         put(state.position, table.length[slots])
@@ -324,7 +324,7 @@ class CudaRunner:
         if self._rows_changed:
             rows = np.full(len(self._state.rows), len(self._state.rows), np.int64)
             rows[:count] = self._active
-            self._state.rows.copy_(self._pinned(rows), non_blocking=True)
+            self._state.rows.copy_(self._on_device(rows))
             self._active_N = np.array(self._active, np.int64)
             self._rows_changed = False
         if size in self._graphs:
@@ -334,10 +334,8 @@ class CudaRunner:
             sampled = self._decode_step(count)
         self._launch(sampled, self._active_N)
 
-    def _pinned(self, array: np.ndarray) -> torch.Tensor:
-        """Return a copy that can be sent while steps run: a copy from other memory waits for them."""
-        on_gpu = self._device.type == "cuda"
-        return torch.from_numpy(array).pin_memory() if on_gpu else torch.from_numpy(array)
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self._device)
 
     def _decode_step(self, size: int) -> Sampled:
         """Decode one token for the first `size` rows; a graph captures this."""

@@ -5,6 +5,8 @@ Both store keys and values in the regions of `KVPool`. Without Triton, plain tor
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -12,6 +14,7 @@ from penstock.engine.transformers.cuda.regions import KVPool
 from penstock.engine.transformers.cuda.row_tiles import Tiles
 from penstock.engine.transformers.kv_attention import AttentionCall, causal_attention
 from penstock.engine.transformers.sequences import Span
+from penstock.models.attention import can_use_flash, flash_attention
 
 try:
     from penstock.engine.transformers.cuda.decode_kernels import (
@@ -35,7 +38,15 @@ except ImportError:  # CUDA without Triton
     )
     from penstock.engine.transformers.cuda.row_reference import project_and_store
 
-__all__ = ["HAS_KERNELS", "DecodeStep", "PrefillStep", "next_rows", "sample_rows"]
+__all__ = [
+    "HAS_KERNELS",
+    "DecodeStep",
+    "PrefillStep",
+    "joined_ranges",
+    "next_rows",
+    "sample_rows",
+    "to_device",
+]
 
 
 class DecodeStep:
@@ -105,36 +116,65 @@ class PrefillStep:
     def __init__(
         self, pool: KVPool, spans: list[Span], source: np.ndarray, target: np.ndarray
     ) -> None:
-        device = pool.keys.device
-        self._pool, self._spans = pool, spans
-        self._source = torch.from_numpy(source).to(device)
-        self._target = torch.from_numpy(target).to(device)
-        longest = max(span.length for span in spans)
-        self._even = all(span.length == longest for span in spans)
-        self._longest = longest
-        rows = np.concatenate([i * longest + np.arange(s.length) for i, s in enumerate(spans)])
-        self._padded_rows = torch.from_numpy(rows).to(device)
+        self._pool, self._lengths = pool, np.array([span.length for span in spans])
+        self._longest = int(self._lengths.max())
+        self._source = to_device(source, pool.keys.device)
+        self._target = to_device(target, pool.keys.device)
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         for pool, new in ((self._pool.keys, key), (self._pool.values, value)):
             pool[layer].index_copy_(0, self._target, new[0].transpose(0, 1)[self._source])
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
-        """Attend as one right-padded batch: under a causal mask, padding never reaches a real row."""
-        used = self._spans[-1].end
-        query, key, value = (self._pad(x, used) for x in (call.query, call.key, call.value))
+        """Attend among the rows of each prompt, by the flash kernel where it can."""
+        rows = [x[0].transpose(0, 1) for x in (call.query, call.key, call.value)]
+        if not call.needs_plain and can_use_flash(call.query, call.value):
+            bounds, window = (self._bounds, self._longest), call.window
+            return flash_attention(*rows, bounds, bounds, scale=call.scale, window=window)[0][None]
+        # One right-padded batch: under a causal mask, padding never reaches a real row.
+        query, key, value = map(self._pad, rows)
         padded = AttentionCall(query, key, value, call.scale, call.window, call.softcap, call.sinks)
         mixed = causal_attention(padded, slice(None)).transpose(1, 2)
-        rows = mixed.reshape(-1, *mixed.shape[2:])[self._padded_rows]
-        output = rows.new_zeros(1, call.query.shape[2], *rows.shape[1:])
-        output[0, :used] = rows
-        return output
+        return mixed.reshape(-1, *mixed.shape[2:])[self._padded_rows][None]
 
-    def _pad(self, x: torch.Tensor, used: int) -> torch.Tensor:
-        """Return [1, heads, rows, size] as [sequences, heads, longest, size]."""
-        rows = x[0, :, :used].transpose(0, 1)
-        if not self._even:
-            padded = rows.new_zeros(len(self._spans) * self._longest, *rows.shape[1:])
+    def mix(
+        self, layer: int, joint_RC: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Store keys and values and attend, from rows that have turned queries, turned keys and values."""
+        heads, size = self._pool.keys.shape[2:]
+        rows_HRD = joint_RC.view(len(joint_RC), -1, size).transpose(0, 1)
+        query, key, value = rows_HRD[None].tensor_split((-2 * heads, -heads), dim=1)
+        self.store(layer, key, value)
+        call = AttentionCall(query, key, value, scale, window, None, None)
+        return self.attend(layer, call)[0]
+
+    @cached_property
+    def _bounds(self) -> torch.Tensor:
+        bounds = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int32)
+        return to_device(bounds, self._pool.keys.device)
+
+    @cached_property
+    def _padded_rows(self) -> torch.Tensor:
+        starts = np.arange(len(self._lengths)) * self._longest
+        return to_device(joined_ranges(starts, self._lengths), self._pool.keys.device)
+
+    def _pad(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return [rows, heads, size] as [sequences, heads, longest, size]."""
+        if len(self._lengths) * self._longest > len(rows):
+            padded = rows.new_zeros(len(self._lengths) * self._longest, *rows.shape[1:])
             padded[self._padded_rows] = rows
             rows = padded
-        return rows.reshape(len(self._spans), self._longest, *rows.shape[1:]).transpose(1, 2)
+        return rows.reshape(-1, self._longest, *rows.shape[1:]).transpose(1, 2)
+
+
+def joined_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return start, start + 1, ... of each length, one after another."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return a copy on the device, made while its work goes on: a copy of other memory waits for that work."""
+    if device.type != "cuda":
+        return torch.from_numpy(array)
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)

@@ -3,7 +3,8 @@
 For layers of the usual form: norm, attention with rotary positions, residual, norm, gated activation,
 residual. With many rows, rotary embedding and KV store are one kernel, and the products add to the residual; with few
 rows, products are kernels with their neighbours (`row_kernels.py`). A layer of a known
-class is compared with its own output before its code is replaced. Prefills run the layer's own code.
+class is compared with its own output before its code is replaced. `prefill` is the same for packed prompts; `decode_model.py`
+calls it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 from torch.nn import functional
 
 from penstock.engine.transformers.cuda import row_tiles
-from penstock.engine.transformers.cuda.cuda_steps import DecodeStep
+from penstock.engine.transformers.cuda.cuda_steps import DecodeStep, PrefillStep
 from penstock.engine.transformers.cuda.regions import KVPool
 from penstock.engine.transformers.cuda.row_kernels import add_product, gate_product, norm_rows
 from penstock.engine.transformers.kv_attention import KVShape, StepCache, current_step, running
 from penstock.models.layer_form import is_silu, window_of
-from penstock.models.layer_kernels import is_close, silu_gate
+from penstock.models.layer_kernels import is_close, rotate_, silu_gate
 from penstock.models.norms import epsilon
 
 _KNOWN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
@@ -83,12 +84,31 @@ def decode(
     layer: Any, step: DecodeStep, x_BD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     """Return the layer's output; may overwrite its input."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     query_BHD = _project(layer, step, x_BD, turn)
     mixed_BHD = step.mix(attention.layer_idx, query_BHD, attention.scaling, window_of(attention))
+    return _after_attention(layer, x_BD, mixed_BHD.flatten(1))
+
+
+def prefill(
+    layer: Any, step: PrefillStep, x_RD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Return the layer's output for packed prompts; may overwrite its input."""
+    attention, size = layer.self_attn, turn[0].shape[-1]
+    joined = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
+    assert joined is not None
+    joint_RC = functional.linear(norm_rows(x_RD, norm_parts(layer.input_layernorm)), *joined)
+    turned = (attention.q_proj.out_features + attention.k_proj.out_features) // size
+    rotate_(joint_RC, turned, size, *turn)
+    mixed_RHD = step.mix(attention.layer_idx, joint_RC, attention.scaling, window_of(attention))
+    return _after_attention(layer, x_RD, mixed_RHD.flatten(1))
+
+
+def _after_attention(layer: Any, x_BD: torch.Tensor, mixed_BC: torch.Tensor) -> torch.Tensor:
+    mlp = layer.mlp
     gates = _joined(mlp.gate_proj, mlp.up_proj)
     assert gates is not None
-    x_BD = _add_product("out", x_BD, mixed_BHD.flatten(1), attention.o_proj)
+    x_BD = _add_product("out", x_BD, mixed_BC, layer.self_attn.o_proj)
     gated_BF = _gate(layer.post_attention_layernorm, x_BD, gates[0])
     return _add_product("down", x_BD, gated_BF, mlp.down_proj)
 

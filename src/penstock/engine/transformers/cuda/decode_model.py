@@ -1,6 +1,7 @@
-"""A model's decode step without the model's own code between its layers.
+"""A model's decode step and prefill without the model's own code.
 
-One kernel looks up the rows' state, embeddings and rotary positions, which the model's own code does in sixteen launches. Only for
+In a decode step one kernel looks up the rows' state, embeddings and rotary positions, which the model's own code does in sixteen
+launches. A prefill of few prompts waits for the host, which the model's own code keeps busy for longer than the GPU. Only for
 models whose layers all run `decode_layer.py`, after a comparison of the logits.
 """
 
@@ -9,22 +10,24 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
-from penstock.engine.transformers.cuda.cuda_steps import DecodeStep
+from penstock.engine.transformers.cuda.cuda_steps import DecodeStep, PrefillStep
 from penstock.engine.transformers.cuda.decode_kernels import open_rows
-from penstock.engine.transformers.cuda.decode_layer import decode, norm_parts
+from penstock.engine.transformers.cuda.decode_layer import decode, norm_parts, prefill
 from penstock.engine.transformers.cuda.regions import KVPool
 from penstock.engine.transformers.cuda.row_kernels import norm_rows
 from penstock.engine.transformers.kv_attention import KVShape, StepCache, running
+from penstock.engine.transformers.sequences import Span
 from penstock.models.layer_kernels import is_close
 
 _KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 
 class DecodeModel:
-    """Computes the logits of a decode step."""
+    """Computes the logits of a decode step and of packed prompts."""
 
     def __init__(self, model: Any, positions: int) -> None:
         self._model = model
@@ -33,6 +36,10 @@ class DecodeModel:
         with torch.no_grad():
             turn = model.base_model.rotary_emb(weight[:1, None], at_P[None])
         self._cos_PD, self._sin_PD = (part[0].contiguous() for part in turn)
+
+    @property
+    def device(self) -> torch.device:
+        return self._cos_PD.device
 
     def logits(self, state: Any, pool: KVPool, slot_B: torch.Tensor) -> torch.Tensor:
         """Store a token of each slot and return the logits of its next one."""
@@ -44,7 +51,22 @@ class DecodeModel:
         step = DecodeStep(pool, *places)
         for layer in base.layers:
             x_BD = decode(layer, step, x_BD, (cos_BD, sin_BD))
-        return functional.linear(norm_rows(x_BD, norm_parts(base.norm)), self._model.lm_head.weight)
+        return self._head(x_BD)
+
+    def prefill(
+        self, step: PrefillStep, ids_R: torch.Tensor, position_R: torch.Tensor, last_S: torch.Tensor
+    ) -> torch.Tensor:
+        """Store packed prompts and return the logits of the rows `last_S`."""
+        base = self._model.base_model
+        x_RD = functional.embedding(ids_R, base.embed_tokens.weight)
+        turn = (self._cos_PD[position_R], self._sin_PD[position_R])
+        for layer in base.layers:
+            x_RD = prefill(layer, step, x_RD, turn)
+        return self._head(x_RD[last_S])
+
+    def _head(self, x_BD: torch.Tensor) -> torch.Tensor:
+        norm = norm_parts(self._model.base_model.norm)
+        return functional.linear(norm_rows(x_BD, norm), self._model.lm_head.weight)
 
 
 def make_decode_model(model: Any, shape: KVShape, fused: int, positions: int) -> DecodeModel | None:
@@ -54,17 +76,44 @@ def make_decode_model(model: Any, shape: KVShape, fused: int, positions: int) ->
     if model.lm_head.bias is not None:
         return None
     made = DecodeModel(model, positions)
-    device, rows = made._cos_PD.device, 3
+    with torch.no_grad():
+        same = _decodes_the_same(made, model, shape) and _prefills_the_same(made, model, shape)
+    return made if same else None
+
+
+def _decodes_the_same(made: DecodeModel, model: Any, shape: KVShape) -> bool:
+    device, rows = made.device, 3
     slot_B = torch.arange(rows, device=device)
     state = SimpleNamespace(token=slot_B + 1, position=slot_B % 2, start=2 * slot_B)
-    with torch.no_grad():
-        got = made.logits(state, KVPool.allocate(shape, 2 * rows, device), slot_B)
-        pool = KVPool.allocate(shape, 2 * rows, device)
-        with running(DecodeStep.at(pool, state.start, state.position)):
-            wanted = model(
-                input_ids=state.token[None],
-                position_ids=state.position[None],
-                past_key_values=StepCache(),
-                use_cache=True,
-            ).logits[0]
-    return made if is_close(got, wanted) else None
+    got = made.logits(state, KVPool.allocate(shape, 2 * rows, device), slot_B)
+    pool = KVPool.allocate(shape, 2 * rows, device)
+    step = DecodeStep.at(pool, state.start, state.position)
+    return is_close(got, _own_logits(model, step, state.token, state.position))
+
+
+def _prefills_the_same(made: DecodeModel, model: Any, shape: KVShape) -> bool:
+    """Compare two prompts, of three and of two tokens; the second has two regions."""
+    device = made.device
+    spans = [Span(0, 3, 3), Span(3, 2, 2)]
+    source, target = np.array([0, 1, 2, 3, 4, 3, 4]), np.arange(7)
+    position_R = torch.tensor([0, 1, 2, 0, 1], device=device)
+    rows_R = torch.arange(5, device=device)
+    pools = [KVPool.allocate(shape, 7, device) for _ in range(2)]
+    steps = [PrefillStep(pool, spans, source, target) for pool in pools]
+    got = made.prefill(steps[0], rows_R + 1, position_R, rows_R)
+    wanted = _own_logits(model, steps[1], rows_R + 1, position_R)
+    return is_close(got, wanted) and is_close(pools[0].keys, pools[1].keys)
+
+
+def _own_logits(
+    model: Any, step: DecodeStep | PrefillStep, ids_R: torch.Tensor, position_R: torch.Tensor
+) -> torch.Tensor:
+    with running(step):
+        made = model(
+            input_ids=ids_R[None],
+            position_ids=position_R[None],
+            past_key_values=StepCache(),
+            use_cache=True,
+        )
+    logits: torch.Tensor = made.logits[0]
+    return logits
