@@ -127,12 +127,15 @@ class PrefillStep:
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
         """Attend among the rows of each prompt, by the flash kernel where it can."""
-        rows = [x[0].transpose(0, 1) for x in (call.query, call.key, call.value)]
-        if not call.needs_plain and can_use_flash(call.query, call.value):
-            bounds, window = (self._bounds, self._longest), call.window
-            return flash_attention(*rows, bounds, bounds, scale=call.scale, window=window)[0][None]
+        query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        if not call.needs_plain and can_use_flash(query, value):
+            bounds = (self._bounds, self._longest)
+            mixed, *_ = flash_attention(
+                query, key, value, bounds, bounds, scale=call.scale, window=call.window
+            )
+            return mixed[None]
         # One right-padded batch: under a causal mask, padding never reaches a real row.
-        query, key, value = map(self._pad, rows)
+        query, key, value = self._pad(query), self._pad(key), self._pad(value)
         padded = AttentionCall(query, key, value, call.scale, call.window, call.softcap, call.sinks)
         mixed = causal_attention(padded, slice(None)).transpose(1, 2)
         return mixed.reshape(-1, *mixed.shape[2:])[self._padded_rows][None]
