@@ -37,7 +37,7 @@ def test_leaves_are_hashed_as_hashlib_does(count: int, leaf_bytes: int) -> None:
     octets = torch.randint(0, 256, (count * leaf_bytes,), dtype=torch.uint8).to(DEVICE)
     start = octets.data_ptr()
     addresses = list(range(start, start + len(octets), leaf_bytes))
-    words = hash_leaves(addresses, leaf_bytes, DEVICE).cpu().numpy()
+    words = hash_leaves(np.array(addresses), leaf_bytes, DEVICE).cpu().numpy()
     whole = octets.cpu().numpy().tobytes()
     expected = sha256([whole[i : i + leaf_bytes] for i in range(0, len(whole), leaf_bytes)])
     assert words.astype(np.uint32).astype(">u4").tobytes() == expected

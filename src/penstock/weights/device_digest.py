@@ -7,6 +7,7 @@ The same digests as `digest.py` computes from the same bytes on a CPU. One lane 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
@@ -38,33 +39,34 @@ class DeviceDigests:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        if octets.data_ptr() % 4:  # an unaligned view; the kernel reads words
-            octets = octets.clone()
-        self._held.append(((name, dtype, tuple(tensor.shape)), octets))
-        self._held_bytes += len(octets)
+        tensor = tensor.detach().contiguous()
+        if tensor.data_ptr() % 4:  # an unaligned view; the kernel reads words
+            tensor = tensor.clone()
+        self._held.append(((name, dtype, tuple(tensor.shape)), tensor))
+        self._held_bytes += tensor.nbytes
         if self._held_bytes >= HELD_BYTES:
             self.finish()
 
     def finish(self) -> dict[str, bytes]:
         """Hash the held tensors and let go of them; return every digest so far."""
         held, self._held, self._held_bytes = self._held, [], 0
-        addresses: list[int] = []
-        tails = []
-        for _, octets in held:
-            whole = len(octets) - len(octets) % self._leaf_bytes
-            start = octets.data_ptr()
-            addresses += range(start, start + whole, self._leaf_bytes)
-            tails.append(octets[whole:])
+        sizes = [tensor.nbytes for _, tensor in held]
+        addresses, tails = [], []
+        for (_, tensor), size in zip(held, sizes, strict=True):
+            over, start = size % self._leaf_bytes, tensor.data_ptr()
+            addresses.append(np.arange(start, start + size - over, self._leaf_bytes))
+            if over:
+                tails.append(tensor.view(-1).view(torch.uint8)[-over:])
+        leaves = np.concatenate(addresses) if addresses else np.empty(0, np.int64)
         if self._stream is None:
-            words, ends = hash_leaves(addresses, self._leaf_bytes, self._device), _joined(tails)
+            words, ends = hash_leaves(leaves, self._leaf_bytes, self._device), _joined(tails)
         else:
             with torch.cuda.device(self._device):
                 self._stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._stream):
-                    words = hash_leaves(addresses, self._leaf_bytes, self._device).cpu()
+                    words = hash_leaves(leaves, self._leaf_bytes, self._device).cpu()
                     ends = _joined(tails).cpu()
-        self._combine([shaped for shaped, _ in held], [len(o) for _, o in held], words, ends)
+        self._combine([shaped for shaped, _ in held], sizes, words, ends)
         return self.digests
 
     def _combine(
@@ -222,7 +224,12 @@ def _hash_leaves(Addresses, Out, Constants, count, BLOCKS: tl.constexpr, LANES: 
     tl.store(out + 7, h.to(tl.int32, bitcast=True), mask=inside)
 
 
-def hash_leaves(addresses: list[int], leaf_bytes: int, device: torch.device) -> torch.Tensor:
+@functools.cache
+def _constants_on(device: torch.device) -> torch.Tensor:
+    return torch.tensor(_ROUND_CONSTANTS, dtype=torch.int64).to(device, torch.int32)
+
+
+def hash_leaves(addresses: np.ndarray, leaf_bytes: int, device: torch.device) -> torch.Tensor:
     """Return the SHA-256 of `leaf_bytes` bytes at each device address, as [leaves, 8] words there.
 
     Addresses are multiples of four, `leaf_bytes` is a multiple of 64.
@@ -231,11 +238,10 @@ def hash_leaves(addresses: list[int], leaf_bytes: int, device: torch.device) -> 
     count = len(addresses)
     words = torch.empty(count, 8, dtype=torch.int32, device=device)
     if count:
-        where = torch.tensor(addresses, dtype=torch.int64).to(device)
-        constants = torch.tensor(_ROUND_CONSTANTS, dtype=torch.int64).to(device, torch.int32)
+        where = torch.from_numpy(addresses.astype(np.int64)).to(device)
         launch: Any = _hash_leaves
         launch[(triton.cdiv(count, _LANES),)](
-            where, words, constants, count,
+            where, words, _constants_on(device), count,
             BLOCKS=leaf_bytes // BLOCK_BYTES, LANES=_LANES, num_warps=1,
         )  # fmt: skip
     return words

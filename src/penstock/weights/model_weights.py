@@ -127,12 +127,11 @@ def checked_weights(
 
 def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Copy checked weights into the model; when this returns, `weights` may change."""
-    devices = set()
-    for name, tensor in named_weights(model):
-        tensor.copy_(weights[name])
-        devices |= {one.device for one in (tensor, weights[name]) if one.is_cuda}
-    for device in devices:  # a GPU copies asynchronously
-        torch.cuda.current_stream(device).synchronize()
+    own = dict(named_weights(model))
+    new = [weights[name] for name in own]
+    torch._foreach_copy_(list(own.values()), new)  # on one GPU a few launches, not one for each
+    for device in {one.device for one in (*own.values(), *new) if one.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()  # a GPU copies asynchronously
 
 
 def _refuse_others(model: torch.nn.Module, new: dict[str, torch.Tensor]) -> None:
