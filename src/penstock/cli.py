@@ -22,6 +22,7 @@ from penstock.config import Section
 from penstock.config.source import explain, load_config
 from penstock.errors import PenstockError, StopRequested, UserError
 from penstock.inspection.dashboard.command import dashboard
+from penstock.launch.processes.bytecode import use_bytecode_cache
 from penstock.terminal import console, say
 from penstock.twin.command import simulate
 
@@ -550,6 +551,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 def main() -> None:
     """Run the command line; print a PenstockError as one line and exit with its code."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would break up our display
+    use_bytecode_cache()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         raise SystemExit(app(prog_name="penstock", standalone_mode=False) or 0)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.processes import process_worker
-from penstock.launch.processes.bytecode import bytecode_environment
+from penstock.launch.processes import bytecode, process_worker
+from penstock.launch.processes.bytecode import bytecode_environment, use_bytecode_cache
 from stages.tiny_run import SUMS, TINY
 
 COUNT = """
@@ -73,6 +73,18 @@ def test_a_folder_of_the_users_own_choice_stays(
     assert not bytecode_environment("heavy")
 
 
+def test_workers_of_a_command_that_uses_the_cache_use_it_too(
+    heavy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(bytecode, "_is_compiled_anew", lambda package: True)
+    use_bytecode_cache()
+    assert not sys.dont_write_bytecode
+    assert sys.pycache_prefix == str(tmp_path / "cache" / "penstock" / "bytecode")
+    monkeypatch.setattr(bytecode, "_is_compiled_anew", lambda package: False)  # now it is there
+    assert bytecode_environment("heavy")["PYTHONPYCACHEPREFIX"] == sys.pycache_prefix
+
+
 def test_a_cache_that_is_not_ours_or_cannot_be_made_is_left_alone(
     heavy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,5 +145,6 @@ def test_the_second_run_of_a_user_whose_torch_has_no_bytecode_compiles_nothing(
     first = train("first")
     names = {file.name.partition(".")[0] for file in first}
     assert {"worker_main", "consumer", "modeling_utils"} <= names
+    assert {"sampler", "tokenization_auto"} <= names  # of the command itself
     assert not (shadow / "__pycache__").exists()
     assert train("second") == first

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.models.transfer import HostCopy
 from penstock.training.dither import HALF_FORMATS, Place
 from penstock.training.optimizer import Masters
 from penstock.training.parallel.sharding import Part
 from penstock.training.policy import ADAPTER, Policy, adapter_names
-from penstock.training.transfer import HostCopy
 
 Sample = tuple[Tensor, Tensor]  # the exact numbers of all tensors, and the published ones
 _SIDE = 256

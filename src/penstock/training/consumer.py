@@ -32,6 +32,7 @@ from penstock.data.sampler import stable_hash
 from penstock.errors import RunError, StopRequested
 from penstock.models.loading import compute_dtype
 from penstock.models.stored_weights import StoredWeights
+from penstock.models.transfer import HostCopy, to_device
 from penstock.training.arrival import Arrival
 from penstock.training.dither import HALF_FORMATS
 from penstock.training.flat_batch import FlatBatch, mini_batches
@@ -71,7 +72,6 @@ from penstock.training.policy import (
 )
 from penstock.training.ptx import TextStream
 from penstock.training.snapshot import load_snapshot, take_snapshot
-from penstock.training.transfer import HostCopy, to_device
 from penstock.training.update import Outcome, UpdateStep
 from penstock.types import Batch, StepReport
 from penstock.weights.offload import HostOffload

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.models.transfer import HostCopy
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import PackResult
 from penstock.training.parallel.ranks import Ranks
-from penstock.training.transfer import HostCopy
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,10 +17,10 @@ from penstock.algo import advantage, kl
 from penstock.algo.correction import importance_weights
 from penstock.algo.method import Algorithm, TokenView
 from penstock.algo.settings import AlgorithmSettings
+from penstock.models.transfer import to_device
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.pack import Pack
 from penstock.training.parallel.ranks import Ranks
-from penstock.training.transfer import to_device
 
 
 def shaped_rewards(

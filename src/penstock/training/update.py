@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.models.transfer import HostCopy
 from penstock.training.metrics import UpdateLoss
 from penstock.training.optimizer import Masters, clip_gradients
-from penstock.training.transfer import HostCopy
 
 Outcome = Callable[[], tuple[float, bool]]  # (gradient norm, whether loss and norm are finite)
 

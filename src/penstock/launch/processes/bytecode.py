@@ -1,8 +1,8 @@
-"""Where workers find compiled modules if Python writes none beside the sources.
+"""Where a run finds compiled modules if Python writes none beside the sources.
 
-Images often tell Python to write no bytecode, or install packages that only root can write. Every worker then
-compiles torch and transformers anew, which takes longer than their imports. Such workers keep what
-they compile in a folder of the user's cache: the second start finds it.
+Images often tell Python to write no bytecode, or install packages that only root can write. The command and every worker
+then compile torch and transformers anew, which takes longer than their imports. They keep what they compile in a
+folder of the user's cache: the second start finds it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ import sys
 from pathlib import Path
 
 
+def use_bytecode_cache() -> None:
+    """Keep what this process compiles from now on in the user's cache, where Python writes none."""
+    if chosen := bytecode_environment():
+        sys.pycache_prefix, sys.dont_write_bytecode = chosen["PYTHONPYCACHEPREFIX"], False
+
+
 def bytecode_environment(package: str = "torch") -> dict[str, str]:
     """Return the variables that make a worker keep its bytecode in the user's cache; none where it need not."""
-    if sys.pycache_prefix is not None or not _is_compiled_anew(package):
-        return {}
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(home) / "penstock" / "bytecode"
+        if sys.pycache_prefix != str(folder) and (
+            sys.pycache_prefix is not None or not _is_compiled_anew(package)
+        ):
+            return {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except (OSError, RuntimeError):  # no home, or none that can be written: compile as before

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from penstock.training.transfer import to_device
+from penstock.models.transfer import to_device
 
 _CHUNK = 8192  # elements of a program
 _BLOCK = 1024  # of them at once

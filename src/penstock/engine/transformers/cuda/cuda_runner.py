@@ -25,7 +25,6 @@ from penstock.engine.transformers.cuda.cuda_steps import (
     joined_ranges,
     next_rows,
     sample_rows,
-    to_device,
 )
 from penstock.engine.transformers.cuda.regions import KVPool, Regions
 from penstock.engine.transformers.fuse import fuse_projections
@@ -37,6 +36,7 @@ from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, 
 from penstock.engine.transformers.sizes import choose_sizes, describe
 from penstock.models.loading import end_ids
 from penstock.models.norms import fuse_norms
+from penstock.models.transfer import to_device
 from penstock.watch.stages import tell_stage
 from penstock.weights.model_weights import load_weights, named_weights
 from penstock.weights.offload import HostOffload, explain_out_of_memory

@@ -15,6 +15,7 @@ from penstock.engine.transformers.cuda.row_tiles import Tiles
 from penstock.engine.transformers.kv_attention import AttentionCall, causal_attention
 from penstock.engine.transformers.sequences import Span
 from penstock.models.attention import can_use_flash, flash_attention
+from penstock.models.transfer import to_device
 
 try:
     from penstock.engine.transformers.cuda.decode_kernels import (
@@ -38,15 +39,7 @@ except ImportError:  # CUDA without Triton
     )
     from penstock.engine.transformers.cuda.row_reference import project_and_store
 
-__all__ = [
-    "HAS_KERNELS",
-    "DecodeStep",
-    "PrefillStep",
-    "joined_ranges",
-    "next_rows",
-    "sample_rows",
-    "to_device",
-]
+__all__ = ["HAS_KERNELS", "DecodeStep", "PrefillStep", "joined_ranges", "next_rows", "sample_rows"]
 
 
 class DecodeStep:
@@ -174,10 +167,3 @@ def joined_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return start, start + 1, ... of each length, one after another."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return a copy on the device, made while its work goes on: a copy of other memory waits for that work."""
-    if device.type != "cuda":
-        return torch.from_numpy(array)
-    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
