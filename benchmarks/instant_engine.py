@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
+from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, Generations
 from penstock.types import VersionSegment
 
 FACTORY = f"{Path(__file__).resolve()}:InstantEngine"
@@ -22,7 +22,7 @@ class InstantEngine:
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
         self._made += len(requests) * self._tokens
-        return [
+        return Generations(
             Generation(
                 request_id=request.request_id,
                 token_ids=self._random.integers(3, 60, self._tokens, dtype=np.int32),
@@ -31,7 +31,7 @@ class InstantEngine:
                 finish_reason="stop",
             )
             for request in requests
-        ]
+        )
 
     async def stats(self) -> EngineStats:
         return EngineStats(

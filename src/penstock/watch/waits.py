@@ -100,9 +100,15 @@ class Waits:
         """Return a wait that is open inside its `with` block."""
         return OpenWait(self, lane, what, detail, responder)
 
-    def begin(self, lane: str, what: WaitKind, detail: str, responder: str) -> OpenWait:
-        """Open a wait that belongs to no task, and return it; the caller closes it with `__exit__`."""
-        wait = OpenWait(self, lane, what, detail, responder, self.clock())
+    def begin(
+        self, lane: str, what: WaitKind, detail: str, responder: str, since: float | None = None
+    ) -> OpenWait:
+        """Open a wait that belongs to no task, and return it; the caller closes it with `__exit__`.
+
+        `since`: what the clock said just now, if several waits begin together.
+        """
+        now = self.clock() if since is None else since
+        wait = OpenWait(self, lane, what, detail, responder, now)
         wait.number = next(self.numbers)
         self.open[wait.number] = wait
         return wait

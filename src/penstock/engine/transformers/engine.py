@@ -24,6 +24,7 @@ from penstock.engine.protocol import (
     FinishReason,
     Generation,
     GenerationRequest,
+    Generations,
     PauseMode,
     check_request,
 )
@@ -125,8 +126,7 @@ class TransformersEngine:
 
         self._post(Order(lambda: self._submit(sequences), refuse))
         try:
-            generations: list[Generation] = await replies
-            return generations
+            return Generations(await replies)
         except asyncio.CancelledError:
             self._post(Order(lambda: self._withdraw(sequences), lambda _: None))
             raise

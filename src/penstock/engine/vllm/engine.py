@@ -23,6 +23,7 @@ from penstock.engine.protocol import (
     Fetch,
     Generation,
     GenerationRequest,
+    Generations,
     PauseMode,
     check_request,
 )
@@ -236,7 +237,7 @@ class VllmEngine:
         return await self._requests.run(request, lambda remote: self._follow(llm, remote))
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        return list(await asyncio.gather(*(self.generate(request) for request in requests)))
+        return Generations(await asyncio.gather(*(self.generate(request) for request in requests)))
 
     async def _follow(self, llm: AsyncLLM, remote: RemoteRequest) -> Generation:
         request = remote.request
