@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from penstock.types import (
     Group,
     Prompt,
     Rollout,
+    Row,
     Score,
     Status,
     VersionSegment,
@@ -140,3 +141,57 @@ def test_a_pickled_record_keeps_every_field(record: Any) -> None:
     assert type(copy) is type(record)
     for field in fields(record):
         assert repr(getattr(copy, field.name)) == repr(getattr(record, field.name)), field.name
+
+
+def test_a_pickled_group_keeps_every_field_of_every_rollout() -> None:
+    """One with all fields, one of several rows with a prompt of its own, one without tokens."""
+    prompt = Prompt("p:0", ({"role": "user"},), np.array([1, 2]), "4")
+    rows = (Row(np.array([7], np.int32), 1), Row(np.array([8, 9], np.int32), 2))
+    rollouts = [
+        Rollout(
+            rollout_id="t:3.0",
+            prompt_ids=prompt.token_ids,
+            seed=11,
+            response_ids=np.array([5, 6, 4], np.int32),
+            logprobs=np.array([-0.5, -1.5, -2.5], np.float32),
+            loss_mask=np.array([True, False, True]),
+            segments=(VersionSegment(1, 1), VersionSegment(2, 2)),
+            earned=((1, 0.5), (2, 0.25)),
+            temperature=0.7,
+            min_tokens=2,
+            status=Status.COMPLETED,
+            finish_reason="length",
+            text="é",
+            score=Score(0.5, {"a": 1.0}),
+            error="why",
+            extra={"k": [1]},
+            issued_version=6,
+        ),
+        Rollout(
+            rollout_id="t:3.1",
+            prompt_ids=np.array([9], np.int32),
+            seed=12,
+            response_ids=np.array([1, 2, 3], np.int32),
+            logprobs=np.array([0.0, -1.0, -2.0], np.float32),
+            loss_mask=np.array([True, True, True]),
+            segments=(VersionSegment(2, 3),),
+            rows=rows,
+        ),
+        Rollout(rollout_id="t:3.2", prompt_ids=prompt.token_ids, seed=13),
+    ]
+    group = Group(
+        group_id="t:3", task="t", cursor=3, prompt=prompt, rollouts=rollouts, tries=2, error="e"
+    )
+    for field in fields(Rollout):  # a new field must be added above, and where groups are pickled
+        default = getattr(rollouts[2], field.name)
+        changed = [repr(getattr(rollout, field.name)) != repr(default) for rollout in rollouts]
+        assert any(changed) or field.name == "prompt", field.name
+    got = pickle.loads(pickle.dumps(group))
+    assert got.fingerprint() == group.fingerprint()
+    assert repr(replace(got, rollouts=rollouts)) == repr(group)
+    for one, own in zip(got.rollouts, rollouts, strict=True):
+        assert repr(one) == repr(own)
+        assert one.prompt is got.prompt
+    assert got.rollouts[0].prompt_ids is got.prompt.token_ids
+    for one in got.rollouts:
+        assert one.response_ids.dtype is np.dtype(np.int32)  # kept without a copy

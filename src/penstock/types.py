@@ -368,6 +368,26 @@ class Group:
         for rollout in self.rollouts:
             rollout.prompt = self.prompt
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as positions, with the tokens of all rollouts in one piece: a batch has hundreds of them."""
+        rollouts, shared = self.rollouts, self.prompt.token_ids
+        tokens = (
+            np.concatenate([rollout.response_ids for rollout in rollouts], dtype=_IDS).tobytes(),
+            np.concatenate([rollout.logprobs for rollout in rollouts], dtype=_LOGPROBS).tobytes(),
+            np.concatenate([rollout.loss_mask for rollout in rollouts], dtype=_MASK).tobytes(),
+        )
+        rows = [
+            (
+                *(None if one.prompt_ids is shared else one.prompt_ids, len(one.response_ids)),
+                *(one.rollout_id, one.seed, one.segments, one.rows, one.earned, one.temperature),
+                *(one.min_tokens, one.status, one.finish_reason, one.text, one.score, one.error),
+                *(one.extra, one.issued_version),
+            )
+            for one in rollouts
+        ]
+        about = (self.group_id, self.task, self.cursor, self.prompt, self.tries, self.error)
+        return _join_group, (about, rows, tokens)
+
     @property
     def status(self) -> Status:
         """COMPLETED if all rollouts are; otherwise the first status that one of them has, in order:
@@ -432,6 +452,48 @@ class Group:
             for tokens, before in rollout.earned:
                 parts.append(struct.pack("<Id", tokens, before))
         return _FINGERPRINT + hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
+
+
+def _join_group(about: tuple[Any, ...], rows: list[Any], tokens: tuple[bytes, ...]) -> Group:
+    """Return the group that `Group.__reduce__` took apart; its arrays cannot be written."""
+    group_id, task, cursor, prompt, tries, error = about
+    kinds = (_IDS, _LOGPROBS, _MASK)
+    ids, logprobs, mask = map(np.frombuffer, tokens, kinds)
+    rollouts, start = [], 0
+    for prompt_ids, length, name, seed, segments, own_rows, earned, temperature, *more in rows:
+        least, status, reason, text, score, fault, extra, issued = more
+        own = slice(start, start := start + length)
+        rollouts.append(
+            Rollout(
+                rollout_id=name,
+                prompt_ids=prompt.token_ids if prompt_ids is None else prompt_ids,
+                seed=seed,
+                response_ids=ids[own],
+                logprobs=logprobs[own],
+                loss_mask=mask[own],
+                segments=segments,
+                rows=own_rows,
+                earned=earned,
+                temperature=temperature,
+                min_tokens=least,
+                status=status,
+                finish_reason=reason,
+                text=text,
+                score=score,
+                error=fault,
+                extra=extra,
+                issued_version=issued,
+            )
+        )
+    return Group(
+        group_id=group_id,
+        task=task,
+        cursor=cursor,
+        prompt=prompt,
+        rollouts=rollouts,
+        tries=tries,
+        error=error,
+    )
 
 
 def staleness(train_step: int, policy_version: int) -> int:
