@@ -217,8 +217,7 @@ class NodeCopies:
         if not faults:
             self._has_copy(sender, node, answers[1], base)
             if base is not None and not self._told:
-                with contextlib.suppress(RunError):  # another sending may have ended it since
-                    self._tell_of_delta(*await sending("sent"))
+                self._tell_of_delta(answers[0], source.location["size"])
         if faults:
             self._groups.pop((sender, node), None)
             self._forget_held(sender)

@@ -74,7 +74,6 @@ class Distributor:
         self._keeps_base = keeps_base
         self._held: tuple[Identity, torch.Tensor] | None = None  # the newest weights of this node
         self._delta: Delta | None = None  # what leads to them
-        self._sent = (0, 0)  # bytes of the newest sending, and of its weights
 
     async def folder(self) -> str:
         return str(self._folder.path)
@@ -87,13 +86,14 @@ class Distributor:
 
     async def send(
         self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None = None
-    ) -> None:
-        """Send this node's copy, each bucket as soon as it is written; with `base`, what differs from it."""
-        await asyncio.to_thread(self._send, handle, key, meeting, base)
+    ) -> int:
+        """Send this node's copy, each bucket as soon as it is written; with `base`, what differs from it.
 
-    def _send(
-        self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None
-    ) -> None:
+        Return the number of bytes that were sent.
+        """
+        return await asyncio.to_thread(self._send, handle, key, meeting, base)
+
+    def _send(self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None) -> int:
         with self._opening:
             reader = self._sync.open_buffer(handle)
         octets = reader.tensor(0, (handle.location["size"],), torch.uint8)
@@ -102,8 +102,8 @@ class Distributor:
             buckets = self._parts(handle, octets, base, reader.wait_until_written)
         with self._joined(key, meeting, 0) as link:
             sent = sum(link.each(partial(_send_parts, parts) for parts in buckets))
-        self._sent = (sent, len(octets))
         self._keep(handle, octets)
+        return sent
 
     async def receive(
         self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None = None
@@ -136,10 +136,6 @@ class Distributor:
         self._keep(handle, writer.bytes, made if base is not None else None)
         location = location_of(writer, handle.location["tensors"], size, self._node)
         return replace(handle, location=location)
-
-    async def sent(self) -> tuple[int, int]:
-        """Return the bytes that the newest sending took, and those of its weights."""
-        return self._sent
 
     def _base(self, wanted: Identity, size: int) -> torch.Tensor:
         """Return the weights that a delta builds on; raise a RunError if this node does not hold them."""
