@@ -36,18 +36,22 @@ class TokenText(dict[int, bytes]):
     """The bytes of each token that was seen; reads a token from the tokenizer when it is new."""
 
     def __init__(self, backend: Any, dropped: Collection[int]) -> None:
-        super().__init__(dict.fromkeys(dropped, b""))
+        super().__init__()
+        self._dropped, self._size = dict.fromkeys(dropped, b""), -1
         self._token_of, self._decode = backend.id_to_token, _DECODERS[_kind(backend)]
+        self._count_tokens = backend.get_vocab_size
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._token_of(token_id)
-        if token is None:  # not in the vocabulary: it has no text
-            return b""
-        self[token_id] = made = self._decode(token)
+        token = self._token_of(token_id)  # None: a row of the model's head that stands for no token
+        self[token_id] = made = b"" if token is None else self._decode(token)
         return made
 
     def join(self, token_ids: list[int]) -> str:
         """Return the text of the ids; bytes that are no UTF-8 become the replacement character."""
+        if (size := self._count_tokens()) != self._size:  # tokens were added: read all again
+            self.clear()
+            self.update(self._dropped)
+            self._size = size
         return b"".join(map(self.__getitem__, token_ids)).decode("utf-8", "replace")
 
 

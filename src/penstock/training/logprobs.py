@@ -111,13 +111,17 @@ def _banned_columns(
     """Return the flags of the tokens, and of the columns of the vocabulary (of this rank's slice)."""
     if banned is None:
         return None
-    columns_V = torch.zeros(len(weight_VD), dtype=torch.bool, device=weight_VD.device)
-    for one in banned[
-        1
-    ]:  # one fill each: a list of places would be copied, and the host wait for the GPU
-        if 0 <= one - first < len(weight_VD):
-            columns_V[one - first] = True
-    return banned[0], columns_V
+    size = len(weight_VD)
+    places = tuple(one - first for one in banned[1] if 0 <= one - first < size)
+    return banned[0], _columns(places, size, weight_VD.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _columns(places: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """Return flags that are set at these places. Kept: to set one, the host waits for all work of the GPU."""
+    columns_V = torch.zeros(size, dtype=torch.bool)
+    columns_V[list(places)] = True
+    return columns_V.to(device)
 
 
 class _TokenLogprobs(torch.autograd.Function):
