@@ -44,7 +44,7 @@ from penstock.track.line_file import LineFile
 from penstock.weights.in_process import InProcessSync
 from stages import quick_transformers
 from stages.tiny_run import TINY
-from stages.warm_workers import Nursery, install
+from stages.warm_workers import Nursery, install, renew_thread_pool
 
 POINTS: dict[str, list[tuple[Any, str]]] = {
     "journal record": [
@@ -218,6 +218,7 @@ def answer_requests(nursery: Nursery) -> None:
         if child == 0:
             code = 70
             try:
+                renew_thread_pool()
                 code = run_child(json.loads(line), nursery)
             except BaseException:
                 import traceback

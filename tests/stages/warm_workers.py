@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.launch.processes import process_worker, worker_main
 
 
@@ -88,11 +90,20 @@ def _be_a_worker(surroundings: dict[str, Any], descriptors: list[int]) -> None:
         for number, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
             os.dup2(source, number)
         sys.argv = ["worker", *map(str, descriptors)]
+        renew_thread_pool()
         worker_main.main()
         code = 0
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def renew_thread_pool() -> None:
+    """Make torch replace the pool that a fork has broken, before threads ask for it.
+
+    The first call of a forked process replaces it; a second thread that asks meanwhile fails with "Invalid thread pool".
+    """
+    torch.set_num_threads(torch.get_num_threads())
 
 
 class ForkedWorker:

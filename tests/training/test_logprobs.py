@@ -10,7 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.training import head_rows, logprobs
-from penstock.training.logprobs import LogitRule, VocabularySlice, token_logprobs
+from penstock.training.logprobs import (
+    LogitRule,
+    VocabularySlice,
+    _banned_columns,
+    token_logprobs,
+)
 from penstock.training.parallel.ranks import Axis
 from penstock.training.policy import Policy
 from stages.training_data import tiny_model
@@ -220,3 +225,14 @@ def test_a_warm_up_leaves_no_gradient(bans_ends) -> None:
     policy.end_ids = (2, 3)
     policy.warm_up(bans_ends=bans_ends)
     assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+def test_banned_columns_are_made_once() -> None:
+    """A GPU's host would wait for all queued work, in every pack."""
+    weight_VD, flags_N = torch.zeros(9, 4), torch.tensor([True, False])
+    first = _banned_columns((flags_N, [2, 11]), weight_VD, 4)
+    second = _banned_columns((flags_N, [2, 11]), weight_VD, 4)
+    assert first is not None
+    assert second is not None
+    assert first[1].nonzero()[:, 0].tolist() == [7]  # 2 belongs to another rank's slice
+    assert second[1] is first[1]

@@ -1,7 +1,8 @@
-"""Copies between host and device that do not make the host wait for the work that is queued there."""
+"""Copies between host and device: into the device without a wait for the work queued there, out of it at full speed."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 _ALIGN = 64  # bytes
+_STAGE_BYTES = 64 << 20
 _FORMATS = {np.int64: torch.int64, np.int32: torch.int32}
 
 
@@ -32,6 +34,32 @@ def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
         there[start : start + array.nbytes].view(_FORMATS[array.dtype.type]).view(array.shape)
         for array, start in zip(arrays, [0, *ends], strict=False)
     ]
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory that shares nothing with the tensor.
+
+    From a GPU by way of pinned memory that is kept: straight into new memory the driver copies ten times more slowly.
+    """
+    if not tensor.is_cuda:
+        return tensor.detach().to("cpu", copy=True)
+    return copy_through(_stage(), tensor)
+
+
+@functools.cache
+def _stage() -> Tensor:
+    return torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+
+
+def copy_through(stage: Tensor, tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, made piece by piece through the bytes of `stage`."""
+    source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    made = torch.empty(len(source), dtype=torch.uint8)
+    for start in range(0, len(source), len(stage)):
+        part = stage[: len(source) - start]
+        part.copy_(source[start : start + len(part)])  # waits until it is there
+        made[start : start + len(part)] = part
+    return made.view(tensor.dtype).view(tensor.shape)
 
 
 class HostCopy:

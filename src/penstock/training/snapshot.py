@@ -28,6 +28,7 @@ from penstock.data.chat import load_tokenizer
 from penstock.demo import resolve_model_path
 from penstock.errors import RunError
 from penstock.models.loading import quiet_transformers
+from penstock.models.transfer import to_host
 from penstock.training.optimizer import LossScale, Masters
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Part, Sharding
@@ -72,7 +73,7 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
     weights: Tensors = {}
     for name, tensor in consumer.weights():  # gathered by all ranks, kept by the first
         if first:
-            weights[name] = _host_copy(tensor)
+            weights[name] = to_host(tensor)
     pieces = _own_pieces(consumer)
     random_state = _random_state(consumer)
     content: dict[str, Any] = {
@@ -122,11 +123,6 @@ def load_snapshot(consumer: TrainerState, folder: Path) -> None:
     if consumer.texts is not None:
         consumer.texts.cursor = content["ptx_cursor"]
     _set_random_state(consumer, shards[ranks.rank if ranks.world == world else 0]["random"])
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor into host memory, where no later step changes it."""
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _shard_path(folder: Path, rank: int, world: int) -> Path:
@@ -216,7 +212,7 @@ def _own_pieces(consumer: TrainerState) -> Pieces:
         if sharding.holds_alone(_owner(name), tensor):
             part = sharding.part(_owner(name), tensor)
             first = (part.first_row, part.first_column)
-            pieces[name] = (first, _host_copy(current(part.values)))
+            pieces[name] = (first, to_host(current(part.values)))
     return pieces
 
 
