@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -165,6 +166,8 @@ def read_curves(folder: Path) -> dict[str, list[Curve]]:
 def show(folder: Path) -> None:
     """Print the curves' table and draw their picture."""
     curves = read_curves(folder)
+    if not curves:
+        raise SystemExit(f"{folder}: got no run that trained, allowed: at least one")
     longest = max(len(curve.rewards) for runs in curves.values() for curve in runs)
     steps = [step for step in SHOWN_STEPS if step <= longest]
     print("| system (seeds) |", *(f"{step} |" for step in steps), "area | held-out | seconds |")
@@ -191,8 +194,9 @@ def _around(rewards: list[float], step: int) -> float:
 
 
 def _spread(values: list[float]) -> str:
+    values = [value for value in values if not math.isnan(value)]  # of runs that came so far
     if len(values) < 2:
-        return f"{values[0]:.3f}"
+        return f"{values[0]:.3f}" if values else "-"
     return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"
 
 
