@@ -324,8 +324,11 @@ def test_on_a_gpu_updates_change_the_weights_as_the_fused_parts_do(monkeypatch) 
 def test_on_a_gpu_the_host_waits_for_no_pack_and_no_optimizer(monkeypatch) -> None:
     """It prepares what comes next while the GPU works; torch raises an error where it would wait."""
     consumer = on_gpu("Qwen2", monkeypatch, whole=True, micro_batch_tokens=64)
-    consumer.train(random_batch(1, groups=8))  # compiles
-    current = consumer._prepare(random_batch(2, seed=2, groups=8), num_updates=1)
+    first, second = random_batch(1, groups=8), random_batch(2, seed=2, groups=8)
+    for rollout in (*first.rollouts, *second.rollouts):
+        rollout.min_tokens = 1000  # end tokens are banned everywhere
+    consumer.train(first)  # compiles
+    current = consumer._prepare(second, num_updates=1)
     packs = consumer.work_done
     torch.cuda.set_sync_debug_mode("error")
     try:
