@@ -9,10 +9,11 @@ and know no engine, trainer or journal.
 from __future__ import annotations
 
 import hashlib
+import operator
 import shlex
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -350,6 +351,12 @@ def contradicts(recorded: str, found: str) -> bool:
     return form == _FINGERPRINT and recorded != found
 
 
+# What is pickled of a rollout beside its arrays; its group has the prompt.
+_ARRAYS = ("prompt_ids", "response_ids", "logprobs", "loss_mask")
+_REST = tuple(one.name for one in fields(Rollout) if one.name not in (*_ARRAYS, "prompt"))
+_rest_of = operator.attrgetter(*_REST)
+
+
 @dataclass(slots=True, kw_only=True)
 class Group:
     """The rollouts of one prompt: the unit that is scheduled, buffered, journalled and trained."""
@@ -376,15 +383,9 @@ class Group:
             np.concatenate([rollout.logprobs for rollout in rollouts], dtype=_LOGPROBS).tobytes(),
             np.concatenate([rollout.loss_mask for rollout in rollouts], dtype=_MASK).tobytes(),
         )
-        rows = [
-            (
-                *(None if one.prompt_ids is shared else one.prompt_ids, len(one.response_ids)),
-                *(one.rollout_id, one.seed, one.segments, one.rows, one.earned, one.temperature),
-                *(one.min_tokens, one.status, one.finish_reason, one.text, one.score, one.error),
-                *(one.extra, one.issued_version),
-            )
-            for one in rollouts
-        ]
+        prompts = [None if one.prompt_ids is shared else one.prompt_ids for one in rollouts]
+        lengths = [len(rollout.response_ids) for rollout in rollouts]
+        rows = list(zip(prompts, lengths, map(_rest_of, rollouts), strict=True))
         about = (self.group_id, self.task, self.cursor, self.prompt, self.tries, self.error)
         return _join_group, (about, rows, tokens)
 
@@ -457,32 +458,17 @@ class Group:
 def _join_group(about: tuple[Any, ...], rows: list[Any], tokens: tuple[bytes, ...]) -> Group:
     """Return the group that `Group.__reduce__` took apart; its arrays cannot be written."""
     group_id, task, cursor, prompt, tries, error = about
-    kinds = (_IDS, _LOGPROBS, _MASK)
-    ids, logprobs, mask = map(np.frombuffer, tokens, kinds)
+    ids, logprobs, mask = map(np.frombuffer, tokens, (_IDS, _LOGPROBS, _MASK))
     rollouts, start = [], 0
-    for prompt_ids, length, name, seed, segments, own_rows, earned, temperature, *more in rows:
-        least, status, reason, text, score, fault, extra, issued = more
+    for prompt_ids, length, rest in rows:
         own = slice(start, start := start + length)
         rollouts.append(
             Rollout(
-                rollout_id=name,
                 prompt_ids=prompt.token_ids if prompt_ids is None else prompt_ids,
-                seed=seed,
                 response_ids=ids[own],
                 logprobs=logprobs[own],
                 loss_mask=mask[own],
-                segments=segments,
-                rows=own_rows,
-                earned=earned,
-                temperature=temperature,
-                min_tokens=least,
-                status=status,
-                finish_reason=reason,
-                text=text,
-                score=score,
-                error=fault,
-                extra=extra,
-                issued_version=issued,
+                **dict(zip(_REST, rest, strict=True)),
             )
         )
     return Group(

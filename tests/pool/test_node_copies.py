@@ -269,7 +269,7 @@ def test_a_member_that_hangs_is_replaced_once_another_has_failed() -> None:
         handle = WeightHandle(
             version=1, digest="d", kind="shared_memory", location={"node": "a", "size": 100}
         )
-        assert (await copies.copy_for(0, handle)).location["node"] == "b"
+        assert (await copies.copy_for(0, handle)).location == {"node": "b", "size": 100}
 
     asyncio.run(story())
     assert [one.closed for one in made] == [True, False, False]
@@ -302,7 +302,7 @@ def test_another_node_sends_where_the_trainers_has_left() -> None:
         await copies.copy_for(0, handle)
         gone.add("a")
         copies._workers.pop("a")
-        assert (await copies.copy_for(1, handle)).location["node"] == "c"
+        assert (await copies.copy_for(1, handle)).location == {"node": "c", "size": 100}
         lost = replace(handle, version=2)
         with pytest.raises(WeightsGone, match="no node is left that holds the newest weights"):
             await spread(copies, lost, [0, 1])

@@ -1,7 +1,8 @@
 """Attention that engine and trainer share: the flash kernel over sequences of any length, and plain operations.
 
-Plain operations are for scores that no fused kernel computes: Gemma 2 caps its scores softly; GPT-OSS gives each head a sink, a score that enters the softmax and
-has no value. Their queries are processed in chunks, so that a long sequence does not hold all its scores at once.
+Plain operations are for scores that no fused kernel computes: Gemma 2 caps its scores softly; GPT-OSS gives
+each head a sink, a score that enters the softmax and has no value. They process queries in chunks, so that a
+long sequence does not hold all its scores at once.
 """
 
 from __future__ import annotations
