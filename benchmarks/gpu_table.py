@@ -293,7 +293,10 @@ def one_update(
 
 
 def group_batch(groups: int, prompt: int, answer: int, vocabulary: int, step: int) -> Any:
-    """Return a batch of groups of 8 responses, each group with a prompt of its own."""
+    """Return a batch of groups of 8 responses, each group with a prompt of its own.
+
+    End tokens are banned, as in the run that this is the update of.
+    """
     from dataclasses import replace
 
     from train_step import GROUP, make_batch
@@ -305,7 +308,9 @@ def group_batch(groups: int, prompt: int, answer: int, vocabulary: int, step: in
     made = []
     for group in plain.groups:
         ids = generator.integers(1, vocabulary, prompt).astype(np.int32)
-        rollouts = [replace(rollout, prompt_ids=ids) for rollout in group.rollouts]
+        rollouts = [
+            replace(rollout, prompt_ids=ids, min_tokens=answer) for rollout in group.rollouts
+        ]
         made.append(
             replace(group, prompt=Prompt(group.prompt.prompt_id, (), ids), rollouts=rollouts)
         )
@@ -443,7 +448,7 @@ def run_train(
 def qwen_load(args: argparse.Namespace) -> Any:
     from grpo_step import Load
 
-    return Load(2, 16, 3, 1) if args.tiny else Load(64, 256, 6, 2)
+    return Load(2, 16, 3, 1) if args.tiny else Load(64, 256, 10, 6)
 
 
 def saved_model(args: argparse.Namespace, name: str) -> str:

@@ -64,7 +64,9 @@ def make_model(shape: str, dtype: torch.dtype, device: str) -> Any:
 
     packed_attention.register()
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=65536)
+    config = Qwen2Config(
+        **SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=65536, eos_token_id=0
+    )
     with torch.device(device):
         model = Qwen2ForCausalLM(config)
     return model.to(dtype)

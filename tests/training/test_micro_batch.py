@@ -22,11 +22,11 @@ def test_activations_of_a_token() -> None:
 @pytest.mark.parametrize(
     ("free", "trained", "shape", "checkpointing", "wanted"),
     [
-        # 100 GiB hold 67,000 tokens in their half: as many as are useful
-        (100 * GIB, 135_000_000, SMALL, False, 16384),
+        # 101 GiB hold 68,000 tokens in their half: as many as are useful
+        (101 * GIB, 135_000_000, SMALL, False, 32768),
         # 20 GiB less 1.5 GiB to come, half of it: 12,694 tokens
         (20 * GIB, 135_000_000, SMALL, False, 12288),
-        (20 * GIB, 135_000_000, SMALL, True, 16384),
+        (20 * GIB, 135_000_000, SMALL, True, 32768),
         # 100 GiB less 85 GiB to come: 1,207 tokens, but never fewer than 2048
         (100 * GIB, 7_600_000_000, LARGE, False, 2048),
         (120 * GIB, 7_600_000_000, LARGE, False, 2048),
@@ -40,7 +40,13 @@ def test_tokens(
     free: int, trained: int, shape: LayerShape, checkpointing: bool, wanted: int
 ) -> None:
     per_token = shape.bytes_per_token(checkpointing=checkpointing)
-    assert choose_micro_batch_tokens(free, trained, per_token) == wanted
+    assert choose_micro_batch_tokens(free, trained, per_token, shape.useful_tokens) == wanted
+
+
+def test_small_layers_need_larger_packs() -> None:
+    """Numbers of a layer: 4 x 576^2 + 3 x 576 x 1536 = 4.0 million; 4 x 768^2 + 3 x 768 x 3072 = 9.4 million."""
+    medium = LayerShape(layers=24, hidden=768, intermediate=3072, bytes_per_number=2)
+    assert [one.useful_tokens for one in (SMALL, medium, LARGE)] == [32768, 16384, 16384]
 
 
 def test_shapes_of_configs() -> None:

@@ -587,6 +587,7 @@ class Consumer:
             self.policy.device,
             trained // (self.ranks.data_world * self.ranks.context.size),
             shape.bytes_per_token(checkpointing=settings.gradient_checkpointing),
+            shape.useful_tokens,
         )
         return tokens * self.ranks.context.size  # which share a pack
 

@@ -36,7 +36,6 @@ def chunk_logprobs_(
     block = max(1, BLOCK_ELEMENTS // vocabulary)
     scratch_BV = raw_CV.new_empty(min(block, count), vocabulary)
     warm = not bool((temperatures_C == 1).all())
-    bans = None if banned is None else (banned[0], banned[1].nonzero()[:, 0])
     for start in range(0, count, block):
         part = slice(start, start + block)
         rows_BV, slope_BV = raw_CV[part], None
@@ -49,8 +48,8 @@ def chunk_logprobs_(
             rows_BV.mul_(softcap)
         if warm:
             rows_BV.div_(temperatures_C[part, None])
-        if bans is not None:
-            rows_BV[bans[0][part].nonzero(), bans[1]] = NO_CHANCE
+        if banned is not None:
+            rows_BV[banned[0][part].nonzero(), banned[1]] = NO_CHANCE
         torch.sub(rows_BV, rows_BV.amax(-1, keepdim=True), out=shifted_BV)
         target_B1 = targets_C[part, None]
         chosen_B = shifted_BV.gather(-1, target_B1)[:, 0]

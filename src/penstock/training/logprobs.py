@@ -98,30 +98,27 @@ def token_logprobs(
         temperatures_N,
         rule,
         chunk_tokens,
-        _banned_columns(banned, weight_VD, first),
+        _banned_here(banned, weight_VD, first),
         None if share is None else share.axis,
         add_to,
     )
     return result
 
 
-def _banned_columns(
+def _banned_here(
     banned: tuple[Tensor, Sequence[int]] | None, weight_VD: Tensor, first: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the flags of the tokens, and of the columns of the vocabulary (of this rank's slice)."""
+    """Return the flags of the tokens, and the banned columns of the vocabulary (of this rank's slice)."""
     if banned is None:
         return None
-    size = len(weight_VD)
-    places = tuple(one - first for one in banned[1] if 0 <= one - first < size)
-    return banned[0], _columns(places, size, weight_VD.device)
+    columns = tuple(one - first for one in banned[1] if 0 <= one - first < len(weight_VD))
+    return banned[0], _on_device(columns, weight_VD.device)
 
 
 @functools.lru_cache(maxsize=16)
-def _columns(places: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Return flags that are set at these places. Kept: to set one, the host waits for all work of the GPU."""
-    columns_V = torch.zeros(size, dtype=torch.bool)
-    columns_V[list(places)] = True
-    return columns_V.to(device)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a tensor of the numbers. Kept: to copy it, the host waits for all work of the GPU."""
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -300,7 +297,9 @@ def chunk_logprobs(
     if not (raw_CV.is_cpu and bool((temperatures_C == 1).all())):  # a pass over all logits
         logits_CV = capped_CV / temperatures_C[:, None]
     if banned is not None:
-        logits_CV = logits_CV.masked_fill(banned[0][:, None] & banned[1][None, :], NO_CHANCE)
+        column_V1 = torch.arange(logits_CV.shape[1], device=logits_CV.device)[:, None]
+        hit_V = (column_V1 == banned[1]).any(1)
+        logits_CV = logits_CV.masked_fill(banned[0][:, None] & hit_V[None, :], NO_CHANCE)
     peak_C1 = logits_CV.amax(-1, keepdim=True)
     shifted_CV = logits_CV - (peak_C1 if axis is None else all_max(peak_C1, axis))
     weight_CV = shifted_CV.exp()  # the costliest operation on a CPU: once per logit

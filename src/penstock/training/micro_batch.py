@@ -2,7 +2,9 @@
 
 On a CPU small packs are faster: their activations stay in the cache. On a GPU the activations of a pack
 may take half of the memory that is free after weights, masters, gradients and moments. The estimate
-counts what a decoder layer keeps for its backward pass; it does not know a model's own extras.
+counts what a decoder layer keeps for its backward pass; it does not know a model's own extras. A pack
+need not be larger than what keeps the GPU at work on a layer while the host starts the next one; small
+layers need more tokens for that.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 
 CPU_TOKENS = 2048
-LEAST_TOKENS, MOST_TOKENS = 2048, 16384  # more hold memory and make products no faster
+LEAST_TOKENS, ENOUGH_TOKENS, MOST_TOKENS = 2048, 16384, 32768
+SMALL_LAYER = 1 << 23  # numbers
 _SHARE = 0.5  # of the free memory; the rest is for logits, fragments and what others allocate
 _TO_COME = 4 + 8  # bytes per trained number that the first update allocates: gradient and moments
 
@@ -45,6 +48,12 @@ class LayerShape:
             bytes_per_number=bytes_per_number,
         )
 
+    @property
+    def useful_tokens(self) -> int:
+        """Tokens of a pack beyond which it only holds more memory."""
+        numbers = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate
+        return ENOUGH_TOKENS if numbers > SMALL_LAYER else MOST_TOKENS
+
     def bytes_per_token(self, *, checkpointing: bool) -> int:
         """Return the activations of one token: about 12 vectors a layer and 4 inside its MLP.
 
@@ -55,18 +64,20 @@ class LayerShape:
         return kept * self.bytes_per_number
 
 
-def choose_micro_batch_tokens(free: int, trained: int, bytes_per_token: int) -> int:
-    """Return the tokens of a pack; `trained` numbers have no gradient and no moments yet."""
+def choose_micro_batch_tokens(free: int, trained: int, bytes_per_token: int, useful: int) -> int:
+    """Return the tokens of a pack, at most `useful`; `trained` numbers have no gradient and no moments yet."""
     room = int(max(0, free - _TO_COME * trained) * _SHARE)
     tokens = room // bytes_per_token // 1024 * 1024
-    return max(LEAST_TOKENS, min(MOST_TOKENS, tokens))
+    return max(LEAST_TOKENS, min(useful, tokens))
 
 
-def micro_batch_tokens_on(device: torch.device, trained: int, bytes_per_token: int) -> int:
+def micro_batch_tokens_on(
+    device: torch.device, trained: int, bytes_per_token: int, useful: int
+) -> int:
     """Return the tokens of a pack on this GPU; write the choice to the log."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    tokens = choose_micro_batch_tokens(free, trained, bytes_per_token)
+    tokens = choose_micro_batch_tokens(free, trained, bytes_per_token, useful)
     print(
         f"trainer on {device}: micro-batches of {tokens:,} tokens ({free / 2**30:.1f} GiB free, "
         f"{bytes_per_token / 2**10:,.0f} KiB of activations per token)",

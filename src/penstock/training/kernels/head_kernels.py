@@ -36,9 +36,9 @@ def _logits(
     if CAPPED:
         logit = softcap * _tanh(logit / softcap)
     sampled = tl.where(inside, logit * coldness, -1e30)
-    if BANS:
-        banned = tl.load(Banned + column, mask=inside, other=0).to(tl.int32)
-        sampled = tl.where((banned * early) > 0, -1e30, sampled)
+    for ban in tl.static_range(BANS):  # few; a flag for each column is laid out anew in each block
+        hit = (column == tl.load(Banned + ban).to(tl.int32)) & early
+        sampled = tl.where(hit, -1e30, sampled)
     return sampled, logit
 
 
@@ -54,9 +54,9 @@ def _score(
     target = tl.load(Target + row)
     # Loaded before the reductions, in which all threads wait for each other: the row is overwritten below.
     chosen = tl.load(start + target).to(tl.float32) * scale
-    early = tl.full((), 0, tl.int32)
+    early = tl.full((), 0, tl.int1)
     if BANS:
-        early = tl.load(Early + row).to(tl.int32)
+        early = tl.load(Early + row).to(tl.int1)
     # A thread's steps lie in its own registers, so that maxima and sums over steps need no other thread.
     at = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     peak = tl.full((LANES,), -1e30, tl.float32)  # of each lane; finite, so that 0 x it is 0
@@ -113,13 +113,13 @@ def chunk_logprobs_(
     assert axis is None
     logprob_C = torch.empty(rows, dtype=torch.float32, device=raw_CV.device)
     entropy_C = torch.empty_like(logprob_C)
-    early_C, columns_V = (targets_C, targets_C) if banned is None else banned
+    early_C, columns = (targets_C, targets_C[:0]) if banned is None else banned
     kernel: Any = _score
     if rows:
         kernel[(rows,)](
-            raw_CV, targets_C, temperatures_C, early_C, columns_V, logprob_C, entropy_C,
+            raw_CV, targets_C, temperatures_C, early_C, columns, logprob_C, entropy_C,
             raw_CV.stride(0), scale, softcap or 1.0, vocabulary, CAPPED=softcap is not None,
-            BANS=banned is not None, GRADIENT=gradient, LANES=_LANES, STEPS=_STEPS,
+            BANS=len(columns), GRADIENT=gradient, LANES=_LANES, STEPS=_STEPS,
             num_warps=_WARPS,
         )  # fmt: skip
     return logprob_C, entropy_C, raw_CV if gradient else None
