@@ -4,6 +4,7 @@
     python benchmarks/durability.py --steps 0 --groups 0      # the digest alone; with a GPU, on both sides
     python benchmarks/durability.py --lengths 100 1000 10000  # the journal alone, at those lengths of a run
     python benchmarks/durability.py --step-s 2.8              # a large step (64 groups of 8 x 512 tokens) that takes 2.8 s
+    python benchmarks/durability.py --beside-gib 2            # a small fsync beside that of a checkpoint of 2 GiB
 
 Three parts. A real run of the built-in demo with its worker processes and a checkpoint every fourth step, where
 the calls that wait are timed: their shares of a step, in the first and in the last third of the run.
@@ -21,6 +22,7 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -346,6 +348,45 @@ def made_group(number: int, responses: int = 8, tokens: int = 24) -> Any:
     return Group(group_id=f"t:{number}", task="t", cursor=number, prompt=prompt, rollouts=rollouts)
 
 
+def measure_beside(gib: float) -> None:
+    """Time fsyncs of 20 kB, as the journal's, while a checkpoint's file goes to disk: by fsync, and as Penstock does it."""
+    from penstock.disk import sync
+
+    def fsync(path: Path) -> None:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    block = os.urandom(16 << 20)
+    for name, force in (("fsync", fsync), ("penstock", sync)):
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            large, small = Path(folder) / "large", Path(folder) / "small"
+            with large.open("wb") as file:
+                for _ in range(int(gib * 2**30) // len(block)):
+                    file.write(block)
+            waits, ended = [], threading.Event()
+
+            def commit(small: Path = small, waits: list = waits, ended: Any = ended) -> None:
+                with small.open("wb", buffering=0) as file:
+                    while not ended.wait(0.02):
+                        started = time.perf_counter()
+                        file.write(block[:20_000])
+                        os.fsync(file.fileno())
+                        waits.append(time.perf_counter() - started)
+
+            beside = threading.Thread(target=commit)
+            beside.start()
+            started = time.perf_counter()
+            force(large)
+            took = time.perf_counter() - started
+            ended.set()
+            beside.join()
+            console.print(
+                f"{name}: {gib:g} GiB in {took:.2f} s; small fsyncs beside it took "
+                f"{1e3 * statistics.median(waits):.1f} ms, at most {1e3 * max(waits):.0f} ms",
+                highlight=False,
+            )
+
+
 def measure_digest(gibibytes: list[float]) -> None:
     """Hash weights of those sizes: tensors of 16 MiB, 64 different ones, more than a cache holds."""
     from penstock.weights import digest
@@ -410,15 +451,18 @@ def main() -> None:
         "--lengths", type=int, nargs="+", help="only this part: steps of a long run"
     )
     parser.add_argument("--step-s", type=float, help="only this part: seconds of a large step")
+    parser.add_argument("--beside-gib", type=float, help="only this part: size of a checkpoint")
     parser.add_argument("--large", type=int, nargs=3, default=[64, 8, 512], metavar="N")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     console.print(f"{os.cpu_count()} cores, load {load:.1f} before the start", highlight=False)
-    if options.lengths or options.step_s:
+    if options.lengths or options.step_s or options.beside_gib:
         if options.lengths:
             measure_lengths(options.lengths)
         if options.step_s:
             measure_large_step(options.step_s, *options.large)
+        if options.beside_gib:
+            measure_beside(options.beside_gib)
         return
     measure_digest(options.digest_gib)
     if has_gpu():

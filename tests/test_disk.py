@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -78,3 +82,42 @@ def test_a_log_is_replaced_whole_before_a_run_continues(tmp_path: Path, name: st
     assert path.read_text() == '{"step": 1, "task": "t"}\n'
     assert (tmp_path / "what a reader has open").read_text() == before
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("refused", [None, 3])
+def test_a_large_file_is_synced_in_pieces_and_then_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int | None
+) -> None:
+    """In one go, gigabytes of a checkpoint would hold up every commit of the journal."""
+    calls: list[object] = []
+
+    class Library:
+        @staticmethod
+        def sync_file_range(descriptor: int, start: Any, count: Any, how: int) -> int:
+            calls.append((start.value, count.value, how))
+            return -1 if len(calls) == refused else 0
+
+    monkeypatch.setattr(disk.ctypes, "CDLL", lambda _: Library)
+    monkeypatch.setattr(disk.os, "fsync", lambda descriptor: calls.append("whole"))
+    monkeypatch.setattr(disk, "_PIECE", 1000)
+    (tmp_path / "large").write_bytes(bytes(2500))
+    (tmp_path / "small").write_bytes(bytes(1000))
+    disk.sync(tmp_path / "large")
+    pieces = [(1000, 1000, 2), (0, 1000, 7), (2000, 1000, 2), (1000, 1000, 7)]
+    pieces += [(3000, 1000, 2), (2000, 1000, 7)]  # there is no fourth: nothing to write
+    assert calls == [*pieces[:refused], "whole"]
+    calls.clear()
+    disk.sync(tmp_path / "small")
+    disk.sync(tmp_path)
+    assert calls == ["whole", "whole"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has no such call")
+def test_this_system_takes_the_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_PIECE", 4096)
+    own, answers = ctypes.CDLL(None).sync_file_range, []
+    wrapped = SimpleNamespace(sync_file_range=lambda *how: answers.append(own(*how)) or answers[-1])
+    monkeypatch.setattr(disk.ctypes, "CDLL", lambda _: wrapped)
+    (tmp_path / "file").write_bytes(bytes(10_000))
+    disk.sync(tmp_path / "file")
+    assert answers == [0] * 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 _ALIGN = 64  # bytes
 _STAGE_BYTES = 64 << 20
+_COPIERS = 4  # threads
+_LEAST_BYTES = 1 << 20  # for each of them
 _FORMATS = {np.int64: torch.int64, np.int32: torch.int32}
 
 
@@ -39,7 +42,7 @@ def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
 def to_host(tensor: Tensor) -> Tensor:
     """Return a copy in host memory that shares nothing with the tensor.
 
-    From a GPU by way of pinned memory that is kept: straight into new memory the driver copies ten times more slowly.
+    From a GPU by way of pinned memory, which is kept: straight into new memory the driver copies several times more slowly.
     """
     if not tensor.is_cuda:
         return tensor.detach().to("cpu", copy=True)
@@ -58,8 +61,27 @@ def copy_through(stage: Tensor, tensor: Tensor) -> Tensor:
     for start in range(0, len(source), len(stage)):
         part = stage[: len(source) - start]
         part.copy_(source[start : start + len(part)])  # waits until it is there
-        made[start : start + len(part)] = part
+        _copy_bytes(made[start : start + len(part)], part)
     return made.view(tensor.dtype).view(tensor.shape)
+
+
+def _copy_bytes(target: Tensor, source: Tensor) -> None:
+    """Copy between tensors of bytes with several threads: most of the time, the system makes pages of new memory."""
+    step = max(-(-len(source) // _COPIERS), _LEAST_BYTES)
+    starts = range(0, len(source), step)
+    if len(starts) < 2:
+        target.copy_(source)
+        return
+    targets, sources = target.split(step), source.split(step)
+    for copied in [
+        _copiers().submit(Tensor.copy_, *pair) for pair in zip(targets, sources, strict=True)
+    ]:
+        copied.result()
+
+
+@functools.cache
+def _copiers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_COPIERS, thread_name_prefix="copy")
 
 
 class HostCopy:
