@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-_PIECE = 32 << 20
+_PIECE = 32 << 20  # bytes of a large file that go to disk at a time
 _START, _FINISH = 2, 7  # of sync_file_range: begin to write; wait before, write, wait after
 MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how the table writes a space in a path
@@ -46,11 +46,11 @@ def sync(path: Path) -> None:
 def _write_back(descriptor: int) -> None:
     """Write a large file's content to disk piece by piece, where the system can.
 
-    An fsync of gigabytes makes the small fsyncs of others wait for all of it: those of the journal, and with it the run.
+    An fsync of gigabytes makes the small fsyncs of others wait for all of it: those of the journal, and with them the run.
     """
-    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
     size = os.fstat(descriptor).st_size
-    if sync_file_range is None or size <= _PIECE:
+    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if size <= _PIECE or sync_file_range is None:  # macOS has no such call
         return
 
     def write(start: int, how: int) -> bool:

@@ -19,6 +19,12 @@ def test_a_copy_in_pieces_is_whole(shape: tuple[int, ...], dtype: torch.dtype) -
     assert torch.equal(copy, tensor)
 
 
+def test_threads_copy_all_of_a_large_tensor() -> None:
+    """Pieces of 5 MiB, each cut for four threads, and a rest."""
+    tensor = torch.randint(0, 256, (13_000_001,), dtype=torch.uint8)
+    assert torch.equal(copy_through(torch.empty(5 << 20, dtype=torch.uint8), tensor), tensor)
+
+
 def test_a_copy_shares_nothing_and_takes_any_layout() -> None:
     tensor = torch.arange(12.0).view(3, 4).t()
     for copy in (copy_through(torch.empty(16, dtype=torch.uint8), tensor), to_host(tensor)):

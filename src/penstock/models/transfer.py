@@ -66,17 +66,12 @@ def copy_through(stage: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _copy_bytes(target: Tensor, source: Tensor) -> None:
-    """Copy between tensors of bytes with several threads: most of the time, the system makes pages of new memory."""
+    """Copy between tensors of bytes, with several threads: the system needs most of the time to make pages of new memory."""
     step = max(-(-len(source) // _COPIERS), _LEAST_BYTES)
-    starts = range(0, len(source), step)
-    if len(starts) < 2:
+    if len(source) <= step:
         target.copy_(source)
         return
-    targets, sources = target.split(step), source.split(step)
-    for copied in [
-        _copiers().submit(Tensor.copy_, *pair) for pair in zip(targets, sources, strict=True)
-    ]:
-        copied.result()
+    list(_copiers().map(Tensor.copy_, target.split(step), source.split(step)))
 
 
 @functools.cache

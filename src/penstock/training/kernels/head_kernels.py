@@ -36,7 +36,9 @@ def _logits(
     if CAPPED:
         logit = softcap * _tanh(logit / softcap)
     sampled = tl.where(inside, logit * coldness, -1e30)
-    for ban in tl.static_range(BANS):  # few; a flag for each column is laid out anew in each block
+    for ban in tl.static_range(
+        BANS
+    ):  # few: flags of all columns would be laid out anew in each block
         hit = (column == tl.load(Banned + ban).to(tl.int32)) & early
         sampled = tl.where(hit, -1e30, sampled)
     return sampled, logit
