@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 
 from penstock.engine.transformers.cpu import packed_linear
 from penstock.engine.transformers.cpu.packed_linear import (
+    BlasLinear,
     ModelLinears,
     choose_linear,
     packed_kind,
+    small_kind,
 )
 from penstock.engine.transformers.fuse import PlainLinear
 from stages import tiny_policy as tiny
@@ -25,14 +29,15 @@ needs_library = pytest.mark.skipif(PACKED is PlainLinear, reason="neither MKL no
 def small_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack even models as small as the test's."""
     monkeypatch.setattr(packed_linear, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packed_linear, "MEMORY_SHARE", packed_linear.MEMORY_SHARE)
 
 
-@needs_library
+@pytest.mark.parametrize("kind", [pytest.param(PACKED, marks=needs_library), BlasLinear])
 @pytest.mark.parametrize("biased", [True, False])
-def test_a_packed_product_is_the_plain_one(biased: bool) -> None:
+def test_a_packed_product_is_the_plain_one(biased: bool, kind: type[PlainLinear]) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(96, 64), torch.randn(96) if biased else None
-    plain, packed = PlainLinear(weight, bias), PACKED(weight, bias)
+    plain, packed = PlainLinear(weight, bias), kind(weight, bias)
     for rows in (1, 2, 7, 16, 40, 130):
         x = torch.randn(1, rows, 64)
         assert torch.allclose(packed(x), plain(x), atol=1e-4)
@@ -61,8 +66,25 @@ def test_linear_layers_are_taken_once_and_follow_their_weights() -> None:
 def test_what_is_packed() -> None:
     assert choose_linear(tiny.tiny_model(0)) is PACKED
     assert choose_linear(tiny.tiny_model(0).to(torch.bfloat16)) is PlainLinear
-    packed_linear.LEAST_BYTES = 16 * 2**20  # the fixture restores it
+    packed_linear.LEAST_BYTES = 16 * 2**20  # the fixture restores both
+    assert choose_linear(tiny.tiny_model(0)) is small_kind()
+    packed_linear.MEMORY_SHARE = 0.0
     assert choose_linear(tiny.tiny_model(0)) is PlainLinear
+
+
+@pytest.mark.skipif(platform.machine() != "aarch64", reason="oneDNN gets such products on ARM only")
+def test_on_arm_small_products_do_not_pass_through_onednn(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A product of oneDNN takes 60 us more, and more than 500 us beside threads that spin."""
+    assert small_kind() is BlasLinear
+    x, weight = torch.randn(64, 128), torch.randn(128, 128)
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        PlainLinear(weight, None)(x)
+        assert "matmul" in capfd.readouterr().out
+        BlasLinear(weight, None)(x)
+        BlasLinear(weight, torch.randn(128))(x)
+        assert "matmul" not in capfd.readouterr().out
 
 
 @needs_library

@@ -2,8 +2,9 @@
 
 Packed weights are a second copy in the library's own order. Products of few rows, as in decoding, take
 up to half the time, and from two rows on a row has the same bits in any batch with MKL. Weights are
-packed again after each update. Without such a library, with other number formats or too little memory,
-the plain product is used.
+packed again after each update. The weights of a small model gain nothing by it; on ARM they are transposed
+for another library. Without such a library, with other number formats or too little memory, the plain
+product is used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from penstock.engine.transformers.fuse import PlainLinear
 
 PACKED_FOR_ROWS = 32  # the row count that the layout is chosen for; any count may be multiplied
-LEAST_BYTES = 16 * 2**20  # least size of all weights; smaller ones fit a cache and gain nothing
+LEAST_BYTES = 16 * 2**20  # least size of all packed weights; smaller ones fit a cache
 MEMORY_SHARE = 0.25  # largest share of this machine's memory for packed copies
 
 
@@ -52,6 +53,27 @@ class DnnlLinear(PlainLinear):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, PACKED_FOR_ROWS)
 
 
+class BlasLinear(PlainLinear):
+    """Compute the same product as `PlainLinear` on an ARM CPU, from a transposed copy of the weight.
+
+    torch passes x @ weight.T to oneDNN, whose call costs as much as the product of 64 rows and a weight of
+    128 x 128, and x @ copy to OpenBLAS, whose call costs little.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._transposed = self._weight.t().contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._bias is None:
+            return torch.matmul(x, self._transposed)
+        rows_RD = x.reshape(-1, x.shape[-1])
+        return torch.addmm(self._bias, rows_RD, self._transposed).view(*x.shape[:-1], -1)
+
+    def refresh(self) -> None:
+        self._transposed.copy_(self._weight.t())
+
+
 class ModelLinears:
     """The matrix products of one model, all of one kind, so that an update can refresh them."""
 
@@ -80,12 +102,23 @@ def choose_linear(model: nn.Module) -> type[PlainLinear]:
     can_pack = all(w.dtype is torch.float32 and w.device.type == "cpu" for w in weights)
     needed = sum(weight.numel() * weight.element_size() for weight in weights)
     most = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return packed_kind() if can_pack and LEAST_BYTES <= needed <= most else PlainLinear
+    if not can_pack or needed > most:
+        return PlainLinear
+    return packed_kind() if needed >= LEAST_BYTES else small_kind()
 
 
 def packed_kind() -> type[PlainLinear]:
     """Return the packed product of this CPU, or the plain one if it has none."""
     if torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear"):
         return MklLinear
+    return DnnlLinear if _has_arm_onednn() else PlainLinear
+
+
+def small_kind() -> type[PlainLinear]:
+    """Return the product of this CPU for weights that fit its caches."""
+    return BlasLinear if _has_arm_onednn() else PlainLinear
+
+
+def _has_arm_onednn() -> bool:
     arm = platform.machine() in ("aarch64", "arm64") and torch.backends.mkldnn.is_available()
-    return DnnlLinear if arm and hasattr(torch.ops.mkldnn, "_linear_pointwise") else PlainLinear
+    return arm and hasattr(torch.ops.mkldnn, "_linear_pointwise")
