@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.engine.transformers.cpu.row_model import RowModel, make_row_model
+from penstock.engine.transformers.cpu.row_model import RowModel, _HeadNorms, _Norm, make_row_model
 from penstock.engine.transformers.fuse import fuse_projections
 from penstock.engine.transformers.kv_attention import OneSequence, StepCache, running
 from penstock.weights.model_weights import load_weights
@@ -88,3 +88,37 @@ def test_a_known_class_that_computes_something_else_keeps_its_own_code() -> None
     assert make_row_model(model, fused) is not None
     model.base_model.layers[0].register_forward_hook(lambda layer, inputs, output: output + 0.1)
     assert make_row_model(model, fused) is None
+
+
+def make_norm(size: int, dtype: torch.dtype = torch.float32, epsilon: float = 1e-6) -> Any:
+    norm = torch.nn.RMSNorm(size, eps=epsilon, dtype=dtype)
+    with torch.no_grad():
+        norm.weight.normal_()
+    return norm
+
+
+def rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+
+
+@pytest.mark.parametrize("size", [8, 100, 128, 576, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_norm_has_the_bits_of_the_models_own(size: int, dtype: torch.dtype) -> None:
+    norm, x = make_norm(size, dtype), torch.randn(6, size).to(dtype)
+    assert torch.equal(_Norm(norm)(x), rms_norm(norm, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_epsilon", [1e-6, 1e-3])
+@torch.inference_mode()
+def test_the_norms_of_heads_have_their_bits_together(
+    dtype: torch.dtype, key_epsilon: float
+) -> None:
+    of_query, of_key = make_norm(32, dtype), make_norm(32, dtype, key_epsilon)
+    both = torch.randn(5, 6, 32).to(dtype)
+    before = both.clone()
+    got = _HeadNorms(of_query, of_key, 4)(both)
+    assert torch.equal(got[:, :4], rms_norm(of_query, both[:, :4]))
+    assert torch.equal(got[:, 4:], rms_norm(of_key, both[:, 4:]))
+    assert torch.equal(both, before)

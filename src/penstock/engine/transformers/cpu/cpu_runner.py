@@ -67,6 +67,8 @@ class CpuRunner:
         for sequence in new:
             if sequence.prompt_key not in self.prompts:
                 unique.setdefault(sequence.prompt_key or id(sequence), sequence)
+        # prompts of one length beside each other attend in one call
+        unique = dict(sorted(unique.items(), key=lambda item: item[1].num_prefill_tokens))
         prefill = PrefillRows(lay_out(list(unique.values()), len(decode.slots_N)))
         logits_KV = self._forward(decode, prefill, list(unique.values()))
         table.length[decode.slots_N] += 1

@@ -6,6 +6,8 @@ at a time, exactly as when they were decoded, so that continuing from a partial 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -26,6 +28,7 @@ class RowsStep:
 
     def __init__(self, decode: DecodeRows, prefill: PrefillRows) -> None:
         self._decode, self._prefill = decode, prefill
+        self._used = prefill.spans[-1].end if prefill.spans else len(decode.slots_N)
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._decode.store(layer, key, value)
@@ -34,9 +37,11 @@ class RowsStep:
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
         heads, rows = call.query.shape[1:3]
-        output = call.query.new_zeros(1, rows, heads, call.value.shape[3])
+        output = call.query.new_empty(1, rows, heads, call.value.shape[3])
         self._decode.attend(layer, call, output)
         self._prefill.attend(call, output)
+        if self._used < rows:
+            output[:, self._used :] = 0
         return output
 
 
@@ -55,21 +60,17 @@ class DecodeRows:
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         key_RHD, value_RHD = key[0].transpose(0, 1), value[0].transpose(0, 1)
         for part in self._parts:
-            rows = slice(part.first, part.end)
-            for stored, new in ((part.bucket.keys, key_RHD), (part.bucket.values, value_RHD)):
-                stored[layer].flatten(0, 1).index_copy_(0, part.target, new[rows])
+            keys, values = part.stored[layer]
+            keys.index_copy_(0, part.target, key_RHD[part.first : part.end])
+            values.index_copy_(0, part.target, value_RHD[part.first : part.end])
 
     def attend(self, layer: int, call: AttentionCall, output: torch.Tensor) -> None:
         """Fill the decoded rows of `output` [1, rows, heads, value size]."""
         query_RHD = call.query[0].transpose(0, 1)
         for part in self._parts:
-            rows, bucket = slice(part.first, part.end), part.bucket
-            count = part.end - part.first
-            key = bucket.keys[layer, :count, : part.length].transpose(1, 2)
-            value = bucket.values[layer, :count, : part.length].transpose(1, 2)
-            output[0, rows] = _attend_rows(
-                query_RHD[rows], key, value, part.mask(call.window), call
-            )
+            rows = slice(part.first, part.end)
+            key, value = part.seen[layer]
+            _attend_rows(query_RHD[rows], key, value, part.mask(call.window), call, output[0, rows])
 
 
 class _BucketRows:
@@ -80,6 +81,11 @@ class _BucketRows:
         self.bucket, self.first, self.end, self._position = bucket, first, first + rows, position
         self.length = min(round_up(int(position.max()) + 1, QUANTUM), bucket.capacity)
         self.target = torch.from_numpy(np.arange(rows) * bucket.capacity + position)
+        both = bucket.keys, bucket.values
+        # per layer: all places of the bucket, and [rows, kv heads, length, size] of these rows
+        self.stored = list(zip(*(one.flatten(1, 2).unbind() for one in both), strict=True))
+        seen = (one[:, :rows, : self.length].transpose(2, 3).unbind() for one in both)
+        self.seen = list(zip(*seen, strict=True))
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def mask(self, window: int | None) -> torch.Tensor:
@@ -112,19 +118,49 @@ class PrefillRows:
 
     def attend(self, call: AttentionCall, output: torch.Tensor) -> None:
         """Fill the prefilled rows of `output` [1, rows, heads, value size]."""
+        for start, count, length in _prompt_runs(self.spans, joined=not call.needs_plain):
+            prompts = slice(start, start + count * length)
+            joined = replace(
+                call,
+                query=_split(call.query, prompts, count),
+                key=_split(call.key, prompts, count),
+                value=_split(call.value, prompts, count),
+            )
+            attended_BHLD = causal_attention(joined, slice(None))
+            output[0, prompts].unflatten(0, (count, length)).copy_(attended_BHLD.transpose(1, 2))
         for span in self.spans:
-            prompt = slice(span.start, span.start + span.prompt_length)
-            output[:, prompt] = causal_attention(call, prompt).transpose(1, 2)
             if span.length > span.prompt_length:
-                partial = slice(prompt.stop, span.end)
-                output[0, partial] = _attend_partial(span, partial, call)
+                partial = slice(span.start + span.prompt_length, span.end)
+                _attend_partial(span, partial, call, output[0, partial])
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of the prefilled rows, [layers, rows, kv heads, size]."""
         return torch.stack(self._keys), torch.stack(self._values)
 
 
-def _attend_partial(span: Span, rows: slice, call: AttentionCall) -> torch.Tensor:
+def _prompt_runs(spans: list[Span], joined: bool) -> list[tuple[int, int, int]]:
+    """Return (first row, prompts, tokens of each) for prompts of one length in adjacent rows.
+
+    A call of the fused attention costs more than a short prompt. It computes each sequence on its own,
+    so joining them changes no bit; `joined` is False for attention without this property.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for span in spans:
+        if joined and runs:
+            start, count, length = runs[-1]
+            if length == span.prompt_length and start + count * length == span.start:
+                runs[-1] = (start, count + 1, length)
+                continue
+        runs.append((span.start, 1, span.prompt_length))
+    return runs
+
+
+def _split(new: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
+    """Return these rows of [1, heads, rows, size] as [count, heads, rows of each, size]."""
+    return new[0, :, rows].unflatten(1, (count, -1)).transpose(0, 1)
+
+
+def _attend_partial(span: Span, rows: slice, call: AttentionCall, output_NHD: torch.Tensor) -> None:
     """Attend for the tokens of a partial response, each as in its own decode step."""
     padded_length = round_up(span.length, QUANTUM)
 
@@ -142,7 +178,9 @@ def _attend_partial(span: Span, rows: slice, call: AttentionCall) -> torch.Tenso
         hidden |= key_L[None, :] <= position[:, None] - call.window
     mask = torch.zeros(hidden.shape, dtype=call.key.dtype).masked_fill_(hidden, -torch.inf)
     query = call.query[0, :, rows].transpose(0, 1)
-    return _attend_rows(query, stored(call.key), stored(call.value), mask[:, None, None, :], call)
+    _attend_rows(
+        query, stored(call.key), stored(call.value), mask[:, None, None, :], call, output_NHD
+    )
 
 
 def _attend_rows(
@@ -151,24 +189,28 @@ def _attend_rows(
     value: torch.Tensor,
     mask: torch.Tensor,
     call: AttentionCall,
-) -> torch.Tensor:
-    """Attend with one query row per sequence over [rows, kv heads, length, size].
+    output_NHD: torch.Tensor,
+) -> None:
+    """Attend with one query row per sequence over [rows, kv heads, length, size]; fill `output_NHD`.
 
     The query heads of one kv head form one product.
     """
     if call.needs_plain:
-        return plain_attention(
-            query_NHD[:, :, None],
-            key,
-            value,
-            mask == 0,
-            scale=call.scale,
-            softcap=call.softcap,
-            sink_H=call.sinks,
-        )[:, :, 0]
+        output_NHD.copy_(
+            plain_attention(
+                query_NHD[:, :, None],
+                key,
+                value,
+                mask == 0,
+                scale=call.scale,
+                softcap=call.softcap,
+                sink_H=call.sinks,
+            )[:, :, 0]
+        )
+        return
     rows, heads, size = query_NHD.shape
-    grouped = query_NHD.reshape(rows, key.shape[1], heads // key.shape[1], size)
+    groups = key.shape[1], heads // key.shape[1]
     output = torch.nn.functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=mask, scale=call.scale
+        query_NHD.reshape(rows, *groups, size), key, value, attn_mask=mask, scale=call.scale
     )
-    return output.reshape(rows, heads, value.shape[3])
+    output_NHD.view(rows, *groups, -1).copy_(output)

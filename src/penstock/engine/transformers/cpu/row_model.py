@@ -52,23 +52,50 @@ class RowModel:
         half = sin.shape[-1] // 2
         # [rows, 1, head size]; the first half of the sines is negated instead of the heads
         turn = cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             x_RD = layer(step, x_RD, turn)
-        if kept_K is not None:
-            x_RD = x_RD[kept_K]
+        x_RD = self._layers[-1](step, x_RD, turn, kept_K)
         logits: torch.Tensor = self._head(self._norm(x_RD))
         return logits
 
 
 class _Norm:
-    """An RMS norm."""
+    """An RMS norm; in float32 by the operations of torch's `rms_norm`, without its conversions."""
 
     def __init__(self, norm: Any) -> None:
-        self._weight = norm.weight.detach()
-        self._shape, self._epsilon = self._weight.shape, epsilon(norm)
+        self.weight = norm.weight.detach()
+        self.epsilon = epsilon(norm)
+        self.is_float = self.weight.dtype is torch.float32
+        # tensors, because a Python number would be converted in each call
+        self._size = torch.tensor(float(self.weight.numel()))
+        self._epsilon = torch.tensor(self.epsilon)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.rms_norm(x, self._shape, self._weight, self._epsilon)
+        if not self.is_float:
+            return torch.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return self.scale(x).mul_(self.weight)
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x over its root mean square, before the weight."""
+        squares = (x * x).sum(-1, keepdim=True)
+        return x * squares.div_(self._size).add_(self._epsilon).rsqrt_()
+
+
+class _HeadNorms:
+    """The norms of queries and keys, whose heads stand beside each other in [rows, heads, size]."""
+
+    def __init__(self, query_norm: Any, key_norm: Any, queries: int) -> None:
+        self._query, self._key, self._queries = _Norm(query_norm), _Norm(key_norm), queries
+        self._together = self._query.is_float and self._query.epsilon == self._key.epsilon
+
+    def __call__(self, both_RHS: torch.Tensor) -> torch.Tensor:
+        query, key = both_RHS[:, : self._queries], both_RHS[:, self._queries :]
+        if not self._together:
+            return torch.cat([self._query(query), self._key(key)], 1)
+        scaled_RHS = self._query.scale(both_RHS)
+        scaled_RHS[:, : self._queries].mul_(self._query.weight)
+        scaled_RHS[:, self._queries :].mul_(self._key.weight)
+        return scaled_RHS
 
 
 class _Layer:
@@ -85,31 +112,38 @@ class _Layer:
         self._out, self._down = attention.o_proj.forward, mlp.down_proj.forward
         self._gates: PlainLinear = fused[mlp.gate_proj].linear
         self._norms = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self._of_heads: tuple[_Norm, _Norm] | None = None
+        self._queries = self._query_width // self._size
+        self._of_heads: _HeadNorms | None = None
         if hasattr(attention, "q_norm"):
-            self._of_heads = _Norm(attention.q_norm), _Norm(attention.k_norm)
+            self._of_heads = _HeadNorms(attention.q_norm, attention.k_norm, self._queries)
 
     def __call__(
-        self, step: Step, x_RD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+        self,
+        step: Step,
+        x_RD: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        kept_K: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Store and attend for all rows; return the output of the kept rows; None: of all."""
         product_RN = self._heads(self._norms[0](x_RD))
         rows, turned = len(x_RD), self._query_width + self._key_width
         both_RHS = product_RN[:, :turned].view(rows, -1, self._size)
-        queries = self._query_width // self._size
         if self._of_heads is not None:
-            query, key = both_RHS[:, :queries], both_RHS[:, queries:]
-            both_RHS = torch.cat([self._of_heads[0](query), self._of_heads[1](key)], 1)
-        both_RHS = both_RHS * turn[0] + both_RHS.roll(self._size // 2, -1) * turn[1]
-        query = both_RHS[:, :queries].transpose(0, 1)[None]
-        key = both_RHS[:, queries:].transpose(0, 1)[None]
+            both_RHS = self._of_heads(both_RHS)
+        turned_RHS = both_RHS.roll(self._size // 2, -1).mul_(turn[1])
+        both_RHS = (both_RHS * turn[0]).add_(turned_RHS)
+        query = both_RHS[:, : self._queries].transpose(0, 1)[None]
+        key = both_RHS[:, self._queries :].transpose(0, 1)[None]
         value = product_RN[:, turned:].view(rows, -1, self._size).transpose(0, 1)[None]
         step.store(self._index, key, value)
         call = AttentionCall(query, key, value, self._scale, self._window, None, None)
         mixed_RN = step.attend(self._index, call).view(rows, -1)
+        if kept_K is not None:
+            x_RD, mixed_RN = x_RD[kept_K], mixed_RN[kept_K]
         x_RD = x_RD + self._out(mixed_RN)
         gate, up = self._gates(self._norms[1](x_RD)).chunk(2, -1)
-        added: torch.Tensor = self._down(functional.silu(gate) * up)
-        return x_RD + added
+        added: torch.Tensor = self._down(functional.silu(gate).mul_(up))
+        return added.add_(x_RD)
 
 
 def make_row_model(model: Any, fused: list[FusedLinear]) -> RowModel | None:
