@@ -182,3 +182,12 @@ def test_processes_that_a_worker_started_end_with_it(end: str, tmp_path: Path) -
         assert select.select([handle], [], [], 60)[0], "it still runs"
     finally:
         os.close(handle)
+
+
+def test_workers_keep_freed_memory_for_a_second_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MIMALLOC_PURGE_DELAY", raising=False)
+    assert process_worker._worker_environment(2)["MIMALLOC_PURGE_DELAY"] == "1000"
+    monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "0")
+    assert process_worker._worker_environment(2)["MIMALLOC_PURGE_DELAY"] == "0"

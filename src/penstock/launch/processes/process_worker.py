@@ -34,6 +34,9 @@ _STREAM_LIMIT = 1 << 20
 _CLOSE_TIMEOUT_S = 1.0
 _STACK_TIMEOUT_S = 2.0
 _SIGNAL_TIMEOUT_S = 5.0
+# torch allocates by mimalloc on ARM, which gives freed memory back to the system after this time, or ten
+# times of it for large blocks; with its own 10 ms, a training step clears the same pages again and again
+_PURGE_DELAY_MS = 1000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -294,6 +297,7 @@ def _spawn(
 def _worker_environment(threads: int) -> dict[str, str]:
     count = str(threads)
     return {
+        "MIMALLOC_PURGE_DELAY": str(_PURGE_DELAY_MS),
         **os.environ,
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
