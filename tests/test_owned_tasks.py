@@ -27,6 +27,7 @@ OWNED = {
     "launch/ray/agents.py ActorAgentLoop._relay": "`_answer` sends every error to the actor",
     "launch/ray/agents.py ActorAgentLoop._start": "`_relay` notes its fault; a cancel has no answer",
     "launch/ray/placement.py Placement.start_actor": "awaited, its error raised",
+    "models/transfer.py _copiers": "`_copy_bytes` waits for every copy and raises its error",
     "pool/loads.py Loads.together": "gathered, the first error raised; `_leave` keeps the late ones",
     "pool/loads.py Loads._leave": "`_catch_up` restarts the engine on any error; `close` ends it",
     "pool/node_copies.py NodeCopies._answers": "gathered, errors returned",
