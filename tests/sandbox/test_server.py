@@ -33,7 +33,7 @@ from penstock.sandbox.serve import (
 from penstock.sandbox.settings import SandboxSettings
 from penstock.sandbox.turns import Turns
 from stages.hostile_clients import HostileClients
-from stages.sandbox_pools import left_over, make_pool
+from stages.sandbox_pools import left_over, make_pool, nurseries
 
 SUM = {"inputs": ["1 2"], "outputs": ["3"]}
 GOOD = "print(sum(map(int, input().split())))"
@@ -107,13 +107,13 @@ def read_all(link: socket.socket) -> bytes:
 def running(*, token: str = "", **settings: Any) -> Iterator[Server]:
     make_pool("namespaces").close()  # skips where nothing can be isolated
     sandbox = SandboxSettings(**{"minimum": "filtered", **settings.pop("sandbox", {})})
-    before = left_over()  # another server of this module
+    before = set(nurseries().values())  # another server of this module
     server = Server(ServerSettings(sandbox=sandbox, **settings), token)
     try:
         yield server
     finally:
         server.stop()
-        assert left_over() == before
+        assert left_over(before) == []
 
 
 @pytest.fixture(scope="module")

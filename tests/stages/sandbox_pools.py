@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
+import select
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -40,9 +42,9 @@ def make_pool(name: str, **settings: object) -> SandboxPool:
     return SandboxPool(SandboxSettings.model_validate(values), isolation)
 
 
-def left_over() -> list[str]:
-    """Return the nurseries of this process that still have processes, sandboxes included."""
-    found, mark = set[str](), re.compile(rf"# nursery \d+ of process {os.getpid()}\b")
+def nurseries() -> dict[int, str]:
+    """Return the nursery of each process of this process's sandboxes, the nurseries' own included."""
+    found, mark = dict[int, str](), re.compile(rf"# nursery \d+ of process {os.getpid()}\b")
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -50,5 +52,26 @@ def left_over() -> list[str]:
             except OSError:
                 continue
             if named := mark.search(command):
-                found.add(named.group())
-    return sorted(found)
+                found[int(entry.name)] = named.group()
+    return found
+
+
+def left_over(besides: Collection[str] = ()) -> list[str]:
+    """Return the nurseries, besides these, that have processes which do not end.
+
+    On a busy machine a killed process still stands in the table for a moment: each may take ten seconds.
+    """
+    return sorted(
+        {name for pid, name in nurseries().items() if name not in besides and not _ends(pid)}
+    )
+
+
+def _ends(pid: int) -> bool:
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], 10.0)[0])
+    finally:
+        os.close(handle)
