@@ -34,8 +34,8 @@ _STREAM_LIMIT = 1 << 20
 _CLOSE_TIMEOUT_S = 1.0
 _STACK_TIMEOUT_S = 2.0
 _SIGNAL_TIMEOUT_S = 5.0
-# torch allocates by mimalloc on ARM, which gives freed memory back to the system after this time, or ten
-# times of it for large blocks; with its own 10 ms, a training step clears the same pages again and again
+# On ARM torch allocates by mimalloc, which gives freed memory back to the system after this time, large blocks
+# after ten times as long. With mimalloc's own 10 ms a training step clears the same pages again and again.
 _PURGE_DELAY_MS = 1000
 
 
