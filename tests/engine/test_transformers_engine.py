@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.demo import policy_path
-from penstock.engine.protocol import Generation, GenerationRequest
+from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.engine.transformers.engine import TransformersEngine, _text_decoder
+from penstock.engine.transformers.mailbox import Burst
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import EngineError, UserError
 from stages import tiny_policy as tiny
@@ -70,6 +71,46 @@ def test_a_graph_of_an_earlier_engine_is_not_freed_during_a_capture(
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_a_burst_is_over_after_a_gap_or_after_its_longest_time() -> None:
+    burst = Burst()
+    assert burst.wait_s(100.0) == Burst.GAP_S == 0.002
+    assert burst.wait_s(100.019) == pytest.approx(0.001)
+    assert burst.wait_s(100.5) == 0
+    burst.over()
+    assert burst.wait_s(100.5) == 0.002
+
+
+def test_groups_of_a_burst_are_prefilled_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Burst, "GAP_S", 0.5)
+    monkeypatch.setattr(Burst, "LONGEST_S", 0.5)
+    steps: list[int] = []
+
+    async def main() -> None:
+        engine = make_engine("cpu")
+        await engine.start()
+        own = engine._live_runner.step
+
+        def step(new: list, keep: set) -> list:
+            steps.append(len(new))
+            return own(new, keep)
+
+        monkeypatch.setattr(engine._live_runner, "step", step)
+        requests = [
+            GenerationRequest(
+                request_id=name,
+                prompt_ids=np.array(prompt, np.int32),
+                sampling=SamplingParams(max_tokens=3),
+                seed=1,
+            )
+            for name, prompt in (("a", [5, 6, 7]), ("b", [8, 9]))
+        ]
+        await asyncio.gather(*map(engine.generate, requests))
+        await engine.close()
+
+    asyncio.run(main())
+    assert steps[0] == 2
 
 
 Spec = tuple[int, int, int, float, int]

@@ -52,6 +52,22 @@ def test_a_gated_activation_and_its_gradients(rows: int, width: int, dtype: torc
     assert relative_error(own.grad.cpu(), exact.grad) < limit
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_backward_pass_computes_the_activation_again_in_place_of_its_gradient(
+    dtype: torch.dtype,
+) -> None:
+    rows, width = 3, 1200
+    product = draw(rows, 2 * width).to(DEVICE, dtype)
+    grad = draw(rows, width, seed=2).to(DEVICE, dtype)
+    gate, up = product[:, :width], product[:, width:]
+    gate_grad, up_grad, gate_grad_2, up_grad_2 = (torch.empty_like(grad) for _ in range(4))
+    kernels.gate_gradients(grad, gate, up, gate_grad, up_grad, width)
+    kernels.gate_gradients(grad, gate, up, gate_grad_2, up_grad_2, width, active=grad)
+    assert torch.equal(grad, kernels.gate_values(gate, up))
+    assert torch.equal(gate_grad, gate_grad_2)
+    assert torch.equal(up_grad, up_grad_2)
+
+
 def test_a_gate_far_from_zero_has_finite_gradients() -> None:
     gate = torch.tensor([[[-200.0, -90.0, 0.0, 90.0, 200.0]]], device=DEVICE).requires_grad_()
     up = torch.ones_like(gate)

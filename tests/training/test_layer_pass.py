@@ -108,6 +108,21 @@ def test_gradients_by_the_kernels_are_those_of_the_models_own_code(kind, shared)
         torch.testing.assert_close(one.grad, other.grad, msg=name, rtol=1e-3, atol=1e-4)
 
 
+def test_what_a_layer_keeps_for_its_backward_pass() -> None:
+    """A row each: input, its norm, q with k and v, attention, middle, its norm, gate with up; 2 numbers of the norms."""
+    model = tiny_model("Llama", dtype=torch.float32)
+    Policy(model)
+    assert layer_pass.install(model, identity(model), layer_steps) == 2
+    layer = model.model.layers[0].layer_pass
+    x_TD, cos, sin, layout = layer.probe()
+    _, kept = layer.forward(x_TD, cos, sin, layout)
+    config, heads = model.config, layer.heads
+    joint = heads.rotated + heads.keys * heads.size
+    row = 4 * config.hidden_size + joint + heads.queries * heads.size
+    row += 2 * config.intermediate_size + 2
+    assert sum(one.numel() for one in kept) == len(x_TD) * (row + 2 * heads.size)
+
+
 def test_a_copy_of_the_model_runs_its_own_code_and_leaves_the_masters_alone() -> None:
     model = tiny_model("Qwen3", dtype=torch.bfloat16)
     Policy(model)

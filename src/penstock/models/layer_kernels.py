@@ -139,7 +139,7 @@ def _gate(Gate, Up, Out, gate_row, up_row, WIDTH, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gate_back(
-    Grad, Gate, Up, GateGrad, UpGrad, gate_row, up_row, out_row, WIDTH, BLOCK: tl.constexpr
+    Grad, Gate, Up, GateGrad, UpGrad, Active, gate_row, up_row, out_row, WIDTH, BLOCK: tl.constexpr
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -151,6 +151,9 @@ def _gate_back(
     kind = UpGrad.dtype.element_ty
     tl.store(GateGrad + row * out_row + at, (grad * up * slope).to(kind), mask=at < WIDTH)
     tl.store(UpGrad + row * out_row + at, (grad * gate * open_share).to(kind), mask=at < WIDTH)
+    if Active is not None:
+        active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+        tl.store(Active + row * WIDTH + at, (active * up).to(kind), mask=at < WIDTH)
 
 
 class _SiluGate(torch.autograd.Function):
@@ -190,13 +193,17 @@ def gate_gradients(
     gate_grad: torch.Tensor,
     up_grad: torch.Tensor,
     out_row: int,
+    active: torch.Tensor | None = None,
 ) -> None:
-    """Write the gradients of silu(gate) * up; `out_row` is the distance of the rows written."""
+    """Write the gradients of silu(gate) * up; `out_row` is the distance of the rows written.
+
+    Its values, with the bits of `gate_values`, go to `active`, which may be `grad` itself.
+    """
     width = gate_RF.shape[1]
     kernel: Any = _gate_back
     kernel[(len(gate_RF), triton.cdiv(width, _COLUMNS))](
-        grad, gate_RF, up_RF, gate_grad, up_grad, gate_RF.stride(0), up_RF.stride(0), out_row,
-        width, BLOCK=_COLUMNS, num_warps=4,
+        grad, gate_RF, up_RF, gate_grad, up_grad, active, gate_RF.stride(0), up_RF.stride(0),
+        out_row, width, BLOCK=_COLUMNS, num_warps=4,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from penstock.engine.protocol import (
     check_request,
 )
 from penstock.engine.transformers.kv_attention import IMPLEMENTATION
-from penstock.engine.transformers.mailbox import Inbox, Order, Replies, Reply
+from penstock.engine.transformers.mailbox import Burst, Inbox, Order, Replies, Reply
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.runner import Finished, Runner
 from penstock.engine.transformers.sequences import Sequence, TextOf
@@ -93,6 +93,7 @@ class TransformersEngine:
         self._asleep = self._closing = False
         self._version, self._digest = 0, ""
         self._tokens_generated, self._busy_s = 0, 0.0
+        self._burst = Burst()
 
     # ---- on the event loop
 
@@ -215,7 +216,7 @@ class TransformersEngine:
                 self._open_model()
                 ready.set(None)
                 while not self._closing:
-                    current = self._inbox.take(wait=not self._can_step())
+                    current = self._inbox.take(wait_s=self._order_wait_s())
                     if current is not None:
                         current.run()
                     elif self._can_step():
@@ -261,6 +262,15 @@ class TransformersEngine:
             return False
         running = len(self._by_id) > len(self._waiting)
         return running or (self._paused is None and bool(self._waiting))
+
+    def _order_wait_s(self) -> float | None:
+        """Return how long to wait for an order before the next step; None: there is no step to do yet."""
+        if not self._can_step():
+            self._burst.over()
+            return None
+        if len(self._by_id) > len(self._waiting):
+            return 0.0
+        return self._burst.wait_s(time.perf_counter())
 
     def _step(self) -> None:
         runner, started = self._live_runner, time.perf_counter()

@@ -82,6 +82,30 @@ class Order:
     fail: Callable[[Exception], None]
 
 
+class Burst:
+    """How long an engine that has nothing running waits for more orders before it begins.
+
+    Groups come in bursts, one order each. A step that began with the first of them would compute its prompt
+    alone while the rest wait.
+    """
+
+    GAP_S = 0.002  # orders that come closer than this belong to one burst
+    LONGEST_S = 0.02
+
+    def __init__(self) -> None:
+        self._ends: float | None = None  # None: no order has come yet
+
+    def wait_s(self, now: float) -> float:
+        """Return how long the next order of the burst may take; 0: the burst is over."""
+        if self._ends is None:
+            self._ends = now + self.LONGEST_S
+        return min(self.GAP_S, max(0.0, self._ends - now))
+
+    def over(self) -> None:
+        """Note that all orders of the burst are done: the next one begins another."""
+        self._ends = None
+
+
 class Inbox:
     """The thread's queue of orders."""
 
@@ -102,11 +126,11 @@ class Inbox:
                 self._changed.notify()
             return not self._closed
 
-    def take(self, *, wait: bool) -> Order | None:
-        """Return the next order, or None if there is none; with `wait`, wait until there is one."""
+    def take(self, *, wait_s: float | None) -> Order | None:
+        """Return the next order; None if there is none after `wait_s` seconds, and never if that is None."""
         with self._changed:
-            while wait and not self._orders:
-                self._changed.wait()
+            if wait_s != 0:
+                self._changed.wait_for(lambda: self._orders, wait_s)
             return self._orders.popleft() if self._orders else None
 
     def close(self) -> list[Order]:

@@ -167,20 +167,20 @@ class LayerPass:
             x_TD, projected_TD, self.second_norm.values(), self.second_eps
         )
         both_TF = linear(second_TD, self.gate_up.values())
-        active_TF = steps.gate(both_TF)
-        output_TD = middle_TD + linear(active_TF, self.down.values())
+        output_TD = middle_TD + linear(steps.gate(both_TF), self.down.values())
         kept = [x_TD, normed_TD, inverse, joint_TC, middle_TD, second_TD, second_inverse, both_TF]
-        return output_TD, [*kept, active_TF, cos, sin, *heads, *attended]
+        return output_TD, [*kept, cos, sin, *heads, *attended]
 
     def backward(self, grad_TD: Tensor, kept: Sequence[Tensor], layout: PackLayout) -> Tensor:
         """Add the gradients of the weights to their masters; return that of the layer's input."""
         steps, add_product = self.steps, self.steps.add_product
         x_TD, normed_TD, inverse, joint_TC, middle_TD, second_TD, second_inverse, both_TF = kept[:8]
-        active_TF, cos, sin, *others = kept[8:]
+        cos, sin, *others = kept[8:]
         split = 2 * len(self.head_norms)
         heads, attended = others[:split], others[split:]
+        both_grad_TF, active_TF = steps.gate_back(grad_TD @ self.down.values(), both_TF)
         self.down.add(add_product, grad_TD, active_TF)
-        both_grad_TF = steps.gate_back(grad_TD @ self.down.values(), both_TF)
+        del active_TF
         self.gate_up.add(add_product, both_grad_TF, second_TD)
         middle_grad_TD, weight_grad_D = steps.norm_back(
             both_grad_TF @ self.gate_up.values(),

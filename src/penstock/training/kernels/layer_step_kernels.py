@@ -41,14 +41,15 @@ def gate(both_TF: Tensor) -> Tensor:
     return layer_kernels.gate_values(both_TF[:, :width], both_TF[:, width:])
 
 
-def gate_back(grad_TF: Tensor, both_TF: Tensor) -> Tensor:
-    """Return the gradient of the rows that `gate` took."""
+def gate_back(grad_TF: Tensor, both_TF: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the rows that `gate` took, and once more what it made of them, in place of `grad_TF`."""
     grads_TF = torch.empty_like(both_TF)
     width = grad_TF.shape[1]
     layer_kernels.gate_gradients(
-        grad_TF, both_TF[:, :width], both_TF[:, width:], grads_TF, grads_TF[:, width:], 2 * width
-    )
-    return grads_TF
+        grad_TF, both_TF[:, :width], both_TF[:, width:], grads_TF, grads_TF[:, width:], 2 * width,
+        active=grad_TF,
+    )  # fmt: skip
+    return grads_TF, grad_TF
 
 
 # ---- attention

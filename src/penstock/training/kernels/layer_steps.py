@@ -116,12 +116,16 @@ def gate(both_TF: Tensor) -> Tensor:
     return silu(gate_TF) * up_TF
 
 
-def gate_back(grad_TF: Tensor, both_TF: Tensor) -> Tensor:
-    """Return the gradient of the rows that `gate` took."""
+def gate_back(grad_TF: Tensor, both_TF: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the rows that `gate` took, and once more what it made of them.
+
+    Nobody keeps that from the forward pass: it would be a quarter of what a layer keeps. `grad_TF` may change.
+    """
     gate_TF, up_TF = both_TF.chunk(2, -1)
     share_TF = torch.sigmoid(gate_TF)
     slope_TF = share_TF * (1 + gate_TF * (1 - share_TF))
-    return torch.cat([grad_TF * up_TF * slope_TF, grad_TF * gate_TF * share_TF], -1)
+    grads_TF = torch.cat([grad_TF * up_TF * slope_TF, grad_TF * gate_TF * share_TF], -1)
+    return grads_TF, gate(both_TF)
 
 
 def add_product(total: Tensor | None, left_TO: Tensor, right_TI: Tensor) -> Tensor:
