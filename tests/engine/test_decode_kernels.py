@@ -216,6 +216,28 @@ def test_rows_are_stored_where_they_belong() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_a_prompt_is_stored_in_several_regions(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values are views of one product; each row goes where `target` says, or to several places."""
+    if not few:
+        monkeypatch.setattr(kernels, "_FEW_STORED", 4)  # several rows by one program
+    product = torch.randn(5, 3 * 2 * 20, device=DEVICE)
+    heads = product.view(5, 6, 20).transpose(0, 1)[None]
+    key, value = heads[:, 2:4], heads[:, 4:]
+    source = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 4], device=DEVICE)
+    target = torch.tensor([7, 8, 9, 20, 21, 22, 3, 4, 30], device=DEVICE)
+    got = [torch.zeros(31, 2, 20, device=DEVICE) for _ in range(2)]
+    kernels.store_rows(key, value, *got, target, source)
+    for pool, columns in zip(got, (slice(40, 80), slice(80, 120)), strict=True):
+        wanted = torch.zeros(31, 2, 20, device=DEVICE)
+        for row, token in zip(source.tolist(), target.tolist(), strict=True):
+            wanted[token] = product[row, columns].view(2, 20)
+        assert torch.equal(pool, wanted)
+    others = [torch.zeros(31, 2, 20, device=DEVICE) for _ in range(2)]
+    reference.store_rows(key, value, *others, target, source)
+    assert all(torch.equal(a, b) for a, b in zip(got, others, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (3, 3, 20), (4, 1, 32)])
 def test_queries_are_turned_and_keys_and_values_stored(

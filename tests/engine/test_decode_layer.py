@@ -88,7 +88,7 @@ def test_a_layer_of_the_usual_form_decodes_as_its_own_code_does(
     wanted = decode()
     calls = []
     monkeypatch.setattr(row_tiles, "MOST_ROWS", 8 if few else 0)
-    name = "gate_product" if few else "silu_gate"
+    name = "gate_product" if few else "gate_values"
     own = getattr(decode_layer, name)
     monkeypatch.setattr(decode_layer, name, lambda *inputs: 1.1 * own(*inputs))
     assert decode_layer.fuse_decode(model, shape) == 0

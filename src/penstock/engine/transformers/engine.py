@@ -8,6 +8,7 @@ happens within a step is up to the runner (`cpu_runner.py`, `cuda_runner.py`).
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 import time
 import traceback
@@ -114,8 +115,7 @@ class TransformersEngine:
         return (await self.generate_many([request]))[0]
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        for request in requests:
-            self._check(request)
+        self._check(requests)
         replies = Replies(len(requests))
         sequences = [
             Sequence(request, replies.setter(place)) for place, request in enumerate(requests)
@@ -199,12 +199,18 @@ class TransformersEngine:
         if not self._inbox.post(order):
             order.fail(self._ended)
 
-    def _check(self, request: GenerationRequest) -> None:
-        if self._runner is not None:
-            runner = self._runner
-            check_request(request, vocabulary=runner.vocabulary, longest=runner.longest)
-        if request.sampling.stop:
-            self._text_of([])  # raises if there is no tokenizer
+    def _check(self, requests: list[GenerationRequest]) -> None:
+        """Raise UserError for a request that cannot be served; the members of a group are checked once."""
+        runner, known = self._runner, None
+        for request in requests:
+            asked = None if len(request.response_ids) else (request.prompt_ids, request.sampling)
+            if asked is not None and known is not None and all(map(operator.is_, asked, known)):
+                continue
+            if runner is not None:
+                check_request(request, vocabulary=runner.vocabulary, longest=runner.longest)
+            if request.sampling.stop:
+                self._text_of([])  # raises if there is no tokenizer
+            known = asked
 
     # ---- in the thread
 

@@ -6,6 +6,7 @@ requests are found by array operations over all slots. Knows neither models nor 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,6 +18,11 @@ from penstock.engine.transformers.sampling import RowSampling, stream_key, unifo
 from penstock.types import VersionSegment, extend_segments
 
 TextOf = Callable[[list[int]], str]  # decodes token ids
+
+
+@functools.lru_cache(64)  # hundreds of responses end together, most of one length
+def _one_segment(version: int, made: int) -> tuple[VersionSegment, ...]:
+    return (VersionSegment(version, made),)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +60,8 @@ class Sequence:
         found: tuple[VersionSegment, ...] = ()
         if not made:
             return found
+        if len(self.marks) == 1 and not self.marks[0][0]:
+            return _one_segment(self.marks[0][1], made)
         ends = [start for start, _ in self.marks[1:]] + [made]
         for (start, version), end in zip(self.marks, ends, strict=True):
             found = extend_segments(found, version, max(0, min(end, made) - start))

@@ -115,8 +115,8 @@ class PrefillStep:
         self._target = to_device(target, pool.keys.device)
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        for pool, new in ((self._pool.keys, key), (self._pool.values, value)):
-            pool[layer].index_copy_(0, self._target, new[0].transpose(0, 1)[self._source])
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        store_rows(key, value, keys, values, self._target, self._source)
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
         """Attend among the rows of each prompt, by the flash kernel where it can."""

@@ -18,6 +18,8 @@ from penstock.engine.transformers.cuda.row_kernels import overlapped, wait_for_l
 
 _PROGRAMS = 512  # attention programs that are enough to fill the device
 _MOST_SPLITS = 32  # of a context
+_FEW_STORED = 1024  # rows, each by a program of its own
+_STORED = 2048  # numbers per program if there are more
 _COLUMNS = 4096  # logits per program of the first sampling pass
 
 
@@ -172,19 +174,31 @@ def decode_attention(
 
 
 @triton.jit
-def _store(
-    Key, Value, Keys, Values, Target, key_row, key_head, value_row, value_head,
-    HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr,
+def _copy_rows(
+    From, To, source, target, inside, from_row, from_head,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    target = (tl.load(Target + row).to(tl.int64)) * HEADS + head
-    at = tl.arange(0, KEY_PAD)
-    key = tl.load(Key + row * key_row + head * key_head + at, mask=at < KEY, other=0.0)
-    tl.store(Keys + target * KEY + at, key, mask=at < KEY)
-    at = tl.arange(0, VALUE_PAD)
-    value = tl.load(Value + row * value_row + head * value_head + at, mask=at < VALUE, other=0.0)
-    tl.store(Values + target * VALUE + at, value, mask=at < VALUE)
+    at = tl.arange(0, PAD)
+    place = (at // SIZE) * from_head + at % SIZE
+    there = inside[:, None] & (at < HEADS * SIZE)[None, :]
+    values = tl.load(From + source[:, None] * from_row + place[None, :], mask=there, other=0.0)
+    tl.store(To + target[:, None] * (HEADS * SIZE) + at[None, :], values, mask=there)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _store(
+    Key, Value, Keys, Values, Source, Target, rows, key_row, key_head, value_row, value_head,
+    HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    target = tl.load(Target + row, mask=inside, other=0).to(tl.int64)
+    source = row if Source is None else tl.load(Source + row, mask=inside, other=0).to(tl.int64)
+    _copy_rows(Key, Keys, source, target, inside, key_row, key_head, HEADS, KEY, KEY_PAD)
+    _copy_rows(
+        Value, Values, source, target, inside, value_row, value_head, HEADS, VALUE, VALUE_PAD
+    )
 
 
 def store_rows(
@@ -192,18 +206,22 @@ def store_rows(
     value: torch.Tensor,
     keys_TGD: torch.Tensor,
     values_TGD: torch.Tensor,
-    target_R: torch.Tensor,
+    target_S: torch.Tensor,
+    source_S: torch.Tensor | None = None,
 ) -> None:
-    """Store row i of the new keys and values, [1, kv heads, rows, size], at token `target_R[i]`."""
-    _, heads, rows, key_size = key.shape
-    value_size = value.shape[3]
+    """Store row `source_S[i]` of the new keys and values, [1, kv heads, rows, size], at token `target_S[i]`.
+
+    Without `source_S` it is row i.
+    """
+    heads, key_size, value_size = key.shape[1], key.shape[3], value.shape[3]
     assert key.stride(3) == value.stride(3) == 1
+    count, pads = len(target_S), [triton.next_power_of_2(heads * n) for n in (key_size, value_size)]
+    rows = max(1, _STORED // max(pads)) if count > _FEW_STORED else 1
     kernel: Any = _store
-    kernel[(rows, heads)](
-        key, value, keys_TGD, values_TGD, target_R,
+    kernel[(triton.cdiv(count, rows),)](
+        key, value, keys_TGD, values_TGD, source_S, target_S, count,
         key.stride(2), key.stride(1), value.stride(2), value.stride(1), HEADS=heads,
-        KEY=key_size, KEY_PAD=triton.next_power_of_2(key_size),
-        VALUE=value_size, VALUE_PAD=triton.next_power_of_2(value_size), num_warps=1,
+        KEY=key_size, KEY_PAD=pads[0], VALUE=value_size, VALUE_PAD=pads[1], ROWS=rows, num_warps=4,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ calls it.
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +22,51 @@ from penstock.engine.transformers.cuda.regions import KVPool
 from penstock.engine.transformers.cuda.row_kernels import add_product, gate_product, norm_rows
 from penstock.engine.transformers.kv_attention import KVShape, StepCache, current_step, running
 from penstock.models.layer_form import is_silu, window_of
-from penstock.models.layer_kernels import is_close, rotate_, silu_gate
+from penstock.models.layer_kernels import gate_values, is_close, rotate_
 from penstock.models.norms import epsilon
 
 _KNOWN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
+Norm = tuple[torch.Tensor, float]  # weight and epsilon
+Linear = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LayerParts:
+    """What a step needs of a layer, read from it once: to look it up in the modules takes longer than to launch a kernel.
+
+    Valid until the weights move to other memory.
+    """
+
+    number: int
+    scale: float
+    window: int | None
+    first_norm: Norm
+    heads: Linear  # q, k and v
+    turned: int  # columns of q and k
+    out: Linear
+    second_norm: Norm
+    gates: torch.Tensor  # gate and up
+    down: Linear
+
+    @classmethod
+    def of(cls, layer: Any) -> LayerParts:
+        attention, mlp = layer.self_attn, layer.mlp
+        heads = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        gates = _joined(mlp.gate_proj, mlp.up_proj)
+        assert heads is not None
+        assert gates is not None
+        return cls(
+            number=attention.layer_idx,
+            scale=attention.scaling,
+            window=window_of(attention),
+            first_norm=norm_parts(layer.input_layernorm),
+            heads=heads,
+            turned=attention.q_proj.out_features + attention.k_proj.out_features,
+            out=(attention.o_proj.weight, attention.o_proj.bias),
+            second_norm=norm_parts(layer.post_attention_layernorm),
+            gates=gates[0],
+            down=(mlp.down_proj.weight, mlp.down_proj.bias),
+        )
 
 
 def fuse_decode(model: Any, shape: KVShape) -> int:
@@ -52,7 +94,7 @@ def _has_usual_form(layer: Any) -> bool:
     return gates[1] is None and is_silu(layer.mlp.act_fn)
 
 
-def _joined(*parts: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def _joined(*parts: Any) -> Linear | None:
     """Return the weight and bias that `fuse_projections` gave these layers, else None."""
     weight, bias = parts[0].weight, parts[0].bias
     rows, wanted = 0, (weight.data_ptr(), 0 if bias is None else bias.data_ptr())
@@ -77,65 +119,58 @@ def _forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any)
     turn = kwargs.get("position_embeddings")
     if args or not isinstance(step, DecodeStep) or not isinstance(turn, tuple):
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
-    return decode(layer, step, hidden_states[0], (turn[0][0], turn[1][0]))[None]
+    return decode(LayerParts.of(layer), step, hidden_states[0], (turn[0][0], turn[1][0]))[None]
 
 
 def decode(
-    layer: Any, step: DecodeStep, x_BD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+    layer: LayerParts, step: DecodeStep, x_BD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     """Return the layer's output; may overwrite its input."""
-    attention = layer.self_attn
     query_BHD = _project(layer, step, x_BD, turn)
-    mixed_BHD = step.mix(attention.layer_idx, query_BHD, attention.scaling, window_of(attention))
+    mixed_BHD = step.mix(layer.number, query_BHD, layer.scale, layer.window)
     return _after_attention(layer, x_BD, mixed_BHD.flatten(1))
 
 
 def prefill(
-    layer: Any, step: PrefillStep, x_RD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+    layer: LayerParts,
+    step: PrefillStep,
+    x_RD: torch.Tensor,
+    turn: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """Return the layer's output for packed prompts; may overwrite its input."""
-    attention, size = layer.self_attn, turn[0].shape[-1]
-    joined = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-    assert joined is not None
-    joint_RC = functional.linear(norm_rows(x_RD, norm_parts(layer.input_layernorm)), *joined)
-    turned = (attention.q_proj.out_features + attention.k_proj.out_features) // size
-    rotate_(joint_RC, turned, size, *turn)
-    mixed_RHD = step.mix(attention.layer_idx, joint_RC, attention.scaling, window_of(attention))
+    size = turn[0].shape[-1]
+    joint_RC = functional.linear(norm_rows(x_RD, layer.first_norm), *layer.heads)
+    rotate_(joint_RC, layer.turned // size, size, *turn)
+    mixed_RHD = step.mix(layer.number, joint_RC, layer.scale, layer.window)
     return _after_attention(layer, x_RD, mixed_RHD.flatten(1))
 
 
-def _after_attention(layer: Any, x_BD: torch.Tensor, mixed_BC: torch.Tensor) -> torch.Tensor:
-    mlp = layer.mlp
-    gates = _joined(mlp.gate_proj, mlp.up_proj)
-    assert gates is not None
-    x_BD = _add_product("out", x_BD, mixed_BC, layer.self_attn.o_proj)
-    gated_BF = _gate(layer.post_attention_layernorm, x_BD, gates[0])
-    return _add_product("down", x_BD, gated_BF, mlp.down_proj)
+def _after_attention(layer: LayerParts, x_BD: torch.Tensor, mixed_BC: torch.Tensor) -> torch.Tensor:
+    x_BD = _add_product("out", x_BD, mixed_BC, layer.out)
+    gated_BF = _gate(layer.second_norm, x_BD, layer.gates)
+    return _add_product("down", x_BD, gated_BF, layer.down)
 
 
 def _project(
-    layer: Any, step: DecodeStep, x_BD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+    layer: LayerParts, step: DecodeStep, x_BD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     """Store the rows' keys and values; return their queries."""
-    attention, norm = layer.self_attn, layer.input_layernorm
-    joined = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
-    assert joined is not None
-    tiles = row_tiles.choose("heads", x_BD, joined[0])
+    tiles = row_tiles.choose("heads", x_BD, layer.heads[0])
     if tiles is None:
-        product_BN = functional.linear(norm_rows(x_BD, norm_parts(norm)), *joined)
-        return step.turn(attention.layer_idx, product_BN, turn)
-    return step.project(attention.layer_idx, x_BD, norm_parts(norm), joined, turn, tiles)
+        product_BN = functional.linear(norm_rows(x_BD, layer.first_norm), *layer.heads)
+        return step.turn(layer.number, product_BN, turn)
+    return step.project(layer.number, x_BD, layer.first_norm, layer.heads, turn, tiles)
 
 
-def _gate(norm: Any, x_BD: torch.Tensor, weight_FD: torch.Tensor) -> torch.Tensor:
+def _gate(norm: Norm, x_BD: torch.Tensor, weight_FD: torch.Tensor) -> torch.Tensor:
     tiles = row_tiles.choose("gate", x_BD, weight_FD)
     if tiles is None:
-        product_BF = functional.linear(norm_rows(x_BD, norm_parts(norm)), weight_FD)
-        return silu_gate(*product_BF.chunk(2, dim=1))
-    return gate_product(x_BD, norm_parts(norm), weight_FD, tiles)
+        product_BF = functional.linear(norm_rows(x_BD, norm), weight_FD)
+        return gate_values(*product_BF.chunk(2, dim=1))
+    return gate_product(x_BD, norm, weight_FD, tiles)
 
 
-def norm_parts(norm: Any) -> tuple[torch.Tensor, float]:
+def norm_parts(norm: Any) -> Norm:
     """Return the weight and epsilon of an RMS norm."""
     eps = epsilon(norm)
     assert eps is not None
@@ -143,14 +178,15 @@ def norm_parts(norm: Any) -> tuple[torch.Tensor, float]:
 
 
 def _add_product(
-    product: row_tiles.Product, total_BD: torch.Tensor, x_BK: torch.Tensor, linear: Any
+    product: row_tiles.Product, total_BD: torch.Tensor, x_BK: torch.Tensor, linear: Linear
 ) -> torch.Tensor:
     """Add a linear layer's output to the total, in place and in one kernel."""
-    tiles = row_tiles.choose(product, x_BK, linear.weight)
+    weight, bias = linear
+    tiles = row_tiles.choose(product, x_BK, weight)
     if tiles is not None:
-        return add_product(total_BD, x_BK, linear.weight, linear.bias, tiles)
-    total_BD.addmm_(x_BK, linear.weight.t())
-    return total_BD if linear.bias is None else total_BD.add_(linear.bias)
+        return add_product(total_BD, x_BK, weight, bias, tiles)
+    total_BD.addmm_(x_BK, weight.t())
+    return total_BD if bias is None else total_BD.add_(bias)
 
 
 def _computes_the_same(layer: Any, rotary: Any, shape: KVShape) -> bool:
@@ -178,7 +214,8 @@ def _computes_the_same(layer: Any, rotary: Any, shape: KVShape) -> bool:
                     )
                     outputs.append((made[0] if isinstance(made, tuple) else made)[0])
                 else:
-                    outputs.append(decode(layer, step, x_BD, (turn[0][0], turn[1][0])))
+                    parts = LayerParts.of(layer)
+                    outputs.append(decode(parts, step, x_BD, (turn[0][0], turn[1][0])))
         return outputs
 
     probe = torch.zeros(1, 3, width, device=device, dtype=weight.dtype)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from penstock.engine.transformers.cuda.cuda_steps import DecodeStep, PrefillStep
 from penstock.engine.transformers.cuda.decode_kernels import open_rows
-from penstock.engine.transformers.cuda.decode_layer import decode, norm_parts, prefill
+from penstock.engine.transformers.cuda.decode_layer import LayerParts, decode, norm_parts, prefill
 from penstock.engine.transformers.cuda.regions import KVPool
 from penstock.engine.transformers.cuda.row_kernels import norm_rows
 from penstock.engine.transformers.kv_attention import KVShape, StepCache, running
@@ -27,14 +27,17 @@ _KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 
 class DecodeModel:
-    """Computes the logits of a decode step and of packed prompts."""
+    """Computes the logits of a decode step and of packed prompts, with the weights where they are now."""
 
     def __init__(self, model: Any, positions: int) -> None:
-        self._model = model
+        base = model.base_model
+        self._embedding, self._head_weight = base.embed_tokens.weight, model.lm_head.weight
+        self._layers = [LayerParts.of(layer) for layer in base.layers]
+        self._norm = norm_parts(base.norm)
         weight = model.get_input_embeddings().weight
         at_P = torch.arange(positions, device=weight.device)
         with torch.no_grad():
-            turn = model.base_model.rotary_emb(weight[:1, None], at_P[None])
+            turn = base.rotary_emb(weight[:1, None], at_P[None])
         self._cos_PD, self._sin_PD = (part[0].contiguous() for part in turn)
 
     @property
@@ -43,13 +46,11 @@ class DecodeModel:
 
     def logits(self, state: Any, pool: KVPool, slot_B: torch.Tensor) -> torch.Tensor:
         """Store a token of each slot and return the logits of its next one."""
-        base = self._model.base_model
-        embedding = base.embed_tokens.weight
         x_BD, cos_BD, sin_BD, *places = open_rows(
-            slot_B, state, embedding, self._cos_PD, self._sin_PD
+            slot_B, state, self._embedding, self._cos_PD, self._sin_PD
         )
         step = DecodeStep(pool, *places)
-        for layer in base.layers:
+        for layer in self._layers:
             x_BD = decode(layer, step, x_BD, (cos_BD, sin_BD))
         return self._head(x_BD)
 
@@ -57,16 +58,14 @@ class DecodeModel:
         self, step: PrefillStep, ids_R: torch.Tensor, position_R: torch.Tensor, last_S: torch.Tensor
     ) -> torch.Tensor:
         """Store packed prompts and return the logits of the rows `last_S`."""
-        base = self._model.base_model
-        x_RD = functional.embedding(ids_R, base.embed_tokens.weight)
+        x_RD = functional.embedding(ids_R, self._embedding)
         turn = (self._cos_PD[position_R], self._sin_PD[position_R])
-        for layer in base.layers:
+        for layer in self._layers:
             x_RD = prefill(layer, step, x_RD, turn)
         return self._head(x_RD[last_S])
 
     def _head(self, x_BD: torch.Tensor) -> torch.Tensor:
-        norm = norm_parts(self._model.base_model.norm)
-        return functional.linear(norm_rows(x_BD, norm), self._model.lm_head.weight)
+        return functional.linear(norm_rows(x_BD, self._norm), self._head_weight)
 
 
 def make_decode_model(model: Any, shape: KVShape, fused: int, positions: int) -> DecodeModel | None:

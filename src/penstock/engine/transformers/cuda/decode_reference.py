@@ -47,11 +47,16 @@ def store_rows(
     value: torch.Tensor,
     keys_TGD: torch.Tensor,
     values_TGD: torch.Tensor,
-    target_R: torch.Tensor,
+    target_S: torch.Tensor,
+    source_S: torch.Tensor | None = None,
 ) -> None:
-    """Store row i of the new keys and values, [1, kv heads, rows, size], at token `target_R[i]`."""
-    keys_TGD.index_copy_(0, target_R, key[0].transpose(0, 1))
-    values_TGD.index_copy_(0, target_R, value[0].transpose(0, 1))
+    """Store row `source_S[i]` of the new keys and values, [1, kv heads, rows, size], at token `target_S[i]`.
+
+    Without `source_S` it is row i.
+    """
+    for pool_TGD, new in ((keys_TGD, key), (values_TGD, value)):
+        rows_RGD = new[0].transpose(0, 1)
+        pool_TGD.index_copy_(0, target_S, rows_RGD if source_S is None else rows_RGD[source_S])
 
 
 def next_rows(
