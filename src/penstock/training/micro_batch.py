@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 CPU_TOKENS = 2048
-LEAST_TOKENS, ENOUGH_TOKENS, MOST_TOKENS = 2048, 10240, 32768
+LEAST_TOKENS, ENOUGH_TOKENS, MOST_TOKENS = 2048, 12288, 32768
 SMALL_LAYER = 1 << 23  # numbers
 _SHARE = 0.5  # of the free memory; the rest is for logits, fragments and what others allocate
 _TO_COME = 4 + 8  # bytes per trained number that the first update allocates: gradient and moments

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -103,7 +104,12 @@ class Policy(nn.Module):
         if self.model.dtype in HALF_FORMATS and packed_attention.flash_aligns_ends(self.device):
             from penstock.training.kernels import layer_step_kernels as steps
 
-            _layer_pass().install(self.model, self._masters, steps)
+            layers = self.model.config.get_text_config().num_hidden_layers
+            count = _layer_pass().install(self.model, self._masters, steps)
+            line = (
+                f"trainer on {self.device}: {count} of {layers} layers train as one function each"
+            )
+            print(line, file=sys.stderr, flush=True)  # the others are slower
             self._add_to_head = _end_pass().install(self.model, self._masters, steps)
 
     @property

@@ -158,10 +158,17 @@ class CudaRunner:
 
             positions = self.longest + 2  # the host reads one step late
             self._decode_model = make_decode_model(self.model, self._shape, self._fused, positions)
+        self._tell_kernels()
         if self._options.cuda_graphs and _can_capture(self.model):
             tell_stage("capturing CUDA graphs")
             with _no_collection():
                 self._capture_all()
+
+    def _tell_kernels(self) -> None:
+        """Write to the log what runs without the model's own code: the rest is slower."""
+        rest = "with" if self._decode_model is None else "without"
+        line = f"{self._fused} of {self._shape.layers} layers decode by kernels, prompts are computed {rest} the model's own code"  # fmt: skip
+        print(f"engine on {self._device}: {line}", file=sys.stderr, flush=True)
 
     # ---- calls from the engine
 
