@@ -65,6 +65,7 @@ class Policy(nn.Module):
         self._compiles = False  # the compiler fuses the layers
         self._switched: list[nn.Module] | None = None  # by `train`; None: not looked up yet
         self._masters: Mapping[int, nn.Parameter] = {}  # of parameters by their ids
+        self._joint_layers = -1  # how many run as one function each; -1: not tried yet
         self._add_to_head: AddProduct | None = None  # None: the head has a gradient of its own
         self.rule = LogitRule.from_config(model.config.get_text_config())
         self.end_ids = end_ids(model)
@@ -106,10 +107,10 @@ class Policy(nn.Module):
 
             layers = self.model.config.get_text_config().num_hidden_layers
             count = _layer_pass().install(self.model, self._masters, steps)
-            line = (
-                f"trainer on {self.device}: {count} of {layers} layers train as one function each"
-            )
-            print(line, file=sys.stderr, flush=True)  # the others are slower
+            if count != self._joint_layers:
+                self._joint_layers = count
+                line = f"{count} of {layers} layers train as one function each"  # others are slower
+                print(f"trainer on {self.device}: {line}", file=sys.stderr, flush=True)
             self._add_to_head = _end_pass().install(self.model, self._masters, steps)
 
     @property

@@ -127,7 +127,7 @@ class Inbox:
             return not self._closed
 
     def take(self, *, wait_s: float | None) -> Order | None:
-        """Return the next order; None if there is none after `wait_s` seconds, and never if that is None."""
+        """Return the next order, or None if none comes within `wait_s` seconds (None: wait until one comes)."""
         with self._changed:
             if wait_s != 0:
                 self._changed.wait_for(lambda: self._orders, wait_s)
