@@ -113,6 +113,29 @@ def test_groups_of_a_burst_are_prefilled_in_one_step(monkeypatch: pytest.MonkeyP
     assert steps[0] == 2
 
 
+def test_a_group_is_checked_and_so_is_a_member_that_differs() -> None:
+    good, bad = np.array([5, 6], np.int32), np.array([5, 10**6], np.int32)
+    usual, none = SamplingParams(max_tokens=3), SamplingParams(max_tokens=0)
+
+    def member(number: int, prompt: np.ndarray, sampling: SamplingParams) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=str(number), prompt_ids=prompt, sampling=sampling, seed=number
+        )
+
+    async def main() -> None:
+        engine = make_engine("cpu")
+        await engine.start()
+        for second, third in ((bad, usual), (good, none)):
+            group = [member(1, good, usual), member(2, second, usual), member(3, good, third)]
+            with pytest.raises(UserError, match=r"request 2: .*token ids|request 3: .*max_tokens"):
+                await engine.generate_many(group)
+        made = await engine.generate_many([member(n, good, usual) for n in range(3)])
+        assert [len(one.token_ids) for one in made] == [3, 3, 3]
+        await engine.close()
+
+    asyncio.run(main())
+
+
 Spec = tuple[int, int, int, float, int]
 REQUESTS = st.lists(
     st.tuples(

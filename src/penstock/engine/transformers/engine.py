@@ -8,7 +8,6 @@ happens within a step is up to the runner (`cpu_runner.py`, `cuda_runner.py`).
 from __future__ import annotations
 
 import asyncio
-import operator
 import threading
 import time
 import traceback
@@ -201,16 +200,15 @@ class TransformersEngine:
 
     def _check(self, requests: list[GenerationRequest]) -> None:
         """Raise UserError for a request that cannot be served; the members of a group are checked once."""
-        runner, known = self._runner, None
+        runner, last = self._runner, None
         for request in requests:
-            asked = None if len(request.response_ids) else (request.prompt_ids, request.sampling)
-            if asked is not None and known is not None and all(map(operator.is_, asked, known)):
+            if last is not None and _differ_by_seed(request, last):
                 continue
             if runner is not None:
                 check_request(request, vocabulary=runner.vocabulary, longest=runner.longest)
             if request.sampling.stop:
                 self._text_of([])  # raises if there is no tokenizer
-            known = asked
+            last = request
 
     # ---- in the thread
 
@@ -486,6 +484,12 @@ def _describe(error: BaseException) -> str:
             "a trainer on the same device releases its memory only with launch.colocate=true"
         )
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
+
+
+def _differ_by_seed(one: GenerationRequest, other: GenerationRequest) -> bool:
+    """Return whether two requests ask the same of an engine but for the seed, as those of a group do."""
+    same = one.prompt_ids is other.prompt_ids and one.sampling is other.sampling
+    return same and not len(one.response_ids) and not len(other.response_ids)
 
 
 def _no_tokenizer(ids: list[int]) -> str:

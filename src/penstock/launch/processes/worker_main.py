@@ -26,9 +26,7 @@ from penstock.launch.processes.frames import STAGE, frame, read_frame, write_fra
 from penstock.launch.rpc_server import RpcServer, portable_error, stacks
 from penstock.watch.stages import listen, tell_stage
 
-_SWITCH_INTERVAL_S = (
-    0.0005  # a thread that keeps the interpreter lock lets the event loop send so soon
-)
+_SWITCH_INTERVAL_S = 0.0005  # the event loop waits no longer for a thread that holds the lock
 CUDA = "cuda:"  # an import "cuda:N" stands for the context of GPU number N
 
 
