@@ -99,6 +99,31 @@ def test_a_layer_of_the_usual_form_decodes_as_its_own_code_does(
     assert len(calls) == 3 * fused
 
 
+@pytest.mark.parametrize("off", [0, 1])
+def test_a_model_is_judged_by_its_first_layer(off: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding adds up over layers: what is off later is no reason to refuse, a first layer that is off is one."""
+    from penstock.engine.transformers.cuda import cuda_steps, decode_model
+    from penstock.engine.transformers.fuse import fuse_projections
+    from penstock.engine.transformers.kv_attention import probe_shape
+
+    if INTERPRETED:
+        monkeypatch.setattr(cuda_steps, "decode_attention", reference.decode_attention)  # faster
+        monkeypatch.setattr(row_tiles, "MOST_ROWS", 0)
+    model = small("Qwen2")
+    fuse_projections(model)
+    for name in ("decode", "prefill"):
+        own = getattr(decode_layer, name)
+
+        def rounded(layer: Any, step: Any, x: Any, turn: Any, own: Any = own) -> torch.Tensor:
+            made: torch.Tensor = own(layer, step, x, turn)
+            return made + 0.05 * made.roll(1, -1) if layer.number == off else made
+
+        monkeypatch.setattr(decode_model, name, rounded)
+    made = decode_model.make_decode_model(model, probe_shape(model), 2, 16)
+    assert (made is not None) == (off == 1)
+    assert len(model.base_model.layers) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fields"), [("Qwen2", {}), ("Llama", {"attention_bias": True})])
 def test_a_model_decodes_without_its_own_code(

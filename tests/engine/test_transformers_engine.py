@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -82,22 +83,27 @@ def test_a_burst_is_over_after_a_gap_or_after_its_longest_time() -> None:
     assert burst.wait_s(100.5) == 0.002
 
 
-def test_groups_of_a_burst_are_prefilled_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Burst, "GAP_S", 0.5)
-    monkeypatch.setattr(Burst, "LONGEST_S", 0.5)
-    steps: list[int] = []
+def test_an_idle_engine_waits_for_the_rest_of_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second request is sent when the engine has taken the first; the burst ends with it."""
+    taken, steps = [threading.Event(), threading.Event()], []
 
     async def main() -> None:
         engine = make_engine("cpu")
         await engine.start()
-        own = engine._live_runner.step
+        submit, step = engine._submit, engine._live_runner.step
 
-        def step(new: list, keep: set) -> list:
+        def submitted(sequences: list) -> None:
+            submit(sequences)
+            taken[len(engine._by_id) - 1].set()
+
+        def stepped(new: list, keep: set) -> list:
             steps.append(len(new))
-            return own(new, keep)
+            return step(new, keep)
 
-        monkeypatch.setattr(engine._live_runner, "step", step)
-        requests = [
+        monkeypatch.setattr(Burst, "wait_s", lambda *_: 0.0 if taken[1].is_set() else 60.0)
+        monkeypatch.setattr(engine, "_submit", submitted)
+        monkeypatch.setattr(engine._live_runner, "step", stepped)
+        one, other = (
             GenerationRequest(
                 request_id=name,
                 prompt_ids=np.array(prompt, np.int32),
@@ -105,8 +111,10 @@ def test_groups_of_a_burst_are_prefilled_in_one_step(monkeypatch: pytest.MonkeyP
                 seed=1,
             )
             for name, prompt in (("a", [5, 6, 7]), ("b", [8, 9]))
-        ]
-        await asyncio.gather(*map(engine.generate, requests))
+        )
+        first = asyncio.create_task(engine.generate(one))
+        assert await asyncio.to_thread(taken[0].wait, 30)
+        await asyncio.gather(first, engine.generate(other))
         await engine.close()
 
     asyncio.run(main())
@@ -125,10 +133,10 @@ def test_a_group_is_checked_and_so_is_a_member_that_differs() -> None:
     async def main() -> None:
         engine = make_engine("cpu")
         await engine.start()
-        for second, third in ((bad, usual), (good, none)):
-            group = [member(1, good, usual), member(2, second, usual), member(3, good, third)]
-            with pytest.raises(UserError, match=r"request 2: .*token ids|request 3: .*max_tokens"):
-                await engine.generate_many(group)
+        with pytest.raises(UserError, match="request 2: got token ids"):
+            await engine.generate_many([member(1, good, usual), member(2, bad, usual)])
+        with pytest.raises(UserError, match="request 2: got min_tokens 0 and max_tokens 0"):
+            await engine.generate_many([member(1, good, usual), member(2, good, none)])
         made = await engine.generate_many([member(n, good, usual) for n in range(3)])
         assert [len(one.token_ids) for one in made] == [3, 3, 3]
         await engine.close()

@@ -109,7 +109,7 @@ def test_gradients_by_the_kernels_are_those_of_the_models_own_code(kind, shared)
 
 
 def test_what_a_layer_keeps_for_its_backward_pass() -> None:
-    """A row each: input, its norm, q with k and v, attention, middle, its norm, gate with up; 2 numbers of the norms."""
+    """For each token: input, norm, q, k and v, attention, sum, norm, gate and up, a number for each norm, cos and sin."""
     model = tiny_model("Llama", dtype=torch.float32)
     Policy(model)
     assert layer_pass.install(model, identity(model), layer_steps) == 2

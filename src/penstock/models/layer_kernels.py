@@ -197,7 +197,7 @@ def gate_gradients(
 ) -> None:
     """Write the gradients of silu(gate) * up; `out_row` is the distance of the rows written.
 
-    Its values, with the bits of `gate_values`, go to `active`, which may be `grad` itself.
+    Write silu(gate) * up to `active`, with the bits of `gate_values`; `active` may be `grad` itself.
     """
     width = gate_RF.shape[1]
     kernel: Any = _gate_back

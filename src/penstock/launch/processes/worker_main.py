@@ -26,7 +26,6 @@ from penstock.launch.processes.frames import STAGE, frame, read_frame, write_fra
 from penstock.launch.rpc_server import RpcServer, portable_error, stacks
 from penstock.watch.stages import listen, tell_stage
 
-_SWITCH_INTERVAL_S = 0.0005  # the event loop waits no longer for a thread that holds the lock
 CUDA = "cuda:"  # an import "cuda:N" stands for the context of GPU number N
 
 
@@ -143,7 +142,6 @@ def main() -> None:
     descriptors, imports = sys.argv[1:3], sys.argv[3:]
     pipe, connection = int(descriptors[1]), socket.socket(fileno=int(descriptors[0]))
     _dump_stacks_on_signal(pipe)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if imports:
         listen(lambda text: connection.sendall(frame((STAGE, (text, time.time()), None))))
         with contextlib.suppress(ConnectionError):  # the driver is gone: `serve` ends at once

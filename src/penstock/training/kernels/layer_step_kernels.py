@@ -42,7 +42,7 @@ def gate(both_TF: Tensor) -> Tensor:
 
 
 def gate_back(grad_TF: Tensor, both_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the rows that `gate` took, and once more what it made of them, in place of `grad_TF`."""
+    """Return the gradient of the rows that `gate` took, and its output, computed again in place of `grad_TF`."""
     grads_TF = torch.empty_like(both_TF)
     width = grad_TF.shape[1]
     layer_kernels.gate_gradients(

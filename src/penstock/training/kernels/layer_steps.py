@@ -117,9 +117,9 @@ def gate(both_TF: Tensor) -> Tensor:
 
 
 def gate_back(grad_TF: Tensor, both_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the rows that `gate` took, and once more what it made of them.
+    """Return the gradient of the rows that `gate` took, and its output, computed again. May overwrite `grad_TF`.
 
-    Nobody keeps that from the forward pass: it would be a quarter of what a layer keeps. `grad_TF` may change.
+    The forward pass does not keep the output, which would add a third to what a layer keeps.
     """
     gate_TF, up_TF = both_TF.chunk(2, -1)
     share_TF = torch.sigmoid(gate_TF)

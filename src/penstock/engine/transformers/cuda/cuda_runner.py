@@ -123,6 +123,7 @@ class CudaRunner:
         self.longest = min(longest_request(model, options), self._tokens - 2)
         with explain_out_of_memory("engine", self._advice):
             self._open()
+        self._tell_kernels()
 
     def _choose_sizes(self) -> tuple[int, int]:
         """Return the number of slots and the tokens of the KV cache; write them to the log."""
@@ -158,7 +159,6 @@ class CudaRunner:
 
             positions = self.longest + 2  # the host reads one step late
             self._decode_model = make_decode_model(self.model, self._shape, self._fused, positions)
-        self._tell_kernels()
         if self._options.cuda_graphs and _can_capture(self.model):
             tell_stage("capturing CUDA graphs")
             with _no_collection():

@@ -32,7 +32,7 @@ Linear = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LayerParts:
-    """What a step needs of a layer, read from it once: to look it up in the modules takes longer than to launch a kernel.
+    """What a step needs of a layer, read from its modules once: a prefill waits for the host, whose time that takes.
 
     Valid until the weights move to other memory.
     """
