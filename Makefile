@@ -57,12 +57,12 @@ test-gpu: $(DEV_STAMP)  ## the tests that need a GPU, or run on a stand-in witho
 SCHEDULES ?= 20000
 
 test-simulation: $(DEV_STAMP)  ## 20,000 schedules of faults on virtual time; SEED=N runs one of them again
-	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES) --processes 0)
+	PYTHONPATH=tests:tests/promises $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--schedules $(SCHEDULES) --processes 0)
 
 CASES ?= 50000
 
 test-fuzz: $(DEV_STAMP)  ## 50,000 hostile replies to the judge and requests to the server; CASES=N for another number
-	PENSTOCK_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest tests/sandbox/test_fuzz.py
+	PENSTOCK_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest tests/reward/sandbox/test_fuzz.py
 
 test-vllm: $(STAMP)  ## the engine contract against a real vLLM on the CPU, in an environment of its own
 	PYTHON=$(abspath $(BIN))/python scripts/test_vllm.sh

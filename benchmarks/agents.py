@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock.agent.bridge import Bridge
-from penstock.agent.endpoint import Endpoint
-from penstock.agent.session import Limits, Session
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
-from penstock.journal import Journal
+from penstock.rollout.agent.bridge import Bridge
+from penstock.rollout.agent.endpoint import Endpoint
+from penstock.rollout.agent.session import Limits, Session
+from penstock.store.journal import Journal
 from penstock.types import Prompt, Rollout, VersionSegment
 
 POLICY = Path(__file__).parents[1] / "examples" / "calculator" / "policy"

@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 
 from penstock.config import Config
+from penstock.config.demo import policy_path
 from penstock.config.source import load_config
-from penstock.demo import policy_path
 from penstock.inspection.timeline import Event, read_events
 
 GIB = 2**30
@@ -129,10 +129,10 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
 
 def run(arguments: argparse.Namespace, folder: Path) -> None:
     """Train; with --snapshot, copy an offloaded trainer's state at the end."""
-    from penstock.job import open_job
-    from penstock.recover import begin
-    from penstock.run import Loop
-    from penstock.run_folder import create
+    from penstock.run.job import open_job
+    from penstock.run.loop import Loop
+    from penstock.run.recover import begin
+    from penstock.store.run_folder import create
 
     parameters = make_model(SIZES[arguments.size], folder / "model")
     if torch.cuda.is_available():
@@ -390,7 +390,7 @@ def watched_run(arguments: argparse.Namespace, folder: Path) -> int:
 def report(arguments: argparse.Namespace, folder: Path, watch: Watch, code: int) -> int:
     """Print everything that is known, also of a run that failed."""
     from penstock.errors import PenstockError
-    from penstock.run_folder import RunFolder
+    from penstock.store.run_folder import RunFolder
 
     if code:
         print(f"the last lines of its workers, of {folder}:")

@@ -21,8 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import numpy as np
 
-from penstock.journal import Journal
-from penstock.produce import (
+from penstock.rollout import (
     AsyncProduceStrategyConfig,
     ProduceProgress,
     Producer,
@@ -30,6 +29,7 @@ from penstock.produce import (
     ReplayBuffer,
     Sampler,
 )
+from penstock.store.journal import Journal
 from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
 from stages.rollouts import finish_rollout, make_prompt, make_prompts
 

@@ -24,20 +24,20 @@ from pathlib import Path
 import numpy as np
 from instant_engine import FACTORY, cpu_s
 
-from penstock.agent.single_turn import SingleTurn
 from penstock.config import LaunchConfig, RewardConfig, SamplingConfig
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.sampler import Sampler
-from penstock.journal import Journal
-from penstock.launch.processes.process_worker import ProcessWorker
-from penstock.pool.pool import EnginePool
-from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.produce.replay_buffer import ReplayBuffer
 from penstock.reward import build_reward
-from penstock.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.supervise.worker import Worker
+from penstock.rollout import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
+from penstock.rollout.agent.single_turn import SingleTurn
+from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.store.journal import Journal
 from penstock.types import Prompt, StepReport
-from penstock.watch.waits import Waits
+from penstock.waits import Waits
+from penstock.workers.pool.pool import EnginePool
+from penstock.workers.processes.process_worker import ProcessWorker
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.worker import Worker
 
 REWARD = f"{Path(__file__).resolve()}:has_number"
 

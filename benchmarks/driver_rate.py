@@ -29,13 +29,13 @@ from instant_engine import cpu_s
 
 from penstock.config import LaunchConfig
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
-from penstock.journal import Journal
-from penstock.pool.pool import EnginePool
-from penstock.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.supervise.worker import Worker
-from penstock.track.timeline_log import TimelineLog
+from penstock.inspection.track.timeline_log import TimelineLog
+from penstock.store.journal import Journal
 from penstock.types import StepReport, VersionSegment
-from penstock.watch.waits import Waits
+from penstock.waits import Waits
+from penstock.workers.pool.pool import EnginePool
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.worker import Worker
 
 GROUPS_PER_STEP, SLOTS = 512, 64
 

@@ -91,11 +91,11 @@ BESIDE = (
 def measure_run(steps: int, every: int) -> None:
     """Train the demo as a user does, with worker processes; print what each part took of a step."""
     from penstock.config.source import load_config
-    from penstock.journal import Journal
-    from penstock.journal.writer import Writer
-    from penstock.session import train_new
-    from penstock.supervise.trainer import RestartingTrainer
-    from penstock.track.jsonl import JsonlTracker
+    from penstock.inspection.track.jsonl import JsonlTracker
+    from penstock.run.session import train_new
+    from penstock.store.journal import Journal
+    from penstock.store.journal.writer import Writer
+    from penstock.workers.supervise.trainer import RestartingTrainer
 
     watch = Stopwatch()
     watch.watch(WAITS[0], Journal, "begin_step")
@@ -126,7 +126,7 @@ def measure_run(steps: int, every: int) -> None:
 
 def demo_digest_s() -> float:
     """Return the seconds that the digest of the demo's policy takes, alone."""
-    from penstock.demo import policy_path
+    from penstock.config.demo import policy_path
     from penstock.weights.mapped_files import read_folder
     from penstock.weights.model_weights import digest_of
 
@@ -167,7 +167,7 @@ def print_shares(watch: Stopwatch, steps: int, step_s: float, every: int) -> Non
 
 def measure_long_journal(groups: int, per_step: int = 32) -> None:
     """Write a long run's records and print the cost of a step in each tenth of it."""
-    from penstock.journal import Journal
+    from penstock.store.journal import Journal
     from penstock.types import StepReport
 
     async def write(journal: Journal) -> list[float]:
@@ -210,7 +210,7 @@ def measure_long_journal(groups: int, per_step: int = 32) -> None:
 
 def resume_cost(path: Path) -> str:
     """Read what a resume reads that redoes the last step."""
-    from penstock.journal import Journal
+    from penstock.store.journal import Journal
 
     def bytes_read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
@@ -229,7 +229,7 @@ def resume_cost(path: Path) -> str:
 
 def measure_pruning(steps: int = 100, per_step: int = 4, tokens: int = 1000) -> None:
     """Write a run of long responses, remove its tokens, and write as much again."""
-    from penstock.journal import Journal
+    from penstock.store.journal import Journal
 
     def batch(step: int) -> list:
         numbers = range((step - 1) * per_step, step * per_step)
@@ -277,7 +277,7 @@ async def write_steps(journal: Any, steps: range, batch: Callable[[int], list]) 
 
 def measure_lengths(lengths: list[int], per_step: int = 8) -> None:
     """Write the records of a long run; print what a step costs around each of those lengths."""
-    from penstock.journal import Journal
+    from penstock.store.journal import Journal
 
     def batch(step: int) -> list:
         return [made_group((step - 1) * per_step + index) for index in range(per_step)]
@@ -306,7 +306,7 @@ def measure_lengths(lengths: list[int], per_step: int = 8) -> None:
 
 def measure_large_step(step_s: float, groups: int, responses: int, tokens: int) -> None:
     """Write the records of large steps; print their share of the time that such a step takes."""
-    from penstock.journal import Journal
+    from penstock.store.journal import Journal
     from penstock.types import Batch
 
     def batch(step: int) -> list:
@@ -350,7 +350,7 @@ def made_group(number: int, responses: int = 8, tokens: int = 24) -> Any:
 
 def measure_beside(gib: float) -> None:
     """Time fsyncs of 20 kB, as the journal's, while a checkpoint's file goes to disk: by fsync, and as Penstock does it."""
-    from penstock.disk import sync
+    from penstock.files import sync
 
     def fsync(path: Path) -> None:
         with path.open("rb") as file:

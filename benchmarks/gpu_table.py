@@ -490,7 +490,7 @@ def part_step(args: argparse.Namespace, figures: Figures) -> None:
     from grpo_step import write_config
 
     from penstock.config.source import load_config
-    from penstock.session import train_new
+    from penstock.run.session import train_new
     from penstock.training.consumer import Consumer
 
     model = saved_model(args, "small" if args.tiny else "qwen0.5b")

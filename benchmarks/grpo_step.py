@@ -89,7 +89,7 @@ def random_model(folder: Path, **shape: Any) -> Path:
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-    from penstock.demo import policy_path
+    from penstock.config.demo import policy_path
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(policy_path())
@@ -302,7 +302,7 @@ def model_path(name: str, folder: Path) -> str:
     if name in SHAPES:
         return str(random_model(folder / "model", **SHAPES[name]))
     if name == "demo":
-        from penstock.demo import policy_path
+        from penstock.config.demo import policy_path
 
         return str(policy_path())
     if name == "smollm2":

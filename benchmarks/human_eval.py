@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from penstock.sandbox.pool import SandboxPool
-from penstock.sandbox.settings import SandboxSettings
-from penstock.sandbox.verify import verify
+from penstock.reward.sandbox.pool import SandboxPool
+from penstock.reward.sandbox.settings import SandboxSettings
+from penstock.reward.sandbox.verify import verify
 from stages.forger import forger
 
 NOTHING = "return None"

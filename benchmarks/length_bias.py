@@ -16,11 +16,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from penstock.agent.single_turn import SingleTurn
 from penstock.config import SamplingConfig
 from penstock.engine.protocol import GenerationRequest
-from penstock.journal import Journal
-from penstock.produce import (
+from penstock.rollout import (
     AsyncProduceStrategyConfig,
     ProduceProgress,
     Producer,
@@ -28,7 +26,9 @@ from penstock.produce import (
     ReplayBuffer,
     Sampler,
 )
-from penstock.twin.virtual_time import VirtualClock
+from penstock.rollout.agent.single_turn import SingleTurn
+from penstock.run.twin.virtual_time import VirtualClock
+from penstock.store.journal import Journal
 from penstock.types import StepReport
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward

@@ -27,18 +27,18 @@ import numpy as np
 import ray
 from instant_engine import FACTORY, cpu_s
 
-from penstock.agent.single_turn import SingleTurn
 from penstock.config import LaunchConfig, SamplingConfig
 from penstock.data.sampler import Sampler
-from penstock.journal import Journal
-from penstock.launch.ray.actor import ActorWorker
-from penstock.pool.pool import EnginePool
-from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.produce.replay_buffer import ReplayBuffer
-from penstock.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.supervise.worker import Worker
+from penstock.rollout import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
+from penstock.rollout.agent.single_turn import SingleTurn
+from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.store.journal import Journal
 from penstock.types import Prompt, Rollout, Score, StepReport
-from penstock.watch.waits import Waits
+from penstock.waits import Waits
+from penstock.workers.pool.pool import EnginePool
+from penstock.workers.ray.actor import ActorWorker
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.worker import Worker
 
 GROUPS_PER_STEP, GENERATIONS = 128, 8
 

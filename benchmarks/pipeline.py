@@ -24,8 +24,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from penstock.journal import Journal
-from penstock.produce import (
+from penstock.rollout import (
     AsyncProduceStrategyConfig,
     ProduceProgress,
     Producer,
@@ -34,7 +33,8 @@ from penstock.produce import (
     Sampler,
     SyncProduceStrategyConfig,
 )
-from penstock.twin.virtual_time import VirtualClock
+from penstock.run.twin.virtual_time import VirtualClock
+from penstock.store.journal import Journal
 from penstock.types import Prompt, Rollout, Score, Status, StepReport, VersionSegment
 
 GROUPS, GENERATIONS = 32, 8

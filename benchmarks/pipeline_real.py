@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from skewed_engine import Skew
 
-from penstock.track.protocol import RunInfo
+from penstock.inspection.track.protocol import RunInfo
 from penstock.types import Prompt, Rollout, Score
 
 HERE = Path(__file__).resolve().parent
@@ -328,7 +328,7 @@ def matched(minutes: float, sigmas: list[float], bounds: list[int]) -> None:
 
 def _lengthened_demo(folder: Path) -> None:
     """Write the demo policy with more positions (rotary, so its weights stay the same), and texts."""
-    from penstock.demo import resolve_model_path
+    from penstock.config.demo import resolve_model_path
 
     shutil.copytree(resolve_model_path("demo"), folder)
     config = json.loads((folder / "config.json").read_text())

@@ -152,7 +152,7 @@ class LineTracker:
 def run_one(task: str, model: Path, run: dict[str, Any], words: list[str]) -> None:
     """Train one variant in this process."""
     from penstock.config.source import load_config
-    from penstock.session import train_new
+    from penstock.run.session import train_new
 
     torch.set_num_threads(1)
     variant = run["variant"]
@@ -191,7 +191,7 @@ def write_model(args: argparse.Namespace, folder: Path, bits: int) -> Path:
     """Write the model with its weights rounded to the grid, as a hub checkpoint would have them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from penstock.demo import resolve_model_path
+    from penstock.config.demo import resolve_model_path
 
     source = resolve_model_path(args.model)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -215,7 +215,7 @@ def show_lora(rate: float, steps: int) -> None:
     from transformers import AutoModelForCausalLM
 
     from penstock.config import Config
-    from penstock.demo import policy_path
+    from penstock.config.demo import policy_path
     from penstock.training.consumer import Consumer
 
     sys.path.insert(0, str(HERE.parent / "tests"))
@@ -289,7 +289,7 @@ def show_first(source: str) -> None:
     """
     from transformers import AutoModelForCausalLM
 
-    from penstock.demo import resolve_model_path
+    from penstock.config.demo import resolve_model_path
     from penstock.training.dither import dither_, dither_key
 
     model = AutoModelForCausalLM.from_pretrained(resolve_model_path(source), dtype=torch.float32)

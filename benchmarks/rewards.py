@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from penstock.reward.equality import decide
 from penstock.reward.math_pool import MathPool
 from penstock.reward.math_worker import compare
-from penstock.sandbox.pool import SandboxPool
-from penstock.sandbox.settings import SandboxSettings
-from penstock.sandbox.verify import verify
+from penstock.reward.sandbox.pool import SandboxPool
+from penstock.reward.sandbox.settings import SandboxSettings
+from penstock.reward.sandbox.verify import verify
 
 
 def make_pairs(count: int) -> list[tuple[str, str]]:

@@ -15,9 +15,9 @@ import statistics
 import time
 from typing import Any
 
-from penstock.sandbox.pool import SandboxPool
-from penstock.sandbox.settings import SandboxSettings
-from penstock.sandbox.verify import verify
+from penstock.reward.sandbox.pool import SandboxPool
+from penstock.reward.sandbox.settings import SandboxSettings
+from penstock.reward.sandbox.verify import verify
 
 ADD = "def add(a, b):\n    return a + b\n"
 FORMS: dict[str, tuple[dict[str, Any], str]] = {

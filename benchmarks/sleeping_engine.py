@@ -14,13 +14,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from penstock.algo.grpo import GRPO
-from penstock.algo.method import Surrogate, TokenView
 from penstock.config import Config
 from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Fetch
-from penstock.twin.models import DecodeModel
-from penstock.twin.parts import Samples, VirtualEngine
+from penstock.run.twin.models import DecodeModel
+from penstock.run.twin.parts import Samples, VirtualEngine
+from penstock.training.algo.grpo import GRPO
+from penstock.training.algo.method import Surrogate, TokenView
 from penstock.types import Prompt, Rollout, Score, WeightHandle
 
 

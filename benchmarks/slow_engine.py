@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from penstock.engine.protocol import GenerationRequest
-from penstock.twin.virtual_time import VirtualClock
+from penstock.run.twin.virtual_time import VirtualClock
 from stages.paced_engine import PacedEngine, request_of
 from stages.supervised import EngineCrew
 

@@ -65,7 +65,7 @@ def _resident(pid: int) -> int:
 
 def soak(steps: int, folder: str) -> list[dict[str, float]]:
     from penstock.config.source import load_config
-    from penstock.session import train_new
+    from penstock.run.session import train_new
 
     words = [
         f"run.dir={folder}",

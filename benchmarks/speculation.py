@@ -23,7 +23,7 @@ from penstock.data.chat import load_tokenizer
 from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.options import TransformersOptions
-from penstock.models.loading import load_causal_lm
+from penstock.model.loading import load_causal_lm
 
 LONGEST, SHORTEST = 4, 2  # tokens that must be the same before a draft
 DRAFTS = (1, 2, 4)  # tokens

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from penstock.config import Config
-from penstock.training import packed_attention
+from penstock.model import packed_attention
 from penstock.training.consumer import Consumer
 from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
 

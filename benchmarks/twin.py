@@ -27,10 +27,10 @@ from pathlib import Path
 import numpy as np
 
 from penstock.config.source import load_config
-from penstock.twin import fit, plan
-from penstock.twin.models import DecodeModel, TrainModel
-from penstock.twin.profile import Profile, SeenGroup, assumed
-from penstock.twin.simulate import DRIVER_IS_FULL, simulate
+from penstock.run.twin import fit, plan
+from penstock.run.twin.models import DecodeModel, TrainModel
+from penstock.run.twin.profile import Profile, SeenGroup, assumed
+from penstock.run.twin.simulate import DRIVER_IS_FULL, simulate
 
 HERE = Path(__file__).resolve().parent
 ENGINE = HERE / "sleeping_engine.py"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from penstock.scratch import weight_folder
+from penstock.files import weight_folder
 from penstock.weights.mapped_files import read_folder
 from penstock.weights.model_weights import digest_of
 from penstock.weights.shared_memory import SharedMemorySync

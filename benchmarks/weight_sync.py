@@ -39,14 +39,14 @@ from typing import Any
 import torch
 
 from penstock.config import LaunchConfig
-from penstock.launch.processes.process_worker import ProcessWorker
-from penstock.pool.node_copies import NodeCopies
-from penstock.scratch import weight_folder
-from penstock.supervise.supervised import SupervisionCallbacks
+from penstock.files import weight_folder
 from penstock.types import WeightHandle
-from penstock.watch.waits import Waits
+from penstock.waits import Waits
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.shared_memory import SharedMemorySync
+from penstock.workers.pool.node_copies import NodeCopies
+from penstock.workers.processes.process_worker import ProcessWorker
+from penstock.workers.supervise.supervised import SupervisionCallbacks
 
 TENSOR_BYTES = 32 * 2**20
 PATHS = ("in_process", "shared_memory", "collective", "two nodes")
@@ -187,7 +187,7 @@ class Nodes:
                 self.copies.place_engine(index, "here" if kind == "collective" else apart)
 
     async def _spawn(self, name: str, node: str, folder: str) -> ProcessWorker:
-        part = "penstock.launch.part_factories:distributor_part"
+        part = "penstock.workers.part_factories:distributor_part"
         log = self._logs / f"{name}.log"
         given = (folder, node, "127.0.0.1", self._backend, self._delta)
         how: dict[str, Any] = {"log_path": log, "threads": 1, "timeout_s": 120}

@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from penstock.agent.single_turn import SingleTurn
-from penstock.algo import ALGORITHMS
-from penstock.algo.method import check_algorithm, resolve_settings
-from penstock.algo.settings import keep_group
 from penstock.config import Config
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.dataset import Dataset, load_dataset
 from penstock.data.sampler import Sampler
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.reward import build_reward
+from penstock.rollout.agent.single_turn import SingleTurn
+from penstock.training.algo import ALGORITHMS
+from penstock.training.algo.method import check_algorithm, resolve_settings
+from penstock.training.algo.settings import keep_group
 from penstock.training.consumer import Consumer
 from penstock.types import Batch, Group, WeightHandle
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import penstock
 from penstock.config.source import load_config
-from penstock.run import Loop
-from penstock.session import train_new
+from penstock.run.loop import Loop
+from penstock.run.session import train_new
 
 ROOT = Path(penstock.__file__).parent
 SMALL = [

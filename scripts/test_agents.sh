@@ -24,4 +24,4 @@ if [ ! -f "$servers/.ready" ]; then
     touch "$servers/.ready"
 fi
 export PENSTOCK_TEST_MCP="$PWD/$servers/bin"
-exec "$PYTHON" -m pytest tests/agent/test_frameworks.py -p no:cacheprovider "$@"
+exec "$PYTHON" -m pytest tests/promises/agents/test_frameworks.py -p no:cacheprovider "$@"

@@ -21,7 +21,7 @@ import pytest
 import typer.main
 
 if TYPE_CHECKING:
-    from penstock.run_folder import RunFolder
+    from penstock.store.run_folder import RunFolder
     from stages.tiny_run import CrashServer
 
 # read when torch and Triton are imported, here and in every process that a test starts
@@ -37,58 +37,58 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 MEMORY, ROOM = Path("/dev/shm"), 4 << 30  # bytes; a session writes less than one GiB
 _ALL_RAY = re.compile(r"^pytestmark = \[?pytest\.mark\.ray\b", re.MULTILINE)
 LONGEST_FIRST = (  # so that neither test process is left with one of these while the other is idle
-    "agent/test_learning.py",
+    "promises/agents/test_learning.py",
     "training/test_layouts.py",
     "training/test_learning.py",
-    "docs/test_docs.py",
-    "durability/test_worker_faults.py",
-    "agent/test_tool_kills.py",
-    "durability/test_crashes.py",
-    "durability/test_power_loss.py",
+    "promises/docs/test_docs.py",
+    "promises/durability/test_worker_faults.py",
+    "promises/agents/test_tool_kills.py",
+    "promises/durability/test_crashes.py",
+    "promises/durability/test_power_loss.py",
     "training/test_parallel.py",
     "training/test_architectures.py",
-    "agent/test_agent_runs.py",
-    "produce/test_conservation.py",
-    "training/test_exactness.py",
-    "training/test_updates_against_trl.py",
-    "docs/test_notebooks.py",
+    "promises/agents/test_agent_runs.py",
+    "rollout/test_conservation.py",
+    "promises/exactness/test_exactness.py",
+    "promises/exactness/test_updates_against_trl.py",
+    "promises/docs/test_notebooks.py",
     "engine/test_openai_engine.py",
-    "durability/test_disk_faults.py",
-    "durability/test_identity.py",
+    "promises/durability/test_disk_faults.py",
+    "promises/durability/test_identity.py",
     "training/test_consumer.py",
-    "sandbox/test_escapes.py",
-    "launch/test_ranks.py",
-    "durability/test_several_ranks.py",
-    "launch/test_layouts.py",
+    "reward/sandbox/test_escapes.py",
+    "workers/test_ranks.py",
+    "promises/durability/test_several_ranks.py",
+    "workers/test_layouts.py",
     "engine/test_transformers_engine.py",
     "engine/test_decode_layer.py",
-    "test_end_to_end.py",
-    "sandbox/test_verify.py",
-    "sandbox/test_server.py",
-    "test_trust.py",
-    "sandbox/test_isolation.py",
+    "promises/test_end_to_end.py",
+    "reward/sandbox/test_verify.py",
+    "reward/sandbox/test_server.py",
+    "store/test_trust.py",
+    "reward/sandbox/test_isolation.py",
     "reward/test_math_pool.py",
     "weights/test_shared_memory.py",
     "test_layers.py",
     "inspection/test_dashboard_browser.py",
-    "twin/test_fit.py",
-    "simulation/test_simulation.py",
-    "agent/test_processes.py",
-    "sandbox/test_judge.py",
+    "run/twin/test_fit.py",
+    "promises/simulation/test_simulation.py",
+    "rollout/agent/test_processes.py",
+    "reward/sandbox/test_judge.py",
     "test_named_things.py",
-    "durability/test_evaluation.py",
+    "promises/durability/test_evaluation.py",
     "reward/test_reward_properties.py",
-    "durability/test_replay_run.py",
-    "durability/test_changed_settings.py",
+    "promises/durability/test_replay_run.py",
+    "promises/durability/test_changed_settings.py",
     "weights/test_device_digest.py",
-    "engine/test_decode_kernels.py",
+    "model/test_decode_kernels.py",
     "reward/test_reward_model.py",
-    "docs/test_examples.py",
-    "pool/test_pool.py",
+    "promises/docs/test_examples.py",
+    "workers/pool/test_pool.py",
     "test_cli.py",
     "data/test_dataset.py",
     "inspection/test_report_browser.py",
-    "launch/test_faults.py",
+    "workers/test_faults.py",
 )
 
 
@@ -213,10 +213,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashServer]:
 @pytest.fixture(scope="module")
 def warm_workers(server: CrashServer) -> Iterator[None]:
     """Fork the workers of this module's runs from a warm process instead of starting them."""
-    from penstock.launch.processes import process_worker
+    from penstock.workers.processes import process_worker
     from stages.warm_workers import install
 
     start = process_worker._spawn
     install(server.nursery)
     yield
     process_worker._spawn = start
+
+
+@pytest.fixture
+def saved_model(tmp_path: Path) -> Path:
+    """Return the folder of a float32 model, as a config names it."""
+    import torch
+
+    from stages.training_data import tiny_model
+
+    folder = tmp_path / "policy"
+    tiny_model(dtype=torch.float32).save_pretrained(folder)
+    return folder

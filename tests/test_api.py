@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock import api, plugins
+from penstock import api
+from penstock.config import plugins
 from penstock.errors import UserError
-from penstock.session import StopSignals, outside_a_loop
-from penstock.track import notebook
+from penstock.inspection.track import notebook
+from penstock.run.session import StopSignals, outside_a_loop
 from stages import rewards as stage_rewards
 
 ROWS = [{"prompt": f"{a}+{b}", "gt_answer": str(a + b)} for a in (10, 11) for b in (20, 21, 22)]
@@ -95,7 +96,7 @@ def test_a_run_inside_a_running_event_loop_is_stopped_by_an_interrupt() -> None:
 
 EXITS = """
 import sys
-from penstock.produce import ProduceBatchStatus, ProduceStrategy
+from penstock.rollout import ProduceBatchStatus, ProduceStrategy
 
 class Exits(ProduceStrategy):
     async def produce_batch(self, ctx):

@@ -235,7 +235,7 @@ LINE = {"messages": {"role": "user", "content": "1+1"}, "gt_answer": "2"}
         (["tasks.train.rewards=[{type='niceness'}]"], "niceness"),
         (["tasks.train.agent=chatty"], "chatty"),
         (["produce.strategy=no_such_module:Mine"], "no_such_module cannot be imported"),
-        (["produce.strategy=json:JSONDecoder"], "a subclass of penstock.produce.ProduceStrategy"),
+        (["produce.strategy=json:JSONDecoder"], "a subclass of penstock.rollout.ProduceStrategy"),
         (["tasks.train.produce.strategy=json:Nothing"], "json has no 'Nothing'"),
         (["produce.is_valid_sample=json:nothing"], "json has no 'nothing'"),
         (

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from penstock import cli, disk
-from penstock.evaluation.evaluate import SUMMARY, restore_summaries
-from penstock.track.jsonl import restore_metrics
+from penstock import cli, files
+from penstock.inspection.track.jsonl import restore_metrics
+from penstock.rollout.evaluation.evaluate import SUMMARY, restore_summaries
 from penstock.types import StepReport
 
 MOUNTS = """\
@@ -33,7 +33,7 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "home" / "my dïsk").mkdir(parents=True)
     table = tmp_path / "mountinfo"
     table.write_text(MOUNTS.format(root=root))
-    monkeypatch.setattr(disk, "MOUNTS", table)
+    monkeypatch.setattr(files, "MOUNTS", table)
     return root
 
 
@@ -50,11 +50,11 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_the_nearest_mount_names_the_file_system(mounts: Path, folder: str, kind: str) -> None:
     (mounts / folder).mkdir(parents=True, exist_ok=True)
-    assert disk.network_file_system(mounts / folder / "not yet there") == kind
+    assert files.network_file_system(mounts / folder / "not yet there") == kind
 
 
 def test_this_machine_has_a_table_of_mounts(tmp_path: Path) -> None:
-    assert disk._file_system(tmp_path.resolve())
+    assert files._file_system(tmp_path.resolve())
 
 
 def test_a_start_on_a_network_file_system_is_refused_in_one_line(
@@ -97,27 +97,27 @@ def test_a_large_file_is_synced_in_pieces_and_then_whole(
             calls.append((start.value, count.value, how))
             return -1 if len(calls) == refused else 0
 
-    monkeypatch.setattr(disk.ctypes, "CDLL", lambda _: Library)
-    monkeypatch.setattr(disk.os, "fsync", lambda descriptor: calls.append("whole"))
-    monkeypatch.setattr(disk, "_PIECE", 1000)
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda _: Library)
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: calls.append("whole"))
+    monkeypatch.setattr(files, "_PIECE", 1000)
     (tmp_path / "large").write_bytes(bytes(2500))
     (tmp_path / "small").write_bytes(bytes(1000))
-    disk.sync(tmp_path / "large")
+    files.sync(tmp_path / "large")
     pieces = [(1000, 1000, 2), (0, 1000, 7), (2000, 1000, 2), (1000, 1000, 7)]
     pieces += [(3000, 1000, 2), (2000, 1000, 7)]  # there is no fourth: nothing to write
     assert calls == [*pieces[:refused], "whole"]
     calls.clear()
-    disk.sync(tmp_path / "small")
-    disk.sync(tmp_path)
+    files.sync(tmp_path / "small")
+    files.sync(tmp_path)
     assert calls == ["whole", "whole"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS has no such call")
 def test_this_system_takes_the_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_PIECE", 4096)
+    monkeypatch.setattr(files, "_PIECE", 4096)
     own, answers = ctypes.CDLL(None).sync_file_range, []
     wrapped = SimpleNamespace(sync_file_range=lambda *how: answers.append(own(*how)) or answers[-1])
-    monkeypatch.setattr(disk.ctypes, "CDLL", lambda _: wrapped)
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda _: wrapped)
     (tmp_path / "file").write_bytes(bytes(10_000))
-    disk.sync(tmp_path / "file")
+    files.sync(tmp_path / "file")
     assert answers == [0] * 6

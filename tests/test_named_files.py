@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.rglob("src/**/*.py")]
 NAMED = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|sh|toml|md))`")
@@ -18,10 +16,14 @@ EXISTING = {
 } | {path.name for path in ROOT.iterdir()}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_named_file_exists(page: Path) -> None:
-    for name in set(NAMED.findall(page.read_text())) - MADE_BY_RUNS:
-        assert any(path == name or path.endswith(f"/{name}") for path in EXISTING), name
+def test_every_named_file_exists() -> None:
+    missing = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in PAGES
+        for name in set(NAMED.findall(page.read_text())) - MADE_BY_RUNS
+        if not any(path == name or path.endswith(f"/{name}") for path in EXISTING)
+    ]
+    assert not missing, "\n".join(missing)
 
 
 def test_the_test_files_that_run_first_exist() -> None:

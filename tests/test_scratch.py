@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.scratch import ScratchFolder, sweep
+from penstock.files import ScratchFolder, sweep
 
 MAKE_ONE = """
 import sys
-from penstock.scratch import ScratchFolder
+from penstock.files import ScratchFolder
 folder = ScratchFolder.new("test", sys.argv[1])
 print(folder.path, flush=True)
 sys.stdin.read()

@@ -18,9 +18,9 @@ from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.evaluation.evaluate import EvalResult
-    from penstock.evaluation.generate import Sample
-    from penstock.run_folder import RunFolder
+    from penstock.rollout.evaluation.evaluate import EvalResult
+    from penstock.rollout.evaluation.generate import Sample
+    from penstock.store.run_folder import RunFolder
 
 Data: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | str] | Any"
 """A file, folder, glob, hub name or built-in task; or rows: a list, a `datasets.Dataset`, a data frame."""
@@ -76,7 +76,7 @@ class Run:
         from contextlib import closing
 
         from penstock.inspection.rollout_viewer import find_rollouts
-        from penstock.journal import Journal
+        from penstock.store.journal import Journal
 
         with closing(Journal.open(self._folder.journal, readonly=True)) as journal:
             found = find_rollouts(journal, where=where, step=step, task=task, limit=limit)
@@ -85,7 +85,7 @@ class Run:
     @property
     def model_path(self) -> Path:
         """The folder of the newest model, which transformers' `from_pretrained` loads."""
-        from penstock.checkpoint import CheckpointStore
+        from penstock.store.checkpoint import CheckpointStore
 
         path = CheckpointStore(self._folder.checkpoints).newest_model()
         if path is None:
@@ -173,8 +173,9 @@ def train(
 def _train(
     config: str | Path | None, settings: Settings, files: Sequence[Path], trusted: bool
 ) -> Run:
-    from penstock import entry, trust
     from penstock.config.source import load_config
+    from penstock.run import entry
+    from penstock.store import trust
 
     loaded = load_config(config, _overrides(settings), bare=config is None).config
     trust.check_config(None if config is None else str(config), loaded, trust=trusted)
@@ -194,7 +195,7 @@ def resume(
     accept_changes: continue also if the data or the tokenizer has other content than before.
     trust: allow what a run of another user would execute or connect to.
     """
-    from penstock import entry
+    from penstock.run import entry
 
     folder = _folder(run)
     objects = _objects_again(folder.config(), reward)
@@ -229,7 +230,7 @@ def evaluate(
     Without data: the evaluation tasks of the run, with its rewards. out: folder for the samples.
     trust: allow what a run of another user would execute or connect to.
     """
-    from penstock.session import evaluate_model, outside_a_loop
+    from penstock.run.session import evaluate_model, outside_a_loop
 
     rewards, objects = name_rewards(reward)
     named: dict[str, Any] = {
@@ -274,9 +275,9 @@ def generate(
     raw: send the prompts as they are, without the chat template.
     trust: allow what a run of another user would execute or connect to.
     """
-    from penstock import preflight
-    from penstock.evaluation.generate import generate_samples
-    from penstock.session import model_config, outside_a_loop
+    from penstock.rollout.evaluation.generate import generate_samples
+    from penstock.run import preflight
+    from penstock.run.session import model_config, outside_a_loop
 
     config = model_config(_source(model), _overrides(settings or {}), trusted=trust)
     named = {"max_tokens": max_tokens, "temperature": temperature}
@@ -300,10 +301,9 @@ def score(
 
     responses: rows with `response` and `gt_answer` or `test_cases`; a JSONL file; or a run.
     """
-    from penstock.evaluation.score import score_file
-    from penstock.scratch import ScratchFolder
-    from penstock.session import outside_a_loop
-    from penstock.terminal import console
+    from penstock.files import ScratchFolder, console
+    from penstock.rollout.evaluation.score import score_file
+    from penstock.run.session import outside_a_loop
 
     rewards, objects = name_rewards(reward)
     if not rewards or len(rewards) > 1:
@@ -347,7 +347,7 @@ def _importable(target: Any) -> str:
 
 
 def _give(target: Any, objects: dict[str, Any]) -> str:
-    from penstock.plugins import PYTHON
+    from penstock.config.plugins import PYTHON
 
     if not callable(target) and not hasattr(target, "score"):
         raise UserError(
@@ -366,7 +366,7 @@ def _give(target: Any, objects: dict[str, Any]) -> str:
 
 def _objects_again(config: Config, reward: Reward | None) -> dict[str, Any]:
     """Return the objects that a run's config names, from the rewards that are given again."""
-    from penstock.plugins import PYTHON
+    from penstock.config.plugins import PYTHON
 
     tasks = (*config.tasks.values(), *config.eval.tasks.values())
     types = dict.fromkeys(one.type for task in tasks for one in task.rewards)
@@ -386,7 +386,7 @@ def _objects_again(config: Config, reward: Reward | None) -> dict[str, Any]:
 
 @contextmanager
 def _python_objects(objects: Mapping[str, Any]) -> Iterator[None]:
-    from penstock import plugins
+    from penstock.config import plugins
 
     with plugins.given(objects):
         yield
@@ -400,7 +400,7 @@ def _written(
     sources: Mapping[str, Data | None],
 ) -> Iterator[tuple[dict[str, str], list[Path]]]:
     """Give each source as the value of its `data` key; rows are first written to a scratch file."""
-    from penstock.scratch import ScratchFolder
+    from penstock.files import ScratchFolder
 
     with ScratchFolder.new("rows") as scratch:
         given, files = dict[str, str](), list[Path]()
@@ -492,7 +492,7 @@ def _overrides(settings: Settings) -> list[str]:
 
 
 def _folder(run: Run | str | Path) -> RunFolder:
-    from penstock.run_folder import find
+    from penstock.store.run_folder import find
 
     return run._folder if isinstance(run, Run) else find(run)
 

@@ -21,10 +21,10 @@ from penstock import __version__
 from penstock.config import Section
 from penstock.config.source import explain, load_config
 from penstock.errors import PenstockError, StopRequested, UserError
+from penstock.files import console, say
 from penstock.inspection.dashboard.command import dashboard
-from penstock.launch.processes.bytecode import use_bytecode_cache
-from penstock.terminal import console, say
-from penstock.twin.command import simulate
+from penstock.run.twin.command import simulate
+from penstock.workers.processes.bytecode import use_bytecode_cache
 
 app = typer.Typer(
     name="penstock",
@@ -97,8 +97,8 @@ def train(arguments: Arguments = None, trust: Trust = False) -> None:
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
     loaded.require_tasks()
-    from penstock import entry
-    from penstock.trust import check_config
+    from penstock.run import entry
+    from penstock.store.trust import check_config
 
     check_config(path, loaded.config, trust=trust)
     entry.train(loaded.config)
@@ -118,8 +118,8 @@ def resume(
     trust: Trust = False,
 ) -> None:
     """Continue a run after a stop or a crash: load the newest checkpoint, redo the journalled steps."""
-    from penstock import entry
-    from penstock.run_folder import find
+    from penstock.run import entry
+    from penstock.store.run_folder import find
 
     entry.resume(find(run), overrides or [], accept_changes=accept_changes, trusted=trust)
 
@@ -138,8 +138,8 @@ def replay(
 
     With --algo or KEY=VALUE: make a new run that trains on the recorded rollouts and generates nothing.
     """
-    from penstock.run_folder import find
-    from penstock.session import replay_run
+    from penstock.run.session import replay_run
+    from penstock.store.run_folder import find
 
     words = overrides or []
     replay_run(find(run), to_step=to, algorithm=algo, overrides=words, trusted=trust)
@@ -153,8 +153,8 @@ def scale(
     ],
 ) -> None:
     """Change the number of engines of a run that is under way."""
-    from penstock.launch.control import scale_run
-    from penstock.run_folder import find
+    from penstock.store.run_folder import find
+    from penstock.workers.control import scale_run
 
     say(scale_run(find(run).path, setting))
 
@@ -171,7 +171,7 @@ def evaluate(
 
     A model folder needs its tasks as settings: eval.tasks.NAME.data=FILE.
     """
-    from penstock.session import evaluate_once
+    from penstock.run.session import evaluate_once
 
     path, overrides = _split(arguments)
     evaluate_once(path, overrides, out, trusted=trust)
@@ -184,7 +184,7 @@ def audit(
 ) -> None:
     """Check from the journal that nothing was lost, trained twice or too stale; exit 1 if it was."""
     from penstock.inspection.audit import audit_run
-    from penstock.run_folder import find
+    from penstock.store.run_folder import find
 
     raise typer.Exit(audit_run(find(run), as_json=json_out))
 
@@ -209,7 +209,7 @@ def compare(
     """Compare two runs prompt by prompt: which is better, by how much, with a 95 % interval."""
     from penstock.inspection.compare import compare as compared
     from penstock.inspection.compare import print_comparison
-    from penstock.run_folder import find
+    from penstock.store.run_folder import find
 
     a, b = find(first), find(second)
     print_comparison(a, b, compared(a, b), console(), as_json=json_out)
@@ -222,7 +222,7 @@ def doctor(
 ) -> None:
     """Print what is wrong with a run, how it shows and which setting to change; exit 1 if anything is."""
     from penstock.inspection.doctor import examine
-    from penstock.run_folder import find
+    from penstock.store.run_folder import find
 
     raise typer.Exit(examine(find(run), console(), as_json=json_out))
 
@@ -239,7 +239,7 @@ def backup(
 ) -> None:
     """Copy a run, also one that is under way: its journal, newest checkpoint, settings and logs."""
     from penstock.inspection.backup import back_up
-    from penstock.run_folder import find
+    from penstock.store.run_folder import find
 
     say(back_up(find(run), target))
 
@@ -261,7 +261,7 @@ def export(
 ) -> None:
     """Write a run's newest model, its tokenizer and a model card made from the journal to a folder."""
     from penstock.inspection.export import export_run, push_to_hub
-    from penstock.run_folder import find
+    from penstock.store.run_folder import find
 
     folder = export_run(find(run), to, adapter=adapter)
     say(folder)
@@ -281,7 +281,7 @@ def report(
 ) -> None:
     """Write one HTML file with curves, timeline, staleness, lengths and samples."""
     from penstock.inspection.report import write_report
-    from penstock.run_folder import find
+    from penstock.store.run_folder import find
 
     say(write_report([find(run) for run in runs], out))
 
@@ -295,7 +295,7 @@ def timeline(
 ) -> None:
     """Print the idle share of every worker; write a trace for Perfetto (ui.perfetto.dev)."""
     from penstock.inspection.timeline import summary_lines, write_trace
-    from penstock.run_folder import find
+    from penstock.store.run_folder import find
 
     folder = find(run)
     for line in summary_lines(folder):
@@ -318,7 +318,7 @@ def rollouts(
 ) -> None:
     """Print samples: text, rewards, weight versions, the step that trained them or why none did."""
     from penstock.inspection.rollout_viewer import show_rollouts
-    from penstock.run_folder import find
+    from penstock.store.run_folder import find
 
     show_rollouts(find(run), where=where, step=step, task=task, limit=limit, as_json=json_out)
 
@@ -333,9 +333,9 @@ def generate(
     ] = False,
 ) -> None:
     """Sample from a config's model and print every token with its log-probability."""
-    from penstock import preflight
-    from penstock.evaluation.generate import describe, generate_samples
-    from penstock.trust import check_config
+    from penstock.rollout.evaluation.generate import describe, generate_samples
+    from penstock.run import preflight
+    from penstock.store.trust import check_config
 
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides).config
@@ -400,13 +400,13 @@ def check(arguments: Arguments = None, trust: Trust = False) -> None:
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
     loaded.require_tasks()
-    from penstock import preflight
-    from penstock.trust import check_config
+    from penstock.run import preflight
+    from penstock.store.trust import check_config
 
     check_config(path, loaded.config, trust=trust)
     preflight.check(loaded.config)
-    from penstock.inspection.rehearsal_text import print_rehearsal
-    from penstock.rehearsal import rehearse
+    from penstock.run.check import rehearse
+    from penstock.run.check_text import print_rehearsal
 
     raise typer.Exit(print_rehearsal(console(), rehearse(loaded.config)))
 
@@ -468,7 +468,7 @@ def score(
     ] = None,
 ) -> None:
     """Run a reward over recorded responses; write one JSON line for each, in order."""
-    from penstock.evaluation.score import parse_options, score_file
+    from penstock.rollout.evaluation.score import parse_options, score_file
 
     raise typer.Exit(score_file(data, reward, out, parse_options(options or [])).exit_code)
 
@@ -481,8 +481,8 @@ app.command(rich_help_panel="Look")(dashboard)
 @sandbox_app.command("check")
 def sandbox_check(options: Overrides = None) -> None:
     """Print which layers of isolation work on this machine; exit 1 if code would be refused."""
-    from penstock import sandbox
-    from penstock.sandbox.settings import SandboxSettings
+    from penstock.reward import sandbox
+    from penstock.reward.sandbox.settings import SandboxSettings
 
     result = sandbox.check(_section(SandboxSettings, options))
     for line in result.lines():
@@ -502,7 +502,7 @@ def sandbox_serve(
     ] = "PENSTOCK_SANDBOX_TOKEN",
 ) -> None:
     """Serve code verification over HTTP: POST /check_correctness."""
-    from penstock.sandbox.serve import ServerSettings, serve
+    from penstock.reward.sandbox.serve import ServerSettings, serve
 
     serve(host, port, token_variable, _section(ServerSettings, options))
 
@@ -516,8 +516,8 @@ def agent_check(arguments: Arguments = None, trust: Trust = False) -> None:
     """Play the config's agents against a made-up policy, and say what would go wrong; exit 1 if anything."""
     import asyncio
 
-    from penstock.job import check_agents
-    from penstock.trust import check_config
+    from penstock.run.job import check_agents
+    from penstock.store.trust import check_config
 
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides).config
@@ -534,7 +534,7 @@ S = TypeVar("S", bound=Section)
 
 
 def _section(kind: type[S], options: list[str] | None) -> S:
-    from penstock.evaluation.score import parse_options
+    from penstock.rollout.evaluation.score import parse_options
 
     try:
         return kind.model_validate(parse_options(options or []))

@@ -526,7 +526,7 @@ class WeightHandle:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Finding:
-    """Something that is wrong with a run, and what to do about it (`findings/`)."""
+    """Something that is wrong with a run, and what to do about it (`inspection/findings/`)."""
 
     name: str  # stable, for metrics and pages: "equal_rewards"
     what: str  # one sentence without a full stop

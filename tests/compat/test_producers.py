@@ -66,7 +66,7 @@ def test_wrong_fields_are_refused(producer: SimpleProducer) -> None:
 
 
 def test_new_weights_are_loaded_and_told_by_their_digest(producer: SimpleProducer) -> None:
-    from penstock.demo import policy_path
+    from penstock.config.demo import policy_path
     from penstock.training.policy import load_policy
 
     model = load_policy(str(policy_path()), producer.config.model, torch.float32)
@@ -114,7 +114,7 @@ def test_figures_go_to_trackers_by_the_names_that_were_given(
 
 def test_a_profile_is_a_timeline(producer: SimpleProducer) -> None:
     from penstock.inspection.timeline import read_events
-    from penstock.run_folder import find
+    from penstock.store.run_folder import find
 
     folder = producer._log.rollout_file.parent  # type: ignore[union-attr]
     events = read_events(find(folder))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock import preflight
 from penstock.config import Config, foreign_words
 from penstock.config.doubts import doubts
 from penstock.config.listing import config_lines
 from penstock.config.source import LoadedConfig, load_config, to_toml, valid_keys, validate
 from penstock.errors import UserError
+from penstock.run import preflight
 
 PROMISED_KEYS = [
     "seed",

@@ -15,8 +15,8 @@ from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskConfig, Ta
 
 SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 READ_BY_NAME = {  # sections whose fields are copied by name into another record, which is then read
-    "produce": "produce/strategy.py copies the fields into the strategy's own config",
-    "algorithm": "algo/method.py lays the fields over the method's AlgorithmSettings",
+    "produce": "rollout/strategy.py copies the fields into the strategy's own config",
+    "algorithm": "training/algo/method.py lays the fields over the method's AlgorithmSettings",
 }
 READ_BY_THE_TREE = {  # keys that the config itself turns into what the code reads
     "eval.temperature": "Config.eval_sampling makes a SamplingConfig of it",

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import preflight
 from penstock.config import EvalTaskConfig, RewardConfig, TaskConfig
 from penstock.config.source import validate
 from penstock.data import Dataset, load_dataset, validate_source
@@ -20,6 +19,7 @@ from penstock.data.context import check_context
 from penstock.data.dataset import Example, read_examples
 from penstock.data.source import Records
 from penstock.errors import UserError
+from penstock.run import preflight
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 USER = {"role": "user", "content": "1+1"}

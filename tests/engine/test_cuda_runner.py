@@ -10,10 +10,11 @@ import torch
 
 from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.engine.transformers import engine as engine_module
-from penstock.engine.transformers.cuda import cuda_runner, cuda_steps, decode_reference
+from penstock.engine.transformers.cuda import cuda_runner, cuda_steps
 from penstock.engine.transformers.cuda.cuda_runner import CudaRunner, Launch
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.options import TransformersOptions
+from penstock.model.kernels import decode_reference
 from stages import tiny_policy as tiny
 
 

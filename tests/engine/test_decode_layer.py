@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.transformers.cuda import decode_reference as reference
 from penstock.engine.transformers.kv_attention import KVShape
+from penstock.model.kernels import decode_reference as reference
 
 pytestmark = pytest.mark.gpu(stand_in=True)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
-from penstock.engine.transformers.cuda import decode_layer, row_tiles  # noqa: E402
+from penstock.engine.transformers.cuda import decode_layer  # noqa: E402
+from penstock.model.kernels import row_tiles  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 

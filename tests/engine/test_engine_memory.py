@@ -68,7 +68,7 @@ def test_buckets_keep_every_row_through_moves(events: list[tuple[int, int]]) -> 
 
 def test_tied_weights_count_once_and_fusing_changes_no_digest() -> None:
     from penstock.engine.transformers.fuse import fuse_projections
-    from penstock.models.norms import fuse_norms
+    from penstock.model.norms import fuse_norms
     from stages import tiny_policy as tiny
 
     model = tiny.tiny_model(0)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine_contract import until_running
 
 from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
 from penstock.engine.openai.servers import Server
@@ -19,7 +20,6 @@ from penstock.errors import EngineError
 from stages import small_server
 from stages import tiny_policy as tiny
 from stages.engine_case import run
-from stages.engine_contract import until_running
 from stages.fake_server import ServedEngine
 from stages.small_server import FIRST_TOKEN
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_contract import CHECKS, until_running
 
 from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
 from penstock.engine.openai.server_weights import ReloadCall
@@ -17,7 +18,6 @@ from penstock.errors import EngineError, UserError
 from penstock.types import WeightHandle
 from stages import tiny_policy as tiny
 from stages.engine_case import LACKS, EngineCase, run
-from stages.engine_contract import CHECKS, until_running
 from stages.fake_server import PIECE, ServedEngine
 
 CASES = {

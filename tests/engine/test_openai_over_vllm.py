@@ -12,13 +12,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from engine_contract import CHECKS, assert_true_logprobs
 
 from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
 from penstock.engine.openai.http_client import HttpError
 from penstock.engine.openai.server_weights import VllmCalls
 from stages import tiny_policy as tiny
 from stages.engine_case import LACKS, EngineCase
-from stages.engine_contract import CHECKS, assert_true_logprobs
 
 if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)

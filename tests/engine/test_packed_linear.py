@@ -6,6 +6,7 @@ import platform
 
 import pytest
 import torch
+from engine_contract import CHECKS
 
 from penstock.engine.transformers.cpu import packed_linear
 from penstock.engine.transformers.cpu.packed_linear import (
@@ -18,7 +19,6 @@ from penstock.engine.transformers.cpu.packed_linear import (
 from penstock.engine.transformers.fuse import PlainLinear
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run
-from stages.engine_contract import CHECKS
 from stages.tiny_engine import make_engine, same_bits
 
 PACKED = packed_kind()

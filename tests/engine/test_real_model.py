@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
-from penstock.engine.transformers.cuda import cuda_runner, cuda_steps, decode_reference
+from penstock.engine.transformers.cuda import cuda_runner, cuda_steps
 from penstock.engine.transformers.engine import TransformersEngine, _load_model
 from penstock.engine.transformers.options import TransformersOptions
+from penstock.model.kernels import decode_reference
 from stages import tiny_policy as tiny
 from stages.engine_case import run
 

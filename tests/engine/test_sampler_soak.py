@@ -26,7 +26,7 @@ def hostile_logits() -> torch.Tensor:
 
 @pytest.mark.timeout(500)
 def test_fifty_million_rows() -> None:
-    from penstock.engine.transformers.cuda import decode_kernels as kernels
+    from penstock.model.kernels import decode_kernels as kernels
 
     logits = hostile_logits()
     temperature = torch.ones(ROWS, device="cuda")

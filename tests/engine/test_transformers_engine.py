@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_contract import CHECKS, until_running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.demo import policy_path
+from penstock.config.demo import policy_path
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.engine.transformers.engine import TransformersEngine, _text_decoder
 from penstock.engine.transformers.mailbox import Burst
@@ -22,7 +23,6 @@ from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import EngineError, UserError
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run, started
-from stages.engine_contract import CHECKS, until_running
 from stages.tiny_engine import make_engine, same_bits
 
 DEVICES = [

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_contract import CHECKS
 
 from penstock.types import WeightHandle
 from penstock.weights.mapped_files import share_weights
 from stages import tiny_policy as tiny
 from stages.engine_case import LACKS, EngineCase
-from stages.engine_contract import CHECKS
 
 if os.environ.get("PENSTOCK_TEST_VLLM") != "1":
     pytest.skip("run by scripts/test_vllm.sh", allow_module_level=True)

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.agent.single_turn import SingleTurn
 from penstock.config import SamplingConfig
 from penstock.data.sampler import Sampler
 from penstock.inspection.audit import Audit, EraBounds, audit_journal, audit_run
-from penstock.journal import Journal
-from penstock.journal.checks import CHECKED, expression
-from penstock.journal.schema import open_database
-from penstock.produce import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.produce.replay_buffer import ReplayBuffer
-from penstock.run_folder import RunFolder
-from penstock.twin.virtual_time import VirtualClock
+from penstock.rollout import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
+from penstock.rollout.agent.single_turn import SingleTurn
+from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.run.twin.virtual_time import VirtualClock
+from penstock.store.journal import Journal
+from penstock.store.journal.checks import CHECKED, expression
+from penstock.store.journal.schema import open_database
+from penstock.store.run_folder import RunFolder
 from penstock.types import Batch, StepReport
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward

@@ -23,8 +23,8 @@ from penstock.inspection.dashboard.server import TOKEN_VARIABLE, serve
 from penstock.inspection.dashboard.shown_run import ShownRun, ShownRuns, odd_file
 from penstock.inspection.report.data import RunRecord, read_run
 from penstock.inspection.runs import RunLine
-from penstock.journal import Journal
-from penstock.run_folder import RunFolder, _take_lock
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder, _take_lock
 from stages.dashboard_server import Client, serving
 from stages.made_run import GROUP_SIZE, make_run, metrics_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.run_folder import RunFolder
+from penstock.store.run_folder import RunFolder
 from stages.browser import BROWSER, LivePage
 from stages.dashboard_server import serving
 from stages.hostile_run import MARKUP, make_hostile_run

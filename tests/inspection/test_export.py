@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock import checkpoint as checkpoints
 from penstock.errors import RunError, UserError
 from penstock.inspection.export import export_run, push_to_hub
-from penstock.run_folder import RunFolder
+from penstock.store import checkpoint as checkpoints
+from penstock.store.run_folder import RunFolder
 from stages.made_run import make_run
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock import cli, terminal
-from penstock.run_folder import RunFolder
-from penstock.track.note_log import NoteLog
-from penstock.track.protocol import RunInfo
+from penstock import cli, files
+from penstock.inspection.track.note_log import NoteLog
+from penstock.inspection.track.protocol import RunInfo
+from penstock.store.run_folder import RunFolder
 from stages.browser import BROWSER, open_page
 from stages.hostile_run import MARKUP, PAYLOAD, TERMINAL, make_hostile_run
 
@@ -76,7 +76,7 @@ def test_a_config_of_a_stranger_is_printed_as_it_is(
 
 
 def test_a_console_and_the_log_show_every_character(tmp_path: Path) -> None:
-    made = terminal.console(file=io.StringIO(), force_terminal=True, width=200)
+    made = files.console(file=io.StringIO(), force_terminal=True, width=200)
     made.print(PAYLOAD, highlight=False)
     made.print_json('["fine"]')
     shown = made.file.getvalue()  # type: ignore[attr-defined]
@@ -88,9 +88,9 @@ def test_a_console_and_the_log_show_every_character(tmp_path: Path) -> None:
 
 def test_the_live_panel_shows_every_character(tmp_path: Path) -> None:
     from penstock.config.source import load_config
-    from penstock.track.console import ConsoleTracker
+    from penstock.inspection.track.console import ConsoleTracker
 
-    out = terminal.console(file=io.StringIO(), force_terminal=True, width=200)
+    out = files.console(file=io.StringIO(), force_terminal=True, width=200)
     info = RunInfo(
         config=load_config().config,
         folder=tmp_path,

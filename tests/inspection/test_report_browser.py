@@ -13,7 +13,7 @@ import pytest
 from penstock.inspection.report import write_report
 from penstock.inspection.report.data import read_run
 from penstock.inspection.report.page import render
-from penstock.run_folder import RunFolder
+from penstock.store.run_folder import RunFolder
 from stages.browser import BROWSER, LivePage, Page
 from stages.made_run import GROUP_SIZE, make_run, metrics_of
 

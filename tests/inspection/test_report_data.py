@@ -17,7 +17,7 @@ from penstock.inspection.report import write_report
 from penstock.inspection.report.data import MAX_TEXT, read_run
 from penstock.inspection.report.figures import take_figures
 from penstock.inspection.report.page import embed, render
-from penstock.run_folder import RunFolder
+from penstock.store.run_folder import RunFolder
 from stages.made_run import GROUP_SIZE, make_run, metrics_of
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from penstock.config.source import load_config
 from penstock.errors import UserError
-from penstock.inspection.rescore import score_groups, scored_again
-from penstock.journal import Journal
+from penstock.run.rescore import score_groups, scored_again
+from penstock.store.journal import Journal
 
 
 def test_settings_that_change_rewards_are_told_from_those_that_do_not() -> None:

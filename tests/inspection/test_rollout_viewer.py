@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock import terminal
+from penstock import files
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
 from penstock.inspection.rollout_viewer import RolloutView, show_rollouts
-from penstock.journal.checks import rollout_key
-from penstock.journal.codec import decode_rollout, encode_rollout
-from penstock.run_folder import RunFolder
+from penstock.store.journal.checks import rollout_key
+from penstock.store.journal.codec import decode_rollout, encode_rollout
+from penstock.store.run_folder import RunFolder
 from penstock.types import Prompt
 from stages.made_run import GROUP_SIZE, make_run
 
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def shown(run: RunFolder, **options: object) -> str:
-    console = terminal.console(file=io.StringIO(), width=100)
+    console = files.console(file=io.StringIO(), width=100)
     show_rollouts(run, console=console, **options)  # type: ignore[arg-type]
     return console.file.getvalue()  # type: ignore[attr-defined]
 

@@ -16,7 +16,7 @@ from penstock import cli
 from penstock.inspection.compare import compare, interval, read_samples
 from penstock.inspection.rollout_viewer import find_evaluated
 from penstock.inspection.runs import RunLine, print_runs
-from penstock.run_folder import RunFolder
+from penstock.store.run_folder import RunFolder
 from stages.made_run import make_run
 
 

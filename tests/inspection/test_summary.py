@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.evaluation.evaluate import EvalResult
 from penstock.inspection.report import write_report
 from penstock.inspection.summary import print_evaluations, print_summary
-from penstock.run_folder import RunFolder
+from penstock.rollout.evaluation.evaluate import EvalResult
+from penstock.store.run_folder import RunFolder
 from stages.made_run import make_run, metrics_of
 
 

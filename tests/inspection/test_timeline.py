@@ -15,9 +15,9 @@ from penstock.inspection.timeline import (
     summary_lines,
     write_trace,
 )
-from penstock.run_folder import RunFolder
-from penstock.track.timeline_log import TimelineLog
-from penstock.watch.waits import WaitKind, Waits
+from penstock.inspection.track.timeline_log import TimelineLog
+from penstock.store.run_folder import RunFolder
+from penstock.waits import WaitKind, Waits
 
 
 class Clock:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.inspection.weight_chain import chain_faults, redone_versions
-from penstock.journal import Journal
+from penstock.store.journal import Journal
 from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
 from stages.rollouts import make_prompt
 

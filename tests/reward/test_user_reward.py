@@ -17,7 +17,7 @@ from penstock.config import RewardConfig
 from penstock.errors import RewardError, UserError
 from penstock.reward import VerifiableReward, build_reward, check, fields_read
 from penstock.types import Prompt, Score
-from penstock.watch.waits import Waits
+from penstock.waits import Waits
 from stages.reward_samples import prompt, rollout
 
 SOURCE = """

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import plugins
-from penstock.config import RewardConfig
+from penstock.config import RewardConfig, plugins
 from penstock.errors import RewardError, UserError
 from penstock.reward import REWARDS, VerifiableReward, build_reward, check
 from penstock.types import Score

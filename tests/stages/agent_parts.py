@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.agent.bridge import Bridge
-from penstock.agent.function import AgentSettings, FunctionAgent
-from penstock.agent.session import Limits
 from penstock.config import SamplingConfig
 from penstock.data.sampler import Sampler
-from penstock.journal.calls import ToolResult
+from penstock.rollout.agent.bridge import Bridge
+from penstock.rollout.agent.function import AgentSettings, FunctionAgent
+from penstock.rollout.agent.session import Limits
+from penstock.store.journal.calls import ToolResult
 from penstock.types import Group, Rollout
 from stages.chat_policy import TEMPLATE, Kept, ScriptedEngine, chat_template
 from stages.rewards import CountingReward

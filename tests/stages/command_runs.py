@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock import cli
-from penstock.journal import Journal
-from penstock.run_folder import RunFolder
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
 from stages.tiny_run import TINY
 
 

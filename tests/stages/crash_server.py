@@ -29,19 +29,19 @@ import typer.main
 
 import penstock.engine.transformers.engine as engine
 import penstock.training.snapshot as snapshot
-from penstock.checkpoint import CheckpointStore
 from penstock.cli import main
-from penstock.journal import records, writer
-from penstock.launch.part_factories import TrainerService
-from penstock.launch.processes import process_worker
-from penstock.pool.node_copies import NodeCopies
-from penstock.pool.pool import EnginePool
-from penstock.produce.producer import Producer
-from penstock.supervise.supervised import Supervised
-from penstock.supervise.trainer import RestartingTrainer, TrainerClient
-from penstock.track.jsonl import JsonlTracker
-from penstock.track.line_file import LineFile
+from penstock.inspection.track.jsonl import JsonlTracker
+from penstock.inspection.track.line_file import LineFile
+from penstock.rollout.producer import Producer
+from penstock.store.checkpoint import CheckpointStore
+from penstock.store.journal import records, writer
 from penstock.weights.in_process import InProcessSync
+from penstock.workers.part_factories import TrainerService
+from penstock.workers.pool.node_copies import NodeCopies
+from penstock.workers.pool.pool import EnginePool
+from penstock.workers.processes import process_worker
+from penstock.workers.supervise.supervised import Supervised
+from penstock.workers.supervise.trainer import RestartingTrainer, TrainerClient
 from stages import quick_transformers
 from stages.tiny_run import TINY
 from stages.warm_workers import Nursery, install, renew_thread_pool

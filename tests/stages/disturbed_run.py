@@ -14,11 +14,11 @@ from safetensors.numpy import load_file
 
 from penstock.config import Config
 from penstock.config.source import load_config
-from penstock.job import Job, open_job
-from penstock.journal import Journal
-from penstock.recover import begin, keep_trainer_alive
-from penstock.run import Loop
-from penstock.run_folder import RunFolder, create
+from penstock.run.job import Job, open_job
+from penstock.run.loop import Loop
+from penstock.run.recover import begin, keep_trainer_alive
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder, create
 from stages.rewards import ODD_REWARD
 from stages.tiny_run import SUMS
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock.checkpoint import _write_manifest
 from penstock.config.source import load_config, to_toml
-from penstock.journal import Journal
-from penstock.run_folder import RunFolder
-from penstock.track.jsonl import JsonlTracker
-from penstock.track.rollout_log import RolloutLog
+from penstock.inspection.track.jsonl import JsonlTracker
+from penstock.inspection.track.rollout_log import RolloutLog
+from penstock.store.checkpoint import _write_manifest
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
 from penstock.types import (
     Batch,
     Group,

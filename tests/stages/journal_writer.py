@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from penstock.data.sampler import Sampler
-from penstock.journal import Journal
+from penstock.store.journal import Journal
 from penstock.types import StepReport
 from stages.rollouts import finish_rollout, make_prompts
 

@@ -10,7 +10,7 @@ import errno
 import os
 import sys
 
-from penstock.sandbox.inside import kernel, seccomp
+from penstock.reward.sandbox.inside import kernel, seccomp
 
 _UNSHARE, _CLONE = (272, 97), (56, 220)  # numbers on x86_64, aarch64
 _NEW_NAMESPACES = 0x7E020000  # flags of clone

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config.source import load_config
-from penstock.findings import Observed
+from penstock.inspection.findings import Observed
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "learning"
 MACHINE = {"machine": json.dumps({"cpus": 2, "gpus": 0})}

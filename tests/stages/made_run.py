@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from penstock.config.source import load_config, to_toml
-from penstock.evaluation.evaluate import EvalResult, append_summary, wilson
-from penstock.journal import Journal
-from penstock.run_folder import RunFolder
-from penstock.track.jsonl import JsonlTracker
-from penstock.track.rollout_log import RolloutLog
+from penstock.inspection.track.jsonl import JsonlTracker
+from penstock.inspection.track.rollout_log import RolloutLog
+from penstock.rollout.evaluation.evaluate import EvalResult, append_summary, wilson
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
 from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, StepReport, VersionSegment
 
 GROUP_SIZE = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 
-from penstock.journal import Journal
-from penstock.run_folder import RunFolder
-from penstock.twin.models import DecodeModel, Rows
+from penstock.run.twin.models import DecodeModel, Rows
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
 
 ENGINE = DecodeModel(step_s=0.02, row_s=0.001, prefill_s=0.005, slots=256)
 REWARD_S, TRAIN_FIXED_S, TRAIN_TOKEN_S, PUBLISH_S, SYNC_S = 0.25, 0.5, 0.002, 0.03, 0.04

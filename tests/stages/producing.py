@@ -7,12 +7,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from penstock.agent.single_turn import SingleTurn
 from penstock.config import SamplingConfig
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import GenerationRequest
-from penstock.journal import Journal
-from penstock.produce import (
+from penstock.rollout import (
     AsyncProduceStrategyConfig,
     ProduceContext,
     ProduceProgress,
@@ -20,7 +18,9 @@ from penstock.produce import (
     ProduceTask,
     ReplayBuffer,
 )
-from penstock.twin.virtual_time import VirtualClock
+from penstock.rollout.agent.single_turn import SingleTurn
+from penstock.run.twin.virtual_time import VirtualClock
+from penstock.store.journal import Journal
 from penstock.types import Batch, Group, Status, StepReport
 from stages.fake_agent_loop import FakeAgentLoop
 from stages.fake_engine import FakeEngine

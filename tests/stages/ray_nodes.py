@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.job import Job
+from penstock.run.job import Job
 
 
 class Nodes:

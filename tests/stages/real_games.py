@@ -13,8 +13,8 @@ import json
 import sys
 from typing import Any
 
-from penstock.agent.gym import World
-from penstock.agent.task import Task
+from penstock.rollout.agent.gym import World
+from penstock.rollout.agent.task import Task
 
 
 def make(name: str) -> tuple[Any, str, int]:

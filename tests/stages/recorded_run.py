@@ -14,9 +14,9 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from penstock.checkpoint import CheckpointStore
 from penstock.cli import main
-from penstock.journal import Journal, schema
+from penstock.store.checkpoint import CheckpointStore
+from penstock.store.journal import Journal, schema
 from penstock.types import StepReport
 from stages.tiny_run import TINY
 

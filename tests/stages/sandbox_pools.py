@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SandboxError
-from penstock.sandbox.host import Mode
-from penstock.sandbox.layers import Isolation, try_mode
-from penstock.sandbox.pool import SandboxPool
-from penstock.sandbox.settings import SandboxSettings
+from penstock.reward.sandbox.host import Mode
+from penstock.reward.sandbox.layers import Isolation, try_mode
+from penstock.reward.sandbox.pool import SandboxPool
+from penstock.reward.sandbox.settings import SandboxSettings
 
 MODES = {
     "bubblewrap": Mode(bubblewrap=True, namespaces=True, user_namespace=True),

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from penstock.launch.assemble import start_all
-from penstock.launch.colocated import ColocatedTrainer
-from penstock.pool.pool import EnginePool
-from penstock.supervise.supervised import Call, Supervised
 from penstock.types import Batch, StepReport, WeightHandle
+from penstock.workers.assemble import start_all
+from penstock.workers.colocated import ColocatedTrainer
+from penstock.workers.pool.pool import EnginePool
+from penstock.workers.supervise.supervised import Call, Supervised
 from stages.fake_engine import FakeEngine
 from stages.supervised import Crew, FakeWorker, settings
 

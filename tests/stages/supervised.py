@@ -12,11 +12,11 @@ import numpy as np
 from penstock.config import LaunchConfig
 from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.errors import WorkerDied
-from penstock.launch.processes.process_worker import ProcessWorker
-from penstock.pool.pool import EnginePool
-from penstock.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.types import WeightHandle
-from penstock.watch.waits import Waits
+from penstock.waits import Waits
+from penstock.workers.pool.pool import EnginePool
+from penstock.workers.processes.process_worker import ProcessWorker
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from stages.echo import ECHO
 from stages.fake_engine import FakeEngine
 

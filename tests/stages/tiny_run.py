@@ -16,10 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.checkpoint import CheckpointStore
 from penstock.inspection.audit import audit_run
-from penstock.journal import Journal
-from penstock.run_folder import RunFolder
+from penstock.store.checkpoint import CheckpointStore
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
 from stages.rewards import ODD_REWARD
 
 STEPS, GROUPS = 4, 2

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.config import Config
-from penstock.training import packed_attention
+from penstock.model import packed_attention
 from penstock.training.consumer import Consumer
 from penstock.training.update import Outcome
 from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from penstock.launch.processes import process_worker, worker_main
+from penstock.workers.processes import process_worker, worker_main
 
 
 class Nursery:

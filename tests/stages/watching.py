@@ -6,15 +6,20 @@ import asyncio
 from functools import partial
 from typing import Any
 
-from penstock.agent.single_turn import SingleTurn
 from penstock.config import LaunchConfig, SamplingConfig, WatchdogConfig
 from penstock.errors import RunError
 from penstock.reward.verifiable import Part, VerifiableReward
-from penstock.supervise.supervised import CALLS, Supervised, SupervisionCallbacks, call_worker
-from penstock.twin.virtual_time import VirtualClock
+from penstock.rollout.agent.single_turn import SingleTurn
+from penstock.run.twin.virtual_time import VirtualClock
 from penstock.types import Rollout
-from penstock.watch.waits import Waits
-from penstock.watch.watchdog import Watchdog
+from penstock.waits import Waits
+from penstock.workers.supervise.supervised import (
+    CALLS,
+    Supervised,
+    SupervisionCallbacks,
+    call_worker,
+)
+from penstock.workers.watchdog import Watchdog
 from stages.rollouts import make_prompt
 
 STALL_S = 60.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.launch.processes.process_worker import ProcessWorker
 from penstock.types import WeightHandle
 from penstock.weights.buffer import BufferWriter
 from penstock.weights.shared_memory import SharedMemorySync
+from penstock.workers.processes.process_worker import ProcessWorker
 from stages.publications import weights
 
 

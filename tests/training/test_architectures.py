@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.errors import UserError
-from penstock.training import packed_attention
+from penstock.model import packed_attention
 from penstock.training.model_check import check_model
 from penstock.training.pack import make_pack
 from penstock.training.policy import Policy

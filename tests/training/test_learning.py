@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.algo import ALGORITHMS
+from penstock.training.algo import ALGORITHMS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_algorithms.py"
 

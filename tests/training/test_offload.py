@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from penstock.errors import RunError
-from penstock.launch.part_factories import TrainerService
 from penstock.training.consumer import Consumer
 from penstock.training.snapshot import STATE, read_state
 from penstock.types import Batch
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.offload import HostOffload
+from penstock.workers.part_factories import TrainerService
 from stages.training_data import batches, from_disk
 
 SETTINGS: dict[str, Any] = {

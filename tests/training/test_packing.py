@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UserError
-from penstock.models.attention import fits_flash
+from penstock.model.attention import fits_flash
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.model_check import check_model
 from penstock.training.pack import empty_pack, join_by_context, make_pack, split_by_tokens

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.launch.ports import port_of, reserve_port
-from penstock.launch.processes.process_worker import ProcessWorker
-from penstock.models.stored_weights import build
+from penstock.model.stored_weights import build
 from penstock.training.parallel.ranks import Axis, Ranks, digest_over, rank_share
 from penstock.training.parallel.sharding import Sharding
 from penstock.weights.model_weights import digest_of
+from penstock.workers.ports import port_of, reserve_port
+from penstock.workers.processes.process_worker import ProcessWorker
 from stages import rank_program
 from stages.training_data import tiny_model
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.algo import ALGORITHMS
-from penstock.algo.method import resolve_settings
 from penstock.config import AlgorithmConfig
-from penstock.journal.codec import decode_rollout, encode_rollout, prune_payload
 from penstock.reward.length import LengthShaping, SoftOverlong
+from penstock.store.journal.codec import decode_rollout, encode_rollout, prune_payload
+from penstock.training.algo import ALGORITHMS
+from penstock.training.algo.method import resolve_settings
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import (
     loss_weights,

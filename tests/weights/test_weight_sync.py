@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import RunError
-from penstock.scratch import weight_folder
+from penstock.files import weight_folder
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.protocol import WeightSync
 from penstock.weights.shared_memory import SharedMemorySync

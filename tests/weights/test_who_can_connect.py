@@ -14,10 +14,10 @@ import torch
 
 from penstock.compat.weight_broadcast import join_group
 from penstock.errors import UserError
-from penstock.launch.control import Control
-from penstock.launch.ports import port_of, reserve_port
 from penstock.training.parallel import ranks
 from penstock.weights.broadcast import WeightGroup, connect_store, is_loopback, open_store
+from penstock.workers.control import Control
+from penstock.workers.ports import port_of, reserve_port
 
 
 def listening() -> set[str]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock import entry
 from penstock.compat.settings import (
     eval_tables,
     plugin_tables,
@@ -21,6 +20,7 @@ from penstock.compat.settings import (
 from penstock.config import Config
 from penstock.config.source import validate
 from penstock.errors import UserError
+from penstock.run import entry
 
 ALGORITHMS = {
     "GRPO": "grpo",

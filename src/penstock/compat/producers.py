@@ -2,7 +2,7 @@
 
 For users who drive producers themselves, e.g. with `ray.remote(SimpleProducer)`: a thin layer over the
 engine, agent loop, reward and dataset of a run. Methods block; an event loop on a thread serves them. A
-run needs none of this: its producing side is `produce/`, with staleness, journal and retries.
+run needs none of this: its producing side is `rollout/`, with staleness, journal and retries.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.agent.single_turn import SingleTurn
-from penstock.algo.advantage import group_advantages
-from penstock.algo.method import resolve_settings
 from penstock.compat.settings import eval_tables, producer_config
 from penstock.compat.weight_broadcast import join_group, receive_state_dict
 from penstock.config import Config
+from penstock.config.plugins import load
 from penstock.config.source import to_toml, validate
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
@@ -31,15 +29,17 @@ from penstock.data.sampler import rollout_seed
 from penstock.engine import ENGINES
 from penstock.engine.protocol import SamplingParams
 from penstock.errors import RunError, UserError
-from penstock.evaluation.evaluate import EvalResult, EvalTask, append_summary, evaluate
-from penstock.plugins import load
+from penstock.inspection.track.fanout import Fanout
+from penstock.inspection.track.protocol import RunInfo
+from penstock.inspection.track.timeline_log import TimelineLog
 from penstock.reward import build_reward
-from penstock.run_folder import CONFIG
-from penstock.track.fanout import Fanout
-from penstock.track.protocol import RunInfo
-from penstock.track.timeline_log import TimelineLog
+from penstock.rollout.agent.single_turn import SingleTurn
+from penstock.rollout.evaluation.evaluate import EvalResult, EvalTask, append_summary, evaluate
+from penstock.store.run_folder import CONFIG
+from penstock.training.algo.advantage import group_advantages
+from penstock.training.algo.method import resolve_settings
 from penstock.types import Group, Prompt, Rollout, Status
-from penstock.watch.waits import WaitKind, Waits
+from penstock.waits import WaitKind, Waits
 
 T = TypeVar("T")
 Tensors = dict[str, Any]

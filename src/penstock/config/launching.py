@@ -1,7 +1,7 @@
 """[launch]: how many workers a run has, where they run and how often they are restarted.
 
 The tables of roles (`producers`, `consumers`, `agents`) say what one actor of that role needs of a Ray
-cluster; `launch/ray/placement.py` finds the nodes.
+cluster; `workers/ray/placement.py` finds the nodes.
 """
 
 from __future__ import annotations

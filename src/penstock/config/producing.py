@@ -62,7 +62,7 @@ class ProduceSettings(Section):
     """Settings that a produce strategy reads."""
 
     strategy: str = "async"
-    """async: generate ahead of the trainer as far as max_staleness allows; sync: one batch per step; `module:Class`: your own subclass of penstock.produce.ProduceStrategy."""
+    """async: generate ahead of the trainer as far as max_staleness allows; sync: one batch per step; `module:Class`: your own subclass of penstock.rollout.ProduceStrategy."""
     max_staleness: int = Field(1, ge=0)
     """Sync periods that a sample's oldest token may be behind when it is trained; 0: on-policy."""
     over_sample_threshold: float = Field(0.0, ge=0)

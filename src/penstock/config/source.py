@@ -25,7 +25,7 @@ from penstock.errors import UserError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # TOML takes none of them as they are
 _KEY_GOT = re.compile(r"([\w.\[\]]+) got ")
-DEMO_CONFIG = Path(__file__).parents[1] / "demo" / "demo.toml"
+DEMO_CONFIG = Path(__file__).parent / "demo" / "demo.toml"
 
 
 @dataclass(slots=True, frozen=True)

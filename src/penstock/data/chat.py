@@ -29,7 +29,7 @@ _PROBE = "probe7341"  # text that no template writes itself
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a folder or hub name; `demo` is the policy that ships with Penstock."""
     if str(path) == "demo":
-        from penstock.demo import policy_path
+        from penstock.config.demo import policy_path
 
         path = policy_path()
     _check_folder(path)

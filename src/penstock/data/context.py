@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.config import Config
+from penstock.config.demo import resolve_model_path
 from penstock.data.dataset import Dataset
-from penstock.demo import resolve_model_path
 from penstock.errors import UserError
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from penstock import terminal
+from penstock import files
 from penstock.config import ProduceConfig
 from penstock.errors import JournalDamaged
 from penstock.inspection.certificate import certify
@@ -29,11 +29,11 @@ from penstock.inspection.evidence import (
     step_faults,
     unrecorded_steps,
 )
+from penstock.inspection.track.jsonl import last_step_told
 from penstock.inspection.weight_chain import chain_faults, redone_versions
-from penstock.journal import Journal
-from penstock.produce import calculate_stale_threshold
-from penstock.run_folder import Era, RunFolder
-from penstock.track.jsonl import last_step_told
+from penstock.rollout import calculate_stale_threshold
+from penstock.store.journal import Journal
+from penstock.store.run_folder import Era, RunFolder
 
 _BIAS_LIMIT = 0.05  # largest relative difference of trained and drawn mean length without a warning
 _STRAGGLER_STEPS = 200  # steps of its task that may leave a group in flight behind
@@ -114,7 +114,7 @@ class Audit:
 def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | None = None) -> int:
     """Audit a run and print the result; return 0 if every law holds, else 1."""
     found = take_audit(folder)
-    console = console or terminal.console()
+    console = console or files.console()
     if as_json:
         console.print_json(json.dumps(found.as_json()), ensure_ascii=True)
     else:

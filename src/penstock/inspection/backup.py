@@ -13,12 +13,12 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from penstock.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
-from penstock.disk import sync
 from penstock.errors import RunError, UserError
-from penstock.journal import Journal
-from penstock.run_folder import CONFIG, METRICS, ORIGIN, RunFolder
-from penstock.trust import SIGNATURES
+from penstock.files import sync
+from penstock.store.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
+from penstock.store.journal import Journal
+from penstock.store.run_folder import CONFIG, METRICS, ORIGIN, RunFolder
+from penstock.store.trust import SIGNATURES
 
 _COPIED = (CONFIG, "configs", ORIGIN, SIGNATURES, METRICS, "rollouts.jsonl", "data", "eval")
 _MOST_TRIES = 10  # a live run may prune the checkpoint that is being copied

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.agent.tree import CallTree
-from penstock.journal import Journal
+from penstock.rollout.agent.tree import CallTree
+from penstock.store.journal import Journal
 from penstock.types import ModelCall, Rollout
 
 

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from penstock.config.changes import differing
 from penstock.errors import UserError
-from penstock.journal import Journal
-from penstock.run_folder import RunFolder
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
 
 _Z95 = 1.959963984540054
 _SAMPLES = re.compile(r"(?P<task>.+)-step-(?P<step>\d+)\.jsonl")

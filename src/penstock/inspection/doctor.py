@@ -7,10 +7,10 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from penstock.findings import find
-from penstock.findings.observed import read_observed
-from penstock.run_folder import RunFolder
-from penstock.track.finding_text import finding_table
+from penstock.inspection.findings import find
+from penstock.inspection.findings.observed import read_observed
+from penstock.inspection.track.finding_text import finding_table
+from penstock.store.run_folder import RunFolder
 
 
 def examine(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:

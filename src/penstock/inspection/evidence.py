@@ -15,8 +15,8 @@ import numpy as np
 
 from penstock.data.sampler import epoch_order
 from penstock.errors import JournalDamaged
-from penstock.journal import Journal
-from penstock.journal.records import step_chain
+from penstock.store.journal import Journal
+from penstock.store.journal.records import step_chain
 from penstock.types import contradicts
 
 _MOST = 20  # most faults of one kind that are listed

@@ -13,17 +13,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from penstock import __version__, trust
-from penstock.checkpoint import Checkpoint, CheckpointStore
+from penstock import __version__
 from penstock.config import Config
 from penstock.data.source import HUB
 from penstock.errors import PenstockError, RunError, UserError
+from penstock.files import visible
 from penstock.inspection.audit import take_audit
 from penstock.inspection.report.data import RunRecord, read_run
 from penstock.inspection.report.figures import take_figures
-from penstock.run_folder import RunFolder
-from penstock.terminal import visible
-from penstock.track.plot import draw_curves
+from penstock.inspection.track.plot import draw_curves
+from penstock.store import trust
+from penstock.store.checkpoint import Checkpoint, CheckpointStore
+from penstock.store.run_folder import RunFolder
 
 CARD, CURVES = "README.md", "curves.svg"
 

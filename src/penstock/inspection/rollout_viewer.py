@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from penstock import terminal
-from penstock.agent.tree import CallTree
+from penstock import files
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import RunError, UserError
 from penstock.inspection.compare import read_samples
-from penstock.journal import Journal
-from penstock.run_folder import RunFolder
+from penstock.rollout.agent.tree import CallTree
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
 from penstock.types import ModelCall, Rollout
 
 Render = Callable[[np.ndarray], str]
@@ -350,7 +350,7 @@ def show_rollouts(
     console: Console | None = None,
 ) -> int:
     """Print the rollouts that match, for a person or as one JSON object per line; return their number."""
-    console = console or terminal.console()
+    console = console or files.console()
     if task is not None and task.startswith(EVALUATED):
         samples = find_evaluated(folder, task, where=where, step=step, limit=limit)
     else:

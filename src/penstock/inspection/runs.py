@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.data.identity import TOTAL_STEPS
 from penstock.errors import PenstockError, UserError
-from penstock.evaluation.evaluate import SUMMARY
-from penstock.findings.observed import Row, read_rows
-from penstock.identity import TOTAL_STEPS
-from penstock.run_folder import CONFIG, JOURNAL, Owner, RunFolder
-from penstock.track.sparkline import sparkline
+from penstock.inspection.findings.observed import Row, read_rows
+from penstock.inspection.track.sparkline import sparkline
+from penstock.rollout.evaluation.evaluate import SUMMARY
+from penstock.store.run_folder import CONFIG, JOURNAL, Owner, RunFolder
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,15 +12,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from penstock import terminal
-from penstock.checkpoint import CheckpointStore
-from penstock.evaluation.evaluate import EvalResult
+from penstock import files
+from penstock.files import visible
 from penstock.inspection.report.data import RunRecord, read_run
 from penstock.inspection.report.figures import FigureChange, Figures, take_figures
-from penstock.run_folder import RunFolder
-from penstock.terminal import visible
-from penstock.track.finding_text import finding_table
-from penstock.track.sparkline import sparkline
+from penstock.inspection.track.finding_text import finding_table
+from penstock.inspection.track.sparkline import sparkline
+from penstock.rollout.evaluation.evaluate import EvalResult
+from penstock.store.checkpoint import CheckpointStore
+from penstock.store.run_folder import RunFolder
 from penstock.types import StepReport
 
 
@@ -93,7 +93,7 @@ class ReplayProgress:
     """Print a line per recomputed step to stdout, and show a bar on stderr if it is a terminal."""
 
     def __init__(self, name: str) -> None:
-        self._console = terminal.console(stderr=True)
+        self._console = files.console(stderr=True)
         self._bar = Progress(
             TextColumn(f"replaying {visible(name)}", markup=False),
             MofNCompleteColumn(),

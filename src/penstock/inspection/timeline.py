@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from penstock.disk import write_whole
 from penstock.errors import UserError
-from penstock.run_folder import RunFolder
-from penstock.track.timeline_log import FILE, SESSION
-from penstock.watch.waits import WaitKind
+from penstock.files import write_whole
+from penstock.inspection.track.timeline_log import FILE, SESSION
+from penstock.store.run_folder import RunFolder
+from penstock.waits import WaitKind
 
 _WAITING = (WaitKind.WAIT, WaitKind.RESTART)  # calls in which a lane waits and does no work
 

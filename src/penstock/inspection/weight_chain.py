@@ -8,7 +8,7 @@ link that is missing or does not match is a fault: the samples came from unknown
 
 from __future__ import annotations
 
-from penstock.journal import Journal
+from penstock.store.journal import Journal
 
 
 def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:

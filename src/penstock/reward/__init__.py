@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock import plugins
-from penstock.config import RewardConfig
+from penstock.config import RewardConfig, plugins
 from penstock.reward.protocol import Reward
 from penstock.reward.verifiable import Part, VerifiableReward, make_part
-from penstock.watch.waits import Waits
+from penstock.waits import Waits
 
 REWARDS: dict[str, str] = {
     "think_answer_tags": "penstock.reward.math_answer:ThinkAnswerTags",

@@ -16,12 +16,12 @@ from pydantic import Field
 from penstock.config.secrets import from_environment
 from penstock.reward.extraction import Extract, python_block
 from penstock.reward.protocol import ValueOptions
-from penstock.sandbox.client import TOKEN_VARIABLE, VerificationClient
-from penstock.sandbox.inside.judging import PASS
-from penstock.sandbox.pool import SandboxPool
-from penstock.sandbox.settings import SandboxSettings
-from penstock.sandbox.testcases import read_tests
-from penstock.sandbox.verify import Verdict, verify
+from penstock.reward.sandbox.client import TOKEN_VARIABLE, VerificationClient
+from penstock.reward.sandbox.inside.judging import PASS
+from penstock.reward.sandbox.pool import SandboxPool
+from penstock.reward.sandbox.settings import SandboxSettings
+from penstock.reward.sandbox.testcases import read_tests
+from penstock.reward.sandbox.verify import Verdict, verify
 from penstock.types import Prompt, Rollout, Score
 
 

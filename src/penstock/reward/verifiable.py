@@ -16,13 +16,13 @@ from functools import partial
 from typing import Any
 
 from penstock.config import RewardConfig, Section
+from penstock.config.plugins import place_of
 from penstock.errors import RewardError, UserError
-from penstock.plugins import place_of
 from penstock.reward.options import check_option_names, read_options
 from penstock.reward.protocol import Reward
 from penstock.reward.user import UserFunction
 from penstock.types import Prompt, Rollout, Score
-from penstock.watch.waits import OpenWait, WaitKind, Waits
+from penstock.waits import OpenWait, WaitKind, Waits
 
 GroupScorer = Callable[[Sequence[Rollout], Sequence[Prompt]], Awaitable[list[Score]]]
 

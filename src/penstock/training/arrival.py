@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.models.transfer import HostCopy
+from penstock.model.transfer import HostCopy
 from penstock.training.dither import HALF_FORMATS, Place
 from penstock.training.optimizer import Masters
 from penstock.training.parallel.sharding import Part
@@ -43,7 +43,7 @@ class Arrival:
         ):
             return None
         try:
-            from penstock.training.kernels.sample_kernels import EvenSamples
+            from penstock.model.kernels.sample_kernels import EvenSamples
         except ImportError:  # CUDA without Triton
             return None
         parts = [

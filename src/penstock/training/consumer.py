@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.algo import kl
-from penstock.algo.method import algorithm_class, run_settings
 from penstock.config import Config
 from penstock.data.sampler import stable_hash
 from penstock.errors import RunError, StopRequested
-from penstock.models.loading import compute_dtype
-from penstock.models.stored_weights import StoredWeights
-from penstock.models.transfer import HostCopy, to_device
+from penstock.model.loading import compute_dtype
+from penstock.model.stored_weights import StoredWeights
+from penstock.model.transfer import HostCopy, to_device
+from penstock.training.algo import kl
+from penstock.training.algo.method import algorithm_class, run_settings
 from penstock.training.arrival import Arrival
 from penstock.training.dither import HALF_FORMATS
 from penstock.training.flat_batch import FlatBatch, mini_batches

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.algo.settings import AlgorithmSettings
+from penstock.training.algo.settings import AlgorithmSettings
 from penstock.types import Group, Rollout, staleness
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.models.exponentials import exp_into
+from penstock.model.exponentials import exp_into
 
 BLOCK_ELEMENTS = 1 << 20  # logits of the rows that are worked on at a time
 NO_CHANCE = -1e30  # a logit whose probability is 0; finite, so that 0 x its log is 0 in the entropy

@@ -254,7 +254,7 @@ def _chunk_function(
 @functools.cache
 def _kernel() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None:
     try:
-        from penstock.training.kernels.head_kernels import chunk_logprobs_
+        from penstock.model.kernels.head_kernels import chunk_logprobs_
     except ImportError:  # CUDA without Triton
         return None
     return chunk_logprobs_

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.models.transfer import HostCopy
+from penstock.model.transfer import HostCopy
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import PackResult
 from penstock.training.parallel.ranks import Ranks

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import UserError
-from penstock.models.stored_weights import StoredWeights
+from penstock.model.stored_weights import StoredWeights
 from penstock.training.pack import Pack, make_pack
 from penstock.training.parallel.collectives import all_max
 from penstock.training.parallel.pipeline import run_passes
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.policy import Policy
-from penstock.watch.stages import tell_stage
+from penstock.waits import tell_stage
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """The objective of an update: from rewards to advantages, token weights, and the loss of a pack.
 
 Every denominator comes from the whole batch or the whole update, over all ranks, never from a pack;
-so the sum over packs is the loss, however the batch was split. The formulas live in `algo/`.
+so the sum over packs is the loss, however the batch was split. The formulas live in `training/algo/`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.algo import advantage, kl
-from penstock.algo.correction import importance_weights
-from penstock.algo.method import Algorithm, TokenView
-from penstock.algo.settings import AlgorithmSettings
-from penstock.models.transfer import to_device
+from penstock.model.transfer import to_device
+from penstock.training.algo import advantage, kl
+from penstock.training.algo.correction import importance_weights
+from penstock.training.algo.method import Algorithm, TokenView
+from penstock.training.algo.settings import AlgorithmSettings
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.pack import Pack
 from penstock.training.parallel.ranks import Ranks

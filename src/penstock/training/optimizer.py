@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from penstock.config import TrainConfig
 from penstock.errors import UserError
-from penstock.models.loading import format_of
+from penstock.model.loading import format_of
 from penstock.training.dither import HALF_FORMATS, Place, dither_, dither_key
 from penstock.training.parallel.sharding import Sharding, local
-from penstock.watch.stages import tell_stage
+from penstock.waits import tell_stage
 
 _NEAR = 0.99  # of the largest norm: nearer, rounding decides whether the gradient is scaled
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.models.transfer import all_to_device
-from penstock.training.packed_attention import Block, Copies, PackLayout, SharedKeys
+from penstock.model.packed_attention import Block, Copies, PackLayout, SharedKeys
+from penstock.model.transfer import all_to_device
 
 _WORTH = 16  # share a context if that saves more than this part of its rows' tokens
 

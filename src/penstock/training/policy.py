@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.config import LoraConfig, ModelConfig
-from penstock.demo import resolve_model_path
+from penstock.config.demo import resolve_model_path
 from penstock.errors import UserError
-from penstock.models.loading import choose_device, end_ids, format_of, load_causal_lm
-from penstock.models.norms import fuse_norms, restore_norms
-from penstock.models.parallel_plan import check_stages, tensor_plan
-from penstock.models.stored_weights import StoredWeights, build
-from penstock.training import packed_attention
+from penstock.model import packed_attention
+from penstock.model.loading import choose_device, end_ids, format_of, load_causal_lm
+from penstock.model.norms import fuse_norms, restore_norms
+from penstock.model.parallel_plan import check_stages, tensor_plan
+from penstock.model.stored_weights import StoredWeights, build
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
 from penstock.training.logprobs import (
     AddProduct,
@@ -41,7 +41,7 @@ from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Sharding, split_modules, split_over_data
 from penstock.training.parallel.stages import take_stage
 from penstock.training.parallel.tensor_parallel import cut_model
-from penstock.watch.stages import tell_stage
+from penstock.waits import tell_stage
 
 ADAPTER = "default"
 FUSED = ("gated mlp", "rotary", "joint qkv", "norm")  # kinds of layers that are one kernel on a GPU
@@ -103,7 +103,7 @@ class Policy(nn.Module):
 
     def _install_layer_pass(self) -> None:
         if self.model.dtype in HALF_FORMATS and packed_attention.flash_aligns_ends(self.device):
-            from penstock.training.kernels import layer_step_kernels as steps
+            from penstock.model.kernels import layer_step_kernels as steps
 
             layers = self.model.config.get_text_config().num_hidden_layers
             count = _layer_pass().install(self.model, self._masters, steps)
@@ -407,7 +407,7 @@ def _checkpointed(layer: nn.Module, call: Callable[..., Any], *inputs: Any) -> A
 def _layer_kernels() -> Any | None:
     """Return the Triton kernels of layers; None: Triton is not installed."""
     try:
-        from penstock.models import layer_kernels
+        from penstock.model.kernels import layer_kernels
     except ImportError:
         return None
     return layer_kernels
@@ -415,14 +415,14 @@ def _layer_kernels() -> Any | None:
 
 def _layer_pass() -> Any:
     """Return the module of whole layers, which needs Triton."""
-    from penstock.training.kernels import layer_pass
+    from penstock.model.kernels import layer_pass
 
     return layer_pass
 
 
 def _end_pass() -> Any:
     """Return the module of head and embedding, which needs what `_layer_pass` needs."""
-    from penstock.training.kernels import end_pass
+    from penstock.model.kernels import end_pass
 
     return end_pass
 

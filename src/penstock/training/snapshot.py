@@ -6,7 +6,7 @@
     config.toml                      the config that was in force
 
 No file is a pickle, so that loading one executes nothing. Each rank writes and reads without the
-others, and ranks of any number and layout can load what others wrote. `checkpoint.py` makes the folder
+others, and ranks of any number and layout can load what others wrote. `store/checkpoint.py` makes the folder
 atomic and writes its manifest.
 """
 
@@ -23,12 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.config import Config
+from penstock.config.demo import resolve_model_path
 from penstock.config.source import to_toml
 from penstock.data.chat import load_tokenizer
-from penstock.demo import resolve_model_path
 from penstock.errors import RunError
-from penstock.models.loading import quiet_transformers
-from penstock.models.transfer import to_host
+from penstock.model.loading import quiet_transformers
+from penstock.model.transfer import to_host
 from penstock.training.optimizer import LossScale, Masters
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Part, Sharding
@@ -140,7 +140,7 @@ def _write(path: Path, content: dict[str, Any], pieces: Pieces, random_state: Te
 
 def read_state(path: Path) -> dict[str, Any]:
     """Return what was written; tensors stay on disk until they are used."""
-    if not path.exists():  # an older checkpoint, which `penstock.trust` asks about
+    if not path.exists():  # an older checkpoint, which `penstock.store.trust` asks about
         old = path.with_suffix(".pt")
         content = dict(torch.load(old, map_location="cpu", weights_only=True, mmap=True))
         pieces = content.get("pieces", {}).items()

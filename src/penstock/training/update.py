@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.models.transfer import HostCopy
+from penstock.model.transfer import HostCopy
 from penstock.training.metrics import UpdateLoss
 from penstock.training.optimizer import Masters, clip_gradients
 
@@ -73,7 +73,7 @@ def _fused(masters: Masters, optimizer: torch.optim.Optimizer) -> Any | None:
     if type(masters) is not Masters:
         return None  # they round in their own way
     try:
-        from penstock.training.kernels.adamw_kernels import AdamWStep
+        from penstock.model.kernels.adamw_kernels import AdamWStep
     except ImportError:  # CUDA without Triton
         return None
     rounded = {masters.parameters[name]: one for name, one in masters.rounded.items()}

@@ -3,7 +3,7 @@
 Each node has one distributor, a process of its own. The distributor of a node that holds a
 publication sends it to another one (`broadcast.py`, a group of two), which receives it into weight
 buffers of its own node (`buffer.py`) and passes it on; its engines read the buffers as they would
-on the trainer's node, and decode meanwhile. Who sends to whom is decided by `pool/node_copies.py`.
+on the trainer's node, and decode meanwhile. Who sends to whom is decided by `workers/pool/node_copies.py`.
 Buckets travel over two connections in turn, because one core carries less than most links do. With
 NCCL there is one, and each bucket passes through a GPU of the distributor's node.
 
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from penstock.errors import RunError, UserError
-from penstock.scratch import ScratchFolder, weight_folder
+from penstock.files import ScratchFolder, weight_folder
 from penstock.types import WeightHandle
 from penstock.weights import delta
 from penstock.weights.broadcast import BUCKET_BYTES, WeightGroup, connect_store, open_store

@@ -20,7 +20,7 @@ from penstock.engine.openai.http_client import HttpError
 from penstock.engine.openai.servers import Server
 from penstock.engine.protocol import Fetch
 from penstock.errors import RunError
-from penstock.scratch import ScratchFolder, memory_folder
+from penstock.files import ScratchFolder, memory_folder
 from penstock.types import WeightHandle
 from penstock.weights.mapped_files import FOLDER, share_weights
 from penstock.weights.model_weights import checked_weights

@@ -34,9 +34,9 @@ from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.runner import Finished, Runner
 from penstock.engine.transformers.sequences import Sequence, TextOf
 from penstock.errors import EngineError, PenstockError, UserError
-from penstock.models.loading import load_causal_lm
+from penstock.model.loading import load_causal_lm
 from penstock.types import WeightHandle
-from penstock.watch.stages import tell_stage
+from penstock.waits import tell_stage
 from penstock.weights.model_weights import checked_weights, model_digest
 from penstock.weights.offload import first_sentences
 

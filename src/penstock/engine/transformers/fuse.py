@@ -2,7 +2,7 @@
 
 q, k, v become one product, gate and up another. The weights stay parameters under their own names, as
 views of one array, so digests and weight updates do not change. The first sibling that runs computes the
-product; the others return their part of it. Kernels for a GPU's layers are in `penstock.models.layer_kernels`.
+product; the others return their part of it. Kernels for a GPU's layers are in `penstock.model.kernels.layer_kernels`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from penstock.errors import UserError
-from penstock.models.attention import plain_attention
+from penstock.model.attention import plain_attention
 
 IMPLEMENTATION = "penstock"
 

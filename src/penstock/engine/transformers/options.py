@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from penstock.demo import resolve_model_path
+from penstock.config.demo import resolve_model_path
 from penstock.engine.protocol import check_options
 from penstock.engine.transformers.sizes import CPU_SLOTS, Load
-from penstock.models.loading import choose_device, compute_dtype
+from penstock.model.loading import choose_device, compute_dtype
 
 if TYPE_CHECKING:
     from penstock.config import Config

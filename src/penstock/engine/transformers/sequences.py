@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock.engine.protocol import FinishReason, Generation, GenerationRequest
-from penstock.engine.transformers.sampling import RowSampling, stream_key, uniforms
+from penstock.model.sampling import RowSampling, stream_key, uniforms
 from penstock.types import VersionSegment, extend_segments
 
 TextOf = Callable[[list[int]], str]  # decodes token ids

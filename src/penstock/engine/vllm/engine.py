@@ -30,7 +30,7 @@ from penstock.engine.protocol import (
 from penstock.engine.remote_requests import RemoteRequest, RemoteRequests
 from penstock.engine.vllm.options import VllmOptions, sampling_fields
 from penstock.errors import EngineError
-from penstock.scratch import ScratchFolder, memory_folder
+from penstock.files import ScratchFolder, memory_folder
 from penstock.types import WeightHandle
 from penstock.weights import mapped_files
 from penstock.weights.broadcast import WeightGroup, open_store

@@ -54,7 +54,7 @@ class VllmOptions:
 
     @classmethod
     def from_config(cls, config: Config, *, has_gpu: bool) -> Self:
-        from penstock.demo import resolve_model_path
+        from penstock.config.demo import resolve_model_path
 
         path, dtype = resolve_model_path(config.model.path), config.model.dtype
         return cls(

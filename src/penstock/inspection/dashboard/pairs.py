@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.inspection.compare import Answered, answered, evaluations, read_samples
 from penstock.inspection.report.data import clip
-from penstock.journal import Journal
-from penstock.run_folder import RunFolder
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
 
 TRAINING = "training prompts"
 AT_ONCE = 12

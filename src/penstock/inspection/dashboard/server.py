@@ -5,7 +5,7 @@
     GET /api/...               what a view shows
     GET /report/ID             the report of a run, made now
 
-Only reads. Web pages of others cannot use it (`sandbox/listener.py` refuses a foreign Host or Origin).
+Only reads. Web pages of others cannot use it (`reward/sandbox/listener.py` refuses a foreign Host or Origin).
 Bound to another address than this machine's own, it asks for a token.
 """
 
@@ -26,14 +26,14 @@ from urllib.parse import parse_qs, urlsplit
 
 from penstock.config.secrets import from_environment
 from penstock.errors import PenstockError, UserError
+from penstock.files import say
 from penstock.inspection.compare import compare
 from penstock.inspection.dashboard import pairs, views
 from penstock.inspection.dashboard.shown_run import ShownRun, ShownRuns
 from penstock.inspection.report.data import read_run
 from penstock.inspection.report.page import SHARED_SCRIPTS, render
-from penstock.sandbox.listener import Listener, ListenerLimits, Refusal, Reply, Request
-from penstock.sandbox.serve import is_loopback
-from penstock.terminal import say
+from penstock.reward.sandbox.listener import Listener, ListenerLimits, Refusal, Reply, Request
+from penstock.reward.sandbox.serve import is_loopback
 
 TOKEN_VARIABLE = "PENSTOCK_DASHBOARD_TOKEN"
 MOST_COMPARED = 8  # the colours of the charts

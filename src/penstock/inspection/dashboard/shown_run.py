@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.errors import PenstockError
-from penstock.evaluation.evaluate import SUMMARY
 from penstock.inspection.runs import RunLine, read_line
-from penstock.run_folder import CONFIG, JOURNAL, METRICS, ORIGIN, RunFolder
-from penstock.track.timeline_log import FILE
+from penstock.inspection.track.timeline_log import FILE
+from penstock.rollout.evaluation.evaluate import SUMMARY
+from penstock.store.run_folder import CONFIG, JOURNAL, METRICS, ORIGIN, RunFolder
 
 V = TypeVar("V")
 

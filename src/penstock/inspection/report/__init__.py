@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.disk import write_whole
 from penstock.errors import UserError
+from penstock.files import write_whole
 from penstock.inspection.report.data import read_run
 from penstock.inspection.report.page import render
-from penstock.run_folder import RunFolder
+from penstock.store.run_folder import RunFolder
 
 __all__ = ["write_report"]
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from penstock.config.source import to_toml
 from penstock.errors import PenstockError, RunError
-from penstock.findings import find
-from penstock.findings.observed import read_observed
+from penstock.inspection.findings import find
+from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.rollout_viewer import message_text, views_of_group
-from penstock.journal import Journal
-from penstock.run_folder import RunFolder
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
 from penstock.types import Finding
 
 CURVES = (

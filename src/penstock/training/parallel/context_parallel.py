@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from penstock.model.packed_attention import Block, PackLayout, SharedKeys
 from penstock.training.pack import Pack
-from penstock.training.packed_attention import Block, PackLayout, SharedKeys
 from penstock.training.parallel.collectives import gather_tokens, sum_partial
 from penstock.training.parallel.ranks import Axis
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.models.stored_weights import StoredWeights
+from penstock.model.stored_weights import StoredWeights
 from penstock.training.parallel.collectives import all_gather
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.stages import Stages

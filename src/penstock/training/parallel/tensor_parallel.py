@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from penstock.errors import UserError
-from penstock.models.parallel_plan import COLUMNS, GATHERED, SPLIT_ROWS, SUMMED
+from penstock.model.parallel_plan import COLUMNS, GATHERED, SPLIT_ROWS, SUMMED
 from penstock.training.parallel.collectives import gather_split, split_equal, sum_partial, use_equal
 from penstock.training.parallel.ranks import Axis
 from penstock.training.parallel.sharding import Cut, Sharding

@@ -21,10 +21,10 @@ from penstock.engine.transformers.fuse import PlainLinear, fuse_projections
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.runner import CachedPrompt, Finished, longest_request
-from penstock.engine.transformers.sampling import sample
 from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, lay_out
-from penstock.models.loading import end_ids
-from penstock.models.norms import fuse_norms
+from penstock.model.loading import end_ids
+from penstock.model.norms import fuse_norms
+from penstock.model.sampling import sample
 from penstock.weights.model_weights import load_weights
 
 

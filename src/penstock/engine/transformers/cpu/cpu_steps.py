@@ -14,7 +14,7 @@ import torch
 from penstock.engine.transformers.cpu.buckets import Bucket, BucketedKV
 from penstock.engine.transformers.kv_attention import AttentionCall, causal_attention
 from penstock.engine.transformers.sequences import Span
-from penstock.models.attention import plain_attention
+from penstock.model.attention import plain_attention
 
 QUANTUM = 16  # attention lengths are multiples of it: a vector remainder would change a row's bits
 

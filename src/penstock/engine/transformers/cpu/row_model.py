@@ -21,8 +21,8 @@ from penstock.engine.transformers.kv_attention import (
     StepCache,
     running,
 )
-from penstock.models.layer_form import is_silu, window_of
-from penstock.models.norms import epsilon
+from penstock.model.layer_form import is_silu, window_of
+from penstock.model.norms import epsilon
 
 _KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _TOLERANCE = 1e-4  # of the largest difference of logits, in their standard deviations

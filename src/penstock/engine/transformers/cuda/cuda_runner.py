@@ -31,13 +31,13 @@ from penstock.engine.transformers.fuse import fuse_projections
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.runner import CachedPrompt, Finished, longest_request
-from penstock.engine.transformers.sampling import sample
 from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, lay_out
 from penstock.engine.transformers.sizes import choose_sizes, describe
-from penstock.models.loading import end_ids
-from penstock.models.norms import fuse_norms
-from penstock.models.transfer import to_device
-from penstock.watch.stages import tell_stage
+from penstock.model.loading import end_ids
+from penstock.model.norms import fuse_norms
+from penstock.model.sampling import sample
+from penstock.model.transfer import to_device
+from penstock.waits import tell_stage
 from penstock.weights.model_weights import load_weights, named_weights
 from penstock.weights.offload import HostOffload, explain_out_of_memory
 
@@ -105,7 +105,7 @@ class CudaRunner:
             fuse_norms(model)
             if HAS_KERNELS:
                 from penstock.engine.transformers.cuda.decode_layer import fuse_decode
-                from penstock.models.layer_kernels import fuse_layers
+                from penstock.model.kernels.layer_kernels import fuse_layers
 
                 fuse_layers(model)
                 self._fused = fuse_decode(model, self._shape)

@@ -11,33 +11,33 @@ import numpy as np
 import torch
 
 from penstock.engine.transformers.cuda.regions import KVPool
-from penstock.engine.transformers.cuda.row_tiles import Tiles
 from penstock.engine.transformers.kv_attention import AttentionCall, causal_attention
 from penstock.engine.transformers.sequences import Span
-from penstock.models.attention import can_use_flash, flash_attention
-from penstock.models.transfer import to_device
+from penstock.model.attention import can_use_flash, flash_attention
+from penstock.model.kernels.row_tiles import Tiles
+from penstock.model.transfer import to_device
 
 try:
-    from penstock.engine.transformers.cuda.decode_kernels import (
+    from penstock.model.kernels.decode_kernels import (
         decode_attention,
         next_rows,
         rotate_store,
         sample_rows,
         store_rows,
     )
-    from penstock.engine.transformers.cuda.row_kernels import project_and_store
+    from penstock.model.kernels.row_kernels import project_and_store
 
     HAS_KERNELS = True
 except ImportError:  # CUDA without Triton
     HAS_KERNELS = False
-    from penstock.engine.transformers.cuda.decode_reference import (
+    from penstock.model.kernels.decode_reference import (
         decode_attention,
         next_rows,
         rotate_store,
         sample_rows,
         store_rows,
     )
-    from penstock.engine.transformers.cuda.row_reference import project_and_store
+    from penstock.model.kernels.row_reference import project_and_store
 
 __all__ = ["HAS_KERNELS", "DecodeStep", "PrefillStep", "joined_ranges", "next_rows", "sample_rows"]
 

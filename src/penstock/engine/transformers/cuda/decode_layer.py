@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from penstock.engine.transformers.cuda import row_tiles
 from penstock.engine.transformers.cuda.cuda_steps import DecodeStep, PrefillStep
 from penstock.engine.transformers.cuda.regions import KVPool
-from penstock.engine.transformers.cuda.row_kernels import add_product, gate_product, norm_rows
 from penstock.engine.transformers.kv_attention import KVShape, StepCache, current_step, running
-from penstock.models.layer_form import is_silu, window_of
-from penstock.models.layer_kernels import gate_values, is_close, rotate_
-from penstock.models.norms import epsilon
+from penstock.model.kernels import row_tiles
+from penstock.model.kernels.layer_kernels import gate_values, is_close, rotate_
+from penstock.model.kernels.row_kernels import add_product, gate_product, norm_rows
+from penstock.model.layer_form import is_silu, window_of
+from penstock.model.norms import epsilon
 
 _KNOWN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 Norm = tuple[torch.Tensor, float]  # weight and epsilon

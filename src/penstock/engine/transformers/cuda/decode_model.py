@@ -17,13 +17,13 @@ import torch
 from torch.nn import functional
 
 from penstock.engine.transformers.cuda.cuda_steps import DecodeStep, PrefillStep
-from penstock.engine.transformers.cuda.decode_kernels import open_rows
 from penstock.engine.transformers.cuda.decode_layer import LayerParts, decode, norm_parts, prefill
 from penstock.engine.transformers.cuda.regions import KVPool
-from penstock.engine.transformers.cuda.row_kernels import norm_rows
 from penstock.engine.transformers.kv_attention import KVShape, StepCache, running
 from penstock.engine.transformers.sequences import Span
-from penstock.models.layer_kernels import is_close
+from penstock.model.kernels.decode_kernels import open_rows
+from penstock.model.kernels.layer_kernels import is_close
+from penstock.model.kernels.row_kernels import norm_rows
 
 _KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 

@@ -1,0 +1,132 @@
+"""Extension tables: a name -> "module:Class", and the user's own "module:Class" in its place.
+
+Each package keeps one literal table. There are no decorators and no registration: a name from a config
+is looked up when it is needed, so that importing Penstock never imports an optional package. A function
+that no process could import, such as a lambda, is `python:NAME` while the program that has it gives it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from penstock.errors import UserError
+
+PYTHON = "python:"  # begins the name of an object that a Python program gives
+_given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
+
+
+@contextmanager
+def given(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Let `load` find these objects as `python:NAME` inside the block, also in its tasks and threads."""
+    token = _given.set({**_given.get(), **objects})
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def fingerprint(name: str) -> str:
+    """Return twelve digits that depend on the source of a given object; empty if it is not given."""
+    target = _given.get().get(name.removeprefix(PYTHON))
+    if target is None:
+        return ""
+    try:
+        text = inspect.getsource(target)
+    except (OSError, TypeError):  # `python -c`, or an object
+        code = getattr(target, "__code__", None)
+        text = f"{code.co_code!r}{code.co_consts!r}" if code else type(target).__qualname__
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def check_name(kind: str, name: str, table: Mapping[str, str]) -> None:
+    """Raise a UserError unless `name` is in the table or has the form of the user's own object."""
+    if name not in table and ":" not in name:
+        allowed = ", ".join(sorted(table))
+        raise UserError(f"{kind}: got {name!r}, allowed: {allowed}, or your own module:Name")
+
+
+def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
+    """Return the object that `name` stands for, importing its module."""
+    check_name(kind, name, table)
+    if name.startswith(PYTHON):
+        return _load_given(kind, name)
+    module_name, _, attribute = table.get(name, name).rpartition(":")
+    try:
+        module = _import(module_name)
+    except ImportError as error:
+        raise UserError(
+            f"{kind}: got {name!r}, but {module_name} cannot be imported: {error}"
+        ) from error
+    except Exception as error:  # whatever the user's module raises is the user's mistake
+        if name in table:
+            raise
+        said = error.msg if isinstance(error, SyntaxError) else error
+        raise UserError(
+            f"{kind}: got {name!r}, but {module_name} cannot be imported: {type(error).__name__}: "
+            f"{said}{place_of(error)}"
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise UserError(f"{kind}: got {name!r}, but {module_name} has no {attribute!r}") from None
+
+
+_NOT_THE_USERS = (  # where the code of Penstock, of Python and of libraries is
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<",
+)
+
+
+def place_of(error: Exception) -> str:
+    """Return " (file:line)" of the user's code that raised; empty if there is none."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def _load_given(kind: str, name: str) -> Any:
+    try:
+        return _given.get()[name.removeprefix(PYTHON)]
+    except KeyError:
+        raise UserError(
+            f"{kind}: got {name!r}, a function of the Python program that began the run; "
+            "allowed: the function again, from Python: penstock.resume(RUN, reward=FUNCTION), "
+            "or evaluate in place of resume"
+        ) from None
+
+
+def _import(module_name: str) -> Any:
+    if module_name.endswith(".py"):
+        return _import_file(Path(module_name))
+    if os.getcwd() not in sys.path and importlib.util.find_spec(module_name.split(".")[0]) is None:
+        sys.path.insert(0, os.getcwd())  # a user's module beside their config
+    return importlib.import_module(module_name)
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ImportError(f"no such file: {path}")
+    name = f"penstock_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise ImportError(f"not a Python file: {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

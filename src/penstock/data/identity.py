@@ -1,0 +1,309 @@
+"""What a run depends on outside its folder, and what of it has changed: data, tokenizer, code.
+
+The journal keeps these facts by name: the content (SHA-256, length) of each dataset, of the tokenizer and
+of the chat template, and the versions of the code. A command that continues a run measures them again.
+Content that the run draws from must be the same; changed code is told. Weights have digests of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from penstock import __version__
+from penstock.config import Config
+from penstock.config.demo import resolve_model_path
+from penstock.config.plugins import fingerprint
+from penstock.data.dataset import Dataset
+from penstock.data.source import (
+    HUB,
+    Content,
+    ContentHash,
+    file_content,
+    find_files,
+    hub_name,
+    names_files,
+)
+from penstock.errors import UserError
+from penstock.store.run_folder import CONFIG, RunFolder
+
+Facts = Mapping[str, str]
+CODE, TOKENIZER, TEMPLATE, TOTAL_STEPS = "code", "tokenizer", "chat template", "total steps"
+MACHINE, OVERLAP = "machine", "overlap of "  # the second: "overlap of eval.tasks.A and tasks.B"
+PTX = "train.ptx.data"
+_OWN_FILE = re.compile(r"(.+\.py):\w+")  # a user's own object, as in `my_rewards.py:score`
+_LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "reasoning-gym")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
+    *("vocab.txt", "special_tokens_map.json", "added_tokens.json"),
+)
+
+
+def absolute_paths(config: Config) -> Config:
+    """Return the config with absolute paths, so that it names the same files in any directory.
+
+    run.dir stays as it is: nothing reads it once the folder is made, and the folder may be moved.
+    """
+    tree: dict[str, Any] = _own_files_absolute(config.model_dump())
+    for task in (*tree["tasks"].values(), *tree["eval"]["tasks"].values()):
+        if name := hub_name(task["data"]):
+            task["data"] = f"{HUB}{name}"
+        elif names_files(task["data"]):
+            task["data"] = _absolute(task["data"])
+    for section, name in (("model", "path"), ("model", "tokenizer"), ("train", "reference")):
+        value = tree[section][name]
+        if value != "demo" and Path(value or "\0").expanduser().is_dir():
+            tree[section][name] = _absolute(value)
+    if config.train.ptx.data:
+        tree["train"]["ptx"]["data"] = _absolute(config.train.ptx.data)
+    return Config.model_validate(tree)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _own_files_absolute(value: Any, *, in_options: bool = False) -> Any:
+    """Make the user's own Python files absolute, and paths in options if they exist."""
+    if isinstance(value, dict):
+        return {
+            key: _own_files_absolute(item, in_options=in_options or key.endswith("options"))
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_own_files_absolute(item, in_options=in_options) for item in value]
+    if isinstance(value, str):
+        own = _OWN_FILE.fullmatch(value)
+        if own and Path(own[1]).is_file():
+            return f"{os.path.abspath(own[1])}:{value[own.end(1) + 1 :]}"
+        if in_options and "/" in value and Path(value).exists():
+            return os.path.abspath(value)
+    return value
+
+
+# -- measuring ---------------------------------------------------------------------------------
+
+
+def measure(config: Config, datasets: Mapping[str, Dataset] | None = None) -> dict[str, str]:
+    """Return the facts of what the config names; `datasets`, by key, have been loaded already.
+
+    Other files are hashed, if they exist; other generated data is left out.
+    """
+    facts = {}
+    for key, (source, files) in _files(config).items():
+        if files and key not in (datasets or {}):
+            facts[key] = _fact(source, file_content(*files))
+    for key, dataset in (datasets or {}).items():
+        counts = {"prompts": len(dataset), "skipped": dataset.num_skipped_long}
+        facts[key] = _fact(dataset.source, dataset.content, **counts, longest=dataset.longest)
+    source = resolve_model_path(config.model.tokenizer or config.model.path)
+    return {**facts, **_tokenizer_facts(source), **code_fact(config), MACHINE: _machine()}
+
+
+def _machine() -> str:
+    """Return the CPU cores and GPUs that the driver's machine has."""
+    gpus = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    return json.dumps({"cpus": len(os.sched_getaffinity(0)), "gpus": gpus})
+
+
+def _files(config: Config) -> dict[str, tuple[str, list[Path]]]:
+    """Return the data that names files, and these files, by key, such as `tasks.math.data`; none: gone."""
+    named: dict[str, tuple[str, dict[str, Any], str]] = {}
+    for name, task in config.tasks.items():
+        named[f"tasks.{name}.data"] = (task.data, task.data_options, "train")
+    for name, judged in config.eval.tasks.items():
+        named[f"eval.tasks.{name}.data"] = (judged.data, judged.data_options, "")
+    if config.train.ptx.data:
+        named[PTX] = (config.train.ptx.data, {}, "")
+    found = {}
+    for key, (data, options, split) in named.items():
+        if names_files(data):
+            try:
+                found[key] = (data, find_files(data, options, split))
+            except UserError:  # told where the data is loaded, with what is allowed
+                found[key] = (data, [])
+    return found
+
+
+def _fact(source: str | Path, content: Content, **more: int) -> str:
+    known = {"source": str(source), "sha256": content.sha256, "bytes": content.num_bytes}
+    return json.dumps({**known, **more})
+
+
+def _tokenizer_facts(source: str) -> dict[str, str]:
+    """Hash the tokenizer's files in their folder or in the hub's cache; the chat template apart."""
+    find = _finder(source)
+    found = {name: path.read_bytes() for name in _TOKENIZER_FILES if (path := find(name))}
+    if not found:  # not in the cache yet: it will be compared after it was loaded
+        return {}
+    settings = json.loads(found.pop("tokenizer_config.json", b"{}"))
+    template = settings.pop("chat_template", None)
+    if file := find("chat_template.jinja"):
+        template = file.read_text("utf-8")
+    found["tokenizer_config.json"] = json.dumps(settings, sort_keys=True).encode()
+    parts = ContentHash()
+    for name, content in sorted(found.items()):
+        parts.add(name.encode())
+        parts.add(content)
+    text = ContentHash()
+    text.add(json.dumps(template).encode())
+    written = _fact(source, text.content(), present=int(template is not None))
+    return {TOKENIZER: _fact(source, parts.content()), TEMPLATE: written}
+
+
+def _finder(source: str) -> Callable[[str], Path | None]:
+    folder = Path(source)
+    if folder.is_dir():
+        return lambda name: path if (path := folder / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    def find(name: str) -> Path | None:
+        cached = try_to_load_from_cache(source, name)
+        return Path(cached) if isinstance(cached, str) else None
+
+    return find
+
+
+def code_fact(config: Config) -> dict[str, str]:
+    """Return the versions of Penstock, Python and libraries, and hashes of the user's own files."""
+    versions = dict(_installed())
+    for path in sorted(set(_own_files(config.model_dump()))):
+        versions[path] = file_content(Path(path)).sha256[:12]
+    tasks = (*config.tasks.values(), *config.eval.tasks.values())
+    for name in sorted({reward.type for task in tasks for reward in task.rewards}):
+        if digest := fingerprint(name):
+            versions[name] = digest
+    return {CODE: json.dumps(versions)}
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
+    """Return the versions of what this process runs, read once: files that change later are not run."""
+    versions = {"penstock": __version__, "penstock source": _source_hash()}
+    versions["python"] = platform.python_version()
+    for name in _LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _own_files(value: Any) -> list[str]:
+    if isinstance(value, str):
+        own = _OWN_FILE.fullmatch(value)
+        return [own[1]] if own and Path(own[1]).is_file() else []
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [path for item in items for path in _own_files(item)]
+
+
+def _source_hash() -> str:
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+# -- comparing ---------------------------------------------------------------------------------
+
+
+def changed_content(recorded: Facts, found: Facts) -> dict[str, str]:
+    """Return, by name, a phrase for each dataset, tokenizer or template that is not the recorded one."""
+    phrases = {}
+    for name in sorted(recorded.keys() & found.keys()):
+        if not name.endswith(".data") and name not in (TOKENIZER, TEMPLATE):
+            continue
+        before, after = json.loads(recorded[name]), json.loads(found[name])
+        if before["sha256"] != after["sha256"]:
+            change = f"{_brief(before)} -> {_brief(after)}"
+            phrases[name] = f"{name}: {after['source']} has other content ({change})"
+    return phrases
+
+
+def _brief(fact: dict[str, Any]) -> str:
+    return f"{fact['bytes']:,} bytes, sha256 {fact['sha256'][:8]}"
+
+
+def changed_code(recorded: Facts, found: Facts) -> str:
+    """Return a phrase for the code that changed; empty if none did or none was recorded."""
+    before = json.loads(recorded.get(CODE, "{}"))
+    after = json.loads(found.get(CODE, "{}")) if before else {}
+    changes = [
+        f"{name} {before.get(name, 'none')} -> {after.get(name, 'none')}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
+    return f"code changed since the run began: {', '.join(changes)}" if changes and after else ""
+
+
+def check_files(folder: RunFolder, config: Config, accept_changes: bool) -> None:
+    """Do what `check_content` does for files alone, before anything is loaded; name a missing file."""
+    for key, (source, files) in _files(config).items():
+        if not files:
+            raise UserError(
+                f"{key}: got {source}, which does not exist; put it back, or name its new place with: "
+                f"penstock resume {folder.path} {key}=PATH"
+            )
+    check_content(folder, config, folder.record(), measure(config), accept_changes)
+
+
+def check_content(
+    folder: RunFolder, config: Config, record: Facts, found: Facts, accept_changes: bool
+) -> list[str]:
+    """Return what has other content than the journal's record says; refuse it unless changes are accepted.
+
+    Data of an evaluation for which the user named another source is no difference.
+    """
+    tasks, before = config.eval.tasks, folder.eras(record)[-1].config.eval.tasks
+    renamed = {
+        f"eval.tasks.{name}.data"
+        for name in tasks.keys() & before.keys()
+        if (tasks[name].data, tasks[name].data_options)
+        != (before[name].data, before[name].data_options)
+    }
+    changed = changed_content(record, found)
+    phrases = [phrase for key, phrase in changed.items() if key not in renamed]
+    if phrases and not accept_changes:
+        raise UserError(
+            f"{'; '.join(phrases)} than when the run began; put the old content back, or continue "
+            f"with the new: penstock resume {folder.path} --accept-changes"
+        )
+    return phrases
+
+
+def check_copy(folder: RunFolder, wanted: Config) -> list[str]:
+    """Return a note if config.toml is lost; refuse one that was edited, since edits have no effect."""
+    wrong = folder.edited_copy(wanted)
+    if not wrong or not folder.record():
+        return []
+    if not folder.has_copy():
+        return [f"{wrong}: it is written again with the journal's settings"]
+    raise UserError(
+        f"{wrong}, but the settings in force are in the journal; change them with: "
+        f"penstock resume {folder.path} KEY=VALUE; to drop the edit, delete {CONFIG}"
+    )
+
+
+def differences(folder: RunFolder) -> list[str]:
+    """Return notes on what is no longer as in the run, for a replay or a fork of its journal.
+
+    They train on the journal's prompts and settings; only the text stream of train.ptx is read again.
+    """
+    record, config = folder.record(), folder.config()
+    if not record:
+        return []
+    found = measure(config)
+    changed = changed_content(record, found)
+    if PTX in changed:
+        raise UserError(f"{changed[PTX]} than when the run began; put the old content back")
+    phrases = (folder.edited_copy(config), *changed.values(), changed_code(record, found))
+    return [f"note: {phrase}; the journal is used" for phrase in phrases if phrase]

@@ -1,0 +1,71 @@
+"""The findings of a run that is under way: looks after every step, and tells each finding once.
+
+A finding that ends and comes back soon is not told again. Keeps the metrics of the first and of the newest
+steps only, so that a look costs the same in a long run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.config import Config
+from penstock.inspection.findings import find
+from penstock.inspection.findings.observed import Observed, Row, read_rows
+from penstock.store.run_folder import RunFolder
+from penstock.store.space import DiskWatch
+from penstock.types import Batch, Finding
+
+_FIRST, _NEWEST = 10, 300  # steps whose metrics are kept
+_AGAIN = 100  # steps after which a finding that came back is told again
+
+
+class LiveFindings:
+    """Consumes the metrics of every step, produces findings; `open` holds those of now."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: Config,
+        total_steps: int,
+        *,
+        last_failure: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.open: list[Finding] = []
+        self.note: Callable[[str], None] = lambda text: None  # tells the user
+        self._facts: Mapping[str, str] = {}
+        self._folder, self._config, self._total = folder.path, config, total_steps
+        self._last_failure = last_failure
+        self._disk = DiskWatch(folder.path, config, total_steps)
+        self._rows: list[Row] = read_rows(folder)
+        self._told: dict[str, int] = {}  # name -> the newest step with this finding
+
+    def start(self, steps_done: int, facts: Mapping[str, str]) -> None:
+        """Tell how much disk the run may use, and what is wrong before its first step."""
+        self._facts = facts
+        self.note(self._disk.forecast(steps_done))
+        self._look(None, steps_done)
+
+    def look(self, batch: Batch, metrics: Mapping[str, Any]) -> None:
+        """Look at the run after a step; tell what is new."""
+        self._rows.append({"step": batch.step, **metrics})
+        if len(self._rows) > _FIRST + 2 * _NEWEST:
+            del self._rows[_FIRST:-_NEWEST]
+        self._look(batch, batch.step)
+
+    def _look(self, batch: Batch | None, step: int) -> None:
+        observed = Observed(
+            run=str(self._folder),
+            config=self._config,
+            rows=self._rows,
+            facts=self._facts,
+            total_steps=self._total,
+            batch=batch,
+            disk=self._disk.look(step + 1) if step < self._total else None,
+            last_failure=self._last_failure,
+        )
+        self.open = find(observed)
+        for finding in self.open:
+            if step - self._told.get(finding.name, -_AGAIN) >= _AGAIN:
+                self.note(f"warning: {finding}")
+            self._told[finding.name] = step

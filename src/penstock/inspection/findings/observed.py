@@ -1,0 +1,168 @@
+"""What the rules look at: the config, the metrics of every step, the newest batch, and facts of the start.
+
+Plain values: the driver makes an `Observed` after every step, `read_observed` makes the same from a run
+folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.config import Config
+from penstock.data.identity import TOTAL_STEPS
+from penstock.errors import PenstockError
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
+from penstock.store.space import DiskSpace, DiskWatch
+from penstock.training.algo import ALGORITHMS
+from penstock.training.algo.method import run_settings
+from penstock.training.algo.settings import AlgorithmSettings
+from penstock.types import Batch
+
+WINDOW = 5  # steps over which a metric is averaged
+
+Row = Mapping[str, Any]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Observed:
+    """A run up to its newest step."""
+
+    run: str  # what `penstock rollouts` is given
+    config: Config
+    rows: Sequence[Row] = ()  # metrics of each step, in order, with `step`
+    facts: Mapping[str, str] = field(default_factory=dict)  # the journal's identity (identity.py)
+    total_steps: int | None = None
+    batch: Batch | None = None  # of the newest step
+    disk: DiskSpace | None = None  # None: not looked at, or nothing more will be written
+    last_failure: Callable[[], str] = lambda: ""  # the error of the newest failed group
+    settings: AlgorithmSettings = field(init=False)  # of the algorithm
+
+    def __post_init__(self) -> None:
+        """Resolve the settings; a look imports no code of a run: an algorithm of its own counts as GRPO."""
+        algorithm = self.config.algorithm
+        if algorithm.name not in ALGORITHMS:
+            algorithm = algorithm.model_copy(update={"name": "grpo"})
+        settings = run_settings(self.config.model_copy(update={"algorithm": algorithm}))
+        object.__setattr__(self, "settings", settings)
+
+    @property
+    def last_step(self) -> int:
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    def newest(self, name: str, count: int) -> list[float]:
+        """Return a metric of the newest steps, at most `count`; NaN where a step has none."""
+        return [_number(row.get(name)) for row in self.rows[-count:]]
+
+    def now(self, name: str, window: int = WINDOW) -> float:
+        """Return a metric's mean over the newest steps; NaN if fewer than `window` have it."""
+        newest = self.newest(name, window)
+        return mean(newest) if len(newest) == window else math.nan
+
+    def at_start(self, name: str, window: int = WINDOW) -> float:
+        """Return a metric's mean over the first steps; NaN if the run is not twice as long yet."""
+        if len(self.rows) < 2 * window:
+            return math.nan
+        return mean([_number(row.get(name)) for row in self.rows[:window]])
+
+    def since(self, name: str, holds: Callable[[float], bool], window: int = WINDOW) -> int | None:
+        """Return the step since which the metric's mean over `window` steps has held; None: it does not."""
+        value, first = (lambda index: _number(self.rows[index].get(name))), None
+        for end in range(len(self.rows), window - 1, -1):
+            if not holds(mean([value(index) for index in range(end - window, end)])):
+                break
+            first = end - window
+        if first is None:
+            return None
+        alone = (index for index in range(first, len(self.rows)) if holds(value(index)))
+        return int(self.rows[next(alone, first)]["step"])
+
+    def fact(self, name: str) -> dict[str, Any]:
+        """Return a fact of the start; empty if the run did not record it."""
+        try:
+            found = json.loads(self.facts.get(name, "{}"))
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def facts_of(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (name, fact) of every fact whose name starts with `prefix`."""
+        for name in self.facts:
+            if name.startswith(prefix):
+                yield name, self.fact(name)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of the numbers; NaN if there is none."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value)
+
+
+def read_observed(folder: RunFolder) -> Observed:
+    """Read a run folder; what is missing or damaged is left out."""
+    config = folder.config()
+    rows = read_rows(folder)
+    facts, batch, failure = _read_journal(folder, rows)
+    total = facts.get(TOTAL_STEPS)
+    steps = int(total) if total and total.isdigit() else config.train.steps
+    done = rows[-1]["step"] if rows else 0
+    disk = None
+    if steps and done < steps:
+        disk = DiskWatch(folder.path, config, steps, first=(0, 0)).look(done + 1)
+    return Observed(
+        run=str(folder.path),
+        config=config,
+        rows=rows,
+        facts=facts,
+        total_steps=steps,
+        batch=batch,
+        disk=disk,
+        last_failure=lambda: failure,
+    )
+
+
+def read_rows(folder: RunFolder) -> list[Row]:
+    """Return the metrics of every step, in order; lines that are cut off or damaged are left out."""
+    by_step: dict[int, dict[str, Any]] = {}
+    if folder.metrics.is_file():
+        for line in folder.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                by_step[row["step"]] = row
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _read_journal(
+    folder: RunFolder, rows: Sequence[Row]
+) -> tuple[dict[str, str], Batch | None, str]:
+    if not folder.journal.is_file():
+        return {}, None, ""
+    try:
+        with closing(Journal.look(folder.journal)) as journal:
+            facts, failure = journal.read_identity(), _last_failure(journal)
+            batch = journal.batch(rows[-1]["step"]) if rows else None
+    except (PenstockError, TypeError, ValueError):  # damage can put any type anywhere
+        return {}, None, ""
+    return facts, batch, failure
+
+
+def _last_failure(journal: Journal) -> str:
+    """Return the error of the group that failed last; empty if none did."""
+    found = journal.query(
+        "SELECT reason FROM events WHERE status = 'failed' AND reason != '' ORDER BY at DESC LIMIT 1"
+    )
+    return str(found[0][0]) if found else ""

@@ -1,0 +1,165 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""AdamW over all parameters in one launch: scales the gradient, steps, and rounds the masters into the model.
+
+torch takes three passes over the parameters for it (clip, AdamW, copy), and its host must know first whether the
+gradient is finite. Here a tensor on the device decides, so that the host does not wait. The arithmetic is that of
+torch's fused AdamW, whose state stays where it is. Imported only if Triton is installed and the model is on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from penstock.model.transfer import to_device
+
+_CHUNK = 8192  # elements of a program
+_BLOCK = 1024  # of them at once
+_ALIGN = 16  # bytes, of every tensor's address
+_COUNT = 8  # divides the number of elements of every tensor
+_KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _floats(Address):
+    return tl.multiple_of(tl.load(Address).to(tl.pointer_type(tl.float32)), 16)
+
+
+@triton.jit
+def _adamw(
+    Table, Chunks, Decision, Corrections, Decay, rate, keep_first, new_first, keep_second, new_second,
+    eps, KIND: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(Decision) > 0:
+        scale = tl.load(Decision + 1)
+        tensor = tl.load(Chunks + 2 * tl.program_id(0))
+        begin = tl.load(Chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+        row = Table + 6 * tensor
+        Master, Grad, First, Second = (
+            _floats(row),
+            _floats(row + 1),
+            _floats(row + 2),
+            _floats(row + 3),
+        )
+        rounded = tl.load(row + 4)
+        Rounded = tl.multiple_of(rounded.to(tl.pointer_type(KIND)), 16)
+        count = tl.multiple_of(tl.load(row + 5), 8)
+        step_size = rate / tl.load(Corrections + 2 * tensor)
+        root = tl.load(Corrections + 2 * tensor + 1)
+        shrink = rate * tl.load(Decay + tensor)
+        for first in range(0, CHUNK, BLOCK):
+            at = begin + first + tl.arange(0, BLOCK)
+            inside = at < count
+            grad = tl.load(Grad + at, mask=inside, other=0.0) * scale
+            master = tl.load(Master + at, mask=inside, other=0.0)
+            mean = tl.load(First + at, mask=inside, other=0.0)
+            square = tl.load(Second + at, mask=inside, other=0.0)
+            mean = keep_first * mean + new_first * grad
+            square = keep_second * square + new_second * grad * grad
+            master = master - shrink * master
+            master = master - step_size * mean / (tl.sqrt(square) / root + eps)
+            tl.store(First + at, mean, mask=inside)
+            tl.store(Second + at, square, mask=inside)
+            tl.store(Master + at, master, mask=inside)
+            if rounded != 0:
+                tl.store(Rounded + at, master.to(KIND), mask=inside)
+
+
+class AdamWStep:
+    """Steps of a torch AdamW optimizer whose parameters are float32 and on one device."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rounded: dict[nn.Parameter, nn.Parameter]
+    ) -> None:
+        """`rounded` gives the model's parameter of each master that is not itself the model's."""
+        self._optimizer = optimizer
+        groups = optimizer.param_groups
+        self._parameters = [one for group in groups for one in group["params"]]
+        self._rounded = [rounded.get(one) for one in self._parameters]
+        decay = [group["weight_decay"] for group in groups for _ in group["params"]]
+        self._device = self._parameters[0].device
+        self._kind = next(iter(_kinds(self._rounded)), tl.bfloat16)
+        self._decay = torch.tensor(decay, dtype=torch.float32, device=self._device)
+        counts = [triton.cdiv(one.numel(), _CHUNK) for one in self._parameters]
+        tensor = np.repeat(np.arange(len(counts)), counts)
+        chunk = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
+        chunks = np.stack([tensor, chunk], axis=1).astype(np.int32)
+        self._chunks = torch.from_numpy(chunks).to(self._device)
+
+    @staticmethod
+    def fits(optimizer: torch.optim.Optimizer, rounded: dict[nn.Parameter, nn.Parameter]) -> bool:
+        """Return whether the kernel covers these parameters."""
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        return (
+            bool(parameters)
+            and len({one.device for one in parameters}) == 1
+            and len(_kinds(list(rounded.values()))) <= 1
+            and all(one.dtype == torch.float32 for one in parameters)
+            and all(one.numel() % _COUNT == 0 for one in parameters)
+            and all(one.is_contiguous() for one in [*parameters, *rounded.values()])
+        )
+
+    def table(self) -> Tensor | None:
+        """Return addresses and size of every parameter; None: the kernel cannot read one of the gradients."""
+        rows = []
+        for one, rounded in zip(self._parameters, self._rounded, strict=True):
+            grad = one.grad
+            if grad is None or grad.dtype != torch.float32 or not grad.is_contiguous():
+                return None
+            state = self._state(one)
+            tensors = (one, grad, state["exp_avg"], state["exp_avg_sq"])
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            rows.append((*addresses, 0 if rounded is None else rounded.data_ptr(), one.numel()))
+        array = np.array(rows, dtype=np.int64)
+        return None if (array[:, :5] % _ALIGN).any() else to_device(array, self._device)
+
+    def launch(self, table: Tensor, norm: Tensor, loss: Tensor, max_norm: float) -> None:
+        """Queue a step of the gradients, scaled down to `max_norm`, unless norm or loss forbid it.
+
+        A norm or loss that is not finite, and a norm of zero, leave everything as it is.
+        """
+        keep_first, keep_second = self._optimizer.param_groups[0]["betas"]
+        applies = norm.isfinite() & loss.isfinite() & (norm > 0)
+        decision = torch.stack([applies, (max_norm / (norm + 1e-6)).clamp(max=1.0)]).float()
+        steps = [self._state(one)["step"] for one in self._parameters]
+        torch._foreach_add_(steps, [applies.float()] * len(steps))  # for a single tensor it waits
+        steps_P = torch.stack(steps).double()
+        first_P = 1 - torch.pow(keep_first, steps_P)
+        second_P = (1 - torch.pow(keep_second, steps_P)).sqrt()
+        self._run(table, decision, torch.stack([first_P, second_P], dim=1).float())
+
+    def warm_up(self) -> None:
+        """Compile the kernel, by a step that is not applied."""
+        count = len(self._parameters)
+        table = torch.zeros(count, 6, dtype=torch.int64, device=self._device)
+        nothing = torch.zeros(2, device=self._device)
+        self._run(table, nothing, torch.ones(count, 2, device=self._device))
+
+    def _run(self, table: Tensor, decision: Tensor, corrections_P2: Tensor) -> None:
+        group = self._optimizer.param_groups[0]
+        keep_first, keep_second = group["betas"]
+        kernel: Any = _adamw
+        kernel[(len(self._chunks),)](
+            table, self._chunks, decision, corrections_P2, self._decay, group["lr"],
+            keep_first, 1 - keep_first, keep_second, 1 - keep_second, group["eps"],
+            KIND=self._kind, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the moments of a parameter, of zeros before its first step, as torch makes them."""
+        state: dict[str, Tensor] = self._optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=self._device)
+            state["exp_avg"] = torch.zeros_like(parameter.detach())
+            state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+        return state
+
+
+def _kinds(rounded: Sequence[nn.Parameter | None]) -> set[Any]:
+    return {_KINDS[one.dtype] for one in rounded if one is not None}

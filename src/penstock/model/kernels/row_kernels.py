@@ -1,0 +1,299 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
+"""Triton kernels for the matrix products of a decode step with few rows, each with its neighbours.
+
+A product of few rows takes as long as its weights take to arrive. A program computes a few columns for up to 16
+rows and asks for all of its weights at once: a tile [SPLIT, COLUMNS, BLOCK], whose warps compute dot products side by
+side; their sums are added at the end. The norm before a product and the rotary embedding, gate or residual after it belong to the
+same program, rounded where the plain operations round. With `PDL` a kernel starts, and loads its weights, while the
+kernel before it still runs. `row_reference.py` computes the same in plain torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.model.kernels.row_tiles import Tiles
+
+ROWS = 16  # of a program: the least of a tensor core's dot product
+
+
+@functools.cache
+def overlapped(device: torch.device) -> dict[str, bool]:
+    """Return the arguments with which a kernel may start before the last one on its stream has ended.
+
+    A kernel that takes them must wait (`gdc_wait`) before it reads what another kernel wrote and before it writes.
+    """
+    able = device.type == "cuda" and torch.version.hip is None
+    able = able and torch.cuda.get_device_capability(device)[0] >= 9
+    able = able and hasattr(tl.extra.cuda, "gdc_wait")
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+@triton.jit
+def wait_for_last(PDL: tl.constexpr):
+    """Let the next kernel start, and wait for what the last one wrote."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _product(
+    X, Weight, Norm, row, rows, column, inside, eps, K: tl.constexpr, NORMED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # Return x of these rows times these rows of the weight, [ROWS, COLUMNS] in float32.
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    at = tl.arange(0, SPLIT)[:, None, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    weights, inputs = (), ()
+    for chunk in tl.static_range(CHUNKS):
+        k = at + chunk * SPLIT * BLOCK
+        tile = tl.load(
+            Weight + column[None, :, None] * K + k, mask=inside[None, :, None] & (k < K), other=0.0
+        )
+        weights = weights + (tile,)  # noqa: RUF005 (the form that Triton takes)
+    if PDL:  # weights are constant; what earlier kernels write is read from here on
+        tl.extra.cuda.gdc_wait()
+    here = (row < rows)[None, :, None]
+    for chunk in tl.static_range(CHUNKS):
+        k = at + chunk * SPLIT * BLOCK
+        x = tl.load(X + row[None, :, None] * K + k, mask=here & (k < K), other=0.0)
+        if NORMED:  # the whole row is one chunk
+            x = _normed(x, Norm, at, eps, K)
+        inputs = inputs + (x,)  # noqa: RUF005
+    total = tl.zeros((SPLIT, ROWS, COLUMNS), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        x, tile = inputs[chunk], weights[chunk]
+        if PDL and CHUNKS > 1:
+            x, tile = _at_last(x), _at_last(tile)
+        total = tl.dot(x, tl.trans(tile, (0, 2, 1)), total, input_precision="ieee")
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _at_last(tile):
+    # Return the tile, unseen by the compiler, which else lets each tile arrive before it asks for the next one.
+    if tile.dtype.primitive_bitwidth == 16:
+        tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tile.dtype, False, 2)
+    return tile
+
+
+@triton.jit
+def _normed(x, Norm, at, eps, K: tl.constexpr):
+    # Return the RMS norm of whole rows, [SPLIT, ROWS, BLOCK], rounded once.
+    wide = x.to(tl.float32)
+    mean = tl.sum(tl.sum(wide * wide, 2), 0) / K
+    scale = tl.load(Norm + at, mask=at < K, other=0.0).to(tl.float32)
+    return (wide * tl.rsqrt(mean + eps)[None, :, None] * scale).to(x.dtype)
+
+
+@triton.jit
+def _halves(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # Return the first and the second half of the columns.
+    return tl.split(tl.permute(tl.reshape(both, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _heads_rows(
+    X, Weight, Bias, Norm, Cos, Sin, Query, Keys, Values, Target, rows, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BIASED: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # Half of the columns lie in the lower half of a head, the others HALF above them.
+    C: tl.constexpr = COLUMNS // 2
+    PARTS: tl.constexpr = (HALF + C - 1) // C
+    head, first = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * C
+    both = tl.arange(0, COLUMNS)
+    at = first + both % C
+    column = head * 2 * HALF + at + both // C * HALF
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    made = _product(
+        X, Weight, Norm, row, rows, column, at < HALF, eps, K, True, ROWS, COLUMNS, SPLIT, BLOCK,
+        CHUNKS, PDL,
+    )  # fmt: skip
+    if BIASED:
+        made += tl.load(Bias + column, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
+    kind = Query.dtype.element_ty
+    low, high = _halves(made.to(kind), ROWS, COLUMNS)
+    at = (first + tl.arange(0, C))[None, :]
+    here = (row < rows)[:, None] & (at < HALF)
+    if head < HEADS + KV_HEADS:
+        turn = row[:, None] * 2 * HALF + at
+        cos_low = tl.load(Cos + turn, mask=here, other=0.0).to(tl.float32)
+        cos_high = tl.load(Cos + turn + HALF, mask=here, other=0.0).to(tl.float32)
+        sin_low = tl.load(Sin + turn, mask=here, other=0.0).to(tl.float32)
+        sin_high = tl.load(Sin + turn + HALF, mask=here, other=0.0).to(tl.float32)
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        turned_low = (wide_low * cos_low - wide_high * sin_low).to(kind)
+        turned_high = (wide_high * cos_high + wide_low * sin_high).to(kind)
+        if head < HEADS:
+            target = Query + (row[:, None] * HEADS + head) * 2 * HALF + at
+        else:
+            token = tl.load(Target + row, mask=row < rows, other=0).to(tl.int64)[:, None]
+            target = Keys + (token * KV_HEADS + head - HEADS) * 2 * HALF + at
+        tl.store(target, turned_low, mask=here)
+        tl.store(target + HALF, turned_high, mask=here)
+    else:
+        token = tl.load(Target + row, mask=row < rows, other=0).to(tl.int64)[:, None]
+        target = Values + (token * KV_HEADS + head - HEADS - KV_HEADS) * 2 * HALF + at
+        tl.store(target, low, mask=here)
+        tl.store(target + HALF, high, mask=here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gate_rows(
+    X, Weight, Norm, Out, rows, eps, WIDTH: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # Half of the columns are of the gate, the others are the same ones of up.
+    C: tl.constexpr = COLUMNS // 2
+    first, both = tl.program_id(0) * C, tl.arange(0, COLUMNS)
+    at = first + both % C
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    made = _product(
+        X, Weight, Norm, row, rows, at + both // C * WIDTH, at < WIDTH, eps, K, True, ROWS, COLUMNS,
+        SPLIT, BLOCK, CHUNKS, PDL,
+    )  # fmt: skip
+    kind = Out.dtype.element_ty
+    gate, up = _halves(made.to(kind).to(tl.float32), ROWS, COLUMNS)
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    at = (first + tl.arange(0, C))[None, :]
+    tl.store(
+        Out + row[:, None] * WIDTH + at, (active * up).to(kind),
+        mask=(row < rows)[:, None] & (at < WIDTH),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_rows(
+    X, Weight, Bias, Total, rows, WIDTH: tl.constexpr, BIASED: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    made = _product(
+        X, Weight, X, row, rows, column, column < WIDTH, 0.0, K, False, ROWS, COLUMNS, SPLIT, BLOCK,
+        CHUNKS, PDL,
+    )  # fmt: skip
+    if BIASED:
+        made += tl.load(Bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    here = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    target = Total + row[:, None] * WIDTH + column[None, :]
+    made += tl.load(target, mask=here, other=0.0).to(tl.float32)
+    tl.store(target, made.to(Total.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _norm_rows(
+    X, Norm, Out, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait_for_last(PDL)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_PAD)
+    x = tl.load(X + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+    scale = tl.load(Norm + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+    made = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * scale
+    tl.store(Out + row * WIDTH + at, made.to(Out.dtype.element_ty), mask=at < WIDTH)
+
+
+def norm_rows(x_BD: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
+    """Return the rows' RMS norm."""
+    rows, width = x_BD.shape
+    assert x_BD.is_contiguous()
+    made = torch.empty_like(x_BD)
+    pad = triton.next_power_of_2(width)
+    kernel: Any = _norm_rows
+    kernel[(rows,)](
+        x_BD, norm[0], made, norm[1], WIDTH=width, WIDTH_PAD=pad,
+        num_warps=min(16, max(1, pad // 256)), **overlapped(x_BD.device),
+    )  # fmt: skip
+    return made
+
+
+def _how(tiles: Tiles, x_BK: torch.Tensor) -> dict[str, Any]:
+    """Return the keyword arguments that all three kernels take."""
+    inputs = x_BK.shape[1]
+    return {
+        "K": inputs, "ROWS": ROWS, "COLUMNS": tiles.columns, "SPLIT": tiles.split,
+        "BLOCK": tiles.block, "CHUNKS": triton.cdiv(inputs, tiles.split * tiles.block),
+        "num_warps": tiles.warps, "num_stages": 1, **overlapped(x_BK.device),
+    }  # fmt: skip
+
+
+def project_and_store(
+    x_BD: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    weight_ND: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    turn: tuple[torch.Tensor, torch.Tensor],
+    keys_TGD: torch.Tensor,
+    values_TGD: torch.Tensor,
+    target_B: torch.Tensor,
+    tiles: Tiles,
+) -> torch.Tensor:
+    """Return the query heads of the normed rows, turned; store turned keys and values at `target_B`."""
+    rows, width = x_BD.shape
+    kv_heads, size = keys_TGD.shape[1:]
+    heads = len(weight_ND) // size - 2 * kv_heads
+    assert x_BD.is_contiguous()
+    assert weight_ND.is_contiguous()
+    assert width <= tiles.split * tiles.block
+    query_BHD = x_BD.new_empty(rows, heads, size)
+    how = _how(tiles, x_BD)
+    parts = triton.cdiv(size // 2, tiles.columns // 2)
+    kernel: Any = _heads_rows
+    kernel[((heads + 2 * kv_heads) * parts, triton.cdiv(rows, ROWS))](
+        x_BD, weight_ND, weight_ND if bias_N is None else bias_N, norm[0], *turn, query_BHD,
+        keys_TGD, values_TGD, target_B, rows, norm[1], HEADS=heads, KV_HEADS=kv_heads,
+        HALF=size // 2, BIASED=bias_N is not None, **how,
+    )  # fmt: skip
+    return query_BHD
+
+
+def gate_product(
+    x_BD: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    weight_FD: torch.Tensor,
+    tiles: Tiles,
+) -> torch.Tensor:
+    """Return silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
+    rows, inputs = x_BD.shape
+    width = len(weight_FD) // 2
+    assert x_BD.is_contiguous()
+    assert weight_FD.is_contiguous()
+    assert inputs <= tiles.split * tiles.block
+    made = x_BD.new_empty(rows, width)
+    kernel: Any = _gate_rows
+    kernel[(triton.cdiv(width, tiles.columns // 2), triton.cdiv(rows, ROWS))](
+        x_BD, weight_FD, norm[0], made, rows, norm[1], WIDTH=width, **_how(tiles, x_BD)
+    )
+    return made
+
+
+def add_product(
+    total_BD: torch.Tensor,
+    x_BK: torch.Tensor,
+    weight_DK: torch.Tensor,
+    bias_D: torch.Tensor | None,
+    tiles: Tiles,
+) -> torch.Tensor:
+    """Add x times the weight, and the bias, to the total in place; return the total."""
+    rows, width = total_BD.shape
+    assert total_BD.is_contiguous()
+    assert x_BK.is_contiguous()
+    assert weight_DK.is_contiguous()
+    kernel: Any = _add_rows
+    kernel[(triton.cdiv(width, tiles.columns), triton.cdiv(rows, ROWS))](
+        x_BK, weight_DK, weight_DK if bias_D is None else bias_D, total_BD, rows, WIDTH=width,
+        BIASED=bias_D is not None, **_how(tiles, x_BK),
+    )  # fmt: skip
+    return total_BD

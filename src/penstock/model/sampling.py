@@ -1,0 +1,165 @@
+"""Sample one token per row, each row with its own parameters, and return its log-prob.
+
+Pure functions. Each row is computed on its own, so the other rows of a batch never change its bits. A row
+needs one uniform number, which picks the token by inverse CDF. The number comes from a counter-based
+stream (splitmix64 over the request's seed and the token's index in the whole response): it is the same on
+every device and in every batch, and a rollout that continues from its partial tokens keeps its stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.model.exponentials import exp_into
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_BITS = 23  # few enough that u * total < total in float32
+_BLOCK = 256  # columns per block of the two-level inverse CDF
+
+
+# ---- uniform numbers
+
+
+def stream_key(seed: int) -> int:
+    """Return the 64-bit key of a request's stream; `seed` may be any Python integer."""
+    mask = 0xFFFFFFFFFFFFFFFF
+    x = (seed + _GOLDEN) & mask
+    x = ((x ^ (x >> 30)) * _MIX_1) & mask
+    x = ((x ^ (x >> 27)) * _MIX_2) & mask
+    return x ^ (x >> 31)
+
+
+def uniforms(keys_N: np.ndarray, indices_N: np.ndarray) -> np.ndarray:
+    """Return float32 numbers in [0, 1), one per row; `keys_N` is uint64."""
+    with np.errstate(over="ignore"):
+        x = keys_N + (indices_N.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
+        x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(64 - _BITS)).astype(np.float32) * np.float32(2.0**-_BITS)
+
+
+def uniforms_torch(keys_N: torch.Tensor, indices_N: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of `uniforms` from int64 tensors that hold the bits of the uint64 keys."""
+    x = keys_N + (indices_N.to(torch.int64) + 1) * _signed(_GOLDEN)
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 64 - _BITS).to(torch.float32) * 2.0**-_BITS
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift int64 as if it were unsigned."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# ---- the choice
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RowSampling:
+    """The sampling parameters of N rows; every tensor has length N."""
+
+    uniform_N: torch.Tensor  # float32 in [0, 1)
+    temperature_N: torch.Tensor  # float32; 1 for a greedy row
+    greedy_N: torch.Tensor | None  # bool; None: no row is greedy
+    top_k_N: torch.Tensor | None  # int64, 0 is off; None: off in every row
+    top_p_N: torch.Tensor | None  # float32; None: 1 in every row
+    banned: tuple[torch.Tensor, torch.Tensor] | None = None  # (row, token) pairs not to sample
+
+
+def sample(logits_NV: torch.Tensor, how: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int64 tokens [N] and their float32 log-probs under the distribution they came from.
+
+    A row whose logits are no distribution (NaN, +inf, or none finite) gets log-prob NaN.
+    """
+    scaled_NV = logits_NV.float()
+    if not (scaled_NV.is_cpu and bool((how.temperature_N == 1).all())):
+        scaled_NV = scaled_NV / how.temperature_N[:, None]
+    allowed: torch.Tensor | None = None
+    if how.banned is not None:
+        allowed = scaled_NV[how.banned]
+        scaled_NV[how.banned] = -torch.inf
+    chosen_NV = scaled_NV
+    if how.top_k_N is not None or how.top_p_N is not None:
+        chosen_NV = filter_top_k_top_p(scaled_NV, how.top_k_N, how.top_p_N)
+    peak_N1 = chosen_NV.amax(dim=-1, keepdim=True)
+    weights_NV = chosen_NV - peak_N1
+    exp_into(weights_NV, weights_NV)  # one exponential per logit
+    token_N, total_N = pick(weights_NV, how.uniform_N)
+    if how.greedy_N is not None:
+        token_N = torch.where(how.greedy_N, chosen_NV.argmax(dim=-1), token_N)
+    logprob_N = (chosen_NV.gather(1, token_N[:, None]) - peak_N1)[:, 0] - total_N.log()
+    if allowed is not None:
+        scaled_NV[how.banned] = allowed  # the caller may sample from these logits again
+    return token_N, logprob_N
+
+
+def pick(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, by inverse CDF, the token whose share of the row's total holds the uniform number.
+
+    The weights need not add up to one; the second result is their total.
+    """
+    rows, vocabulary = weights_NV.shape
+    if vocabulary <= 2 * _BLOCK:
+        ends_NV = weights_NV.cumsum(dim=-1)
+        total_N = ends_NV[:, -1]
+        return _first_past(uniform_N * total_N, weights_NV, ends_NV), total_N
+    padding = -vocabulary % _BLOCK
+    if padding:
+        weights_NV = torch.nn.functional.pad(weights_NV, (0, padding))
+    blocks_NCB = weights_NV.view(rows, -1, _BLOCK)
+    mass_NC = blocks_NCB.sum(dim=-1)
+    ends_NC = mass_NC.cumsum(dim=-1)
+    total_N = ends_NC[:, -1]
+    target_N = uniform_N * total_N
+    block_N = _first_past(target_N, mass_NC, ends_NC)
+    row_N = torch.arange(rows, device=weights_NV.device)
+    start_N = torch.where(block_N > 0, ends_NC[row_N, (block_N - 1).clamp_min(0)], 0.0)
+    chosen_NB = blocks_NCB[row_N, block_N]
+    inside_N = _first_past(target_N - start_N, chosen_NB, chosen_NB.cumsum(dim=-1))
+    return block_N * _BLOCK + inside_N, total_N
+
+
+def _first_past(
+    target_N: torch.Tensor, mass_NC: torch.Tensor, ends_NC: torch.Tensor
+) -> torch.Tensor:
+    """Return the first cell whose prefix sum passes the target, else the last; never one without mass.
+
+    A parallel prefix sum of floats is not monotone, so cells are tested one by one, not counted.
+    """
+    has_mass_NC = mass_NC > 0
+    past_NC = (has_mass_NC & (ends_NC > target_N[:, None])).to(torch.uint8)
+    found_N, first_N = past_NC.max(dim=-1)
+    if mass_NC.is_cpu and bool(found_N.all()):  # on a GPU this check would wait for the device
+        return first_N
+    cell_C = torch.arange(mass_NC.shape[1], device=mass_NC.device)
+    last_N = (has_mass_NC * cell_C).amax(dim=-1)
+    return torch.where(found_N.bool(), first_N, last_N)
+
+
+def filter_top_k_top_p(
+    scaled_NV: torch.Tensor, top_k_N: torch.Tensor | None, top_p_N: torch.Tensor | None
+) -> torch.Tensor:
+    """Set logits to -inf outside the top k, then outside the smallest set that holds top_p."""
+    sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(scaled_NV.shape[-1], device=scaled_NV.device)
+    if top_k_N is not None:
+        limit_N = torch.where(top_k_N > 0, top_k_N, scaled_NV.shape[-1])
+        sorted_NV = sorted_NV.masked_fill(rank_V[None, :] >= limit_N[:, None], -torch.inf)
+    if top_p_N is not None:
+        probs_NV = sorted_NV.softmax(dim=-1)
+        before_NV = probs_NV.cumsum(dim=-1) - probs_NV
+        outside_NV = (before_NV >= top_p_N[:, None]) & (top_p_N < 1)[:, None]
+        outside_NV[:, 0] = False
+        sorted_NV = sorted_NV.masked_fill(outside_NV, -torch.inf)
+    return torch.empty_like(sorted_NV).scatter_(1, order_NV, sorted_NV)

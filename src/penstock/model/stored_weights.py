@@ -1,0 +1,213 @@
+"""A model whose matrices stay in their files: built without them, and read in parts.
+
+For trainer ranks that each hold a share of a model: `build` makes the modules with vectors and buffers only,
+`StoredWeights` reads any rows of a matrix, and `streamed` lends the whole model to a forward pass, layer by
+layer. Which rows a rank holds belongs to `training/parallel/sharding.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.model.loading import quiet_transformers
+
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class StoredWeights:
+    """The tensors of a model's safetensors files, by name."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        """files: tensor -> the file that has it."""
+        self._files = files
+        self._open: dict[str, Any] = {}
+        self.bytes_read = 0
+        self.most_held = 0  # bytes of matrices that a forward pass held at once
+        self._held = 0
+
+    @classmethod
+    def find(cls, path: str) -> StoredWeights | None:
+        """Return the weights of a folder or hub name; None if they are not in safetensors files."""
+        from safetensors import safe_open
+        from transformers.utils import cached_file
+
+        def found(name: str) -> str | None:
+            file: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+            return file
+
+        if (one := found(_ONE_FILE)) is not None:
+            with safe_open(one, framework="pt") as file:
+                return cls(dict.fromkeys(file.keys(), one))
+        if (index := found(_INDEX)) is None:
+            return None
+        with open(index, encoding="utf-8") as text:
+            places: dict[str, str] = json.load(text)["weight_map"]
+        files = {name: found(name) for name in set(places.values())}
+        if None in files.values():
+            return None
+        return cls({name: str(files[place]) for name, place in places.items()})
+
+    def _slice(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file].get_slice(name)
+
+    def has(self, name: str, shape: torch.Size) -> bool:
+        return name in self._files and tuple(self._slice(name).get_shape()) == tuple(shape)
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """Return a tensor, or some rows and columns of it."""
+        part = self._slice(name)
+        values: Tensor = part[rows] if columns == slice(None) else part[rows, columns].contiguous()
+        self.bytes_read += values.nbytes
+        return values
+
+    def close(self) -> None:
+        self._open.clear()
+
+    @contextlib.contextmanager
+    def streamed(
+        self, model: nn.Module, layers: Sequence[nn.Module], device: torch.device
+    ) -> Iterator[None]:
+        """Let forward passes run inside the context: each of `layers` has its matrices while it runs."""
+        inside = {id(one) for layer in layers for one in layer.parameters()}
+        outside = {n: p for n, p in _matrices(model).items() if id(p) not in inside}
+        names = {id(parameter): name for name, parameter in _matrices(model).items()}
+        hooks: list[Any] = []
+        lent: dict[nn.Module, _Lent] = {}
+
+        def lend(module: nn.Module, *_: Any) -> None:
+            own = {names[id(p)]: p for p in module.parameters() if id(p) in names}
+            lent[module] = _Lent(self, module, own, device)
+
+        def take_back(module: nn.Module, *_: Any) -> None:
+            lent.pop(module).take_back()
+
+        whole = _Lent(self, model, outside, device)
+        try:
+            for layer in layers:
+                hooks.append(layer.register_forward_pre_hook(lend))
+                hooks.append(layer.register_forward_hook(take_back))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for one in (*lent.values(), whole):
+                one.take_back()
+
+    def hold(self, count: int) -> None:
+        self._held += count
+        self.most_held = max(self.most_held, self._held)
+
+
+class _Lent:
+    """Matrices that are in memory for a while, in the place of parameters without values."""
+
+    def __init__(
+        self,
+        stored: StoredWeights,
+        module: nn.Module,
+        empty: dict[str, nn.Parameter],
+        device: torch.device,
+    ) -> None:
+        self._stored, self._owners = stored, []
+        values = {
+            id(p): nn.Parameter(
+                stored.read(name).to(device=device, dtype=p.dtype), requires_grad=False
+            )
+            for name, p in empty.items()
+        }
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if id(parameter) in values:
+                    self._owners.append((part, name, parameter))
+                    part._parameters[name] = values[id(parameter)]
+        self._bytes = sum(one.nbytes for one in values.values())
+        stored.hold(self._bytes)
+
+    def take_back(self) -> None:
+        for part, name, parameter in self._owners:
+            part._parameters[name] = parameter
+        self._stored.hold(-self._bytes)
+
+
+def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters without values, tied ones once."""
+    return {name: one for name, one in model.named_parameters() if one.is_meta}
+
+
+def build(
+    path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> tuple[Any, StoredWeights] | None:
+    """Return a causal LM whose matrices have no values yet, and where they are stored.
+
+    None if the files do not hold exactly the parameters of the model, under their names: such a model is
+    loaded whole.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    try:
+        stored = StoredWeights.find(path)
+        if stored is None:
+            return None
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            if getattr(config, "quantization_config", None) is not None:
+                return None
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, trust_remote_code=trust_remote_code
+                )
+            with contextlib.suppress(OSError):  # without a file, it is made from the config
+                model.generation_config = GenerationConfig.from_pretrained(path)
+    except (OSError, ValueError, SafetensorError):  # loading the whole model says what is wrong
+        return None
+    if model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
+        return None  # parts of such a model have another dtype
+    model.tie_weights()
+    named = {**dict(model.named_parameters()), **_persistent_buffers(model)}
+    if not all(stored.has(name, tensor.shape) for name, tensor in named.items()):
+        return None
+    _fill_small(model, stored, device)
+    return model.eval(), stored
+
+
+def _persistent_buffers(model: Any) -> dict[str, Tensor]:
+    other = {name for name, _ in model.named_non_persistent_buffers()}
+    return {name: buffer for name, buffer in model.named_buffers() if name not in other}
+
+
+def _fill_small(model: Any, stored: StoredWeights, device: torch.device) -> None:
+    """Read vectors and buffers, and compute the buffers that are in no file."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # so that transformers computes nothing but the others
+    buffers = _persistent_buffers(model)
+    for name, buffer in list(model.named_buffers()):
+        module, _, last = name.rpartition(".")
+        owner = model.get_submodule(module)
+        if name in buffers:
+            owner._buffers[last] = stored.read(name).to(device=device, dtype=buffer.dtype)
+        else:
+            owner._buffers[last] = torch.empty_like(buffer, device=device)
+    model.initialize_weights()
+    vectors = {name: one for name, one in model.named_parameters() if one.ndim < 2}
+    values = {
+        id(one): nn.Parameter(
+            stored.read(name).to(device=device, dtype=one.dtype), requires_grad=one.requires_grad
+        )
+        for name, one in vectors.items()
+    }
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in values:
+                module._parameters[name] = values[id(parameter)]

@@ -1,0 +1,159 @@
+"""Client of the verification server: several URLs, time-outs, retries with back-off.
+
+If no server can be reached it raises `SandboxError`: the rollout fails and is tried again later. Only a
+server's own answer is a verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import itertools
+import json
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from penstock.errors import RewardError, SandboxError, UserError
+from penstock.reward.sandbox.verify import Verdict
+
+MAX_REPLY_BYTES = 64 << 20
+MAX_BACKOFF_S = 30.0
+CONNECTIONS = 32
+_ROUTE = "/check_correctness"
+TOKEN_VARIABLE = "PENSTOCK_SANDBOX_TOKEN"
+
+
+class _TryAgain(Exception):
+    """This attempt failed; another may succeed."""
+
+    def __init__(self, reason: str, after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after_s = after_s
+
+
+class VerificationClient:
+    """Consumes solutions and test cases, produces the verdicts of a server."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str = "",
+        request_timeout_s: float = 120.0,
+        retries: int = 5,
+        backoff_s: float = 0.2,
+    ) -> None:
+        if not urls:
+            raise UserError("verification server: got no URL, allowed: at least one")
+        self._urls = [_checked_url(url) for url in urls]
+        self._turn = itertools.cycle(range(len(self._urls)))
+        self._headers, self._token = {"Content-Type": "application/json"}, token
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._request_timeout_s, self._retries, self._backoff_s = (
+            request_timeout_s,
+            retries,
+            backoff_s,
+        )
+        self._threads: ThreadPoolExecutor | None = None
+
+    async def check(
+        self,
+        test_cases: Mapping[str, Any],
+        source: str,
+        timeout_s: float,
+        stop_at_failure: bool = False,
+    ) -> Verdict:
+        """Return the verdict of the first server that answers; raise SandboxError if none does."""
+        request = {
+            "in_outs": dict(test_cases),
+            "generation": source,
+            "timeout": timeout_s,
+            "stop_at_failure": stop_at_failure,
+        }
+        body = json.dumps(request).encode()
+        first, reasons = next(self._turn), list[str]()
+        for attempt in range(self._retries + 1):
+            url = self._urls[(first + attempt) % len(self._urls)]
+            try:
+                return await self._attempt(url, body)
+            except _TryAgain as failure:
+                reasons.append(f"{url.netloc}: {failure}")
+                if attempt < self._retries:
+                    await asyncio.sleep(self._pause(attempt, failure.after_s))
+        raise SandboxError(
+            f"no verification server answered after {len(reasons)} attempts; last: {reasons[-1]}"
+        )
+
+    def _pause(self, attempt: int, asked_s: float) -> float:
+        """Return the back-off before the next attempt: it doubles per round over all servers, with jitter."""
+        doubled = self._backoff_s * 2 ** (attempt // len(self._urls))
+        return min(MAX_BACKOFF_S, max(asked_s, doubled * random.uniform(0.5, 1.5)))
+
+    async def _attempt(self, url: SplitResult, body: bytes) -> Verdict:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="verify-client")
+        loop = asyncio.get_running_loop()
+        status, reply, after_s = await loop.run_in_executor(self._threads, self._post, url, body)
+        if status == 200:
+            return _read_verdict(url, reply)
+        said = reply[:4096].decode(errors="replace")
+        if self._token:  # the server may echo it
+            said = said.replace(self._token, "***")
+        said = said[:300]
+        if status == 429 or status >= 500:
+            raise _TryAgain(f"status {status}: {said}", after_s)
+        raise RewardError(f"verification server {url.netloc} refused: status {status}: {said}")
+
+    def _post(self, url: SplitResult, body: bytes) -> tuple[int, bytes, float]:
+        assert url.hostname is not None
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(url.hostname, url.port, timeout=self._request_timeout_s)
+        try:
+            connection.request("POST", f"{url.path}{_ROUTE}", body, self._headers)
+            response = connection.getresponse()
+            after = response.headers.get("Retry-After", "0")
+            return response.status, response.read(MAX_REPLY_BYTES), _seconds(after)
+        except (OSError, http.client.HTTPException) as error:
+            raise _TryAgain(f"{type(error).__name__}: {error}") from None
+        finally:
+            connection.close()
+
+    async def close(self) -> None:
+        """End the connections' threads."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+
+
+def _checked_url(url: str) -> SplitResult:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"verification server: got {url!r}, allowed: http://HOST:PORT")
+    return parts._replace(path=parts.path.rstrip("/").removesuffix(_ROUTE))
+
+
+def _seconds(text: str) -> float:
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        return 0.0
+
+
+def _read_verdict(url: SplitResult, reply: bytes) -> Verdict:
+    """Read a reply; refuse any other form, so that a protocol error never looks like a zero."""
+    try:
+        fields = json.loads(reply)
+        result, metadata = fields["result"], fields["metadata"]
+    except (ValueError, TypeError, KeyError):
+        raise RewardError(f"verification server {url.netloc}: the reply is not a verdict") from None
+    valid = isinstance(result, list) and bool(result) and set(map(repr, result)) <= _CODES
+    if not valid or not isinstance(metadata, list) or len(metadata) != len(result):
+        raise RewardError(f"verification server {url.netloc}: got result {str(result)[:100]}")
+    return Verdict(result, metadata)
+
+
+_CODES = frozenset(map(repr, (1, 0, -1, -2)))

@@ -1,0 +1,425 @@
+"""The host's side of sandboxes: starts the nursery, asks it for sandboxes, runs jobs in them.
+
+Blocking, for worker threads; every wait has a limit, and so has the data that is read from a sandbox.
+Whether a solution is right is decided in `verify.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import itertools
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import SandboxError
+from penstock.files import ScratchFolder
+from penstock.reward.sandbox import inside
+from penstock.reward.sandbox.inside import namespaces, wire
+from penstock.reward.sandbox.inside.zygote import STRETCH
+from penstock.reward.sandbox.settings import SandboxSettings
+
+START_TIMEOUT_S = 60.0
+REFEREE_TIMEOUT_S = 30.0  # its work is bounded: past it the machine, not the answer, is at fault
+GRACE_S = 10.0  # wait this much longer than a job's own limit, then give the sandbox up
+_INSIDE = str(Path(inside.__file__).resolve().parent)
+# the packages around the inside of the sandbox are empty stand-ins: their own files are not for there
+_BOOTSTRAP = """import sys, types
+for name, path in ("penstock", ""), ("penstock.reward.sandbox", {folder!r}):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+from penstock.reward.sandbox.inside.nursery import main
+main({descriptor})  # nursery {number} of process {host}"""
+_numbers = itertools.count(1)
+_SYSTEM_PATHS = (
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+)
+_MOUNT_POINTS = ("/mnt", "/srv", "/media", "/opt", "/run", "/tmp", "/home", "/var", "/proc")
+
+
+@dataclass(slots=True, frozen=True)
+class Mode:
+    """One way to isolate: with or without bubblewrap, namespaces per sandbox, a user namespace."""
+
+    bubblewrap: bool
+    namespaces: bool
+    user_namespace: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Outcome:
+    """The result of one job."""
+
+    status: int  # exit code, or minus the signal
+    stopped: str  # why the job was stopped: wall | output; empty: it ended by itself
+    stdout: bytes
+    stderr: bytes
+    report: bytes  # JSON lines that the child wrote
+    wall_s: float
+    cpu_s: float
+    stepped_back: bool = False  # it got only the processor time that others left
+    slept: bool = False  # it did not want more
+
+
+class SandboxLost(Exception):
+    """The sandbox ended or hung in the middle of a job."""
+
+
+@dataclass(slots=True, frozen=True)
+class Library:
+    """What the interpreter reads: folders and files, those of them to hide, symbolic links."""
+
+    paths: tuple[str, ...]
+    hidden: tuple[str, ...]
+    links: tuple[tuple[str, str], ...]
+
+
+@functools.cache
+def library() -> Library:
+    """Return the standard library and the system's shared libraries, without installed packages."""
+    base = {"platbase": sys.base_exec_prefix}  # not a virtual environment's
+    wanted = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars=base)}
+    wanted.update(map(_narrowed, _SYSTEM_PATHS))
+    if sys.base_prefix != "/usr":
+        wanted.add(str(Path(sys.base_prefix, "lib")))
+    links = tuple((path, os.readlink(path)) for path in _SYSTEM_PATHS if os.path.islink(path))
+    found: list[str] = []
+    for path in sorted(filter(os.path.exists, wanted), key=len):
+        linked = any(Path(path).is_relative_to(link) for link, _ in links)
+        if not linked and not any(Path(path).is_relative_to(above) for above in found):
+            found.append(path)
+    hidden = [
+        str(folder)
+        for path in found
+        for pattern in ("{}-packages", "*/{}-packages")
+        for kind in ("site", "dist")
+        for folder in Path(path).glob(pattern.format(kind))
+        if folder.is_dir() and not folder.is_symlink()
+    ]
+    return Library(tuple(found), tuple(hidden), links)
+
+
+def _narrowed(path: str) -> str:
+    """Return the folder of this machine's shared libraries in `path`, where there is such a folder."""
+    own = os.path.join(path, sysconfig.get_config_var("MULTIARCH") or "")
+    return own if path in ("/lib", "/usr/lib") and os.path.isdir(own) else path
+
+
+def _mount_point(paths: Sequence[str]) -> str:
+    for candidate in _MOUNT_POINTS:
+        if os.path.isdir(candidate) and not any(Path(p).is_relative_to(candidate) for p in paths):
+            return candidate
+    raise SandboxError("no folder is free to mount a sandbox on")
+
+
+def bubblewrap_command(descriptor: int) -> list[str] | None:
+    """Return the command that runs the nursery in bubblewrap; None if it is not installed."""
+    program = shutil.which("bwrap")
+    if program is None:
+        return None
+    own = library()
+    binary = os.path.realpath(sys.executable)
+    command = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    command += ["--unshare-cgroup-try", "--clearenv", "--cap-add", "ALL"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/mnt"]
+    loaders = glob.glob("/usr/lib/ld-linux*.so.*")
+    for path in (*own.paths, *loaders, binary, _INSIDE):
+        command += ["--ro-bind", path, path]
+    for path in own.hidden:
+        command += ["--tmpfs", path]
+    for path, target in own.links:
+        command += ["--symlink", target, path]
+    if os.geteuid() != 0:
+        command.append("--unshare-user")
+    return [*command, "--", binary, *_interpreter_flags(), _bootstrap(descriptor)]
+
+
+def _interpreter_flags() -> list[str]:
+    return ["-I", "-S", "-B", "-X", "utf8", "-c"]
+
+
+def _bootstrap(descriptor: int) -> str:
+    """Return the nursery's program; its last comment says in the process list whose nursery it is."""
+    return _BOOTSTRAP.format(
+        folder=os.path.dirname(_INSIDE),
+        descriptor=descriptor,
+        number=next(_numbers),
+        host=os.getpid(),
+    )
+
+
+class Nursery:
+    """The process that makes sandboxes. `SandboxPool` starts a new nursery if this one has died."""
+
+    def __init__(self, mode: Mode, settings: SandboxSettings) -> None:
+        self.mode, self._settings = mode, settings
+        self._lock = threading.Lock()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._count = 0
+        self._outside = namespaces.identities()
+        self._link, theirs = socket.socketpair()
+        self._link.settimeout(START_TIMEOUT_S)
+        self._scratch = ScratchFolder.new("sandbox")
+        self._folder = str(self._scratch.path)
+        os.chmod(self._folder, 0o555)  # the working folder where none can be mounted: read only
+        self.plan = self._make_plan()
+        with theirs:
+            command = [sys.executable, *_interpreter_flags(), _bootstrap(theirs.fileno())]
+            if mode.bubblewrap:
+                wrapped = bubblewrap_command(theirs.fileno())
+                if wrapped is None:
+                    raise SandboxError("bubblewrap is not installed")
+                command = wrapped
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                env={},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                # Linux shares the processor among sessions first: in one of its own, programs that
+                # have stepped back would weigh as much as this process. Where a program could find
+                # our terminal, as it sees the host's paths, its session has none.
+                start_new_session=not mode.namespaces,
+                process_group=0 if mode.namespaces else None,
+            )
+        self._receive()
+
+    def _make_plan(self) -> namespaces.Plan:
+        own = library()
+        settings = self._settings
+        return namespaces.Plan(
+            user_namespace=self.mode.user_namespace,
+            namespaces=self.mode.namespaces,
+            readable=own.paths,
+            hidden=own.hidden,
+            links=own.links,
+            mount_on="/mnt" if self.mode.bubblewrap else _mount_point(own.paths),
+            scratch_bytes=settings.scratch_mb << 20,
+            scratch_files=settings.scratch_files,
+            scratch="/mnt" if self.mode.bubblewrap else self._folder,
+        )
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            return wire.receive(self._link)[0]
+        except (wire.Closed, TimeoutError):
+            raise SandboxError(f"the sandbox does not start: {self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        self._process.kill()
+        said = self._process.communicate()[1].decode(errors="replace").strip()
+        return said.splitlines()[-1] if said else "it ended or hung without a message"
+
+    def spawn(self) -> Sandbox:
+        """Start a sandbox and return it while it is still being set up."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            self._count += 1
+            uid, gid = _ids_for(self._count)
+            request = {"op": "spawn", "plan": asdict(self.plan), "outside": self._outside}
+            try:
+                message = request | {"uid": uid, "gid": gid}
+                wire.send(self._link, message, [theirs.fileno()])
+                reply = self._receive()
+            except (wire.Closed, SandboxError, OSError):
+                ours.close()
+                raise SandboxError("the sandbox's nursery has ended") from None
+        if "error" in reply:
+            reason = _last_message(ours) or reply["error"]
+            ours.close()
+            raise SandboxError(f"no sandbox could be made: {reason}")
+        return Sandbox(self, int(reply["pid"]), ours)
+
+    def end(self, pid: int) -> None:
+        """Kill a sandbox and every process in it; they end at once, and `close` waits for the last."""
+        with self._lock:
+            try:
+                wire.send(self._link, {"op": "end", "pid": pid})
+                self._receive()
+            except (wire.Closed, SandboxError, OSError):
+                return  # the nursery has ended, and all its sandboxes with it
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Close the socket: the nursery ends, and every sandbox with it.
+
+        A thread that finds it dead closes it, and so may the thread that closes the pool: once is enough.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._link.close()
+            try:
+                self._process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+            self._scratch.remove()
+
+
+def _last_message(link: socket.socket) -> str:
+    """Return what a sandbox said before it ended; empty if it said nothing."""
+    link.settimeout(1.0)
+    try:
+        return str(wire.receive(link)[0].get("error", ""))
+    except (wire.Closed, OSError):
+        return ""
+
+
+def one_id_is_mapped() -> bool:
+    """Whether this user is root and there is no other user to become, as in some containers."""
+    return os.geteuid() == 0 and _highest_id() == 0
+
+
+def _highest_id() -> int:
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return max(int(first) + int(length) - 1 for first, _, length in ranges)
+
+
+def _ids_for(count: int) -> tuple[int, int]:
+    """Return a separate user and group per sandbox if we are root of several, else our own."""
+    if os.geteuid() != 0 or one_id_is_mapped():
+        return os.geteuid(), os.getegid()
+    highest = _highest_id()
+    if highest >= 2_147_000_000:
+        unused = 2_000_000_000 + os.getpid() % 100_000 * 1_000 + count % 1_000
+    else:
+        lowest = max(1, highest - 6_000)
+        unused = lowest + count % min(1_000, highest - lowest + 1)
+    return unused, unused
+
+
+class Sandbox:
+    """One sandbox, for one submission. Runs jobs one after the other, then ends."""
+
+    def __init__(self, nursery: Nursery, pid: int, link: socket.socket) -> None:
+        self._nursery, self.pid, self._link = nursery, pid, link
+        self._facts: dict[str, Any] | None = None
+        self._busy = False  # with a job whose result nobody has taken
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the isolation of the sandbox, as seen from inside; wait until the sandbox is ready."""
+        if self._facts is None:
+            self._link.settimeout(START_TIMEOUT_S)
+            try:
+                message, _ = wire.receive(self._link)
+            except (wire.Closed, TimeoutError):
+                raise SandboxError("a sandbox did not get ready") from None
+            if "error" in message:
+                raise SandboxError(f"a sandbox could not be set up: {message['error']}")
+            self._facts = message["ready"]
+        return self._facts
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `facts` needs no wait."""
+        return self._facts is not None or bool(select.select([self._link], [], [], 0)[0])
+
+    @property
+    def renews(self) -> bool:
+        """Whether every test finds a new scratch folder, so that the sandbox may run several."""
+        return self._nursery.plan.renewable or not self._nursery.plan.namespaces
+
+    def run(
+        self, job: dict[str, Any], limits: dict[str, Any], descriptors: Sequence[int] = ()
+    ) -> Outcome:
+        """Run one job. Raises SandboxLost if the sandbox itself ended or hung."""
+        self.start(job, limits, descriptors)
+        return self.result(limits["wall_s"] * (STRETCH if limits["steps_back_s"] else 1))
+
+    def start(
+        self, job: dict[str, Any], limits: dict[str, Any], descriptors: Sequence[int] = ()
+    ) -> None:
+        """Start a job without waiting for its result."""
+        facts = self.facts
+        self._busy = True
+        self._link.settimeout(GRACE_S)
+        try:
+            wire.send(self._link, job | {"limits": self._adapt(limits, facts)}, descriptors)
+        except (wire.Closed, TimeoutError):
+            raise SandboxLost from None
+
+    def result(self, wall_s: float, grace_s: float = GRACE_S) -> Outcome:
+        """Wait for the started job and return its outcome."""
+        self._link.settimeout(wall_s + grace_s)
+        try:
+            fields = wire.receive(self._link)[0]
+            stdout, stderr, report = fields.pop("blobs")
+            self._busy = False
+            return Outcome(**fields, stdout=stdout, stderr=stderr, report=report)
+        except (wire.Closed, TimeoutError, OSError):
+            raise SandboxLost from None
+
+    def _adapt(self, limits: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+        own_user = "user" in facts["namespaces"] or facts["uid"] != os.geteuid()
+        return limits | {
+            "seccomp": facts["arch"] is not None,
+            "scratch": self._nursery.mode.namespaces,
+            "own_pids": self._nursery.mode.namespaces,
+            "tasks": limits["tasks"] if own_user else None,
+            "processes": limits["processes"] and self._nursery.mode.namespaces,
+        }
+
+    def stop(self) -> None:
+        """Let no process of a submission run on; the sandbox itself may end later."""
+        if self._busy:
+            self._link.close()  # its first process ends, and all others with it
+
+    def end(self) -> None:
+        """Kill every process of the sandbox."""
+        self._link.close()
+        self._nursery.end(self.pid)
+
+
+class Referee:
+    """A process that judges what solutions left, in a sandbox of its own that runs no solution.
+
+    It serves one submission after the other; whoever waits too long for it ends it.
+    """
+
+    def __init__(self, sandbox: Sandbox, limits: dict[str, Any]) -> None:
+        self._sandbox = sandbox
+        self.answers = 0
+        self._link, theirs = socket.socketpair()
+        self._link.settimeout(REFEREE_TIMEOUT_S)
+        with theirs:
+            sandbox.start({"job": "referee"}, limits, [theirs.fileno()])
+
+    def ask(self, request: dict[str, Any], blobs: Sequence[bytes]) -> dict[str, Any]:
+        """Return the answer. Raises SandboxLost if there is none in time."""
+        try:
+            wire.send(self._link, request, blobs=blobs)
+            reply = wire.receive(self._link)[0]
+        except (wire.Closed, OSError):
+            raise SandboxLost from None
+        self.answers += 1
+        return reply
+
+    def end(self) -> None:
+        self._link.close()
+        self._sandbox.end()

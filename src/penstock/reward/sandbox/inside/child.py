@@ -1,0 +1,335 @@
+"""The process that runs one test: takes on its limits, then runs untrusted code. Inside the sandbox.
+
+Five jobs: `program` (stdin to stdout), `call` (one function call), `solution` (serves its functions to
+tests in another sandbox), `tests` (runs assert-style tests against such a solution) and `referee`
+(compares what others left with what was expected). A report is a claim by the code that ran, never a
+verdict; only `tests` and `referee`, which run no solution, give verdicts.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import functools
+import importlib
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from penstock.reward.sandbox.inside import codec, judging, kernel, remote, seccomp
+from penstock.reward.sandbox.inside.wire import Closed, Pipe
+
+REPORT, LINK = 3, 4  # descriptors of the report pipe and of the link to the other sandbox
+PASS, WRONG, ERROR = 1, 0, -1
+
+
+def run(job: dict[str, Any], limits: dict[str, Any]) -> None:
+    """Run the job and end the process; never returns."""
+    try:
+        _limit(limits)
+        code = _JOBS[job["job"]](job)
+    except SystemExit as error:
+        code = _exit_code(error.code)
+    except BaseException as error:  # the edge of the process
+        _report({"error": "runtime", "text": _trace(error)})
+        code = 1
+    os._exit(_finish(code))
+
+
+def _limit(limits: dict[str, Any]) -> None:
+    os.nice(limits["nice"])
+    for name, value in (
+        ("RLIMIT_CPU", limits["cpu_s"]),
+        ("RLIMIT_FSIZE", limits["file_bytes"]),
+        ("RLIMIT_NOFILE", limits["open_files"]),
+        ("RLIMIT_CORE", 0),
+        ("RLIMIT_MEMLOCK", 0),
+        ("RLIMIT_MSGQUEUE", 0),
+        ("RLIMIT_NPROC", limits["tasks"]),
+        ("RLIMIT_AS", limits["memory_bytes"]),
+    ):
+        if value is not None:
+            _lower(getattr(resource, name), value)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    if limits["seccomp"]:
+        assert kernel.ARCH is not None
+        program = seccomp.build_filter(
+            kernel.ARCH,
+            os.getpid(),
+            scratch=limits["scratch"],
+            threads=limits["tasks"] is not None,
+            processes=limits["processes"],
+        )
+        kernel.set_seccomp_filter(program)
+
+
+def _lower(limit: int, value: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (value, value))
+
+
+def _report(message: dict[str, Any]) -> None:
+    data = memoryview(json.dumps(message).encode() + b"\n")
+    while data:
+        data = data[os.write(REPORT, data) :]
+
+
+def _trace(error: BaseException) -> str:
+    try:
+        lines = traceback.format_exception_only(type(error), error)
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if f.filename == "<solution>"
+        ]
+        where = f" (line {frames[-1].lineno})" if frames else ""
+        return "".join(lines).strip()[-500:] + where
+    except BaseException:  # a hostile exception's own code
+        return type(error).__name__
+
+
+def _exit_code(code: object) -> int:
+    return 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+
+
+def _finish(code: int) -> int:
+    """Do what the interpreter does at exit, except for state that the fork inherited."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:  # a closed or broken stdout is the program's own loss
+        return code or 1
+    return code
+
+
+def _open_standard_streams() -> None:
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), "utf-8", "surrogateescape")
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8", "backslashreplace"
+    )
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(2, "w", closefd=False)), "utf-8", "backslashreplace"
+    )
+
+
+def _load(source: str, name: str) -> dict[str, Any] | None:
+    """Run the solution as the module `name`; report and return None if it does not compile."""
+    _open_standard_streams()
+    try:
+        code = compile(source, "<solution>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        _report({"error": "compile", "text": _trace(error)})
+        return None
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    sys.argv = ["solution.py"]
+    exec(code, module.__dict__)
+    return module.__dict__
+
+
+def _program(job: dict[str, Any]) -> int:
+    return 1 if _load(job["source"], "__main__") is None else 0
+
+
+def _call(job: dict[str, Any]) -> int:
+    namespace = _load(job["source"], "solution")
+    if namespace is None:
+        return 1
+    value = _find_function(namespace, job["function"])(*codec.decode(job["args"]))
+    if isinstance(value, types.GeneratorType):
+        value = list(value)
+    try:
+        _report({"value": codec.encode(value)})
+    except codec.NotPlain as error:
+        _report({"not_plain": str(error)})
+    return 0
+
+
+def _find_function(namespace: dict[str, Any], name: str) -> Callable[..., Any]:
+    if name in namespace:
+        return namespace[name]
+    if "Solution" in namespace:
+        return getattr(namespace["Solution"](), name)
+    raise NameError(f"the solution defines no {name!r}")
+
+
+def _solution(job: dict[str, Any]) -> int:
+    namespace = _load(job["source"], "solution")
+    if namespace is None:
+        return 1
+    _report({"ready": True})
+    remote.SolutionServer(Pipe(LINK, remote.MAX_REPLY_BYTES), namespace).serve()
+    return 0
+
+
+def _referee(job: dict[str, Any]) -> int:
+    link = Pipe(LINK)
+    while True:
+        try:
+            request = link.receive()
+        except Closed:
+            return 0
+        link.send(judging.answer(request))
+
+
+class TestTimeout(BaseException):
+    """One test, or the solution's own start, took too long."""
+
+    __module__ = "builtins"  # notes show this short name
+
+
+class _Tests:
+    """Runs the tests' source against the solution and reports a code for each test."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._timeout_s, self._entry_point = job["timeout_s"], job.get("entry_point")
+        self._tree = ast.parse(job["source"], "<tests>")
+        self._connection = remote.Connection(Pipe(LINK, remote.MAX_REPLY_BYTES))
+        self._namespace: dict[str, Any] = {}
+        asserts = sum(isinstance(node, ast.Assert) for node in self._tree.body)
+        self._one_by_one = asserts > 0 and self._entry_point is None
+        self.count = asserts if self._one_by_one else 1
+        signal.signal(signal.SIGALRM, self._on_alarm)
+
+    def _on_alarm(self, number: int, frame: object) -> None:
+        self._connection.fail(TestTimeout(f"time-out after {self._timeout_s:g} s"))
+
+    def run(self) -> None:
+        """Report every test up to the first that the solution does not survive."""
+        if not self._report_failure(0, *self._attempt(self._bind)):
+            return
+        nodes = [_for_effect(node) for node in self._tree.body]
+        if self._one_by_one:
+            self._run_statements(nodes)
+            return
+        body = [_compiled(node) for node in nodes]
+        if self._entry_point is not None:
+            body.append(compile(f"check({self._entry_point})", "<tests>", "exec"))
+        code, note, gone = self._attempt(functools.partial(self._execute, body))
+        _report({"test": 0, "code": code, "note": note, "gone": gone})
+
+    def _execute(self, body: list[types.CodeType]) -> None:
+        for part in body:
+            exec(part, self._namespace)
+
+    def _run_statements(self, nodes: list[ast.stmt]) -> None:
+        index = 0
+        for node in nodes:
+            action = functools.partial(self._execute, [_compiled(node)])
+            code, note, gone = self._attempt(action)
+            if not isinstance(node, ast.Assert):
+                if not self._report_failure(index, code, note, gone):
+                    return
+                continue
+            _report({"test": index, "code": code, "note": note, "gone": gone})
+            index += 1
+            if self._connection.fault is not None:
+                return
+
+    def _report_failure(self, index: int, code: int, note: str, gone: bool) -> bool:
+        """Report a statement that failed before test `index`; return whether it went well."""
+        if code != PASS and index < self.count:
+            _report({"test": index, "code": code, "note": note, "gone": gone})
+        return code == PASS
+
+    def _attempt(self, action: Callable[[], object]) -> tuple[int, str, bool]:
+        """Run one test; return its code, its note, and whether the solution has ended."""
+        connection = self._connection
+        code, note, connection.note = PASS, "", ""
+        try:
+            signal.setitimer(signal.ITIMER_REAL, self._timeout_s)
+            action()
+        except AssertionError as error:
+            code, note = WRONG, f"assertion failed {error}".strip()[:300] + connection.note
+        except BaseException as error:  # the solution's error, or one in the tests
+            code, note = ERROR, _trace(error)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        fault = connection.fault
+        if isinstance(fault, remote.NotPlainAnswer):
+            code, note, connection.fault = WRONG, str(fault), None  # the next test may be right
+        elif fault is not None:
+            code, note = ERROR, str(fault)
+        return code, note, isinstance(fault, remote.SolutionGone)
+
+    def _bind(self) -> None:
+        """Make the names that tests see: their own, standard modules, then the solution's."""
+        used, bound = set[str](), set(dir(builtins))
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Name):
+                (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                bound.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.arg):
+                bound.add(node.arg)
+        entry_point = self._entry_point
+        wanted = used - bound | ({entry_point} if entry_point else set())
+        wanted = {name for name in wanted if not name.startswith("__")}
+        modules = wanted & sys.stdlib_module_names - {entry_point}
+        self._namespace |= self._connection.names(sorted(wanted - modules))
+        self._namespace |= {name: importlib.import_module(name) for name in sorted(modules)}
+        self._namespace |= {"__name__": "tests", "__builtins__": dict(vars(builtins))}
+        self._namespace[_FOR_EFFECT] = remote.for_effect
+
+
+_FOR_EFFECT = "__for_effect__"
+
+
+def _tests(job: dict[str, Any]) -> int:
+    _open_standard_streams()
+    try:
+        tests = _Tests(job)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        _report({"broken": f"not valid Python: {str(error)[:300]}"})
+        return 0
+    _report({"count": tests.count})
+    if tests.count <= job["max_tests"]:
+        tests.run()
+    return 0
+
+
+class _CallsForEffect(ast.NodeTransformer):
+    """Marks calls whose value is not used: only those change the tests' arguments in place."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        self.generic_visit(node)
+        call = node.value
+        if isinstance(call, ast.Call) and _may_be_remote(call.func):
+            call.args.insert(0, call.func)
+            call.func = ast.copy_location(ast.Name(_FOR_EFFECT, ast.Load()), call)
+        return node
+
+
+def _may_be_remote(function: ast.expr) -> bool:
+    if isinstance(function, ast.Name):
+        return function.id not in dir(builtins)  # exec and its like look at their caller
+    return isinstance(function, ast.Attribute)
+
+
+def _for_effect(node: ast.stmt) -> ast.stmt:
+    return _CallsForEffect().visit(node)
+
+
+def _compiled(node: ast.stmt) -> types.CodeType:
+    return compile(ast.Module([node], []), "<tests>", "exec", dont_inherit=True)
+
+
+_JOBS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "program": _program,
+    "call": _call,
+    "solution": _solution,
+    "tests": _tests,
+    "referee": _referee,
+}

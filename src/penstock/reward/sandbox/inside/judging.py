@@ -1,0 +1,231 @@
+"""What counts as the same result, and the code of every test. Inside the sandbox.
+
+Runs in the referee, a process without untrusted code that the host can kill, because everything that
+it reads was made by an enemy. Values are compared as the forms of `codec`, never put into sets
+or dicts, so that the work grows with the size of a value and not with its square.
+
+    1 pass    0 wrong answer    -1 runtime error or time-out    -2 does not compile
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from typing import Any
+
+from penstock.reward.sandbox.inside import codec
+
+PASS, WRONG, ERROR, COMPILE_ERROR = 1, 0, -1, -2
+TOLERANCE = 1e-6  # of numbers written with a point or an exponent
+_NUMBER_CHARACTERS = 400  # of the longest word that is read as a number
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return {"code", "note"} for one test, or {"result", "notes"} for assert-style tests."""
+    if request["form"] == "asserts":
+        return _asserts(request)
+    try:
+        code, note = _one_test(request)
+    except Exception as error:  # the edge to data that untrusted code made up
+        code, note = WRONG, f"the result cannot be judged: {type(error).__name__}"
+    return {"code": code, "note": note[:600]}
+
+
+def _one_test(request: dict[str, Any]) -> tuple[int, str]:
+    stdout, stderr, report = request["blobs"]
+    reports = _reports(report)
+    fault = _fault(request["outcome"], reports, stderr)
+    if fault is not None:
+        return fault
+    if request["form"] == "stdio":
+        printed = stdout.decode("utf-8", "backslashreplace")
+        right = same_output(request["expected"], printed)
+        return (PASS, "") if right else (WRONG, f"printed {_short(printed)}")
+    last = reports[-1] if reports else {}
+    if "not_plain" in last:
+        return WRONG, _said(last["not_plain"])
+    if "value" not in last:
+        return ERROR, "the program ended before the function returned"
+    right = same_value(request["expected"], last["value"])
+    return (PASS, "") if right else (WRONG, f"returned {_short(_readable(last['value']))}")
+
+
+def _asserts(request: dict[str, Any]) -> dict[str, Any]:
+    """Put together what the judge reported and how the solution's process ended."""
+    report, stderr, *last_words = request["blobs"]
+    reports = _reports(report)
+    broken = next((one["broken"] for one in reports if "broken" in one), None)
+    if broken is not None:
+        return {"broken": _said(broken)}
+    total = next((one["count"] for one in reports if type(one.get("count")) is int), 1)
+    if not 1 <= total <= request["max_tests"]:
+        return {"too_many": total}
+    tests = [one for one in reports if "test" in one][:total]
+    result = [one["code"] if one.get("code") in (PASS, WRONG, ERROR) else ERROR for one in tests]
+    notes = [_said(one.get("note")) for one in tests]
+    gone = bool(tests) and tests[-1].get("gone") is True
+    if len(result) == total and not gone:
+        return {"result": result, "notes": notes}
+    fault = None
+    if last_words:
+        words, said = last_words
+        fault = _fault(request["ended"], _reports(words), said) or (ERROR, "it exited early")
+    fault = fault or _fault(request["outcome"], reports, stderr)
+    code, note = fault or (ERROR, notes[-1] if notes else "the tests ended early")
+    if code == COMPILE_ERROR:
+        return {"result": [COMPILE_ERROR] * total, "notes": [note] * total}
+    if gone:
+        notes[-1] += f": {note}"
+    missing = total - len(result)
+    return {"result": result + [ERROR] * missing, "notes": notes + [f"not run: {note}"] * missing}
+
+
+def _said(text: object) -> str:
+    """Return a text field that untrusted code reported; empty if it is not text."""
+    return text[:500] if isinstance(text, str) else ""
+
+
+def _short(text: str) -> str:
+    text = text.strip()
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")
+
+
+def _reports(report: bytes) -> list[dict[str, Any]]:
+    """Return the JSON lines that a child reported, without anything else that it wrote there."""
+    found = []
+    for line in report.split(b"\n"):
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(message, dict):
+            found.append(message)
+    return found
+
+
+def _fault(
+    outcome: dict[str, Any], reports: list[dict[str, Any]], stderr: bytes
+) -> tuple[int, str] | None:
+    """Return why a child did not do its job; None if it did."""
+    status = outcome["status"]
+    if outcome["stopped"] == "wall":
+        return ERROR, f"time-out after {outcome['limit_s']:g} s"
+    if outcome["stopped"] == "output":
+        return ERROR, "printed more than the output limit"
+    error = next((report for report in reports if "error" in report), None)
+    if error is not None and status != 0:
+        return COMPILE_ERROR if error["error"] == "compile" else ERROR, _said(error.get("text"))
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):
+        return ERROR, "killed: out of processor time"
+    if status < 0:
+        return ERROR, f"killed by signal {-status}"
+    if status > 0:
+        said = stderr.decode("utf-8", "backslashreplace")
+        return ERROR, f"exit status {status}: {_short(said[-200:])}"
+    return None
+
+
+def same_output(expected: str, printed: str) -> bool:
+    """Compare line by line without trailing blanks, else word by word, decimal numbers by value."""
+    wanted, given = _lines(expected), _lines(printed)
+    if wanted == given:
+        return True
+    left, right = expected.split(), printed.split()
+    return len(left) == len(right) and all(map(_same_word, left, right))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _same_word(expected: str, printed: str) -> bool:
+    if expected == printed:
+        return True
+    if "." not in expected and "e" not in expected.lower():
+        return False
+    if max(len(expected), len(printed)) > _NUMBER_CHARACTERS:
+        return False
+    try:
+        return _close(float(expected), float(printed))
+    except ValueError:
+        return False
+
+
+def _close(left: float, right: float) -> bool:
+    return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def same_value(expected: Any, value: Any) -> bool:
+    """Compare forms as JSON data: a tuple is a list; some datasets wrap the value in a list of one."""
+    if _same(expected, value):
+        return True
+    return isinstance(expected, list) and len(expected) == 1 and _same(expected[0], value)
+
+
+def _same(expected: Any, value: Any) -> bool:
+    wanted, given = _open(expected), _open(value)
+    if isinstance(wanted, bool) or isinstance(given, bool):
+        return wanted is given
+    if isinstance(wanted, float) and isinstance(given, int | float):
+        return wanted == given or _close(wanted, float(given))
+    if isinstance(wanted, list) and isinstance(given, list):
+        return len(wanted) == len(given) and all(map(_same, wanted, given))
+    if isinstance(wanted, dict) and isinstance(given, dict):
+        return _same_tagged(wanted, given)
+    if isinstance(wanted, list | dict) or isinstance(given, list | dict):
+        return False
+    return bool(wanted == given)
+
+
+def _open(form: Any) -> Any:
+    """Return a number, text, bool or None; a list for a list or tuple; or the form as it is."""
+    if not isinstance(form, dict):
+        return form
+    name, content = codec.tag(form)
+    if name in ("int", "float"):
+        return codec.decode(form)
+    if name == "tuple" and isinstance(content, list):
+        return content
+    return form
+
+
+def _same_tagged(expected: dict[str, Any], value: dict[str, Any]) -> bool:
+    (kind, wanted), (given_kind, given) = codec.tag(expected), codec.tag(value)
+    if kind != given_kind:
+        return False
+    if kind in ("bytes", "complex", "range"):
+        return bool(wanted == given)
+    if not isinstance(given, list) or len(wanted) != len(given):
+        return False
+    if kind in ("set", "frozenset"):
+        return _sorted(wanted) == _sorted(given)
+    if kind != "dict":
+        return False
+    pairs = [(_key(key), item) for key, item in given]
+    known = [(_key(key), item) for key, item in wanted]
+    pairs.sort(key=lambda pair: pair[0])
+    known.sort(key=lambda pair: pair[0])
+    return all(k == g and _same(x, y) for (k, x), (g, y) in zip(known, pairs, strict=True))
+
+
+def _sorted(items: list[Any]) -> list[str]:
+    return sorted(json.dumps(item) for item in items)
+
+
+def _key(form: Any) -> str:
+    """Return a key as text: JSON has no other keys."""
+    if isinstance(form, dict) and codec.tag(form)[0] not in ("int", "float"):
+        return json.dumps(form)
+    return str(codec.decode(form))
+
+
+def _readable(form: Any) -> str:
+    """Return a value's text for a note; a large or odd one as its form."""
+    text = json.dumps(form)
+    if len(text) > 200:
+        return text
+    try:
+        return repr(codec.decode(form))
+    except codec.NotPlain:
+        return text

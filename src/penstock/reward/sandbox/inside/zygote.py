@@ -1,0 +1,248 @@
+"""The first process inside one sandbox: forks a child per test, watches it, reports to the host.
+
+Consumes jobs from the host's socket, produces what each child left: output, report, exit status. It is
+woken by the child's pipes, the child's end, the host's socket and the wall-time limit. It runs no
+untrusted code itself and knows no expected result. When the host hangs up it ends, and the kernel ends
+everything else in its process namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from penstock.reward.sandbox.inside import child, kernel, landlock, namespaces, seccomp, wire
+
+STRETCH = 4.0  # wall time of a test that has stepped back, as a multiple of its limit
+ASLEEP_S = 2.0  # whoever did not run for so long, and for its limit, waits for no processor
+_LAST_NICENESS = 19
+
+
+class Zygote:
+    """One sandbox's first process, and what it needs to make the process of a test."""
+
+    def __init__(
+        self, host: socket.socket, plan: namespaces.Plan, scratch: str, ruleset: int | None
+    ) -> None:
+        self._host, self._plan, self._scratch, self._ruleset = host, plan, scratch, ruleset
+        self._used = False
+
+    def serve(self, facts: dict[str, Any]) -> NoReturn:
+        """Answer jobs until the host hangs up."""
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        wire.send(self._host, {"ready": facts})
+        while True:
+            try:
+                job, descriptors = wire.receive(self._host)
+                outcome, blobs = self._run(job, descriptors)
+                wire.send(self._host, outcome, blobs=blobs)
+            except wire.Closed:
+                os._exit(0)
+
+    def _run(
+        self, job: dict[str, Any], descriptors: list[int]
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        self._renew()
+        limits = job["limits"]
+        standard_in = _make_stdin(job.get("stdin", ""))
+        reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
+        started = time.monotonic()
+        own_pid, pid = os.getpid(), os.fork()
+        if pid == 0:
+            self._become_child(own_pid, job, (standard_in, *writes, *descriptors))
+        for descriptor in (standard_in, *writes, *descriptors):
+            os.close(descriptor)
+        watch = _Watch(pid, reads, limits)
+        try:
+            watch.until_end(self._host, started)
+        finally:
+            status, usage = _end(pid, limits)
+        watch.drain()
+        outcome = {
+            "status": status,
+            "stopped": watch.stopped,
+            "stepped_back": watch.limit.stepped_back,
+            "slept": watch.limit.slept,
+            "wall_s": time.monotonic() - started,
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+        }
+        return outcome, [watch.taken(index) for index in range(3)]
+
+    def _renew(self) -> None:
+        """Give every test but the first a new scratch folder."""
+        if self._used and self._plan.namespaces:
+            assert self._plan.renewable, "the host runs one test in such a sandbox"
+            namespaces.renew_scratch(self._plan)
+            landlock.allow_writing(self._ruleset, self._scratch)
+        self._used = True
+
+    def _become_child(
+        self, parent: int, job: dict[str, Any], descriptors: tuple[int, ...]
+    ) -> NoReturn:
+        """Give up the last rights and all but the needed descriptors, and enter the working folder."""
+        try:
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+            # `TimeLimit` changes the niceness of this group: every thread of the child, not ours
+            os.setpgid(0, 0)
+            os.chdir(self._scratch)
+            kernel.hold_capabilities(0)
+            landlock.restrict(self._ruleset)
+            out_of_the_way = [fcntl.fcntl(one, fcntl.F_DUPFD, 16) for one in descriptors]
+            for place, descriptor in enumerate(out_of_the_way):
+                os.dup2(descriptor, place)
+            os.closerange(len(out_of_the_way), 1 << 20)
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+            child.run(job, job["limits"])
+        except BaseException as error:  # nothing may come back into the zygote's own code
+            os.write(2, repr(error).encode())
+        os._exit(1)
+
+
+def _make_stdin(text: str) -> int:
+    """Return a sealed file in memory, which can only be read."""
+    descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
+    data = memoryview(text.encode("utf-8", "surrogatepass"))
+    while data:
+        data = data[os.write(descriptor, data) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+class TimeLimit:
+    """How long a child may go on, and whether it has stepped back behind those that used less.
+
+    A child that has stepped back runs when others leave the processor idle: its limit is then one of
+    processor time, and its wall time may be `STRETCH` times as long.
+    """
+
+    def __init__(self, pid: int, limits: dict[str, Any]) -> None:
+        self._pid, self._limit_s, self._steps_back_s = pid, limits["wall_s"], limits["steps_back_s"]
+        self.stepped_back = self.slept = False
+        self._ran_s = 0.0  # processor time so far
+        self._ran_at_s = 0.0  # wall time when it last grew
+
+    def left(self, wall_s: float) -> float:
+        """Return the seconds until this is to be asked again; 0 if the time is over."""
+        if self._steps_back_s is None:
+            return max(0.0, self._limit_s - wall_s)
+        used_s = self._used_s()
+        if not self.stepped_back:
+            if used_s < self._steps_back_s:
+                ask_again_s = max(self._steps_back_s - used_s, wall_s / 8)  # it may only sleep
+                return max(0.0, min(self._limit_s - wall_s, ask_again_s))
+            self._step_back()
+        if used_s > self._ran_s:
+            self._ran_s, self._ran_at_s = used_s, wall_s
+        awake_s = self._ran_at_s + max(self._limit_s, ASLEEP_S) - wall_s
+        self.slept = awake_s <= 0
+        return max(0.0, min(self._limit_s - used_s, STRETCH * self._limit_s - wall_s, awake_s))
+
+    def _used_s(self) -> float:
+        try:
+            return time.clock_gettime(~self._pid << 3 | 2)  # the clock of all its threads
+        except OSError:
+            return 0.0  # it has ended
+
+    def _step_back(self) -> None:
+        self.stepped_back = True
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PGRP, self._pid, _LAST_NICENESS)  # every thread
+            os.sched_setscheduler(self._pid, os.SCHED_IDLE, os.sched_param(0))
+
+
+class _Watch:
+    """Reads a child's output, up to the limits, until it ends or must be stopped."""
+
+    def __init__(self, pid: int, pipes: tuple[int, ...], limits: dict[str, Any]) -> None:
+        self._pid, self.limit = pid, TimeLimit(pid, limits)
+        self._pipes = list(pipes)
+        self._most_bytes = limits["output_bytes"]
+        self._read: list[list[bytes]] = [[], [], []]
+        self._sizes = [0, 0, 0]
+        self.stopped = ""  # why it was stopped: wall | output; empty: it ended by itself
+        for pipe in pipes:
+            os.set_blocking(pipe, False)
+
+    def until_end(self, host: socket.socket, started: float) -> None:
+        """Wait for the child's end, its time limit or output limit; raise Closed if the host is gone."""
+        ended = os.pidfd_open(self._pid)
+        poller = select.poll()
+        for pipe in self._pipes:
+            poller.register(pipe, select.POLLIN)
+        poller.register(ended, select.POLLIN)
+        poller.register(host, select.POLLRDHUP | select.POLLHUP)
+        try:
+            while not self.stopped:
+                left = self.limit.left(time.monotonic() - started)
+                if left <= 0:
+                    self.stopped = "wall"
+                    return
+                for descriptor, _ in poller.poll(left * 1000 + 1):
+                    if descriptor == host.fileno():
+                        raise wire.Closed
+                    if descriptor == ended:
+                        return
+                    if not self._take(self._pipes.index(descriptor)):
+                        poller.unregister(descriptor)
+        finally:
+            os.close(ended)
+
+    def _take(self, index: int) -> bool:
+        """Read the available data; return False at the end of the pipe."""
+        try:
+            data = os.read(self._pipes[index], 1 << 18)
+        except BlockingIOError:
+            return True
+        room = self._most_bytes - self._sizes[index]
+        self._read[index].append(data[:room])
+        self._sizes[index] += len(data)
+        if len(data) > room:
+            self.stopped = "output"
+            return False
+        return bool(data)
+
+    def drain(self) -> None:
+        """Read the rest of the pipes after the child's end."""
+        for index, pipe in enumerate(self._pipes):
+            while select.select([pipe], [], [], 0)[0] and self._take(index):
+                continue
+            os.close(pipe)
+
+    def taken(self, index: int) -> bytes:
+        return b"".join(self._read[index])
+
+
+def _end(pid: int, limits: dict[str, Any]) -> tuple[int, resource.struct_rusage]:
+    """End the child and any process that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1 if limits["processes"] and limits["own_pids"] else pid, signal.SIGKILL)
+    _, status, usage = os.wait4(pid, 0)
+    while limits["processes"]:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+    return os.waitstatus_to_exitcode(status), usage
+
+
+def warm() -> None:
+    """Import the modules that solutions use most and make filters, so that a fork has them already."""
+    import bisect, collections, copy, datetime, decimal, fractions, functools, heapq  # noqa: E401, F401, I001
+    import itertools, json, math, operator, random, re, statistics, string, typing  # noqa: E401, F401
+
+    if kernel.ARCH is not None:
+        for scratch, threads in ((True, True), (False, True), (False, False)):
+            seccomp.build_filter(kernel.ARCH, 1, scratch=scratch, threads=threads)
+    sys.setrecursionlimit(1000)

@@ -1,0 +1,307 @@
+"""From messages to token ids and back, for agents: whole conversations, what follows an answer, tool calls.
+
+Sampled tokens are never rendered again. What follows an answer comes from rendering a short stand-in,
+[user, assistant(SENTINEL)] + the new messages, cut behind the first end token after the sentinel. This
+holds for most chat templates and is proved for the tokenizer at hand (`proof`); where it does not hold,
+a turn is rendered whole and becomes a row of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from penstock.data.chat import ChatTemplate
+from penstock.data.sampler import stable_hash
+from penstock.errors import UserError
+from penstock.rollout.agent.tree import Message, arguments_of, text_of
+from penstock.types import ModelCall
+
+SENTINEL = "sentinel7341"
+_PREFIX_TOKENS = 64  # of the context, where a template may open the answer (<think>)
+_EXAMPLE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
+_EXAMPLE_TEXT = '<tool_call>{"name": NAME, "arguments": {...}}</tool_call>'
+_THINK, _TOOL_CALL = ("<think>", "</think>"), (r"\s*<tool_call>", "</tool_call>")
+
+
+@dataclass(slots=True, frozen=True)
+class _Behind:
+    """What a template writes behind the sentinel of a stand-in."""
+
+    tail: str  # up to the end token: the rest of a tool call, or nothing
+    end: str
+    text: str  # behind it, up to where the next answer begins
+
+
+@dataclass(slots=True, frozen=True)
+class _Proof:
+    """Whether turns of one kind can be continued."""
+
+    failure: str  # empty: they can
+    tail: str = ""
+
+
+class Bridge:
+    """Renders, continues and parses the conversations of one task, with its tokenizer."""
+
+    def __init__(self, chat: ChatTemplate, arguments: Mapping[str, Any] | None = None) -> None:
+        self._chat = chat
+        self._arguments = dict(arguments or {})
+        self._ends = {chat.decode_prompt([token]): token for token in chat.eos_ids}
+
+    # -- to ids ----------------------------------------------------------------------------------
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
+        """Return the ids of a whole conversation, up to where the answer begins."""
+        return self._chat.encode_rendered(self._text(messages, tools))
+
+    def suffix(self, call: ModelCall, added: Sequence[Message]) -> np.ndarray | None:
+        """Return the ids between an answer's last token and the next answer; None: render it whole."""
+        proof = self._proofs[_kind(call.answer)]
+        if proof.failure:
+            return None
+        found = self._after_end(_stand_in(call.answer), added, json.loads(call.tools or "[]"))
+        if found is None or found.tail != proof.tail:  # a role that writes before the end token
+            return None
+        last = int(call.token_ids[-1]) if len(call.token_ids) else -1
+        ids = self._chat.encode_text(found.text)
+        if last == self._ends[found.end]:
+            return ids
+        if last in self._ends.values():
+            return None  # the answer ended with another end token than the template writes
+        return np.concatenate([np.array([self._ends[found.end]], dtype=np.int32), ids])
+
+    def _after_end(
+        self, said: Message, added: Sequence[Message], tools: Sequence[Any] = ()
+    ) -> _Behind | None:
+        """Return what follows the last sentinel; None if the template drops one or writes no end."""
+        try:
+            text = self._text([{"role": "user", "content": "x"}, said, *added], tools)
+        except UserError:  # the template refuses these roles
+            return None
+        if text.count(SENTINEL) != max(1, len(said.get("tool_calls", ()))):
+            return None
+        start = text.rfind(SENTINEL) + len(SENTINEL)
+        places = [(text.find(end, start), end) for end in self._ends]
+        ends = [(at, end) for at, end in places if at >= 0]
+        if not ends:
+            return None
+        at, end = min(ends)
+        return _Behind(tail=text[start:at], end=end, text=text[at + len(end) :])
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        plain = [_for_template(message) for message in messages]
+        if self._renders_tools:
+            arguments = {**self._arguments, **({"tools": list(tools)} if tools else {})}
+            return self._chat.render(plain, arguments=arguments)
+        told = _told_in_text(plain, tools, self._takes_system)
+        return self._chat.render(told, arguments=self._arguments)
+
+    @cached_property
+    def _renders_tools(self) -> bool:
+        return "tools" in str(getattr(self._chat.tokenizer, "chat_template", None) or "")
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        try:
+            self._chat.render([{"role": role, "content": "x"} for role in ("system", "user")])
+        except UserError:
+            return False
+        return True
+
+    @property
+    def proof(self) -> dict[str, str]:
+        """Why a turn of each kind cannot be continued; empty: it was proved."""
+        return {kind: proof.failure for kind, proof in self._proofs.items()}
+
+    def rendered_whole(self) -> list[tuple[str, str]]:
+        """Return (what is rendered whole, why) for the turns that cannot be continued, by reason."""
+        kinds: dict[str, list[str]] = {}
+        for kind, why in self.proof.items():
+            if why:
+                kinds.setdefault(why, []).append(kind)
+        return [
+            (f"turns ({', '.join(own)}) are rendered whole, each trained as a row of its own", why)
+            for why, own in kinds.items()
+        ]
+
+    @cached_property
+    def _proofs(self) -> dict[str, _Proof]:
+        question = {"role": "user", "content": "and now?"}
+        result = {"role": "tool", "content": "4", "tool_call_id": "c00000000"}
+        call = {"tool_calls": [_example_call("add", "c00000000", "nine")]}
+        return {
+            "user": self._prove(question, {"content": "nine"}),
+            "tool": self._prove(result, {"content": "", **call}),
+            "tool after words": self._prove(result, {"content": "nine", **call}),
+        }
+
+    def _prove(self, new: Message, said: Message) -> _Proof:
+        """Compare a continuation with the rendering of a longer conversation with another answer."""
+        answer = {"role": "assistant", **said}
+        tools = [_EXAMPLE_TOOL] if said.get("tool_calls") else []
+        found = self._after_end(_stand_in(answer), [new], tools)
+        if found is None:
+            return _Proof("the chat template writes no end token behind an answer, or refuses it")
+        before = [
+            {"role": "user", "content": "first"},
+            {"role": "assistant", "content": "one"},
+            {"role": "user", "content": "second"},
+        ]
+        whole = self._text([*before, answer, new], tools)
+        head = whole[: len(whole) - len(found.text)]
+        if not whole.endswith(found.text) or not head.endswith(found.tail + found.end):
+            return _Proof("the chat template writes a turn differently in a longer conversation")
+        ids, first = self._chat.encode_rendered(whole), self._chat.encode_rendered(head)
+        joined = np.concatenate([first, self._chat.encode_text(found.text)])
+        if not np.array_equal(ids, joined):
+            return _Proof("the tokenizer joins tokens across the end of an answer")
+        return _Proof("", found.tail)
+
+    # -- from ids --------------------------------------------------------------------------------
+
+    def parse(
+        self, token_ids: np.ndarray, context_ids: np.ndarray, tools: Sequence[Any], key: int
+    ) -> dict[str, Any]:
+        """Return the assistant's message; what cannot be parsed is its content. `key` names its calls."""
+        from transformers.utils.chat_parsing import parse_response
+
+        prefix = self._chat.decode_prompt(context_ids[-_PREFIX_TOKENS:])
+        template = getattr(self._chat.tokenizer, "response_template", None)
+        if template is None:
+            template, prefix = self._fallback, _open_thought(prefix)
+        try:
+            text = self._chat.decode_prompt(token_ids)
+            found = parse_response(text, template, prefix=prefix, tools=list(tools))
+            return _message(found, key)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return {"role": "assistant", "content": self._chat.decode(token_ids)}
+
+    @cached_property
+    def _fallback(self) -> dict[str, Any]:
+        """The form of Qwen and Hermes, for tokenizers that name none: <think> and <tool_call> JSON."""
+        ends = list(self._ends) or ["\0"]
+        fields = {
+            "thinking": {"open": _THINK[0], "close": _THINK[1], "content": "text"},
+            "tool_calls": {
+                "open_pattern": _TOOL_CALL[0],
+                "close": _TOOL_CALL[1],
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close": ends, "content": "text"},
+        }
+        return {"start_anchor": "\0", "fields": fields}
+
+
+def _open_thought(prefix: str) -> str:
+    """Return the opening tag if the template has opened the answer with it."""
+    return _THINK[0] if prefix.rstrip().endswith(_THINK[0]) else ""
+
+
+def _message(found: Mapping[str, Any], key: int) -> dict[str, Any]:
+    """Return a parsed response as an OpenAI message; raise ValueError for calls of another form."""
+    message: dict[str, Any] = {"role": "assistant", "content": str(found.get("content") or "")}
+    reasoning = found.get("reasoning_content") or found.get("thinking")
+    if reasoning:
+        message["reasoning_content"] = str(reasoning)
+    calls = []
+    for number, call in enumerate(found.get("tool_calls") or ()):
+        function = call["function"]
+        name, arguments = function["name"], function.get("arguments", {})
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            raise ValueError(
+                f"tool call: got {function!r}, allowed: a name and a table of arguments"
+            )
+        calls.append(
+            {
+                "id": f"c{stable_hash(key, number):016x}"[:9],  # the form that every template takes
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+            }
+        )
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _kind(answer: Message) -> str:
+    """Return which kind of turn follows an answer; each is proved by itself."""
+    if not answer.get("tool_calls"):
+        return "user"
+    return "tool after words" if text_of(answer).strip() else "tool"
+
+
+def _stand_in(answer: Message) -> Message:
+    """Return a short answer of the same kind, with the sentinel where its own text would end."""
+    if not answer.get("tool_calls"):
+        return {"role": "assistant", "content": SENTINEL}
+    calls = [_example_call(c["function"]["name"], c["id"], SENTINEL) for c in answer["tool_calls"]]
+    words = "y" if text_of(answer).strip() else ""
+    return {"role": "assistant", "content": words, "tool_calls": calls}
+
+
+def _example_call(name: str, call_id: str, argument: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps({"a": argument})}
+    return {"type": "function", "id": call_id, "function": function}
+
+
+def _told_in_text(
+    messages: list[dict[str, Any]], tools: Sequence[Any], takes_system: bool
+) -> list[dict[str, Any]]:
+    """Write tools, calls and results as text, for a chat template that knows none of them.
+
+    Results of one turn and the user's words behind them are one message: many templates want the
+    roles to alternate.
+    """
+    told: list[dict[str, Any]] = []
+    is_result = False  # whether the last message is one
+    for message in messages:
+        for call in message.pop("tool_calls", None) or ():
+            message["content"] += f"<tool_call>{json.dumps(call['function'])}</tool_call>"
+        if message.get("role") == "tool":
+            text = f"<tool_response>{message['content']}</tool_response>"
+            message, follows, is_result = {"role": "user", "content": text}, is_result, True
+        else:
+            follows = is_result and message.get("role") == "user"
+            is_result = is_result and follows
+        if follows:
+            told[-1]["content"] += f"\n{message['content']}"
+        else:
+            told.append(message)
+    if not tools:
+        return told
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    words = f"Tools:\n{listed}\nTo call one, write {_EXAMPLE_TEXT}."
+    first = told[0] if told else {}
+    if first.get("role") == "system":
+        return [{**first, "content": f"{first['content']}\n{words}"}, *told[1:]]
+    if takes_system or first.get("role") != "user":
+        return [{"role": "system", "content": words}, *told]
+    return [{**first, "content": f"{words}\n{first['content']}"}, *told[1:]]
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """Return a message as chat templates expect it: text content, arguments as a table."""
+    plain = {**message, "content": text_of(message)}
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_of(call)}}
+            for call in plain["tool_calls"]
+        ]
+    elif "tool_calls" in plain:
+        del plain["tool_calls"]
+    return plain

@@ -1,0 +1,243 @@
+"""`penstock agent check`: try a task's agent against a made-up policy, before a model is trained with it.
+
+The policy answers by a script: ordinary text, calls of the agent's tools, malformed calls, odd unicode.
+Every check plays whole rollouts of the real agent through the real session; no model is loaded. What is
+not checked: whether the task can be learned, and the speed of its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from penstock.config import SamplingConfig
+from penstock.data.chat import ChatTemplate
+from penstock.data.sampler import stable_hash
+from penstock.engine.protocol import Generation, GenerationRequest
+from penstock.rollout.agent.bridge import Bridge
+from penstock.rollout.agent.endpoint import Endpoint
+from penstock.rollout.agent.function import AgentSettings, FunctionAgent, Interrupted, Placed
+from penstock.rollout.agent.session import Function
+from penstock.store.journal.calls import ToolResult
+from penstock.types import Group, ModelCall, Prompt, Rollout, Score, Status, VersionSegment
+
+_WORDS = ("7", "yes", "I do not know.", "higher", "<answer>12</answer>", "4 + 5 = 9", "no")
+_ODD = ("\u202e\u0000 \U0001f600 \ufffd e\u0301", "x" * 5000, "", "\n\n\n", '{"a": [')
+_MALFORMED = ('<tool_call>{"name": "a", "argum', "<tool_call>[1, 2]</tool_call>", "</tool_call>")
+
+
+@dataclass(slots=True, frozen=True)
+class CheckResult:
+    """The outcome of one check."""
+
+    name: str
+    verdict: str  # ok | FAIL | note: it costs speed, and the run works
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Played:
+    """One rollout of a check: what the agent asked, what its tools gave, and how it ended."""
+
+    rollout: Rollout
+    calls: list[ModelCall] = field(default_factory=list)
+    tools: dict[str, ToolResult] = field(default_factory=dict)
+    sampled: int = 0
+
+    @property
+    def asked(self) -> list[Any]:
+        """The messages of every request, with the parts of a tree that an equal run repeats."""
+        return [(call.parent, call.messages, call.tools) for call in self.calls]
+
+
+class _Record:
+    """Keeps what a journal would keep of one rollout."""
+
+    def __init__(self, played: Played) -> None:
+        self._played = played
+
+    async def record_call(self, rollout: Rollout, call: ModelCall) -> None:
+        self._played.calls.append(call)
+
+    async def begin_tool(self, rollout: Rollout, call_id: str, name: str) -> None:
+        self._played.tools[call_id] = ToolResult(
+            call_id=call_id, name=name, outcome=None, result=None
+        )
+
+    async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None:
+        before = self._played.tools[call_id]
+        self._played.tools[call_id] = replace(before, outcome=outcome, result=result)
+
+
+class _Policy:
+    """An engine that says what its script says for a request's seed."""
+
+    def __init__(self, chat: ChatTemplate, say: Callable[[int], str], played: Played) -> None:
+        self._chat, self._say, self._played = chat, say, played
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self._played.sampled += 1
+        ids = self._chat.encode_text(self._say(request.seed))[: request.sampling.max_tokens - 1]
+        ends = np.array(self._chat.eos_ids[:1], dtype=np.int32)
+        token_ids = np.concatenate([ids, ends]).astype(np.int32)
+        if not len(token_ids):
+            token_ids = np.zeros(1, dtype=np.int32)
+        return Generation(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            logprobs=np.zeros(len(token_ids), dtype=np.float32),
+            segments=(VersionSegment(0, len(token_ids)),),
+            finish_reason="stop",
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """Do nothing: an answer takes no time."""
+
+
+class AgentCheck:
+    """Plays rollouts of one task's agent and compares them."""
+
+    def __init__(
+        self,
+        function: Function | Placed,
+        options: Mapping[str, Any],
+        *,
+        settings: AgentSettings,
+        chat: ChatTemplate,
+        template_arguments: Mapping[str, Any],
+        sampling: SamplingConfig,
+        prompt: Prompt,
+        system_prompt: str,
+        endpoint: Endpoint,
+        gives_reward: bool,
+    ) -> None:
+        self._function, self._options, self._settings = function, dict(options), settings
+        self._chat, self._bridge = chat, Bridge(chat, template_arguments)
+        self._sampling, self._prompt, self._system_prompt = sampling, prompt, system_prompt
+        self._endpoint, self._gives_reward = endpoint, gives_reward
+
+    async def run(self) -> list[CheckResult]:
+        """Return the findings, in the order in which they were made."""
+        checks: Sequence[tuple[str, Callable[[], Awaitable[str]]]] = (
+            ("ends with a finite reward", self._ends),
+            ("the same seed and answers give the same observations", self._repeats),
+            ("two rollouts share nothing", self._shares_nothing),
+            ("survives malformed tool calls", lambda: self._survives(_MALFORMED)),
+            ("survives odd unicode, long and empty answers", lambda: self._survives(_ODD)),
+            ("continues from its record after a crash", self._continues),
+        )
+        found = [
+            CheckResult(f"the chat template continues a {turn} turn", "ok", "")
+            for turn, why in self._bridge.proof.items()
+            if not why
+        ]
+        found += [CheckResult(name, "note", why) for name, why in self._bridge.rendered_whole()]
+        for name, check in checks:
+            why = await check()
+            if not why or all(one.detail != why for one in found):  # a fault is told once
+                found.append(CheckResult(name, "FAIL" if why else "ok", why))
+        return found
+
+    async def _play(
+        self, seed: int, words: Sequence[str] = _WORDS, before: Played | None = None, keep: int = 0
+    ) -> Played:
+        """Play one rollout; with `before`, as a resume does after `keep` of its calls."""
+        rollout = Rollout(
+            rollout_id=f"check:0.{seed}", prompt_ids=self._prompt.token_ids, seed=seed
+        )
+        group = Group(
+            group_id="check:0", task="check", cursor=0, prompt=self._prompt, rollouts=[rollout]
+        )
+        played, interrupted = Played(rollout), Interrupted()
+        if before is not None:
+            said = [call.answer.get("tool_calls") or () for call in before.calls[:keep]]
+            known = {tool["id"] for tools in said for tool in tools}
+            interrupted.calls[rollout.rollout_id, seed] = before.calls[:keep]
+            interrupted.tools[rollout.rollout_id, seed] = [
+                tool for key, tool in before.tools.items() if key in known or key.startswith("step")
+            ][:keep]
+        agent = FunctionAgent(
+            self._function,
+            engine=_Policy(self._chat, lambda number: words[number % len(words)], played),  # type: ignore[arg-type]
+            sampling=self._sampling,
+            bridge=self._bridge,
+            settings=self._settings,
+            decode=self._chat.decode,
+            recorder=_Record(played),
+            endpoint=self._endpoint,
+            reward=None if self._gives_reward else _NoReward(),
+            options=self._options,
+            system_prompt=self._system_prompt,
+            interrupted=interrupted,
+        )
+        await agent.generate_group(group.rollouts)
+        return played
+
+    async def _ends(self) -> str:
+        for seed in range(1, 4):
+            played = await self._play(seed)
+            if played.rollout.status is not Status.COMPLETED:
+                return played.rollout.error
+        return ""
+
+    async def _repeats(self) -> str:
+        first, second = await self._play(5), await self._play(5)
+        return _difference(first, second)
+
+    async def _shares_nothing(self) -> str:
+        alone = [await self._play(seed) for seed in (6, 7)]
+        together = await asyncio.gather(*(self._play(seed) for seed in (6, 7)))
+        return next(filter(None, map(_difference, alone, together)), "")
+
+    async def _survives(self, words: Sequence[str]) -> str:
+        for seed in range(len(words)):
+            played = await self._play(stable_hash(seed), words)
+            if played.rollout.status is not Status.COMPLETED:
+                return played.rollout.error
+        return ""
+
+    async def _continues(self) -> str:
+        before = await self._play(8)
+        keep = max(1, len(before.calls) // 2)
+        after = await self._play(8, before=before, keep=keep)
+        if after.rollout.status is not Status.COMPLETED:
+            return after.rollout.error
+        if after.sampled != len(before.calls) - keep:
+            return (
+                f"it had made {keep} of {len(before.calls)} calls, and {after.sampled} were sampled again: "
+                "its requests differ from the recorded ones"
+            )
+        return ""
+
+
+class _NoReward:
+    """Stands in for the task's rewards, which need no check here."""
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        return Score(0.0)
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+def _difference(first: Played, second: Played) -> str:
+    """Return where two rollouts of the same seed differ."""
+    if first.rollout.error or second.rollout.error:
+        return first.rollout.error or second.rollout.error
+    for number, (one, other) in enumerate(zip(first.asked, second.asked, strict=False)):
+        if one != other:
+            return f"request {number}: {_short(one)} and {_short(other)}"
+    if len(first.asked) != len(second.asked):
+        return f"{len(first.asked)} and {len(second.asked)} model calls"
+    one, other = first.rollout.reward, second.rollout.reward
+    return "" if one == other else f"rewards {one:g} and {other:g}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 120 else f"{text[:120]}..."

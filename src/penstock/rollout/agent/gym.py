@@ -1,0 +1,146 @@
+"""The agent `gym`: an environment with reset and step over text; each answer of the policy is an action.
+
+The rewards of the steps add up. Four forms of environment are known by their methods: (observation,
+reward, done) and Gymnasium's five values (GEM), SkyRL-gym (`init`, step returns a dict), TextArena
+(`get_observation`), OpenEnv's clients (results with attributes). Steps are journalled; after a crash the
+environment is rebuilt from its seed and the recorded actions, and every observation compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config import plugins
+from penstock.errors import RewardError, UserError
+from penstock.rollout.agent.session import ContextOverflow, Model, TurnsExceeded
+from penstock.rollout.agent.task import Task
+
+OPTIONS = ("env", "env_options")
+
+
+@dataclass(slots=True, frozen=True)
+class Step:
+    """What an environment gave for an action."""
+
+    observation: str
+    reward: float
+    done: bool
+
+
+def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awaitable[Any]]:
+    """Return the agent's function for `env = "file.py:Class"`, made with `env_options` per rollout."""
+    env, given = options.get("env"), options.get("env_options") or {}
+    if not isinstance(env, str) or not isinstance(given, Mapping):
+        raise UserError(f'{where}.env: got {env!r}, allowed: "file.py:Class"')
+    kind = plugins.load(f"{where}.env", env, {})
+
+    async def play(task: Task, model: Model) -> float:
+        world = World(kind(**given))
+        messages = list(task.messages)
+        try:
+            messages += await world.start(task, model.seed)
+            for number in range(1 << 30):
+                try:
+                    said = await model.chat(messages)
+                except (ContextOverflow, TurnsExceeded):
+                    return 0.0  # the rollout is truncated; the rewards of its steps stay
+                step = await _journalled(model, world, number, said["content"])
+                model.reward(step.reward)
+                if step.done:
+                    return 0.0
+                messages += [said, {"role": "user", "content": step.observation}]
+        finally:
+            await world.close()
+        raise AssertionError("a rollout has fewer turns")
+
+    return play
+
+
+async def _journalled(model: Model, world: World, number: int, action: str) -> Step:
+    """Make one step through the journal, as a tool call."""
+
+    async def step(action: str) -> str:
+        made = await world.step(action)
+        return json.dumps([made.observation, made.reward, made.done])
+
+    call = {"id": f"step{number}", "function": {"name": "step", "arguments": {"action": action}}}
+    return Step(*json.loads(await model.tool(call, step, unknown="rebuild")))
+
+
+class World:
+    """One environment, whatever its form."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        self._shown = ""  # TextArena's observations repeat those before
+
+    async def start(self, task: Task, seed: int) -> list[dict[str, Any]]:
+        """Reset the environment; return the messages that the policy sees first."""
+        env = self._env
+        if hasattr(env, "init"):  # SkyRL-gym
+            messages, _ = await _finish(env.init(task.messages))
+            return list(messages)[len(task.messages) :]
+        row = {"seed": seed, "num_players": 1, "gt_answer": task.gt_answer, **task.extra}
+        parameters = inspect.signature(env.reset).parameters
+        first = await _finish(env.reset(**{n: v for n, v in row.items() if n in parameters}))
+        if hasattr(env, "get_observation"):  # TextArena
+            first = self._new_text()
+        text = _text(first[0] if isinstance(first, tuple) else first)
+        return [{"role": "user", "content": text}] if text else []
+
+    async def step(self, action: str) -> Step:
+        """Give the environment an action; return what it answers."""
+        env = self._env
+        found = await _finish(env.step(action))
+        if hasattr(env, "get_observation"):  # TextArena: rewards come at the end
+            done = bool(found[0])
+            rewards = env.close() if done else None
+            if isinstance(rewards, tuple):  # with what happened in the game
+                rewards = rewards[0]
+            reward = rewards.get(0) if isinstance(rewards, Mapping) else rewards
+            return _checked("" if done else self._new_text(), reward, done)
+        if isinstance(found, Mapping):  # SkyRL-gym
+            shown = "\n".join(_text(message) for message in found.get("observations") or ())
+            return _checked(shown, found.get("reward"), found.get("done"))
+        if isinstance(found, tuple):
+            observation, reward, *ends = found
+            ends = ends[:2] if len(found) == 5 else ends[:1]  # terminated, truncated; or done
+            return _checked(_text(observation), reward, any(ends))
+        return _checked(_text(found.observation), found.reward, found.done)  # OpenEnv
+
+    def _new_text(self) -> str:
+        """Return what TextArena's observation adds to the one before."""
+        text = _text(self._env.get_observation()[1])
+        new, self._shown = text.removeprefix(self._shown), text
+        return new
+
+    async def close(self) -> None:
+        env = self._env
+        if hasattr(env, "close") and not hasattr(env, "get_observation"):
+            await _finish(env.close())
+
+
+def _checked(observation: str, reward: Any, done: Any) -> Step:
+    try:
+        return Step(observation, float(reward or 0.0), bool(done))
+    except (TypeError, ValueError):
+        raise RewardError(f"step: got the reward {reward!r}, allowed: a number") from None
+
+
+def _text(observation: Any) -> str:
+    """Return an observation as text: a string, a message, a list of either, or an object."""
+    if observation is None or isinstance(observation, str):
+        return observation or ""
+    if isinstance(observation, Mapping):
+        return str(observation.get("content", json.dumps(dict(observation))))
+    if isinstance(observation, Sequence):
+        return "\n".join(map(_text, observation))
+    return str(getattr(observation, "text", None) or getattr(observation, "content", observation))
+
+
+async def _finish(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

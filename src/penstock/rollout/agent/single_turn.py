@@ -1,0 +1,235 @@
+"""One prompt, one response: the plain agent loop.
+
+Asks the engine for the responses that are not finished, then the reward for the scores that are missing.
+An error fails only the rollout it belongs to. Retries are made by the group runner, not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+
+from penstock.config import SamplingConfig
+from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
+from penstock.errors import EnginesLost
+from penstock.reward.protocol import Reward
+from penstock.rollout.context import AgentLoop
+from penstock.types import Prompt, Rollout, Status
+
+_NOT_SEARCHED = 31  # failed groups to skip before requests are sent one by one again
+
+
+def annealed_temperature(sampling: SamplingConfig, policy_version: int) -> float:
+    """Return the temperature: linear to `anneal.end` over `anneal.steps` updates, then constant."""
+    anneal = sampling.anneal
+    if anneal.end is None:
+        return sampling.temperature
+    done = 1.0 if anneal.steps == 0 else min(1.0, policy_version / anneal.steps)
+    return sampling.temperature + (anneal.end - sampling.temperature) * done
+
+
+class SingleTurn(AgentLoop):
+    """Consumes rollouts to make, produces them generated and scored."""
+
+    def __init__(
+        self,
+        *,
+        engine: InferenceEngine,
+        reward: Reward,
+        sampling: SamplingConfig,
+        decode: Callable[[np.ndarray], str],
+        temperature: Callable[[int], float] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._reward = reward
+        self._sampling = sampling
+        self._decode = decode
+        self._temperature = temperature or (lambda version: annealed_temperature(sampling, version))
+        self._running: dict[str, None] = {}  # request ids, in the order of their start
+        self._requests = 0
+        self._newest_params: SamplingParams | None = None
+        self._aborting: set[asyncio.Task[None]] = set()
+        self._searching = asyncio.Lock()  # one group at a time is asked one by one
+        self._not_searched: int | None = None  # groups since then; None: no blame
+
+    async def generate(self, rollout: Rollout, *, enable_partial_rollout: bool = False) -> Rollout:
+        """Generate and score one rollout; it ends COMPLETED, ABORTED or FAILED."""
+        await self.generate_group([rollout], enable_partial_rollout=enable_partial_rollout)
+        return rollout
+
+    async def generate_group(
+        self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
+    ) -> list[Rollout]:
+        """Generate and score the unfinished rollouts; each ends COMPLETED, ABORTED or FAILED."""
+        todo = [rollout for rollout in rollouts if rollout.status is not Status.COMPLETED]
+        for rollout in todo:
+            self._prepare(rollout, enable_partial_rollout)
+        await self._generate([rollout for rollout in todo if not rollout.is_finished])
+        if getattr(self._reward, "needs_group", False):
+            await self._score_together(rollouts)
+        else:
+            await self._score_each([rollout for rollout in todo if rollout.is_finished])
+        return rollouts
+
+    async def pause(self) -> None:
+        """Abort this loop's own requests; other users of the engine are not affected."""
+        await self._abort(list(self._running))
+
+    def _prepare(self, rollout: Rollout, keep_partial: bool) -> None:
+        # an aborted rollout may be finished: then it waits to be scored together with the others
+        if rollout.status is Status.ABORTED and not keep_partial and not rollout.is_finished:
+            rollout.restart()
+        rollout.move_to(Status.INIT)
+        rollout.error = ""
+        if not rollout.is_finished:
+            rollout.finish_reason = ""
+        if not len(rollout.response_ids):  # a partial response keeps the settings it began with
+            rollout.temperature = self._temperature(rollout.issued_version)
+            rollout.min_tokens = self._sampling.min_tokens
+
+    async def _generate(self, rollouts: list[Rollout]) -> None:
+        if not rollouts:
+            return
+        requests = [self._request(rollout) for rollout in rollouts]
+        ids = [request.request_id for request in requests]
+        self._running.update(dict.fromkeys(ids))
+        try:
+            generations = await self._ask_engine(requests)
+        except asyncio.CancelledError:
+            self._abort_later(ids)  # the caller was cancelled: free the engine
+            raise
+        finally:
+            for request_id in ids:
+                self._running.pop(request_id, None)
+        for rollout, generation in zip(rollouts, generations, strict=True):
+            if isinstance(generation, BaseException):
+                rollout.fail(f"engine: {type(generation).__name__}: {generation}")
+            else:
+                self._take(rollout, generation)
+
+    async def _ask_engine(
+        self, requests: list[GenerationRequest]
+    ) -> Sequence[Generation | BaseException]:
+        """Send all requests at once, to share a prefill; if that raises, find the request at fault."""
+        try:
+            generations = await self._engine.generate_many(requests)
+            self._not_searched = None
+            return generations
+        except EnginesLost:
+            raise
+        except Exception as error:
+            if len(requests) == 1:
+                return [error]
+            self._abort_later([request.request_id for request in requests])
+            async with self._searching:
+                return await self._ask_one_by_one(requests, error)
+
+    async def _ask_one_by_one(
+        self, requests: list[GenerationRequest], error: Exception
+    ) -> Sequence[Generation | BaseException]:
+        """Send each request alone; if the first two raise as well, blame the engine.
+
+        Then the other requests are not sent, nor those of the next groups that raise, until a call succeeds.
+        """
+        if self._not_searched is not None and self._not_searched < _NOT_SEARCHED:
+            self._not_searched += 1
+            return [error] * len(requests)
+        first = await asyncio.gather(*map(self._ask_alone, requests[:2]), return_exceptions=True)
+        if all(isinstance(answer, BaseException) for answer in first):
+            self._not_searched = 0
+            return [*first, *[error] * len(requests[2:])]
+        self._not_searched = None
+        rest = await asyncio.gather(*map(self._ask_alone, requests[2:]), return_exceptions=True)
+        return [*first, *rest]
+
+    async def _ask_alone(self, request: GenerationRequest) -> Generation:
+        request_id = f"{request.request_id}-alone"
+        self._running[request_id] = None
+        try:
+            return await self._engine.generate(replace(request, request_id=request_id))
+        except asyncio.CancelledError:
+            self._abort_later([request_id])
+            raise
+        finally:
+            self._running.pop(request_id, None)
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        """Abort requests; an abort that fails costs tokens and no more, so its error is not raised."""
+        aborts = (self._engine.abort(request_id) for request_id in request_ids)
+        await asyncio.gather(*aborts, return_exceptions=True)
+
+    def _abort_later(self, request_ids: list[str]) -> None:
+        task = asyncio.get_running_loop().create_task(self._abort(request_ids))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+
+    def _params(self, temperature: float, least: int) -> SamplingParams:
+        """Return one object for equal requests, so that a message has it once."""
+        newest = self._newest_params
+        if newest is None or (newest.temperature, newest.min_tokens) != (temperature, least):
+            newest = self._newest_params = SamplingParams.from_config(
+                self._sampling, temperature=temperature, min_tokens=least
+            )
+        return newest
+
+    def _request(self, rollout: Rollout) -> GenerationRequest:
+        self._requests += 1
+        return GenerationRequest(
+            request_id=f"{rollout.rollout_id}/{self._requests}",
+            prompt_ids=rollout.prompt_ids,
+            sampling=self._params(rollout.temperature, rollout.min_tokens),
+            seed=rollout.seed,
+            response_ids=rollout.response_ids,
+        )
+
+    def _take(self, rollout: Rollout, generation: Generation) -> None:
+        rollout.append(generation.token_ids, generation.logprobs, generation.segments)
+        rollout.finish_reason = generation.finish_reason
+        rollout.text = self._decode(rollout.response_ids)
+        if generation.finish_reason == "abort":
+            rollout.move_to(Status.ABORTED)
+        elif not rollout.is_finished:
+            rollout.fail(f"engine: {generation.error or generation.finish_reason}")
+
+    async def _score_each(self, rollouts: list[Rollout]) -> None:
+        """Ask for the scores that are missing, each by itself; an error fails its rollout."""
+        missing = [rollout for rollout in rollouts if rollout.score is None]
+        prompts = [cast(Prompt, rollout.prompt) for rollout in missing]  # the group has set them
+        score_each = getattr(self._reward, "score_each", None)
+        if score_each is not None:
+            outcomes = await score_each(missing, prompts)
+        else:
+            calls = map(self._reward.score, missing, prompts)
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for rollout, outcome in zip(missing, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                rollout.fail(f"reward: {type(outcome).__name__}: {outcome}")
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                rollout.score = outcome
+        for rollout in rollouts:
+            if rollout.score is not None:
+                rollout.move_to(Status.COMPLETED)
+
+    async def _score_together(self, rollouts: list[Rollout]) -> None:
+        """Ask a reward that compares the members once, when all of them are finished."""
+        if not all(rollout.is_finished for rollout in rollouts):
+            for rollout in rollouts:
+                if rollout.status is Status.INIT:
+                    rollout.move_to(Status.ABORTED)  # finished, but it waits for the others
+            return
+        prompts = [rollout.prompt for rollout in rollouts]
+        try:
+            scores = await self._reward.score_group(rollouts, prompts)  # type: ignore[attr-defined]
+        except Exception as error:
+            for rollout in rollouts:
+                rollout.fail(f"reward: {type(error).__name__}: {error}")
+            return
+        for rollout, score in zip(rollouts, scores, strict=True):
+            rollout.score = score
+            rollout.move_to(Status.COMPLETED)

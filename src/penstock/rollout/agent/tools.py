@@ -1,0 +1,175 @@
+"""The agent `tools`: the policy calls functions, methods of an environment or MCP servers, until it answers.
+
+An environment is a class as TRL takes it: `reset(**row)` may return text for the last user message, every
+other public method is a tool, `get_reward()` ends the rollout. A tool that raises tells the policy so.
+Functions are called at most once per call (docs/agents.md); an environment is rebuilt after a crash.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config import plugins
+from penstock.errors import RunError, UserError
+from penstock.rollout.agent.mcp import open_servers, read_servers
+from penstock.rollout.agent.session import ContextOverflow, Model, TurnsExceeded, session_of
+from penstock.rollout.agent.task import Task
+
+_NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
+_NOT_SHOWN = frozenset({"self", "idempotency_key"})  # parameters that the policy does not give
+OPTIONS = ("env", "functions", "mcp")
+
+
+def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awaitable[Any]]:
+    """Return the agent's function for `env = "file.py:Class"`, `functions = [...]` and `mcp = [...]`."""
+    env, functions, given = options.get("env"), options.get("functions"), options.get("mcp", [])
+    if (env and functions) or not (env or functions or given):
+        raise UserError(
+            f"{where}: got env={env!r} and functions={functions!r}, allowed: one of "
+            '`env = "file.py:Class"` and `functions = ["file.py:name"]`, or `mcp`'
+        )
+    if not isinstance(functions or [], list):
+        raise UserError(f"{where}.functions: got {functions!r}, allowed: a list of names")
+    servers = read_servers(f"{where}.mcp", given)
+    kind = plugins.load(f"{where}.env", str(env), {}) if env else None
+    if kind is not None and not isinstance(kind, type):
+        raise UserError(f"{where}.env: got {env!r}, which is no class, allowed: a class")
+    loaded = [plugins.load(f"{where}.functions", name, {}) for name in functions or ()]
+    if kind is not None:
+        loaded = list(tools_of(kind).values())
+    schemas = schemas_of(where, loaded) if kind or loaded else []
+    own = {function.__name__: function for function in loaded}
+
+    async def use_tools(task: Task, model: Model) -> Any:
+        limit = session_of(model).limits.tool_timeout_s
+        async with open_servers(servers, limit) as theirs, _environment(kind) as made:
+            messages = list(task.messages)
+            told = await _finish(_call_reset(made, task, model.seed))
+            if told:
+                messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{told}"}
+            mine = own if made is None else tools_of(made)
+            if twice := mine.keys() & theirs.functions.keys():
+                raise RunError(f"got two tools with the name {min(twice)}, allowed: one")
+            unknown = dict.fromkeys(mine, "fail" if made is None else "rebuild")
+            tools = Tools(
+                functions={**mine, **theirs.functions},
+                schemas=[*schemas, *theirs.schemas],
+                unknown={**unknown, **theirs.unknown},
+            )
+            await converse(model, messages, tools)
+            reward = getattr(made, "get_reward", None)
+            return None if reward is None else await _finish(reward())
+
+    return use_tools
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Tools:
+    """What a policy may call, by name."""
+
+    functions: dict[str, Callable[..., Any]]
+    schemas: list[dict[str, Any]]
+    unknown: dict[str, str]  # what happens after a crash to a call that was only begun
+
+
+@asynccontextmanager
+async def _environment(kind: Any) -> AsyncIterator[Any]:
+    """Make an environment, and close it with the block; None: there is none."""
+    made: Any = kind() if kind else None
+    try:
+        yield made
+    finally:
+        if hasattr(made, "close"):
+            await _finish(made.close())
+
+
+def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
+    """Return the public methods of an environment, by name."""
+    found = inspect.getmembers(environment, callable)
+    return {n: f for n, f in found if not n.startswith("_") and n not in _NOT_TOOLS}
+
+
+def schemas_of(where: str, functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """Return the JSON schemas of typed functions with Google docstrings."""
+    from transformers.utils import get_json_schema
+
+    if not functions:
+        raise UserError(f"{where}: got no tool, allowed: at least one public method")
+    try:
+        return [get_json_schema(_as_shown(function)) for function in functions]
+    except Exception as error:  # transformers raises several kinds for a docstring it cannot read
+        raise UserError(
+            f"{where}: got {error}, allowed: functions with types and a docstring that names every argument"
+        ) from error
+
+
+def _as_shown(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the parameters that the policy gives, for its schema."""
+    signature = inspect.signature(function)
+    if not _NOT_SHOWN & signature.parameters.keys():
+        return function
+
+    def shown() -> None: ...
+
+    rest = [p for name, p in signature.parameters.items() if name not in _NOT_SHOWN]
+    shown.__name__, shown.__doc__ = function.__name__, function.__doc__
+    shown.__annotations__ = {
+        name: kind for name, kind in function.__annotations__.items() if name not in _NOT_SHOWN
+    }
+    shown.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+    return shown
+
+
+async def converse(
+    model: Model,
+    messages: list[dict[str, Any]],
+    tools: Tools,
+) -> None:
+    """Let the policy call tools until it answers without a call, or a limit of the rollout is reached."""
+    while True:
+        try:
+            said = await model.chat(messages, tools.schemas)
+        except (ContextOverflow, TurnsExceeded):
+            return  # the rollout is truncated; what it reached is scored
+        messages.append(said)
+        calls = said.get("tool_calls") or ()
+        if not calls:
+            return
+        for call in calls:
+            result = await _result(model, call, tools)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+
+async def _result(model: Model, call: Mapping[str, Any], tools: Tools) -> str:
+    """Return what the policy gets for a call; an error of the tool is told, ours is raised."""
+    name = call["function"]["name"]
+    if name not in tools.functions:
+        return json.dumps({"error": f"no tool {name}; there are {', '.join(tools.functions)}"})
+    try:
+        return await model.tool(call, tools.functions[name], unknown=tools.unknown[name])
+    except RunError:
+        raise
+    except Exception as error:  # whatever the user's tool raises
+        return json.dumps({"error": f"{type(error).__name__}: {error}"})
+
+
+def _call_reset(environment: Any, task: Task, seed: int) -> Any:
+    """Call `reset` with the fields of the task that it takes."""
+    reset = getattr(environment, "reset", None)
+    if reset is None:
+        return None
+    row = {"prompt": task.messages, "gt_answer": task.gt_answer, "seed": seed, **task.extra}
+    parameters = inspect.signature(reset).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names = {p.name for p in parameters}
+        row = {name: value for name, value in row.items() if name in names}
+    return reset(**row)
+
+
+async def _finish(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

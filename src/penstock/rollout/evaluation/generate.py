@@ -1,0 +1,112 @@
+"""`penstock generate`: sample a policy and show each token with its log-prob.
+
+Loads the config's engine and returns the samples; scores and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config import Config
+from penstock.config.plugins import load
+from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.engine import ENGINES
+from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
+from penstock.errors import EngineError
+from penstock.types import WeightHandle
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Sample:
+    """One response, token by token."""
+
+    prompt: str
+    text: str
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(self.logprobs) / len(self.logprobs) if self.logprobs else 0.0
+
+
+def generate_samples(
+    config: Config, prompts: list[str], *, num_generations: int = 1, raw: bool = False
+) -> list[Sample]:
+    """Sample each prompt `num_generations` times with [sampling]; `raw` skips the chat template."""
+    return asyncio.run(_generate(config, prompts, num_generations, raw))
+
+
+async def _generate(
+    config: Config, prompts: list[str], num_generations: int, raw: bool
+) -> list[Sample]:
+    tokenizer = load_tokenizer(
+        config.model.tokenizer or config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    chat = ChatTemplate(tokenizer)
+    requests = _requests(config, prompts, num_generations, raw, chat)
+    engine = load("engine.name", config.engine.name, ENGINES).from_config(
+        config, fetch=_no_weights, index=0
+    )
+    await engine.start()
+    try:
+        made = await engine.generate_many(requests)
+    finally:
+        await engine.close()
+    repeated = [prompt for prompt in prompts for _ in range(num_generations)]
+    return [_sample(prompt, one, tokenizer) for prompt, one in zip(repeated, made, strict=True)]
+
+
+def _requests(
+    config: Config, prompts: list[str], num_generations: int, raw: bool, chat: ChatTemplate
+) -> list[GenerationRequest]:
+    import numpy as np
+
+    how = SamplingParams.from_config(config.sampling, stop_token_ids=chat.eos_ids)
+    requests = []
+    for i, prompt in enumerate(prompts):
+        if raw:
+            ids = np.asarray(chat.tokenizer(prompt)["input_ids"], np.int32)
+        else:
+            ids = chat.encode([{"role": "user", "content": prompt}])
+        for k in range(num_generations):
+            seed = config.seed + i * num_generations + k
+            requests.append(
+                GenerationRequest(request_id=f"{i}.{k}", prompt_ids=ids, sampling=how, seed=seed)
+            )
+    return requests
+
+
+def _sample(prompt: str, made: Generation, tokenizer: Any) -> Sample:
+    if made.finish_reason == "error":
+        raise EngineError(f"generate: {made.error}")
+    ids = made.token_ids.tolist()
+    return Sample(
+        prompt=prompt,
+        text=ChatTemplate(tokenizer).decode(ids),
+        tokens=tuple(tokenizer.decode([token], skip_special_tokens=False) for token in ids),
+        logprobs=tuple(float(value) for value in made.logprobs),
+        finish_reason=made.finish_reason,
+    )
+
+
+def describe(samples: Iterable[Sample], *, per_token: bool = True) -> Iterable[str]:
+    """Yield lines for a terminal: the text, then each token with its log-prob."""
+    for sample in samples:
+        yield f"prompt: {sample.prompt}"
+        yield (
+            f"  {sample.text!r}  [{sample.finish_reason}, {len(sample.tokens)} tokens, "
+            f"mean log-prob {sample.mean_logprob:.3f}]"
+        )
+        if per_token:
+            pairs = zip(sample.tokens, sample.logprobs, strict=True)
+            yield "  " + " ".join(f"{token!r}:{logprob:.2f}" for token, logprob in pairs)
+
+
+def _no_weights(handle: WeightHandle) -> Iterable[tuple[str, Any]]:
+    raise EngineError(f"generate: got weights {handle.version}, allowed: none, it only samples")

@@ -1,0 +1,313 @@
+"""`penstock score`: runs a reward over recorded responses, one JSON line each.
+
+Reads a JSONL file (or a run's rollouts.jsonl) twice: first checks every line, then scores a bounded
+number at a time and writes the results in the order of the input. A line whose reward fails gets an
+`error` instead of a reward and is counted; it never becomes a zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+import tomllib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penstock import files
+from penstock.config import RewardConfig
+from penstock.config.secrets import refuse_secrets
+from penstock.errors import RewardError, UserError
+from penstock.reward import VerifiableReward, build_reward
+from penstock.types import Prompt, Rollout, Score, VersionSegment
+
+CONCURRENCY = 64
+MAX_TOKENS = 4096
+SHOWN_MALFORMED = 10
+
+
+@dataclass(slots=True)
+class ScoreSummary:
+    """Totals of a scoring, for the last lines of its output."""
+
+    count: int = 0
+    failed: int = 0
+    reward_sum: float = 0.0
+    format_judged: int = 0
+    format_right: int = 0
+    answer_judged: int = 0
+    answer_right: int = 0
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failed else 0
+
+    def add(self, score: Score | None) -> None:
+        self.count += 1
+        if score is None:
+            self.failed += 1
+            return
+        self.reward_sum += score.value
+        self.format_judged += score.format_ok is not None
+        self.format_right += bool(score.format_ok)
+        self.answer_judged += score.answer_ok is not None
+        self.answer_right += bool(score.answer_ok)
+
+    def lines(self) -> list[str]:
+        """The summary as text."""
+        scored = self.count - self.failed
+        mean = self.reward_sum / scored if scored else float("nan")
+        text = [f"{self.count} responses in {self.seconds:.1f} s, mean reward {mean:.4f}"]
+        if self.format_judged:
+            text.append(f"format right: {self.format_right / self.format_judged:.1%}")
+        if self.answer_judged:
+            text.append(f"answer right: {self.answer_right / self.answer_judged:.1%}")
+        if self.failed:
+            text.append(f"failed: {self.failed} (see `error` in their lines)")
+        return text
+
+
+@dataclass(slots=True, frozen=True)
+class Record:
+    """One input line: a finished rollout and its prompt."""
+
+    number: int  # number of the line, from 1
+    group: str
+    rollout: Rollout
+    prompt: Prompt
+
+
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Parse `key=value` (or `table.key=value`) words of the command line into an options table."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, raw = pair.partition("=")
+        if not equals or not all(key.split(".")):
+            raise UserError(f"option: got {pair!r}, allowed: key=value")
+        try:
+            value = tomllib.loads(f"value = {raw}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = raw  # a bare word is a string
+        *tables, last = key.split(".")
+        table = options
+        for name in tables:
+            table = table.setdefault(name, {})
+        table[last] = value
+    refuse_secrets(options)  # a command line is in the list of processes
+    return options
+
+
+def score_file(
+    data: Path,
+    reward: str,
+    out: Path | None = None,
+    options: dict[str, Any] | None = None,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    concurrency: int = CONCURRENCY,
+    console: Console | None = None,
+) -> ScoreSummary:
+    """Score every line of `data`; write results to `out` or stdout, progress and summary to stderr."""
+    console = console or files.console(stderr=True)
+    path = data / "rollouts.jsonl" if data.is_dir() else data
+    if not path.is_file():
+        raise UserError(f"score: got {str(data)!r}, allowed: a JSONL file or a run folder")
+    total = _check_lines(path)
+    named = [RewardConfig(type=reward, options=options or {})]
+    scorer = build_reward(named, max_tokens=max_tokens, is_chat=_has_messages(path))
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(out.open("w", encoding="utf-8")) if out else sys.stdout
+        advance = stack.enter_context(_progress(console, total))
+        summary = asyncio.run(_score_all(path, scorer, target, concurrency, advance))
+    for line in summary.lines():
+        console.print(line, highlight=False)
+    return summary
+
+
+def _has_messages(path: Path) -> bool:
+    """Return whether the lines are data of messages; a run writes messages for any data."""
+    fields = json.loads(next(_lines(path))[1])
+    prompt = fields.get("messages", fields.get("prompt"))
+    return isinstance(prompt, list) and "rollout_id" not in fields
+
+
+def _check_lines(path: Path) -> int:
+    """Return the number of records; raise a UserError that lists all malformed lines."""
+    count, wrong = 0, list[str]()
+    for number, line in _lines(path):
+        try:
+            _read_record(number, line)
+            count += 1
+        except ValueError as error:
+            wrong.append(f"line {number}: {error}")
+    if wrong:
+        shown = "; ".join(wrong[:SHOWN_MALFORMED])
+        numbers = ", ".join(entry.partition(":")[0].removeprefix("line ") for entry in wrong)
+        more = f" (all malformed lines: {numbers})" if len(wrong) > SHOWN_MALFORMED else ""
+        raise UserError(f"{path}: {shown}{more}")
+    if not count:
+        raise UserError(f"{path}: got no line, allowed: one JSON object a line")
+    return count
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, line
+
+
+def _read_record(number: int, line: str) -> Record:
+    """Parse one line; raise ValueError with the reason if it is malformed."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"got a {type(fields).__name__}, allowed: an object")
+    response = fields.get("response", fields.get("prediction"))
+    if not isinstance(response, str):
+        raise ValueError("`response` is missing or not text")
+    gold, tests = fields.get("gt_answer", fields.get("gold")), fields.get("test_cases")
+    if gold is not None and not isinstance(gold, str | int | float):
+        raise ValueError(f"`gt_answer` is a {type(gold).__name__}, allowed: text or a number")
+    if tests is not None and not isinstance(tests, dict):
+        raise ValueError(f"`test_cases` is a {type(tests).__name__}, allowed: an object")
+    if gold is None and tests is None:
+        raise ValueError("neither `gt_answer` nor `test_cases`")
+    return _make_record(number, fields, response, None if gold is None else str(gold), tests)
+
+
+def _make_record(
+    number: int, fields: dict[str, Any], response: str, gold: str | None, tests: Any
+) -> Record:
+    length = fields.get("response_length", 0)
+    length = length if isinstance(length, int) and 0 < length < 1 << 24 else 0
+    messages = fields.get("messages", fields.get("prompt")) or []
+    messages = messages if isinstance(messages, list) else [messages]
+    prompt = Prompt(
+        prompt_id=f"line:{number}",
+        messages=tuple(message for message in messages if isinstance(message, dict)),
+        token_ids=np.zeros(1),
+        gt_answer=gold,
+        test_cases=tests,
+        extra=fields,
+    )
+    rollout = Rollout(
+        rollout_id=str(fields.get("rollout_id", f"line:{number}")),
+        prompt_ids=prompt.token_ids,
+        seed=0,
+        response_ids=np.zeros(length, dtype=np.int32),
+        logprobs=np.zeros(length, dtype=np.float32),
+        loss_mask=np.zeros(length, dtype=np.bool_),
+        segments=(VersionSegment(0, length),) if length else (),
+        finish_reason=str(fields.get("finish_reason", "stop")),
+        text=response,
+    )
+    return Record(number, str(fields.get("group_id", f"line:{number}")), rollout, prompt)
+
+
+@contextlib.contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal, nothing elsewhere."""
+    if not console.is_terminal:
+        yield lambda count: None
+        return
+    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("scoring", total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+async def _score_all(
+    path: Path,
+    reward: VerifiableReward,
+    target: TextIO,
+    concurrency: int,
+    advance: Callable[[int], None],
+) -> ScoreSummary:
+    summary, started = ScoreSummary(), time.monotonic()
+    try:
+        async for records, outcomes in _in_order(
+            _groups(path, reward.needs_group), reward, concurrency
+        ):
+            for record, (score, error, seconds) in zip(records, outcomes, strict=True):
+                summary.add(score)
+                target.write(json.dumps(_output(record, score, error, seconds)) + "\n")
+            advance(len(records))
+    finally:
+        await reward.close()
+    summary.seconds = time.monotonic() - started
+    return summary
+
+
+Scored = tuple[Score | None, str, float]  # (score or None, reason for None, seconds)
+
+
+def _groups(path: Path, whole: bool) -> Iterator[list[Record]]:
+    """Yield records one by one or, with `whole`, neighbours of one group together."""
+    group: list[Record] = []
+    for number, line in _lines(path):
+        record = _read_record(number, line)
+        if group and (not whole or record.group != group[0].group):
+            yield group
+            group = []
+        group.append(record)
+    if group:
+        yield group
+
+
+async def _in_order(
+    groups: Iterator[list[Record]], reward: VerifiableReward, concurrency: int
+) -> AsyncIterator[tuple[list[Record], list[Scored]]]:
+    """Score up to `concurrency` groups at once; yield them in order."""
+    running: deque[tuple[list[Record], asyncio.Task[list[Scored]]]] = deque()
+    async with asyncio.TaskGroup() as tasks:
+        for records in groups:
+            running.append((records, tasks.create_task(_score_group(reward, records))))
+            if len(running) >= concurrency:
+                done, task = running.popleft()
+                yield done, await task
+        while running:
+            done, task = running.popleft()
+            yield done, await task
+
+
+async def _score_group(reward: VerifiableReward, records: list[Record]) -> list[Scored]:
+    started = time.perf_counter()
+    try:
+        if reward.needs_group:
+            rollouts, prompts = [r.rollout for r in records], [r.prompt for r in records]
+            scores = await reward.score_group(rollouts, prompts)
+        else:
+            scores = [await reward.score(record.rollout, record.prompt) for record in records]
+    except RewardError as error:
+        seconds = time.perf_counter() - started
+        return [(None, str(error), seconds) for _ in records]
+    seconds = time.perf_counter() - started
+    return [(score, "", seconds) for score in scores]
+
+
+def _output(record: Record, score: Score | None, error: str, seconds: float) -> dict[str, Any]:
+    time_ms = round(seconds * 1000, 3)
+    if score is None:
+        return {"line": record.number, "reward": None, "error": error, "time_ms": time_ms}
+    return {
+        "line": record.number,
+        "reward": score.value,
+        "format_ok": score.format_ok,
+        "answer_ok": score.answer_ok,
+        "parts": score.parts,
+        "note": score.note,
+        "time_ms": time_ms,
+    }

@@ -1,0 +1,494 @@
+"""The producer runs the tasks ahead of the trainer and hands out one batch per step.
+
+    Producer                  version of the weights, pause, steps, each task's share of a batch
+      ProduceTask             what the caller gives: name, weight, strategy, agent loop, sampler
+        ProduceContext        the state of the task: step, version, batch size
+        ProduceStrategy       when to launch groups; reads one AsyncProduceStrategyConfig
+          GroupRunner         the groups in flight, their retries, drops and counts
+    ReplayBuffer, Journal     groups that landed; shared by all tasks
+
+Tasks do not wait for each other. Knows no engine and no trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from penstock.data.sampler import PromptsExhausted, Sampler
+from penstock.errors import RunError, UserError
+from penstock.rollout.context import AgentLoop, ProduceBatchStatus, ProduceContext
+from penstock.rollout.progress import ProduceProgress, TaskShares
+from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.rollout.signal import Signal
+from penstock.rollout.snapshot import ProducerSnapshot, ProducerWait, TaskSnapshot
+from penstock.rollout.strategy import ProduceStrategy
+from penstock.store.journal import InFlightRecord, Journal
+from penstock.types import Batch, Group, Status, staleness
+from penstock.waits import WaitKind, Waits, loop_time
+
+
+@dataclass(slots=True, kw_only=True)
+class ProduceTask:
+    """One task as the caller gives it to a producer, which adds its state."""
+
+    name: str
+    weight: float
+    strategy: ProduceStrategy
+    agent_loop: AgentLoop
+    sampler: Sampler
+    num_skipped_long: int = 0  # prompts of the dataset that were left out as too long
+    ctx: ProduceContext = field(init=False, repr=False)
+
+    def has_work(self) -> bool:
+        """Return whether a group in flight may still complete."""
+        return self.strategy.pending_task_count() > 0
+
+    async def pause(self, *, abort: bool) -> float:
+        """Abort the groups in flight or let them finish; return the seconds until all have landed."""
+        if abort:
+            return await self.strategy.pause_produce(self.ctx)
+        return await self.strategy.drain_produce(self.ctx)
+
+    def needs_weights(self, step: int, version: int) -> bool:
+        """Return whether groups of weights `version` would be too old for a step."""
+        too_old = staleness(step, version) >= self.strategy.stale_threshold
+        return too_old or self.strategy.is_model_expired(step, version)
+
+    def take(self, step: int, num_groups: int) -> list[Group]:
+        """Take the step's groups from the buffer, in cursor order; none of them has expired."""
+        taken: list[Group] = []
+        for _ in range(num_groups):
+            group = self.ctx.replay_buffer.take_now(self.name, Status.COMPLETED)
+            assert group is not None, "counted before it was taken"
+            assert group.staleness(step) < self.strategy.stale_threshold, group.group_id
+            taken.append(group)
+        self.ctx.progress.mark_consumed(self.name, num_groups)
+        return sorted(taken, key=lambda group: group.cursor)
+
+    def put_back(self, group: Group) -> None:
+        """Put back a group that was in the buffer when the run was interrupted."""
+        is_retry = group.status in (Status.ABORTED, Status.EXPIRED)
+        is_tail = is_retry and group.tries >= self.strategy.config.max_tries
+        self.ctx.put(group, is_tail=is_tail)
+
+    def reissue(self, record: InFlightRecord) -> None:
+        """Put back a group that was in flight, with the tries and seeds it had."""
+        group = record.group
+        if group is None:
+            group = self.sampler.group_of(record.cursor, record.prompt)
+        elif group.status is Status.COMPLETED:  # the group had expired before it was issued again
+            group.move_to(Status.EXPIRED)
+        else:
+            group.abort_unfinished()
+        group.tries = record.tries
+        self.put_back(group)
+
+    def read_metrics(self, counted: dict[str, float]) -> dict[str, float]:
+        """Return the figures of the task since the last call; `counted` is its share of the progress."""
+        runner = self.strategy.runner
+        return {
+            "samples": counted["produced_samples"],
+            "tokens": counted["produced_tokens"],
+            "reward_sum": counted["raw_rewards_sum"],
+            "reward_count": counted["raw_rewards_count"],
+            "prompts_skipped_long": float(self.num_skipped_long),
+            **runner.account.read(runner.counters),
+        }
+
+    def snapshot(self) -> TaskSnapshot:
+        buffer, runner = self.ctx.replay_buffer, self.strategy.runner
+        counts = {status: buffer.count_now(self.name, status) for status in Status}
+        return TaskSnapshot(
+            name=self.name,
+            drawn=runner.drawn,
+            trained=self.ctx.progress.consumed(self.name),
+            buffered=sum(counts.values()) - counts[Status.INIT],
+            in_flight=self.strategy.pending_task_count() + counts[Status.INIT],
+            dropped=dict(runner.dropped),
+            ready=counts[Status.COMPLETED],
+            aborted=counts[Status.ABORTED],
+            expired=counts[Status.EXPIRED],
+            counters=dict(runner.counters),
+            last_error=runner.failures.last_reason,
+        )
+
+
+class Producer:
+    """Consumes prompts and versions of the weights, produces batches."""
+
+    def __init__(
+        self,
+        *,
+        tasks: Sequence[ProduceTask],
+        replay_buffer: ReplayBuffer,
+        journal: Journal,
+        progress: ProduceProgress,
+        groups_per_step: int,
+        sync_weights_interval: int = 1,
+        clock: Callable[[], float] = loop_time,
+        waits: Waits | None = None,
+        first_version: int = 0,
+        last_step: int | None = None,
+    ) -> None:
+        _check(tasks, replay_buffer, groups_per_step, sync_weights_interval)
+        self.progress = progress
+        self.model_version = first_version
+        self._last_step = last_step  # nothing is produced for later steps
+        self._buffer = replay_buffer
+        self._journal = journal
+        self._clock = clock
+        self._waits = waits or Waits(clock)
+        self._groups_per_step = groups_per_step
+        self._changed = Signal()
+        self._tasks = list(tasks)
+        self._shares = self._new_shares(first_step=progress.next_consumer_step)
+        for task in self._tasks:
+            self._add(task)
+        self._resumed_batch: Batch | None = None
+        self._paused = False
+        self._stopping = False
+        self._ended = False
+        self._fault: BaseException | None = None
+        self._waiting_for: dict[str, tuple[str, float]] = {}  # who -> (what, since)
+        self._idle_since: float | None = None
+        self._idle_s = 0.0
+        self._pause_s = 0.0  # since the metrics were read
+
+    def _new_shares(self, first_step: int = 1) -> TaskShares:
+        weights = {task.name: task.weight for task in self._tasks}
+        return TaskShares(weights, self._groups_per_step, first_step=first_step)
+
+    def _add(self, task: ProduceTask) -> None:
+        self.progress.add_task(task.name)
+        task.strategy.changed.forward_to(self._changed)
+        task.ctx = ProduceContext(
+            agent_loop=task.agent_loop,
+            sampler=task.sampler,
+            replay_buffer=self._buffer,
+            task_batch_size=0,
+            task_name=task.name,
+            train_step=self.progress.next_consumer_step,
+            update_event=asyncio.Event(),
+            model_step=self.model_version,
+            progress=self.progress,
+            journal=self._journal,
+            runner=task.strategy.runner,
+        )
+
+    # -- running ahead ------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run all tasks ahead until cancelled or stopped. Waits for: weights, resume, landings."""
+        self._stopping = self._ended = False
+        running = [
+            asyncio.create_task(self._run_task(task), name=f"produce {task.name}")
+            for task in self._tasks
+        ]
+        try:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+            for ended in done:
+                ended.result()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a step that waits for groups raises it too
+            self._fault = error
+            raise
+        finally:
+            for one in running:
+                one.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            for task in self._tasks:
+                await task.strategy.runner.cancel(task.ctx)
+            self._ended = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Let `run` end; a resumed run issues the groups in flight again."""
+        self._stopping = True
+        self._interrupt()
+
+    async def _run_task(self, task: ProduceTask) -> None:
+        """Produce for one task as far ahead as allowed.
+
+        Consumes prompts, produces landed groups. Waits for: resume, new weights, a step to be consumed.
+        Woken by: `_changed`.
+        """
+        while not self._stopping:
+            seen = self._changed.count
+            waits_for = await self._produce(task)
+            if waits_for:
+                await self._idle(task, seen, waits_for)
+
+    async def _produce(self, task: ProduceTask) -> str:
+        """Call the strategy once; return what the task waits for next, "" for nothing."""
+        ctx = task.ctx
+        if self._paused:
+            return "resume"
+        if self._last_step is not None and self.progress.next_consumer_step > self._last_step:
+            return "nothing: the last step is taken"
+        ctx.update_event.clear()
+        self._aim(task)
+        if task.needs_weights(ctx.train_step, self.model_version):
+            return f"weights newer than version {self.model_version}"
+        try:
+            status = await task.strategy.produce_batch(ctx)
+        except PromptsExhausted as ended:
+            ctx.exhausted = ended
+            return "nothing: it has no prompts left"
+        if status is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT:
+            return ""
+        if (
+            status is ProduceBatchStatus.NORMAL
+            and ctx.train_step >= self.progress.next_consumer_step
+        ):
+            return f"step {ctx.train_step} to be consumed"
+        return f"weights newer than version {self.model_version}"
+
+    def _aim(self, task: ProduceTask) -> None:
+        """Set the task's step, version and target as far as the staleness bound allows now."""
+        ctx, strategy = task.ctx, task.strategy
+        next_step = self.progress.next_consumer_step
+        step = strategy.furthest_step(self.model_version, next_step)
+        if self._last_step is not None:
+            step = min(step, self._last_step)
+        ctx.train_step, ctx.model_step = step, self.model_version
+        ctx.task_batch_size = self._shares.at(next_step).get(task.name, 0)
+        if not task.needs_weights(step, self.model_version):
+            self.progress.ensure_target_upto(step, self._shares.at, task.name)
+
+    async def _idle(self, task: ProduceTask, seen: int, what: str) -> None:
+        """Wait until something has changed since `seen`."""
+        task.ctx.idle_since_change = seen
+        self._measure_idle_time()
+        who = f"produce {task.name}"
+        with self._waiting(who, what), self._waits.wait(who, WaitKind.WAIT, what):
+            await self._changed.wait_after(seen)
+        task.ctx.idle_since_change = None
+        self._measure_idle_time()
+
+    def _measure_idle_time(self) -> None:
+        """Count the time in which nothing is in flight and no task could launch a group."""
+        idle = all(
+            task.ctx.idle_since_change is not None and not task.has_work() for task in self._tasks
+        )
+        now = self._clock()
+        if idle and self._idle_since is None:
+            self._idle_since = now
+        elif not idle and self._idle_since is not None:
+            self._idle_s += now - self._idle_since
+            self._idle_since = None
+
+    def weights_updated(self, version: int) -> None:
+        """Tell the producer which version the engines have confirmed; a second time changes nothing."""
+        if version < self.model_version:
+            raise RunError(f"weights: got version {version} after version {self.model_version}")
+        if version == self.model_version:
+            return  # tasks keep their plans: a new one could wait for groups that the old one passed by
+        self.model_version = version
+        for task in self._tasks:
+            task.ctx.model_step = version
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        for task in self._tasks:
+            task.ctx.update_event.set()
+        self._changed.notify()
+
+    async def pause(self, *, abort: bool = True) -> float:
+        """Launch nothing until `resume`, and wait for the groups of all tasks to land; return the seconds.
+
+        abort: all groups are told to stop at once; otherwise they are generated to their end.
+        """
+        self._halt(True)
+        self._interrupt()
+        what = "the groups that were aborted" if abort else "the groups in flight"
+        with self._waiting("update", what), self._waits.wait("update", WaitKind.WAIT, what):
+            seconds = max(await asyncio.gather(*(task.pause(abort=abort) for task in self._tasks)))
+        self._pause_s += seconds
+        return seconds
+
+    def resume(self) -> None:
+        """Continue after `pause`; do nothing without one."""
+        if self._paused:
+            self._halt(False)
+            self._changed.notify()
+
+    def _halt(self, halted: bool) -> None:
+        self._paused = halted
+        for task in self._tasks:
+            task.strategy.runner.halted = halted
+            task.strategy.changed.notify()
+
+    # -- consuming ----------------------------------------------------------------------------
+
+    async def take_batch(self, step: int) -> Batch:
+        """Return the journalled batch of a step. Waits for: every task's share, completed and fresh."""
+        self.progress.begin_consume(step)
+        resumed, self._resumed_batch = self._resumed_batch, None
+        if resumed is not None:
+            self.progress.finish_consume(step)
+            self._changed.notify()
+            return resumed
+        shares = self._shares.at(step)
+        while True:
+            seen = self._changed.count
+            self._raise_fault()
+            missing = self._missing(step, shares)
+            if not missing:
+                break
+            if self._changed.count != seen:
+                continue  # a group expired in the meantime
+            self._raise_if_hopeless(step, shares)
+            with self._waiting(f"step {step}", missing):
+                await self._changed.wait_after(seen)
+        groups = [
+            group for task in self._tasks for group in task.take(step, shares.get(task.name, 0))
+        ]
+        self.progress.finish_consume(step)
+        self._shares.forget_before(step)
+        await self._journal.begin_step(step, groups)
+        for task in self._tasks:  # then: the start of new groups would keep the batch waiting
+            task.strategy.changed.notify()
+        return Batch(step=step, groups=tuple(groups))
+
+    def _missing(self, step: int, shares: dict[str, int]) -> str:
+        """Say what the step still waits for; return "" if it waits for nothing."""
+        missing = []
+        for task in self._tasks:
+            share = shares.get(task.name, 0)
+            task.strategy.expire(task.ctx, step)
+            ready = task.ctx.completed()
+            if ready < share:
+                missing.append(f"{share - ready} of {share} groups of task {task.name}")
+            elif share and task.strategy.should_wait_for_stragglers(step):
+                missing.append(f"groups of task {task.name} that would expire after step {step}")
+        return ", ".join(missing)
+
+    def _raise_if_hopeless(self, step: int, shares: dict[str, int]) -> None:
+        """Raise a RunError if no task will produce the missing groups."""
+        for task in self._tasks:
+            ctx, short = task.ctx, shares.get(task.name, 0) - task.ctx.completed()
+            if short <= 0 or task.has_work():
+                continue
+            line = (
+                f"step {step}: {short} groups of task {task.name} are missing and nothing will "
+                "produce them: "
+            )
+            if self._ended:
+                raise RunError(line + "the producer was stopped")
+            if ctx.idle_since_change != self._changed.count:
+                continue  # the task has not looked at the newest change yet
+            if ctx.exhausted is not None:
+                raise RunError(line + str(ctx.exhausted))
+            needs_weights = ctx.train_step < step or task.needs_weights(step, self.model_version)
+            if not self._paused and not needs_weights:
+                raise RunError(line + "should_continue_fn stopped before the batch was full")
+
+    def _raise_fault(self) -> None:
+        for task in self._tasks:
+            task.strategy.raise_fault()
+        if self._fault is not None:
+            raise self._fault
+
+    # -- display ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _waiting(self, who: str, what: str) -> Iterator[None]:
+        since = self._waiting_for.get(who, (what, self._clock()))[1]
+        self._waiting_for[who] = (what, since)
+        try:
+            yield
+        finally:
+            self._waiting_for.pop(who, None)
+
+    def snapshot(self) -> ProducerSnapshot:
+        """Return the counts of groups by state, and the open waits with their durations."""
+        now = self._clock()
+        idle_now = 0.0 if self._idle_since is None else now - self._idle_since
+        shares = self._shares.at(self.progress.next_consumer_step)
+        return ProducerSnapshot(
+            tasks=tuple(task.snapshot() for task in self._tasks),
+            waits=tuple(
+                ProducerWait(who=who, what=what, seconds=now - since)
+                for who, (what, since) in self._waiting_for.items()
+            ),
+            producer_wait_s=self._idle_s + idle_now,
+            next_step=self.progress.next_consumer_step,
+            model_version=self.model_version,
+            paused=self._paused,
+            batch_ready=sum(
+                min(task.ctx.completed(), shares.get(task.name, 0)) for task in self._tasks
+            ),
+            batch_size=self._groups_per_step,
+        )
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return the metrics of the producing side since the last call, before any filter."""
+        metrics = {"time/pause_s": self._pause_s}
+        self._pause_s = 0.0
+        counted = self.progress.read_metrics()
+        by_task = {task.name: task.read_metrics(counted[task.name]) for task in self._tasks}
+        for name, key in (("groups", "produced/groups"), ("tokens", "produced/tokens")):
+            metrics[key] = sum(figures[name] for figures in by_task.values())
+        metrics["time/produce_s"] = sum(figures["produce_s"] for figures in by_task.values())
+        if count := sum(figures["reward_count"] for figures in by_task.values()):
+            total = sum(figures["reward_sum"] for figures in by_task.values())
+            metrics["produced/reward"] = total / count
+        for name in ("failed", "expired"):  # groups, each time that they were
+            metrics[f"groups/{name}"] = sum(figures[name] for figures in by_task.values())
+        for task, figures in by_task.items():
+            metrics |= {f"tasks/{task}/{name}": value for name, value in figures.items()}
+        return metrics
+
+    # -- resuming a run -----------------------------------------------------------------------
+
+    async def restore(self, journal: Journal) -> None:
+        """Take over what the journal holds: buffered groups, groups in flight, cursors and counts."""
+        committed, pending = journal.last_committed_step(), journal.pending_step()
+        begun = committed if pending is None else pending
+        if pending is not None:
+            self._resumed_batch = journal.batch(pending)
+        taken, cursors, counts = journal.taken(), journal.cursors(), journal.counts()
+        drops, unfinished = journal.drops(), journal.unfinished_groups()
+        progress = self.progress
+        progress.next_consumer_step, progress.producer_future_step = committed + 1, begun + 1
+        self._shares = self._new_shares()
+        tasks = {task.name: task for task in self._tasks}
+        for name, task in tasks.items():
+            consumed = taken.get(name, 0)
+            progress.consumed_samples[name] = progress.target_samples[name] = consumed
+            progress.target_upto[name] = begun
+            runner = task.strategy.runner
+            runner.drawn = counts.get(name, {}).get("drawn", 0)
+            runner.dropped.clear()
+            runner.dropped.update(drops.get(name, {}))
+            task.sampler.start_from(cursors.get(name, 0))
+        for group in unfinished.buffered:
+            if group.task in tasks:
+                tasks[group.task].put_back(group)
+        for record in unfinished.in_flight:
+            if record.task in tasks:
+                tasks[record.task].reissue(record)
+        self._changed.notify()
+
+
+def _check(
+    tasks: Sequence[ProduceTask], buffer: ReplayBuffer, groups_per_step: int, interval: int
+) -> None:
+    if not tasks:
+        raise UserError("producer: got no tasks, allowed: at least one")
+    bound = buffer.max_groups_per_task
+    if 0 < bound < groups_per_step:
+        raise UserError(
+            f"produce.max_buffered_groups: got {bound}, allowed: 0 or at least "
+            f"train.groups_per_step = {groups_per_step}"
+        )
+    for task in tasks:
+        if task.strategy.sync_weights_interval != interval:
+            raise UserError(
+                f"task {task.name}: its strategy was built with sync_weights_interval="
+                f"{task.strategy.sync_weights_interval}, allowed: {interval}"
+            )

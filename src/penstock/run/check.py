@@ -1,0 +1,338 @@
+"""`penstock check`: rehearse a run on three prompts, and estimate what the whole run will take.
+
+Loads the data, renders the first prompts of the run as the model gets them, samples and scores a group
+for each, and trains on them; then measures as much of a step as a few seconds allow. The updates are
+thrown away. Writes nothing outside a temporary folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from penstock.config import Config, SamplingConfig
+from penstock.config.plugins import load
+from penstock.config.source import with_overrides
+from penstock.data.context import context_length
+from penstock.data.identity import MACHINE, measure
+from penstock.data.sampler import Sampler
+from penstock.engine import ENGINES
+from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams
+from penstock.files import ScratchFolder
+from penstock.inspection.findings import Observed, find
+from penstock.inspection.findings.observed import WINDOW
+from penstock.reward import build_reward
+from penstock.rollout.agent import AgentLoop
+from penstock.rollout.agent.build import build_agent
+from penstock.rollout.agent.function import FunctionAgent
+from penstock.run.job import no_weights, open_trainer, serve_agents
+from penstock.run.run_data import RunData, count_steps
+from penstock.store.journal import Journal
+from penstock.store.space import available_mib, checkpoint_bytes, size_text
+from penstock.types import Batch, Finding, Group, Status
+
+_PROMPTS = 3
+_FEW = 4  # responses to a prompt on a machine that would take too long for all of them
+_LONGEST_S = 15.0  # a slower first sampling leaves out the update: a check takes half a minute
+_MEASURED_S = 5.0  # what may be spent on each measurement, after a first pass that warms up
+_SAMPLING_S = 6.0  # a machine that would sample longer makes fewer and shorter responses
+_UPDATE_S = 15.0  # what a first update of two responses may promise for all; they take about half
+_TRIED_TOKENS, _FEWEST_TOKENS = 3, 16
+_TRIED_RESPONSES = 24  # more at once take no longer for each of them
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsal:
+    """What was seen."""
+
+    config: Config
+    total_steps: int
+    # group id -> the prompt as the model gets it
+    prompts: dict[str, str] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)  # of these prompts
+    measured: list[Group] = field(default_factory=list)  # as many groups of a step as time allows
+    lengths: dict[str, str] = field(default_factory=dict)  # task -> of its prompts, in words
+    # task -> how it is sampled here, where that is less than in the run
+    cut: dict[str, SamplingConfig] = field(default_factory=dict)
+    whole_s: float = 0.0  # what the groups would take as the run samples them
+    sampling_s: float = 0.0  # what they took
+    token_s: float | None = None  # of training; None: not measured
+    digest_s: float = 0.0  # of the new weights, once a step
+    trained: int = 0  # groups of the last update
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last update
+    facts: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # of agents
+
+    @property
+    def errors(self) -> list[str]:
+        rollouts = (rollout for group in self.groups for rollout in group.rollouts)
+        return [one.error for one in rollouts if one.status is Status.FAILED]
+
+    @property
+    def mean_length(self) -> float:
+        groups = self.measured or self.groups
+        tokens = sum(group.num_response_tokens for group in groups)
+        return tokens / max(1, sum(len(group.rollouts) for group in groups))
+
+    @property
+    def stretch(self) -> float:
+        """Return how many times longer a response may be in the run than here."""
+        most = self.config.task_sampling
+        shares = (most(task).max_tokens / here.max_tokens for task, here in self.cut.items())
+        return max(shares, default=1.0)
+
+    def findings(self) -> list[Finding]:
+        """Return what would be found if the run stayed as these prompts are."""
+        rows = [{"step": step, **self.metrics} for step in range(1, WINDOW + 1)]
+        # what ends early here ends later in the run
+        if self.cut or self.trained < len(self.groups):
+            rows = []
+        return find(
+            Observed(
+                run="RUN",
+                config=self.config,
+                rows=rows if self.metrics else [],
+                facts=self.facts,
+                batch=Batch(step=1, groups=tuple(self.groups)),
+            )
+        )
+
+    def seconds_per_step(self) -> tuple[float, float, float]:
+        """Return (generation, training, both as they overlap) of one step."""
+        config = self.config
+        groups = self.measured or self.groups
+        rollouts = sum(len(group.rollouts) for group in groups)
+        share = config.train.groups_per_step * config.sampling.num_generations / max(1, rollouts)
+        share *= self.stretch
+        if self.cut:
+            generating = self.whole_s * config.train.groups_per_step / max(1, len(self.groups))
+        else:
+            generating = self.sampling_s * share
+        generating /= config.launch.num_producers
+        prompts = sum(len(group.prompt.token_ids) for group in groups)
+        tokens = (_trained_tokens(groups) - prompts) * share
+        tokens += prompts * config.train.groups_per_step / max(1, len(groups))
+        training = (self.token_s or 0.0) * tokens / config.launch.num_consumers + self.digest_s
+        in_turn = config.launch.colocate or config.produce.strategy == "sync"
+        in_turn = in_turn or config.produce.max_staleness == 0
+        return generating, training, generating + training if in_turn else max(generating, training)
+
+
+def rehearse(config: Config) -> Rehearsal:
+    """Sample, score and train on the first prompts of each task; a UserError names what cannot work."""
+    return asyncio.run(_rehearse(config))
+
+
+async def _rehearse(config: Config) -> Rehearsal:
+    data = await RunData.read(config)
+    seen = _look(config, data)
+    await _sample(seen, data)
+    if not seen.errors and seen.sampling_s < _LONGEST_S:
+        await _train(seen)
+    return seen
+
+
+def _look(config: Config, data: RunData) -> Rehearsal:
+    """Count and measure the data."""
+    seen = Rehearsal(config=config, total_steps=count_steps(config, data.train))
+    seen.facts = measure(config, data.by_key())
+    for name, dataset in data.train.items():
+        lengths = sorted(len(dataset[index].token_ids) for index in range(min(len(dataset), 1000)))
+        seen.lengths[name] = (
+            f"{len(dataset)} prompts of {lengths[0]} to {dataset.longest} tokens (median "
+            f"{lengths[len(lengths) // 2]}); responses of at most {config.task_sampling(name).max_tokens}"
+        )
+    return seen
+
+
+async def _sample(seen: Rehearsal, data: RunData) -> None:
+    config, each = seen.config, max(1, _PROMPTS // len(data.train))
+    async with AsyncExitStack() as closing:
+        engine_class = load("engine.name", config.engine.name, ENGINES)
+        engine = engine_class.from_config(config, fetch=no_weights, index=0)
+        await engine.start()
+        closing.push_async_callback(engine.close)
+        scratch = closing.enter_context(ScratchFolder.new("check"))
+        journal = Journal.open(scratch / "journal.db")
+        closing.callback(journal.close)
+        endpoint = await serve_agents(config.tasks.values(), closing)
+        agents: dict[str, tuple[AgentLoop, Sampler]] = {}
+        for name, dataset in data.train.items():
+            task, whole = config.tasks[name], config.task_sampling(name)
+            prompts = each * len(data.train)
+            sampling, seconds = await _bearable(engine, whole, dataset[0].token_ids, prompts)
+            seen.whole_s = max(seen.whole_s, seconds)
+            if sampling is not whole:
+                seen.cut[name] = sampling
+            reward = build_reward(
+                task.rewards, max_tokens=sampling.max_tokens, is_chat=dataset.is_chat
+            )
+            closing.push_async_callback(reward.close)
+            agent = build_agent(
+                f"tasks.{name}",
+                task,
+                sampling,
+                engine=engine,
+                reward=reward,
+                chat=data.chat,
+                recorder=journal,
+                endpoint=endpoint,
+                positions=context_length(config.model.path),
+                note=seen.notes.append,
+            )
+            if isinstance(agent, FunctionAgent):
+                closing.push_async_callback(agent.close)
+            size = sampling.num_generations
+            sampler = Sampler(dataset, task_name=name, prompt_repeat_k=size, seed=config.seed)
+            agents[name] = agent, sampler
+        drawn = range(each)
+        seen.groups, seen.sampling_s = await _generate(agents, drawn)
+        for group in seen.groups:
+            seen.prompts[group.group_id] = data.chat.decode_prompt(group.prompt.token_ids)
+        most = config.train.groups_per_step // len(agents)
+        more = min(most, int(each * _MEASURED_S / max(seen.sampling_s, 1e-3)))
+        if more > each and not seen.errors and not seen.cut:
+            seen.measured, seen.sampling_s = await _generate(agents, range(each, each + more))
+
+
+async def _bearable(
+    engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, prompts: int
+) -> tuple[SamplingConfig, float]:
+    """Return the sampling, and the seconds that it takes for so many prompts at once.
+
+    On a machine where that is too long, the sampling has fewer and shorter responses.
+    """
+    few = min(_FEW, sampling.num_generations)
+    few_s = await _token_s(engine, sampling, prompt_ids, prompts * few)  # warms the engine up
+    count = prompts * sampling.num_generations
+    tried = min(count, _TRIED_RESPONSES)
+    tried_s = await _token_s(engine, sampling, prompt_ids, tried)
+    whole_s = tried_s * count / tried * sampling.max_tokens
+    if whole_s <= _SAMPLING_S:
+        return sampling, whole_s
+    tokens = max(_FEWEST_TOKENS, int(_SAMPLING_S / min(few_s, tried_s)))
+    most = min(tokens, sampling.max_tokens)
+    least = min(sampling.min_tokens, most)
+    fewer = {"num_generations": few, "max_tokens": most, "min_tokens": least}
+    return sampling.model_copy(update=fewer), whole_s
+
+
+def _on_cpu(config: Config) -> bool:
+    from penstock.model.loading import choose_device  # imports torch
+
+    return choose_device(config.model.device, 0).type == "cpu"
+
+
+async def _token_s(
+    engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, count: int
+) -> float:
+    """Return the seconds that `count` responses at once take for each of their tokens."""
+    params = SamplingParams.from_config(sampling, max_tokens=_TRIED_TOKENS, min_tokens=0)
+    tried = [
+        GenerationRequest(request_id=f"try-{n}", prompt_ids=prompt_ids, sampling=params, seed=n)
+        for n in range(count)
+    ]
+    started = time.monotonic()
+    await asyncio.gather(*map(engine.generate, tried))
+    return (time.monotonic() - started) / _TRIED_TOKENS
+
+
+async def _generate(
+    agents: Mapping[str, tuple[AgentLoop, Sampler]], cursors: range
+) -> tuple[list[Group], float]:
+    """Return the groups of these cursors of every task, and the seconds that they took."""
+    groups = {
+        name: [sampler.group_at(cursor) for cursor in cursors]
+        for name, (_, sampler) in agents.items()
+    }
+    started = time.monotonic()
+    await asyncio.gather(
+        *(agents[name][0].generate_group(one.rollouts) for name in groups for one in groups[name])
+    )
+    return [one for own in groups.values() for one in own], time.monotonic() - started
+
+
+async def _train(seen: Rehearsal) -> None:
+    """Do updates of growing size, as far as a few seconds allow, on one rank, and forget them.
+
+    Where responses were cut, one group gives the time of a token, and nothing else is taken from an
+    update. The first update warms up a GPU; a CPU needs none.
+    """
+    overrides = ["launch.num_consumers=1", "launch.kind=inline", "train.mini_batches=1"]
+    overrides += [f"train.parallel.{axis}=1" for axis in ("tensor", "pipeline", "context")]
+    small = with_overrides(
+        seen.config, [*overrides, f"train.groups_per_step={len(seen.groups)}", "sync.kind=auto"]
+    )
+    first = seen.groups[0]
+    pair = [replace(first, rollouts=first.rollouts[:2])]
+    with ScratchFolder.new("check") as folder:
+        async with open_trainer(small, folder, seen.total_steps) as workers:
+
+            def is_short(groups: Sequence[Group], most: float) -> bool:
+                return (seen.token_s or 0.0) * _trained_tokens(groups) < most
+
+            async def update(step: int, groups: Sequence[Group]) -> None:
+                started = time.monotonic()
+                report = await workers.trainer.train(Batch(step=step, groups=tuple(groups)))
+                seen.digest_s = report.metrics["time/digest_s"]
+                seconds = time.monotonic() - started - seen.digest_s
+                seen.token_s = seconds / _trained_tokens(groups)
+                seen.trained, seen.metrics = len(groups), report.metrics
+
+            if seen.cut and _on_cpu(seen.config):
+                await update(1, [first])
+                return
+            await update(1, pair)
+            enough = [first] if seen.cut else seen.groups
+            await update(2, enough if is_short(enough, _UPDATE_S) else pair)
+            fits = all(one.status is Status.COMPLETED for one in seen.measured)
+            if seen.measured and fits and is_short(seen.measured, 2 * _MEASURED_S):
+                await update(3, seen.measured)
+
+
+def _trained_tokens(groups: Sequence[Group]) -> int:
+    """Return the tokens that an update computes: each prompt once, and every response."""
+    return sum(
+        len(group.prompt.token_ids) + sum(len(one.response_ids) for one in group.rollouts)
+        for group in groups
+    )
+
+
+def placement(seen: Rehearsal) -> Iterator[str]:
+    """Yield which part runs on which device."""
+    config, launch = seen.config, seen.config.launch
+    gpus = json.loads(seen.facts[MACHINE])["gpus"]
+
+    def device(index: int) -> str:
+        if config.model.device not in ("auto", "cuda") or not gpus:
+            return "cpu" if config.model.device == "auto" else config.model.device
+        return f"cuda:{index % gpus}"
+
+    if launch.kind == "ray":
+        yield "by Ray, when the run starts"
+        return
+    ranks = ", ".join(device(rank) for rank in range(launch.num_consumers))
+    yield f"trainer on {ranks}"
+    if config.engine.name == "openai":
+        yield "engine: the servers that engine.options names"
+        return
+    before = 0 if launch.colocate else launch.num_consumers
+    engines = ", ".join(device(before + index) for index in range(launch.num_producers))
+    yield f"engine ({config.engine.name}) on {engines}"
+
+
+def memory(seen: Rehearsal) -> Iterator[str]:
+    """Yield what the parts need, from the size of the model, and what the machine has left."""
+    written = checkpoint_bytes(seen.config)
+    if written:
+        yield f"trained weights, optimizer and masters {size_text(written)}"
+    if peak := seen.metrics.get("memory/peak_mib"):
+        yield f"the trainer's peak in this check {peak:,.0f} MiB"
+    if (left := available_mib()) is not None:
+        yield f"{left:,.0f} MiB of main memory are available"

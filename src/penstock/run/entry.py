@@ -1,0 +1,79 @@
+"""The way into a run, for the command line and for Python: processes first, then checks, then the session.
+
+A worker imports torch and transformers for seconds, in which the driver imports the session, checks the data and
+opens the journal. What costs nothing to check is checked before a process starts, and so is the trust in a run
+folder. Import nothing heavy here: it would delay the start of the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.config import Config
+from penstock.config.changes import Change, allowed_changes
+from penstock.config.source import with_overrides
+from penstock.errors import UserError
+from penstock.store import trust
+from penstock.workers.processes.early import early_workers
+
+if TYPE_CHECKING:
+    from penstock.store.run_folder import RunFolder
+
+
+def train(config: Config, own_data: Sequence[Path] = ()) -> RunFolder:
+    """Check the config and train it to the end; the run keeps the files `own_data` in its folder."""
+    with early_workers(config):
+        from penstock.run import preflight
+        from penstock.run.session import outside_a_loop, train_new
+
+        preflight.check(config)
+        return outside_a_loop(lambda: train_new(config, own_data), saves=True)
+
+
+def resume(
+    folder: RunFolder,
+    overrides: Sequence[str] = (),
+    *,
+    accept_changes: bool = False,
+    trusted: bool = False,
+) -> None:
+    """Continue a run, with the setting changes that are allowed.
+
+    `accept_changes`: also if its data, tokenizer or chat template have other content than before.
+    `trusted`: also if another user made it, whose code it may execute.
+    """
+    with folder.lock():
+        try:
+            config, changes = _settings(folder, overrides, trusted)
+        except Exception:  # a mistake, or whatever a damaged record of the settings leads to
+            from penstock.run.recover import check_journal
+
+            check_journal(folder)  # raises if the journal is damaged, and says what to do
+            raise
+        is_fork = folder.origin() is not None  # its trainer needs no process
+        with nullcontext() if is_fork else early_workers(config):
+            from penstock.run.session import outside_a_loop, resume_run
+
+            outside_a_loop(
+                lambda: resume_run(folder, config, changes, accept_changes=accept_changes),
+                saves=True,
+            )
+
+
+def _settings(
+    folder: RunFolder, overrides: Sequence[str], trusted: bool
+) -> tuple[Config, list[Change]]:
+    """Return the settings that a run continues with, and what of them is new."""
+    from penstock.data.identity import absolute_paths
+
+    if folder.origin() is not None and overrides:
+        raise UserError(f"resume of a fork: got {overrides[0]}, allowed: no changes; fork again")
+    record = folder.record()
+    eras = [era.config for era in folder.eras(record)]
+    trust.check_run(folder.path, eras, trust=trusted)
+    before = absolute_paths(eras[-1])
+    config = absolute_paths(with_overrides(before, overrides))
+    return config, allowed_changes(before, config, pinned=record)

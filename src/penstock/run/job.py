@@ -1,0 +1,598 @@
+"""Builds every part of a run from its config and joins them.
+
+`open_job` turns a config into objects: data, rewards, agent loops and strategies in this process,
+engine and trainer where the launcher puts them. The loop (`run/loop.py`) does the training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, cast
+
+from penstock.config import Config, EvalConfig, SamplingConfig, TaskDataConfig
+from penstock.config.plugins import load
+from penstock.data.context import context_length
+from penstock.data.identity import OVERLAP, TOTAL_STEPS, measure
+from penstock.data.overlap import count_overlap
+from penstock.data.sampler import Sampler
+from penstock.engine import ENGINES
+from penstock.engine.protocol import InferenceEngine, SamplingParams
+from penstock.errors import UserError
+from penstock.inspection.findings.live import LiveFindings
+from penstock.inspection.track.fanout import Fanout
+from penstock.inspection.track.jsonl import restore_metrics
+from penstock.inspection.track.protocol import RunInfo
+from penstock.inspection.track.rollout_log import RolloutLog
+from penstock.inspection.track.start_display import StartDisplay
+from penstock.inspection.track.timeline_log import TimelineLog
+from penstock.reward import build_reward
+from penstock.rollout import (
+    AgentLoop,
+    IsValidSample,
+    ProduceProgress,
+    Producer,
+    ProducerSnapshot,
+    ProduceTask,
+    ReplayBuffer,
+    strategy_config,
+)
+from penstock.rollout.agent.build import agent_maker, build_agent, check_agent, try_agent
+from penstock.rollout.agent.check import CheckResult
+from penstock.rollout.agent.endpoint import Endpoint
+from penstock.rollout.agent.function import FunctionAgent, Interrupted
+from penstock.rollout.evaluation.background import Evaluations
+from penstock.rollout.evaluation.evaluate import EvalTask, choose_problems
+from penstock.run.run_data import RunData, count_steps, left_behind
+from penstock.store.checkpoint import CheckpointStore
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
+from penstock.store.space import available_mib
+from penstock.training.algo.method import run_settings
+from penstock.training.algo.settings import keep_group
+from penstock.types import Batch, Rollout, StepReport, WeightHandle
+from penstock.waits import WaitKind, Waits
+from penstock.workers import LAUNCHERS
+from penstock.workers.control import Control
+from penstock.workers.offline_trainer import offline_trainer
+from penstock.workers.supervise.trainer import TrainerPart
+from penstock.workers.watchdog import Watchdog, watched
+from penstock.workers.workers import Workers
+
+
+class BatchSource(Protocol):
+    """Where the batches of a run come from: its producer, or the journal of another run."""
+
+    async def restore(self, journal: Journal) -> None:
+        """Continue from what the run's own journal holds."""
+
+    async def run(self) -> None:
+        """Prepare batches until cancelled."""
+
+    async def take_batch(self, step: int) -> Batch:
+        """Wait for the batch of a step; it is journalled when this returns."""
+
+    def weights_updated(self, version: int) -> None:
+        """Note that the engines confirmed these weights."""
+
+    async def pause(self, *, abort: bool) -> float:
+        """Generate nothing until `resume`; abort what is running or wait for it; return the seconds."""
+
+    def resume(self) -> None:
+        """Generate again; do nothing if it was not paused."""
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return the metrics of the producing side since the last call."""
+
+    def snapshot(self) -> ProducerSnapshot:
+        """Return the counts of groups by state, and the open waits."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """What the loop drives."""
+
+    config: Config
+    folder: RunFolder
+    total_steps: int
+    workers: Workers
+    source: BatchSource
+    journal: Journal
+    checkpoints: CheckpointStore
+    evaluations: Evaluations
+    rollout_log: RolloutLog
+    findings: LiveFindings
+    timeline: TimelineLog
+    tracker: Fanout
+    facts: dict[str, str] = field(default_factory=dict)  # what the run depends on (identity.py)
+    newest_batch: Batch | None = None  # that was trained
+    activity: str = "starting"  # what the loop is doing now, for the display
+    start_report: list[str] = field(default_factory=list)  # how long each worker's stages took
+
+    @property
+    def trainer(self) -> TrainerPart:
+        return self.workers.trainer
+
+    @property
+    def engine(self) -> InferenceEngine | None:
+        """The engines as one engine; None if the run generates nothing."""
+        return self.workers.engine
+
+    @property
+    def waits(self) -> Waits:
+        return self.workers.callbacks.waits
+
+    def producer_waits(self) -> list[str]:
+        """Return the open waits of the producing side, each as a phrase with its duration."""
+        return [
+            f"{wait.who} waits for {wait.what} ({wait.seconds:.1f} s)"
+            for wait in self.source.snapshot().waits
+            if wait.seconds >= 0.1
+        ]
+
+    def live(self) -> str:
+        """Return what the loop does, the open waits, then the group counts of each task."""
+        first = "; ".join([self.activity, *self.producer_waits()])
+        return "\n".join([first, *map(str, self.source.snapshot().tasks)])
+
+    def last_failure(self) -> str:
+        """Return why a group failed, the newest reason of the first task that has one."""
+        return next(
+            (task.last_error for task in self.source.snapshot().tasks if task.last_error), ""
+        )
+
+    def next_batch(self) -> tuple[int, int]:
+        """Return how many groups of the next batch are there, and how many it needs."""
+        now = self.source.snapshot()
+        return now.batch_ready, now.batch_size
+
+    async def take_batch(self, step: int) -> Batch:
+        with self.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
+            return await self.source.take_batch(step)
+
+    def log_step(self, batch: Batch, report: StepReport) -> None:
+        """Look for findings, and give the metrics and some samples of a step to whoever shows them."""
+        self.newest_batch = batch
+        memory = available_mib()
+        metrics = {**report.metrics, **self.timeline.read_metrics()}
+        if memory is not None:
+            metrics["memory/available_mib"] = memory
+        self.findings.look(batch, metrics)
+        metrics["findings/open"] = float(len(self.findings.open))
+        self.tracker.log_step(batch.step, metrics)
+        self.rollout_log.write(batch)
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Watch all waits inside the block, up to the end of a checkpoint that is being written."""
+        async with watched(self._watchdog()):
+            try:
+                yield
+            finally:
+                await self.checkpoints.settle()
+
+    def _watchdog(self) -> Watchdog:
+        return Watchdog(
+            self.waits,
+            self.config.watchdog,
+            note=self.tracker.note,
+            stack_of=self.workers.stack_of,
+            restart=self.workers.restart,
+            end_workers=self.workers.end,
+            progress_of=self.workers.progress_of,
+            activity_of=self.workers.activity_of,
+            producer_waits=self.producer_waits,
+        )
+
+
+@asynccontextmanager
+async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
+    """Build the parts of a run, and close every one of them at the end, also after an error."""
+    async with AsyncExitStack() as closing:
+        journal = Journal.open(folder.journal)
+        closing.callback(journal.close)
+        report: list[str] = []
+        data, facts, total_steps, workers = await _load_and_launch(config, folder, closing, report)
+        journal.waits = workers.callbacks.waits
+        notes: list[str] = []
+        asking = (*config.tasks.values(), *config.eval.tasks.values())
+        endpoint = await serve_agents(asking, closing)
+        source = await _producer(
+            config, data, workers, journal, total_steps, closing, endpoint, notes
+        )
+        eval_tasks = _eval_tasks(config, data, journal.waits, closing, endpoint)
+        job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
+        overlaps = await left_behind(lambda: _overlaps(data, eval_tasks))
+        job.facts = {**facts, **overlaps, TOTAL_STEPS: str(total_steps)}
+        job.start_report = report
+        await _serve_control(folder, workers, closing)
+        refuses = run_settings(config).filter_groups or config.produce.is_valid_sample
+        if config.train.episodes is not None and refuses:
+            job.tracker.note(
+                f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
+                "refused groups are drawn in addition, so the run passes over its prompts more often"
+            )
+        for text in notes:
+            job.tracker.note(text)
+        job.findings.start(journal.last_committed_step(), job.facts)
+        yield job
+
+
+def _overlaps(data: RunData, eval_tasks: Sequence[EvalTask]) -> dict[str, str]:
+    """Return a fact for each evaluation task that asks prompts of a training task."""
+    facts = {}
+    for task in eval_tasks:
+        asked = [problem.messages for problem in task.problems]
+        for name, dataset in data.train.items():
+            if found := count_overlap(dataset.messages(), asked):
+                counts = json.dumps({"found": found, "problems": len(asked)})
+                facts[f"{OVERLAP}eval.tasks.{task.name} and tasks.{name}"] = counts
+    return facts
+
+
+def join_parts(
+    config: Config,
+    folder: RunFolder,
+    journal: Journal,
+    workers: Workers,
+    source: BatchSource,
+    total_steps: int,
+    closing: AsyncExitStack,
+    eval_tasks: Sequence[EvalTask] = (),
+) -> Job:
+    """Add what every run has: checkpoints, evaluations, logs and trackers."""
+    job = Job(
+        config=config,
+        folder=folder,
+        total_steps=total_steps,
+        workers=workers,
+        source=source,
+        journal=journal,
+        checkpoints=CheckpointStore(
+            folder.checkpoints,
+            config.checkpoint,
+            report=lambda text: job.tracker.note(text),
+            before_rename=journal.sync,
+            after_prune=lambda oldest_step: _prune_payloads(journal, config, oldest_step),
+        ),
+        evaluations=Evaluations(
+            tasks=eval_tasks,
+            folder=folder.evaluations,
+            engine=workers.engine,
+            waits=workers.callbacks.waits,
+            log=lambda step, metrics: job.tracker.log_eval(step, metrics),
+            note=lambda text: job.tracker.note(text),
+            set_aside=workers.set_aside,
+        ),
+        rollout_log=RolloutLog(
+            folder.path / "rollouts.jsonl",
+            every_steps=config.track.rollouts_every_steps,
+            num_groups=config.track.rollouts_per_log,
+            note=lambda text: job.tracker.note(text),
+        ),
+        findings=LiveFindings(folder, config, total_steps, last_failure=lambda: job.last_failure()),
+        timeline=TimelineLog(
+            folder.path / "timeline",
+            workers.callbacks.waits,
+            lambda text: job.tracker.note(text),
+        ),
+        tracker=Fanout({}),
+    )
+    job.tracker = _tracker(job)
+    workers.callbacks.note = job.findings.note = job.tracker.note
+    closing.callback(job.tracker.close)
+    closing.callback(job.timeline.close)
+    closing.callback(job.rollout_log.close)
+    closing.push_async_callback(job.checkpoints.settle)
+    return job
+
+
+def _prune_payloads(journal: Journal, config: Config, oldest_step: int) -> None:
+    """Remove what no kept checkpoint needs for a redo, if the config says so."""
+    keep = config.journal.keep_payloads
+    if keep != "all":
+        journal.prune_payloads(oldest_step, keep_text=keep == "text")
+
+
+async def _serve_control(folder: RunFolder, workers: Workers, closing: AsyncExitStack) -> None:
+    if workers.scale is not None:
+        control = Control(folder.path / "control", {"scale": workers.scale})
+        await control.start()
+        closing.push_async_callback(control.close)
+
+
+async def serve_agents(tasks: Iterable[TaskDataConfig], closing: AsyncExitStack) -> Endpoint | None:
+    """Start the HTTP endpoint if one of the tasks has an agent that may ask it."""
+    if all(task.agent == "single_turn" for task in tasks):
+        return None
+    endpoint = Endpoint()
+    closing.push_async_callback(endpoint.close)
+    await endpoint.start()
+    return endpoint
+
+
+async def _load_and_measure(config: Config) -> tuple[RunData, dict[str, str]]:
+    """Read the data; return it with what the run depends on outside its folder."""
+    data = await RunData.read(config)
+    return data, await left_behind(lambda: measure(config, data.by_key()))
+
+
+async def _load_and_launch(
+    config: Config, folder: RunFolder, closing: AsyncExitStack, report: list[str]
+) -> tuple[RunData, dict[str, str], int, Workers]:
+    """Load data here and models in their workers; at the same time if the number of steps is known."""
+    launch = load("launch.kind", config.launch.kind, LAUNCHERS)
+    steps = config.train.steps
+    with StartDisplay("reading the data") as display:
+        loading = asyncio.create_task(_load_and_measure(config))
+        if steps is None or config.launch.kind == "inline":  # one process: imports must not race
+            steps = count_steps(config, (await loading)[0].train)
+        try:
+            display.tell("loading the model into trainer and engines")
+            workers: Workers = await launch(config, steps, folder.logs)
+            closing.push_async_callback(workers.close)
+            if workers.engine is not None:
+                await workers.engine.start()
+        except asyncio.CancelledError:
+            display.tell("stopping")
+            loading.cancel()
+            await asyncio.wait([loading])
+            raise
+        except BaseException:
+            await loading  # an error in the data says more
+            raise
+        display.tell("reading the data")
+        data, facts = await loading
+    report += display.report()
+    return data, facts, steps, workers
+
+
+@asynccontextmanager
+async def open_trainer(
+    config: Config, log_folder: Path, total_steps: int | None = None
+) -> AsyncIterator[Workers]:
+    """Start the trainer of a run without an engine, to train on journalled batches.
+
+    `total_steps`: what the run counted, if its config gives episodes; None counts its data again.
+    """
+    steps = config.train.steps or total_steps
+    if steps is None:
+        steps = count_steps(config, (await RunData.read(config)).train)
+    async with offline_trainer(config, steps, log_folder) as workers:
+        yield workers
+
+
+@asynccontextmanager
+async def open_evaluation(
+    config: Config,
+) -> AsyncIterator[tuple[InferenceEngine, list[EvalTask]]]:
+    """Start an engine and load the evaluation tasks, without a trainer."""
+    async with AsyncExitStack() as closing:
+        data = await RunData.read(config, with_training=False)
+        engine_class = load("engine.name", config.engine.name, ENGINES)
+        engine: InferenceEngine = engine_class.from_config(config, fetch=no_weights, index=0)
+        await engine.start()
+        closing.push_async_callback(engine.close)
+        endpoint = await serve_agents(config.eval.tasks.values(), closing)
+        yield engine, _eval_tasks(config, data, Waits(), closing, endpoint)
+
+
+async def check_agents(config: Config) -> dict[str, list[CheckResult]]:
+    """Try the agent of every task that has one on its first prompt; return the findings by task."""
+    tasks = {name: task for name, task in config.tasks.items() if task.agent != "single_turn"}
+    if not tasks:
+        raise UserError(
+            "tasks: got no task with an agent, allowed: a task whose agent is a function"
+        )
+    for name, task in tasks.items():
+        check_agent(f"tasks.{name}", task, config.task_sampling(name))
+    config = config.model_copy(update={"eval": EvalConfig()})
+    data = await RunData.read(config)
+    return {
+        name: await try_agent(
+            f"tasks.{name}",
+            task,
+            config.task_sampling(name),
+            data.chat,
+            data.train[name][0],
+            context_length(config.model.path),
+        )
+        for name, task in tasks.items()
+    }
+
+
+def no_weights(handle: WeightHandle) -> Iterable:
+    """Stand for the weight sync of an engine that only samples."""
+    raise AssertionError(f"an engine that only samples gets no weights, got {handle}")
+
+
+async def _producer(
+    config: Config,
+    data: RunData,
+    workers: Workers,
+    journal: Journal,
+    total_steps: int,
+    closing: AsyncExitStack,
+    endpoint: Endpoint | None,
+    notes: list[str],
+) -> Producer:
+    """Build the producer; add to `notes` what the user should know of it."""
+    buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
+    return Producer(
+        tasks=[
+            await _task(config, name, data, workers, journal, buffer, closing, endpoint, notes)
+            for name in config.tasks
+        ],
+        replay_buffer=buffer,
+        journal=journal,
+        waits=workers.callbacks.waits,
+        progress=ProduceProgress.build(list(config.tasks)),
+        groups_per_step=config.train.groups_per_step,
+        sync_weights_interval=config.sync.every_steps,
+        last_step=total_steps,
+    )
+
+
+async def _task(
+    config: Config,
+    name: str,
+    data: RunData,
+    workers: Workers,
+    journal: Journal,
+    buffer: ReplayBuffer,
+    closing: AsyncExitStack,
+    endpoint: Endpoint | None,
+    notes: list[str],
+) -> ProduceTask:
+    produce = config.task_produce(name)
+    settings = strategy_config(produce, _validity(config, produce.is_valid_sample))
+    sampling = _with_anneal_steps(config, name, len(data.train[name]))
+    agent_loop = await _agent_loop(
+        config, name, sampling, data, workers, journal, closing, endpoint, notes
+    )
+    return ProduceTask(
+        name=name,
+        weight=config.tasks[name].weight,
+        strategy=settings.build(sync_weights_interval=config.sync.every_steps),
+        agent_loop=agent_loop,
+        sampler=Sampler(
+            data.train[name],
+            task_name=name,
+            prompt_repeat_k=sampling.num_generations,
+            seed=config.seed,
+            replay_buffer=buffer,
+        ),
+        num_skipped_long=data.train[name].num_skipped_long,
+    )
+
+
+async def _agent_loop(
+    config: Config,
+    name: str,
+    sampling: SamplingConfig,
+    data: RunData,
+    workers: Workers,
+    journal: Journal,
+    closing: AsyncExitStack,
+    endpoint: Endpoint | None,
+    notes: list[str],
+) -> AgentLoop:
+    """Return the agent loop of a task, with its rewards: here, or in actors of its own."""
+    task, is_chat = config.tasks[name], data.train[name].is_chat
+    if task.agent_actors and workers.start_agent is not None:
+        remote = await workers.start_agent(name, sampling, is_chat)
+        closing.push_async_callback(remote.close)
+        return remote
+    reward = build_reward(
+        task.rewards,
+        max_tokens=sampling.max_tokens,
+        waits=workers.callbacks.waits,
+        lane=f"rewards of {name}",
+        is_chat=is_chat,
+    )
+    closing.push_async_callback(reward.close)
+    agent_loop = build_agent(
+        f"tasks.{name}",
+        task,
+        sampling,
+        engine=cast(InferenceEngine, workers.engine),
+        reward=reward,
+        chat=data.chat,
+        recorder=journal,
+        endpoint=endpoint,
+        positions=context_length(config.model.path),
+        note=notes.append,
+        interrupted=None
+        if task.agent == "single_turn"
+        else Interrupted(calls=journal.interrupted_calls(), tools=journal.interrupted_tools()),
+    )
+    if isinstance(agent_loop, FunctionAgent):
+        closing.push_async_callback(agent_loop.close)
+    return agent_loop
+
+
+def _with_anneal_steps(config: Config, task: str, prompts: int) -> SamplingConfig:
+    """Return the task's sampling, with `anneal.episodes` as the steps that train so many of its prompts."""
+    sampling = config.task_sampling(task)
+    if not sampling.anneal.episodes:
+        return sampling
+    total = sum(one.weight for one in config.tasks.values())
+    share = config.train.groups_per_step * config.tasks[task].weight / total
+    steps = math.ceil(sampling.anneal.episodes * prompts / share) if share else 0
+    anneal = sampling.anneal.model_copy(update={"steps": steps, "episodes": 0.0})
+    return sampling.model_copy(update={"anneal": anneal})
+
+
+def _validity(config: Config, own_rule: str) -> IsValidSample:
+    """Return the rule for training on a finished group: the algorithm and the user's rule keep it."""
+    settings = run_settings(config)
+    own = load("produce.is_valid_sample", own_rule, {}) if own_rule else None
+
+    def is_valid(rollouts: Sequence[Rollout]) -> bool:
+        return keep_group(rollouts, settings) and (own is None or bool(own(rollouts)))
+
+    return is_valid
+
+
+def _eval_tasks(
+    config: Config,
+    data: RunData,
+    waits: Waits,
+    closing: AsyncExitStack,
+    endpoint: Endpoint | None,
+) -> list[EvalTask]:
+    settings, tasks = config.eval, []
+    for name, task in settings.tasks.items():
+        sampling = config.eval_sampling(name)
+        reward = build_reward(
+            task.rewards,
+            max_tokens=sampling.max_tokens,
+            waits=waits,
+            lane=f"rewards of eval {name}",
+            is_chat=data.evaluation[name].is_chat,
+        )
+        closing.push_async_callback(reward.close)
+        tasks.append(
+            EvalTask(
+                name=name,
+                problems=choose_problems(name, data.evaluation[name], settings.max_problems),
+                reward=reward,
+                sampling=SamplingParams.from_config(sampling),
+                num_generations=sampling.num_generations,
+                decode=data.chat.decode,
+                seed=config.seed,
+                agent=agent_maker(
+                    f"eval.tasks.{name}",
+                    task,
+                    sampling,
+                    reward=reward,
+                    chat=data.chat,
+                    endpoint=endpoint,
+                    positions=context_length(config.model.path),
+                ),
+            )
+        )
+    return tasks
+
+
+def _tracker(job: Job) -> Fanout:
+    reports = job.journal.steps()
+    if reports or job.folder.metrics.exists():
+        restore_metrics(job.folder.metrics, reports)
+    info = RunInfo(
+        config=job.config,
+        folder=job.folder.path,
+        name=job.folder.name,
+        total_steps=job.total_steps,
+        first_step=reports[-1].step if reports else 0,
+        live=job.live,
+        findings=lambda: job.findings.open,
+        batch=lambda: job.newest_batch,
+        next_batch=job.next_batch,
+    )
+    return Fanout.from_info(info)

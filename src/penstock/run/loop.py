@@ -1,0 +1,176 @@
+"""The loop, on one screen.
+
+    producer --groups--> replay buffer --batch--> trainer --digest--> journal
+       ^                 (journalled first)          |
+       +------- engine <----- weights (version, digest)
+
+One loop for sync, async and forks: with `max_staleness = 0` the producer waits for each update, with
+more it runs ahead; a fork takes its batches from another run's journal and has no engine. A batch is
+journalled before the trainer sees it, a step before its weights are published; so a run that is killed
+anywhere continues from its journal (`run/recover.py`). Knows no process, no tensor and no log format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from functools import partial
+
+from penstock.engine.protocol import InferenceEngine
+from penstock.errors import RunError, StopRequested
+from penstock.run.job import Job
+from penstock.types import Batch, StepReport, WeightHandle
+from penstock.waits import loop_time
+
+
+class Loop:
+    """Consumes batches until `total_steps` are done; all parts are in the Job."""
+
+    def __init__(self, job: Job, *, first_step: int = 0) -> None:
+        self._job = job
+        self.step = first_step  # updates done
+        self._newest = first_step  # the version that engines have confirmed
+        self._tasks: asyncio.TaskGroup
+        self._training: asyncio.Task[StepReport] | None = None
+        self._updating: asyncio.Task[None] | None = None
+        self._tokens_before, self._waited_before = 0, 0.0
+
+    async def run(self) -> None:
+        """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
+        try:
+            await self._all_steps()
+        finally:
+            await self._end_update()
+
+    async def _all_steps(self) -> None:
+        job = self._job
+        job.workers.callbacks.first_loaded = self._loaded
+        job.workers.callbacks.confirmed = partial(job.journal.record_confirmed, "engine")
+        job.workers.callbacks.replaced = job.journal.record_published
+        async with asyncio.TaskGroup() as self._tasks:
+            producing = self._tasks.create_task(job.source.run(), name="produce")
+            if self._evaluation_due():  # a resumed run evaluates what it had not yet
+                await self._start_evaluation()
+            while self.step < job.total_steps:
+                await self._one_step(self.step + 1)
+            await self._settle()
+            await job.evaluations.finished()
+            producing.cancel()
+        job.activity = "done"
+
+    async def _one_step(self, step: int) -> None:
+        job, started = self._job, loop_time()
+        job.activity = f"waiting for the groups of step {step}"
+        batch = await job.take_batch(step)
+        waited = loop_time() - started
+        if job.config.launch.colocate:
+            await self._settle()  # an evaluation cannot run while the engines sleep
+            if self._publishes(step):  # engines that sleep cannot finish or abort a response
+                await self._pause_producer()
+        tokens = 0 if job.engine is None else (await job.engine.stats()).tokens_generated
+        job.activity = f"training step {step}"
+        updating = self._train_and_commit(batch, tokens, started, waited)
+        self._training = asyncio.create_task(updating, name=f"train step {step}")
+        # a stop never parts an update from its commit
+        report = await asyncio.shield(self._training)
+        if job.engine is not None and self._publishes(step):
+            await self._publish(job.engine)
+        job.log_step(batch, report)
+        if self._evaluation_due():
+            await self._start_evaluation()
+        if job.checkpoints.due(step):
+            job.activity = f"copying the state of step {step} for its checkpoint"
+            await job.checkpoints.begin(job.trainer)
+
+    async def _train_and_commit(
+        self, batch: Batch, tokens: int, started: float, waited: float
+    ) -> StepReport:
+        report = await self._job.trainer.train(batch)
+        report = self._with_times(report, tokens, started, waited)
+        await self._job.journal.commit_step(report)  # nothing is awaited between the two
+        self.step = batch.step
+        return report
+
+    async def _end_update(self) -> None:
+        """After a stop, wait until the update under way is given up or committed."""
+        if self._training is None or self._training.done():
+            return
+        self._training.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await self._job.trainer.request_stop()
+        with contextlib.suppress(StopRequested):
+            await asyncio.shield(self._training)
+
+    async def _publish(self, engine: InferenceEngine) -> None:
+        """Publish the weights; the engines load them while the next step trains."""
+        await self._settle()
+        handle = await self._job.trainer.publish()
+        if handle.version != self.step:
+            raise RunError(f"trainer: published version {handle.version}, allowed: {self.step}")
+        self._job.journal.record_published(handle.version, handle.digest)
+        updating = self._update_engine(engine, handle)
+        self._updating = self._tasks.create_task(updating, name="update weights")
+
+    async def _update_engine(self, engine: InferenceEngine, handle: WeightHandle) -> None:
+        if not self._job.config.launch.colocate:
+            await self._pause_producer()
+        digest = await engine.update_weights(handle.version, handle)
+        if self._newest <= handle.version:  # else: a restarted trainer was past it
+            self._loaded(handle.version, digest)
+        self._job.source.resume()
+
+    async def _pause_producer(self) -> None:
+        """Make room for new weights: leave, abort or await what is being generated."""
+        on_update = self._job.config.sync.on_update
+        if on_update != "keep":
+            await self._job.source.pause(abort=on_update == "abort")
+
+    def _publishes(self, step: int) -> bool:
+        return self._job.config.publishes_after(step, self._job.total_steps)
+
+    def _loaded(self, version: int, digest: str) -> None:
+        """Called when the first engines have loaded a version, and again when all have but late ones."""
+        self._newest = version
+        self._job.source.weights_updated(version)
+
+    async def _start_evaluation(self) -> None:
+        waits = self._job.config.eval.blocking
+        colocated = self._job.config.launch.colocate  # its engines sleep while a step trains
+        evaluating = self._job.evaluations.begin(
+            self._tasks,
+            self.step,
+            after=self._updating,
+            beside=not waits and not colocated and self.step < self._job.total_steps,
+        )
+        if waits:
+            self._job.activity = f"evaluating after step {self.step}"
+            await evaluating
+
+    async def _settle(self) -> None:
+        """Wait until weights may be replaced: the last are loaded (`workers/pool/loads.py`), no evaluation needs them."""
+        if self._updating is not None:
+            await self._updating
+        await self._job.evaluations.pinned()
+
+    def _with_times(
+        self, report: StepReport, tokens: int, started: float, waited: float
+    ) -> StepReport:
+        producer_waited = self._job.source.snapshot().producer_wait_s
+        times = {
+            "policy_version": float(report.policy_version),
+            "tokens/generated": float(max(0, tokens - self._tokens_before)),  # 0: engine restarted
+            "time/step_s": loop_time() - started,
+            "time/consumer_wait_s": waited,
+            "time/producer_wait_s": producer_waited - self._waited_before,
+            "workers/restarts": float(self._job.workers.restarts),
+            **self._job.source.read_metrics(),
+        }
+        self._tokens_before, self._waited_before = tokens, producer_waited
+        return replace(report, metrics={**report.metrics, **times})
+
+    def _evaluation_due(self) -> bool:
+        settings = self._job.config.eval
+        if self.step == 0:
+            return settings.at_start
+        every, last = settings.every_steps, self.step == self._job.total_steps
+        return last or (every > 0 and self.step % every == 0)

@@ -1,0 +1,160 @@
+"""Cheap checks of a config, before anything heavy is imported.
+
+Names exist, options are known, packages are installed, data files are well-formed, the model folder is a
+model. Each failure is a UserError of one line. What needs the model or the tokenizer is checked when
+they are loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock import reward
+from penstock.config import Config, TaskDataConfig
+from penstock.config.plugins import check_name, load
+from penstock.data import validate_source
+from penstock.engine import ENGINES
+from penstock.errors import UserError
+from penstock.inspection.track import TRACKERS
+from penstock.model.parallel_plan import check_parallel
+from penstock.rollout.agent.build import check_agent
+from penstock.rollout.strategy import load_strategy
+from penstock.store.space import available_mib
+from penstock.training import algo
+from penstock.training.algo.method import check_algorithm
+from penstock.weights import SYNC_KINDS, sync_kind
+from penstock.workers import LAUNCHERS
+
+_WORKER_MIB = 100  # the least that a process with torch takes
+_OPTIONAL = {"vllm": ("vllm", "vllm"), "wandb": ("wandb", "wandb"), "ray": ("ray", "ray")}
+
+
+def check(config: Config) -> None:
+    """Raise a UserError for the first thing in the config that cannot work here."""
+    engines = [engine.name for engine in config.engine_kinds()]
+    check_name("engine.name", config.engine.name, ENGINES)
+    for place in range(len(config.launch.producer_kinds)):
+        key = f"launch.producer_kinds[{place}].engine.name"
+        check_name(key, config.engine_of_kind(place).name, ENGINES)
+    check_name("launch.kind", config.launch.kind, LAUNCHERS)
+    check_name("algorithm.name", config.algorithm.name, algo.ALGORITHMS)
+    if config.launch.kind in SYNC_KINDS:
+        sync_kind(config)
+    for tracker in config.track.trackers:
+        check_name("track.trackers", tracker, TRACKERS)
+    for name in (*engines, config.launch.kind, *config.track.trackers):
+        _check_installed(name)
+    _check_processes(config)
+    check_algorithm(config)
+    check_model(config.model.path, "model.path")
+    for path, key in (
+        (config.model.tokenizer, "model.tokenizer"),
+        (config.train.reference, "train.reference"),
+    ):
+        if path:
+            check_model(path, key)
+    check_parallel(config)
+    _check_total(config)
+    for name in config.tasks:
+        produce = config.task_produce(name)
+        load_strategy(produce.strategy)
+        if produce.is_valid_sample:
+            load("produce.is_valid_sample", produce.is_valid_sample, {})
+        if produce.should_continue:
+            load("produce.should_continue", produce.should_continue, {})
+    for name, task in config.tasks.items():
+        check_agent(f"tasks.{name}", task, config.task_sampling(name))
+        if task.agent_actors and config.launch.kind != "ray":
+            raise UserError(
+                f"tasks.{name}.agent_actors: got {task.agent_actors} with launch.kind = "
+                f"{config.launch.kind!r}, allowed: 0, or launch.kind = 'ray'"
+            )
+    check_tasks("tasks", config.tasks.items())
+    _check_eval_tasks(config)
+
+
+def check_for_evaluation(config: Config) -> None:
+    """Raise a UserError for the first thing in the config that an evaluation cannot use."""
+    check_engine(config)
+    _check_eval_tasks(config)
+
+
+def _check_eval_tasks(config: Config) -> None:
+    check_tasks("eval.tasks", config.eval.tasks.items())
+    for name, task in config.eval.tasks.items():
+        sampling = config.eval_sampling(name)
+        check_agent(f"eval.tasks.{name}", task, sampling)
+        if sampling.num_generations > 1 and sampling.temperature == 0:
+            raise UserError(
+                f"eval.tasks.{name}: num_generations got {sampling.num_generations} with temperature 0 "
+                "(greedy: all samples of a problem are equal), allowed: 1, or eval.temperature above 0"
+            )
+
+
+def check_engine(config: Config) -> None:
+    """Raise a UserError unless the engine is known and installed and the model path is a model."""
+    check_name("engine.name", config.engine.name, ENGINES)
+    _check_installed(config.engine.name)
+    check_model(config.model.path, "model.path")
+
+
+def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
+    """Raise a UserError for the first task whose rewards or data cannot work."""
+    for name, task in tasks:
+        where = f"{key}.{name}"
+        with _named(where):
+            validate_source(name, task, readers=reward.fields_read(task.rewards))
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Put the task's key before the message of a UserError."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def check_model(path: str, key: str) -> None:
+    """Raise a UserError unless `path` is a model folder or looks like a hub name."""
+    folder = Path(path)
+    if path == "demo":
+        return
+    if folder.exists():
+        if not (folder / "config.json").is_file() and key != "model.tokenizer":
+            raise UserError(f"{key}: got {path!r}, allowed: a model folder (one with config.json)")
+    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise UserError(
+            f"{key}: got {path!r}, allowed: a folder that exists, or a hub name owner/name"
+        )
+
+
+def _check_installed(name: str) -> None:
+    if name in _OPTIONAL:
+        module, extra = _OPTIONAL[name]
+        if importlib.util.find_spec(module) is None:
+            raise UserError(
+                f"{name}: not installed; install it with: pip install 'penstock[{extra}]'"
+            )
+
+
+def _check_processes(config: Config) -> None:
+    """Refuse more workers than the memory of this machine holds, whatever their model."""
+    left = available_mib()
+    if config.launch.kind != "local" or left is None:
+        return
+    most = int(left // _WORKER_MIB) - config.launch.num_consumers
+    if config.launch.num_producers > max(1, most):
+        raise UserError(
+            f"launch.num_producers: got {config.launch.num_producers}, allowed: at most {max(1, most)} here: "
+            f"each engine is a process, of at least {_WORKER_MIB} MiB of the {left:,.0f} that are available"
+        )
+
+
+def _check_total(config: Config) -> None:
+    if config.train.steps is None and config.train.episodes is None:
+        raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")

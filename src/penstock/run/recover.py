@@ -1,0 +1,323 @@
+"""Before the first step: bring trainer and engine to the same weights, new or from a journal.
+
+Recovery = newest valid checkpoint + redo of the journalled steps, without generation. On a CPU each
+redone step must give the journalled digest, bit for bit; a difference stops the run. The journal
+decides: a checkpoint newer than its last step is renamed to `lost-*`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from penstock.data.identity import TOTAL_STEPS, changed_code, check_content
+from penstock.errors import DigestMismatch, JournalDamaged, UserError
+from penstock.files import ScratchFolder, can_write
+from penstock.inspection.track.jsonl import last_step_told
+from penstock.run.job import Job, open_trainer
+from penstock.store.checkpoint import Checkpoint, CheckpointStore
+from penstock.store.journal import Journal, is_empty
+from penstock.store.run_folder import CONFIG, RunFolder
+from penstock.types import StepReport, contradicts
+from penstock.weights.digest import FORM
+from penstock.workers.supervise.trainer import TrainerPart
+
+Note = Callable[[str], None]
+
+
+def check_journal(folder: RunFolder) -> list[str]:
+    """Return notes for the user before a run continues; raise if its journal cannot be used."""
+    told = last_step_told(folder.metrics)
+    if not folder.journal.exists() or is_empty(folder.journal):
+        if told or any(folder.checkpoints.glob("step-*")):
+            fault = f"journal {folder.journal}: it is missing or empty"
+            raise JournalDamaged(with_way_out(fault, folder))
+        return []  # killed before the first record
+    try:
+        journal = Journal.open(folder.journal, readonly=True)
+        try:
+            journal.check_for_resume()
+            committed = journal.last_committed_step()
+        finally:
+            journal.close()
+    except JournalDamaged as error:
+        raise JournalDamaged(with_way_out(str(error), folder)) from error
+    if not committed and any(folder.checkpoints.glob("step-[1-9]*")):
+        fault = f"journal {folder.journal}: it has no step, but there are checkpoints"
+        raise JournalDamaged(with_way_out(fault, folder))
+    if told > committed:
+        return [
+            f"the journal ends at step {committed}, but {folder.metrics.name} has step {told}: "
+            f"the end of the journal was lost; continuing from step {committed}"
+        ]
+    return []
+
+
+def with_way_out(fault: str, folder: RunFolder) -> str:
+    """Return the fault and the command that starts a new run from the newest good state."""
+    checkpoint = CheckpointStore(folder.checkpoints).newest()
+    if checkpoint is None:
+        return f"{fault}; there is no good checkpoint"
+    return (
+        f"{fault}; newest good state: step {checkpoint.step}; start a new run from it with: "
+        f"penstock train {folder.path / CONFIG} model.path={checkpoint.path / 'model'} "
+        f"run.name={folder.name}-2"
+    )
+
+
+async def begin(job: Job) -> int:
+    """Start a new run: give the engine the trainer's weights; return 0, the steps done."""
+    await job.folder.record_config(job.journal, job.config, job.facts, after_step=0)
+    await _agree_on_weights(job)
+    return 0
+
+
+async def recover(job: Job, *, accept_changes: bool = False) -> int:
+    """Restore the trainer, then the batch source; return the last finished step.
+
+    Data, tokenizer and chat template must have the content that the journal names, unless changes
+    are accepted. The settings and what was accepted count from the next step on.
+    """
+    facts = {**job.facts, **_changed_facts(job, accept_changes)}
+    last = await restore_trainer(job, job.trainer)
+    await _agree_on_weights(job)
+    await job.source.restore(job.journal)
+    await job.folder.record_config(job.journal, job.config, facts, after_step=last)
+    return last
+
+
+def _changed_facts(job: Job, accept_changes: bool) -> dict[str, str]:
+    """Tell what is not as before; return facts on what was accepted, and from which prompt on."""
+    record, cursors = job.journal.read_identity(), job.journal.cursors()
+    if code := changed_code(record, job.facts):
+        job.tracker.note(f"{code}; redone steps are compared with the journal")
+    accepted = check_content(job.folder, job.config, record, job.facts, accept_changes)
+    for text in accepted:
+        job.tracker.note(f"accepted: {text}")
+    facts = {}
+    if accepted:
+        facts[f"accepted after step {job.journal.last_committed_step()}"] = "; ".join(accepted)
+    if not record and cursors:
+        job.tracker.note("the journal is older: settings, data and code are recorded from now on")
+    if accepted or not record:
+        facts |= {f"tasks.{task}.data since cursor": str(n) for task, n in cursors.items()}
+    return facts
+
+
+async def restore_trainer(job: Job, trainer: TrainerPart) -> int:
+    """Bring a fresh trainer to the last journalled step: newest checkpoint, then redo; return it."""
+    await job.checkpoints.settle()
+    checkpoint = newest_checkpoint(job.checkpoints, job.journal, job.tracker.note)
+    first = 1 if checkpoint is None else checkpoint.step + 1
+    last = job.journal.last_committed_step()
+    if last:
+        job.tracker.note(redo_plan(job.journal, first, last))
+    if checkpoint is not None:
+        await trainer.load(str(checkpoint.path))
+    async for report in redo(trainer, job.journal, first, last, job.tracker.note):
+        job.activity = f"redoing step {report.step} of {last} from the journal"
+    return last
+
+
+def redo_plan(journal: Journal, first: int, last: int) -> str:
+    """Say how many steps will be redone and how long that may take, by the times of their first training."""
+    where = f"the checkpoint of step {first - 1}" if first > 1 else "the start"
+    if first > last:
+        return f"trainer: restored at step {last} from its checkpoint; no step is redone"
+    times = [report.metrics for report in journal.steps() if first <= report.step <= last]
+    seconds = sum(t.get("time/step_s", 0.0) - t.get("time/consumer_wait_s", 0.0) for t in times)
+    about = f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
+    count = "1 step" if first == last else f"{last - first + 1} steps"
+    return f"trainer: {count} of {last} will be redone from the journal after {where}, in about {about}"
+
+
+def keep_trainer_alive(job: Job) -> None:
+    """From now on, restart and restore a trainer that dies, and repeat the call that failed."""
+
+    async def restore(trainer: TrainerPart) -> None:
+        activity = job.activity
+        await restore_trainer(job, trainer)
+        job.activity = activity
+
+    job.workers.restore_trainer_with(restore)
+
+
+async def save_at_stop(store: CheckpointStore, trainer: TrainerPart, journal: Journal) -> bool:
+    """Save the trainer's state unless a checkpoint has it; return False if the journal has another.
+
+    The trainer may be at an earlier step, if a redo was stopped, or a step ahead, if its commit failed.
+    """
+    await journal.flush()
+    version, digest = await trainer.identity()
+    found = journal.query("SELECT digest FROM steps WHERE committed AND step = ?", (version,))
+    if version and found != [(digest,)]:
+        return False
+    if store.last_step is None or store.last_step < version:
+        await store.save(trainer)
+    return True
+
+
+def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> Checkpoint | None:
+    """Return the newest good checkpoint that the journal knows; note what is wrong with newer ones."""
+    committed = journal.last_committed_step()
+    store.sweep()
+    for path in store.set_aside(beyond=committed):
+        note(
+            f"the journal ends at step {committed}, but a newer checkpoint exists (kept as {path}): "
+            f"the end of the journal was lost; continuing from step {committed}"
+        )
+    found = store.search()
+    for damage in found.damaged:
+        note(f"damaged: {damage}; using the next older checkpoint")
+    checkpoint = found.checkpoint
+    if checkpoint is None:
+        if found.damaged:
+            note("no checkpoint is valid: every step is redone from the journal")
+        return None
+    journalled = _digests(journal).get(checkpoint.step, checkpoint.digest)
+    if checkpoint.digest != journalled:
+        raise DigestMismatch(
+            f"checkpoint {checkpoint.path}: its weights have digest {checkpoint.digest}, the journal "
+            f"has {journalled} for that step; they belong to different runs"
+        )
+    return checkpoint
+
+
+async def redo(
+    trainer: TrainerPart,
+    journal: Journal,
+    first: int,
+    last: int,
+    note: Note,
+    *,
+    repair: bool = True,
+) -> AsyncIterator[StepReport]:
+    """Train the journalled steps again and compare every digest with the journalled one.
+
+    Raise at a difference. With `repair`, on a device that does not repeat bits (a GPU), note the
+    difference and replace the journalled digest.
+    """
+    journalled = {report.step: report for report in journal.steps()} if first <= last else {}
+    strict = not repair or await trainer.is_exact()
+    told = False
+    for step in range(first, last + 1):
+        report = await trainer.train(journal.batch(step))
+        before = journalled[step]
+        if any(contradicts(*pair) for pair in zip(_hashes(before), _hashes(report), strict=False)):
+            raise JournalDamaged(
+                f"journal {journal.path}: damaged: the groups of step {step} are not those that the "
+                "trainer recorded"
+            )
+        if report.digest != before.digest:
+            if strict:
+                raise DigestMismatch(_difference(report, before))
+            if not told:
+                told = True
+                note(f"step {step} redone: this device does not repeat bits; continuing")
+            await journal.redo_step(report)
+        yield report
+
+
+def _hashes(report: StepReport) -> list[str]:
+    return [fingerprint for _, fingerprint in report.trained]
+
+
+def _difference(report: StepReport, before: StepReport) -> str:
+    return (
+        f"step {report.step}: redone weights have digest {report.digest}, the journal has "
+        f"{before.digest}; possible causes: another thread count, machine or library version, or "
+        "a damaged journal; nothing was changed on disk"
+    )
+
+
+async def catch_up(folder: RunFolder, journal: Journal, last: int, note: Note) -> None:
+    """Write a checkpoint of step `last`; redo every step under the config it was first done with."""
+    store = CheckpointStore(folder.checkpoints, folder.config().checkpoint)
+    checkpoint = newest_checkpoint(store, journal, note)
+    first = 1 if checkpoint is None else checkpoint.step + 1
+    if first <= last:
+        note(redo_plan(journal, first, last))
+
+    async def save(trainer: TrainerPart) -> None:
+        await store.save(trainer)
+
+    async for report in recompute(folder, journal, checkpoint, last, note=note, at_end=save):
+        note(f"redoing step {report.step} of {last} with the settings it had")
+
+
+def last_step_of_old_configs(folder: RunFolder) -> int:
+    """Return the last step done under an earlier config; 0 if there is none."""
+    return max((era.last_step or 0 for era in folder.eras()), default=0)
+
+
+async def recompute(
+    folder: RunFolder,
+    journal: Journal,
+    checkpoint: Checkpoint | None,
+    last: int,
+    *,
+    note: Note = lambda text: None,
+    repair: bool = True,
+    at_end: Callable[[TrainerPart], Awaitable[None]] | None = None,
+) -> AsyncIterator[StepReport]:
+    """Redo the steps up to `last`, from a checkpoint or from the start, config by config."""
+    done = 0 if checkpoint is None else checkpoint.step
+    state = None if checkpoint is None else checkpoint.path
+    steps = int(folder.record().get(TOTAL_STEPS, 0)) or None
+    with ScratchFolder.new("redo") as scratch:
+        logs = folder.recompute_logs if can_write(folder.path) else scratch / "logs"
+        for era in folder.eras():
+            end = last if era.last_step is None else min(era.last_step, last)
+            if end <= done:
+                continue
+            async with open_trainer(era.config, logs, steps) as workers:
+                trainer = workers.trainer
+                if state is not None:
+                    await trainer.load(str(state))
+                else:
+                    await _check_start(trainer, journal)
+                async for report in redo(trainer, journal, done + 1, end, note, repair=repair):
+                    yield report
+                done, state = end, scratch / f"step-{end}"
+                if end == last and at_end is not None:
+                    await at_end(trainer)
+                elif end < last:
+                    await trainer.snapshot(str(state))
+                    await trainer.write_snapshot()
+
+
+async def _check_start(trainer: TrainerPart, journal: Journal) -> None:
+    """Raise unless the model at model.path has the weights that the run began with."""
+    _, digest = await trainer.identity()
+    journalled = _digests(journal).get(0, digest)
+    if digest != journalled:
+        raise DigestMismatch(
+            f"step 0: the model at model.path has digest {digest}, the run began with {journalled}"
+        )
+
+
+def _digests(journal: Journal) -> dict[int, str]:
+    found = {report.step: report.digest for report in journal.steps()}
+    version_0 = journal.query("SELECT digest FROM weights WHERE version = 0 LIMIT 1")
+    if version_0:
+        found[0] = version_0[0][0]
+    for digest in found.values():
+        if not digest.startswith(FORM):
+            raise UserError(
+                f"journal {journal.path}: got weights with digests of an older form ({digest}), "
+                f"allowed: {FORM}...; the version of penstock that began the run can continue it"
+            )
+    return found
+
+
+async def _agree_on_weights(job: Job) -> None:
+    """Give the engine, if there is one, the trainer's weights unless it holds exactly those."""
+    if job.engine is None:
+        return
+    version, digest = await job.trainer.identity()
+    job.journal.record_published(version, digest)
+    stats = await job.engine.stats()
+    if (stats.policy_version, stats.digest) != (version, digest):
+        handle = await job.trainer.publish()
+        digest = await job.engine.update_weights(version, handle)
+    job.journal.record_confirmed("engine", version, digest)
+    job.source.weights_updated(version)

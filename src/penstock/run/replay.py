@@ -1,0 +1,285 @@
+"""`penstock replay`: recompute a run from its journal, or train a fork on its rollouts.
+
+The check recomputes every step and compares its digest with the journalled one. A fork is a run
+folder of its own: it trains on the recorded groups in their order, generates nothing, and corrects for
+the policy that sampled them. Its journal holds the groups with their calls, the steps, and the
+publications of the versions that its rollouts name; `origin.json` says where the groups came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from penstock.config import Config
+from penstock.config.source import with_overrides
+from penstock.data.identity import absolute_paths, code_fact
+from penstock.errors import UserError
+from penstock.rollout import ProducerSnapshot
+from penstock.run.job import Job, join_parts, open_trainer
+from penstock.run.recover import recompute
+from penstock.run.rescore import (
+    NewScores,
+    describe,
+    read_scores,
+    score_groups,
+    scored_again,
+    with_scores,
+    write_scores,
+)
+from penstock.store import run_folder
+from penstock.store.checkpoint import CheckpointStore
+from penstock.store.journal import Journal
+from penstock.store.run_folder import Origin, RunFolder
+from penstock.training.algo.method import algorithm_class, check_algorithm, run_settings
+from penstock.training.algo.settings import keep_group
+from penstock.types import Batch, Group, StepReport
+
+CORRECTION = "token_truncate"  # of algorithms that have none of their own
+
+
+async def check_run(
+    folder: RunFolder, to_step: int | None, on_step: Callable[[StepReport, int], None]
+) -> str:
+    """Recompute the steps and compare digests; raise at the first difference, else say what is equal.
+
+    Begins at the oldest checkpoint if the tokens of earlier steps were removed.
+    """
+    journal = Journal.open(folder.journal, readonly=True)
+    try:
+        last, pruned = _last_step(journal, to_step), journal.pruned_to()
+        start = CheckpointStore(folder.checkpoints).oldest(pruned) if pruned else None
+        first = 1 if start is None else start.step + 1
+        if pruned and (start is None or first > last):
+            raise UserError(
+                f"replay: got step {last}, allowed: a step after the oldest good checkpoint "
+                f"({'none' if start is None else f'step {start.step}'}), because the tokens of steps 1 "
+                f"to {pruned} were removed (journal.keep_payloads)"
+            )
+        async for report in recompute(folder, journal, start, last, repair=False):
+            on_step(report, last)
+        said = f"{last - first + 1} steps recomputed: every digest is the journalled one"
+        if start is None:
+            return said
+        removed = (
+            "their tokens, or those of steps before them, were removed (journal.keep_payloads)"
+        )
+        return f"{said}; steps 1 to {start.step} were not: {removed}"
+    finally:
+        journal.close()
+
+
+def _last_step(journal: Journal, to_step: int | None) -> int:
+    committed = journal.last_committed_step()
+    if not committed:
+        raise UserError(f"replay: got {journal.path} without a finished step, allowed: at least 1")
+    if to_step is not None and not 1 <= to_step <= committed:
+        raise UserError(f"--to: got {to_step}, allowed: 1 to {committed}")
+    return to_step or committed
+
+
+# -- forks -------------------------------------------------------------------------------------
+
+
+def make_fork(
+    parent: RunFolder, algorithm: str | None, overrides: Sequence[str], to_step: int | None
+) -> RunFolder:
+    """Make a run folder beside its parent, ready to be trained."""
+    named = [f"algorithm.name={algorithm}"] if algorithm else []
+    corrected = _correction(parent.config(), [*named, *overrides])
+    place = [f"run.dir={parent.path.parent}", f"run.name={_unused_name(parent, algorithm)}"]
+    words = [*corrected, *place, *named, *overrides]
+    config = absolute_paths(with_overrides(parent.config(), words))
+    if config.model != parent.config().model:
+        raise UserError(
+            "model: got other settings, allowed: the run's own, whose tokens are recorded"
+        )
+    journal = Journal.open(parent.journal, readonly=True)
+    try:
+        last = _last_step(journal, to_step)
+        if pruned := journal.pruned_to():
+            raise UserError(
+                f"replay: a fork trains on all recorded groups, but the tokens of steps 1 to {pruned} "
+                "were removed (journal.keep_payloads)"
+            )
+        again, scores = scored_again(overrides), NewScores()
+        if again:
+            groups = (group for group, _ in recorded_groups(journal, config, last))
+            scores = asyncio.run(score_groups(config, journal, groups, again))
+        kept = sum(keep for _, keep in recorded_groups(journal, config, last, scores))
+        digest = journal.steps()[last - 1].digest
+    finally:
+        journal.close()
+    steps = kept // config.train.groups_per_step
+    if not steps:
+        lost = "".join(f"; {text}" for text in describe(scores)[1:])
+        raise UserError(
+            f"replay: got {kept} recorded groups that {config.algorithm.name} keeps, "
+            f"allowed: at least train.groups_per_step = {config.train.groups_per_step}{lost}"
+        )
+    if any(word.startswith("train.steps=") for word in overrides) and config.train.steps:
+        steps = min(steps, config.train.steps)
+    settings = config.train.model_copy(update={"steps": steps, "episodes": None})
+    config = config.model_copy(update={"train": settings})
+    check_algorithm(config)
+    origin = Origin(run=str(parent.path.resolve()), steps=last, digest=digest)
+    folder = run_folder.create(config, origin)
+    if again:
+        write_scores(folder.path, scores)
+    return folder
+
+
+def _correction(parent: Config, words: Sequence[str]) -> list[str]:
+    """Return the setting that corrects a fork for the policy that sampled, unless its parent has one."""
+    if parent.algorithm.correction.kind not in ("auto", "none"):
+        return []
+    name = with_overrides(parent, words).algorithm.name
+    own = algorithm_class(name).defaults.correction
+    return [f"algorithm.correction.kind={CORRECTION if own == 'none' else own}"]
+
+
+def _unused_name(parent: RunFolder, algorithm: str | None) -> str:
+    name = f"{parent.name}-{(algorithm or 'fork').split(':')[-1]}"
+    taken, number = parent.path.with_name(name), 2
+    while taken.exists():
+        taken, number = parent.path.with_name(f"{name}-{number}"), number + 1
+    return taken.name
+
+
+def recorded_groups(
+    journal: Journal, config: Config, last: int, scores: NewScores | None = None
+) -> Iterator[tuple[Group, bool]]:
+    """Yield every trained group in training order, and whether this config's algorithm keeps it."""
+    settings = run_settings(config)
+    for step in range(1, last + 1):
+        for group in journal.batch(step).groups:
+            is_scored = with_scores(group, scores or {}) is not None
+            yield group, is_scored and keep_group(group.rollouts, settings)
+
+
+@asynccontextmanager
+async def open_fork(folder: RunFolder) -> AsyncIterator[Job]:
+    """Build the parts of a fork, new or resumed: a trainer, and batches of its parent's journal."""
+    origin = folder.origin()
+    assert origin is not None, "only a fork is trained from another journal"
+    config = folder.config()
+    assert config.train.steps is not None, "a fork is made with its number of steps"
+    parent = RunFolder(Path(origin.run))
+    if not parent.journal.is_file():
+        raise UserError(f"fork of {origin.run}: got no journal there, allowed: the run it is of")
+    async with AsyncExitStack() as closing:
+        recorded = Journal.open(parent.journal, readonly=True)
+        closing.callback(recorded.close)
+        journal = Journal.open(folder.journal)
+        closing.callback(journal.close)
+        workers = await closing.enter_async_context(open_trainer(config, folder.logs))
+        journal.waits = workers.callbacks.waits
+        scores = read_scores(folder.path)
+        source = RecordedBatches(recorded, journal, config, origin.steps, scores)
+        steps = config.train.steps
+        job = join_parts(config, folder, journal, workers, source, steps, closing)
+        job.facts = code_fact(config)
+        job.findings.start(journal.last_committed_step(), job.facts)
+        job.tracker.note(f"fork of {parent.path}, steps 1 to {origin.steps}; nothing is generated")
+        for text in describe(scores):
+            job.tracker.note(text)
+        yield job
+
+
+class RecordedBatches:
+    """See `BatchSource`: recorded groups of another run, in the order they were trained."""
+
+    def __init__(
+        self,
+        recorded: Journal,
+        journal: Journal,
+        config: Config,
+        last: int,
+        scores: NewScores | None = None,
+    ) -> None:
+        """`last`: the parent's last step that is used; `scores`: in place of those recorded."""
+        self._recorded, self._journal = recorded, journal
+        self._size = config.train.groups_per_step
+        self._groups = recorded_groups(recorded, config, last, scores)
+        self._known: dict[str, str] = {}  # groups of an earlier part of the fork, and their state
+        self._resumed: Batch | None = None
+
+    async def restore(self, journal: Journal) -> None:
+        """Continue after the fork's last step; a new fork first copies the weights records."""
+        if not journal.query("SELECT 1 FROM weights LIMIT 1"):
+            for kind, engine, version, digest in self._recorded.query(
+                "SELECT kind, engine, version, digest FROM weights ORDER BY at"
+            ):
+                if kind == "published":
+                    journal.record_published(version, digest)
+                else:
+                    journal.record_confirmed(engine, version, digest)
+        pending = journal.pending_step()
+        self._resumed = None if pending is None else journal.batch(pending)
+        self._known = dict(journal.query("SELECT group_id, state FROM groups"))
+
+    async def run(self) -> None:
+        """Generate nothing; wait for the end of the run."""
+        await asyncio.get_running_loop().create_future()
+
+    async def take_batch(self, step: int) -> Batch:
+        """Take the next groups that the fork's algorithm keeps, and journal their draw and landing."""
+        if self._resumed is not None:
+            batch, self._resumed = self._resumed, None
+            return batch
+        groups: list[Group] = []
+        while len(groups) < self._size:
+            found = next(self._groups, None)
+            assert found is not None, "a fork has no more steps than its groups fill"
+            if await self._journal_group(*found):
+                groups.append(found[0])
+        await self._journal.begin_step(step, groups)
+        return Batch(step=step, groups=tuple(groups))
+
+    async def _journal_group(self, group: Group, keep: bool) -> bool:
+        """Bring a group into the fork's journal; return whether it is trained now."""
+        state = self._known.get(group.group_id)
+        if state in ("taken", "trained", "dropped"):
+            return False
+        if state is None:
+            self._journal.drawn(group)
+        await self._copy_calls(group, is_new=state is None)
+        if not keep:
+            await self._journal.filtered(group)
+        elif state != "buffered":
+            await self._journal.landed(group)
+        return keep
+
+    async def _copy_calls(self, group: Group, *, is_new: bool) -> None:
+        """Bring an agent's calls into the fork's journal, those that are not there yet."""
+        calls = self._recorded.calls(group.group_id)
+        known = {} if is_new or not calls else self._journal.calls(group.group_id)
+        await asyncio.gather(
+            *(
+                self._journal.record_call(rollout, call)
+                for rollout in group.rollouts
+                for call in calls.get((rollout.rollout_id, rollout.seed), [])
+                if call.number >= len(known.get((rollout.rollout_id, rollout.seed), []))
+            )
+        )
+
+    def weights_updated(self, version: int) -> None:
+        """Do nothing: recorded batches do not depend on the version."""
+
+    async def pause(self, *, abort: bool) -> float:
+        """Do nothing: no group is generated."""
+        return 0.0
+
+    def resume(self) -> None:
+        """Do nothing: no group is generated."""
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return nothing: no group is produced."""
+        return {}
+
+    def snapshot(self) -> ProducerSnapshot:
+        return ProducerSnapshot(
+            tasks=(), waits=(), producer_wait_s=0.0, next_step=0, model_version=0, paused=False
+        )

@@ -1,0 +1,215 @@
+"""Other rewards for a fork: scores recorded rollouts again, without sampling.
+
+A task whose `rewards` the fork's settings name is scored by them. A task whose `agent` they name is
+played again by it: its requests are answered from the recorded tree of calls, its tools from the
+recorded results. The scores are written to a file of the fork before it trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Config, EvalConfig
+from penstock.data.context import context_length
+from penstock.engine.protocol import Generation, GenerationRequest
+from penstock.errors import EngineError, RewardError, UserError
+from penstock.files import write_whole
+from penstock.reward import VerifiableReward, build_reward
+from penstock.rollout.agent.build import build_agent, check_agent, loop_class
+from penstock.rollout.agent.function import FunctionAgent, Interrupted
+from penstock.rollout.evaluation.agents import KeptCalls
+from penstock.run.job import serve_agents
+from penstock.run.run_data import RunData
+from penstock.store.journal import Journal
+from penstock.types import Group, Rollout, Score, Status
+
+FILE = "rescored.jsonl"
+_AT_ONCE = 64  # groups
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class NewScore:
+    """What the fork trains a rollout with, in place of what was recorded."""
+
+    score: Score | None  # None: it could not be scored, its group is left out
+    earned: tuple[tuple[int, float], ...] = ()
+    error: str = ""
+
+
+NewScores = dict[str, NewScore]  # by rollout
+
+
+def scored_again(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the tasks that a fork's settings give other rewards: by "rewards" or by their "agent"."""
+    found: dict[str, str] = {}
+    for word in overrides:
+        table, _, rest = word.partition("=")[0].partition(".")
+        name, _, key = rest.partition(".")
+        if table == "tasks" and (key == "agent" or key.startswith("agent_options")):
+            found[name] = "agent"
+        elif table == "tasks" and key.startswith("rewards"):
+            found.setdefault(name, "rewards")
+    return found
+
+
+async def score_groups(
+    config: Config, journal: Journal, groups: Iterable[Group], tasks: dict[str, str]
+) -> NewScores:
+    """Score the recorded rollouts of these tasks as the fork's config says."""
+    for name, how in tasks.items():
+        where, task = f"tasks.{name}", config.tasks[name]
+        check_agent(where, task, config.task_sampling(name))
+        if how == "agent" and loop_class(where, task) is not None:
+            raise UserError(
+                f"{where}.agent: got {task.agent!r} for a fork, allowed: an agent whose model calls are "
+                f"recorded (a function, tools, gym, command); {where}.rewards scores recorded answers"
+            )
+    config = config.model_copy(update={"eval": EvalConfig()})
+    found: NewScores = {}
+    async with AsyncExitStack() as closing:
+        data = await RunData.read(config)
+        rewards: dict[str, VerifiableReward] = {}
+        for name in tasks:
+            rewards[name] = build_reward(
+                config.tasks[name].rewards,
+                max_tokens=config.task_sampling(name).max_tokens,
+                is_chat=data.train[name].is_chat,
+            )
+            closing.push_async_callback(rewards[name].close)
+        played = [name for name, how in tasks.items() if how == "agent"]
+        endpoint = await serve_agents([config.tasks[name] for name in played], closing)
+
+        async def score(group: Group) -> None:
+            if group.task in played:
+                agent = build_agent(
+                    f"tasks.{group.task}",
+                    config.tasks[group.task],
+                    config.task_sampling(group.task),
+                    engine=_NoEngine(),  # type: ignore[arg-type]
+                    reward=rewards[group.task],
+                    chat=data.chat,
+                    recorder=KeptCalls(),
+                    endpoint=endpoint,
+                    positions=context_length(config.model.path),
+                    note=lambda text: None,
+                    interrupted=Interrupted(
+                        calls=journal.calls(group.group_id), tools=journal.tools(group.group_id)
+                    ),
+                )
+                found.update(await _play(agent, group))
+            else:
+                found.update(await _score(rewards[group.task], group))
+
+        for some in _chunks(group for group in groups if group.task in tasks):
+            await asyncio.gather(*map(score, some))
+    return found
+
+
+def _chunks(groups: Iterable[Group]) -> Iterator[list[Group]]:
+    some: list[Group] = []
+    for group in groups:
+        some.append(group)
+        if len(some) == _AT_ONCE:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+async def _score(reward: VerifiableReward, group: Group) -> NewScores:
+    """Score the recorded answers of a group."""
+    rollouts = group.rollouts
+    try:
+        if reward.needs_group:
+            scores = await reward.score_group(rollouts, [group.prompt] * len(rollouts))
+        else:
+            scores = await asyncio.gather(*(reward.score(r, group.prompt) for r in rollouts))
+    except RewardError as error:
+        return {rollout.rollout_id: NewScore(score=None, error=str(error)) for rollout in rollouts}
+    return {
+        rollout.rollout_id: NewScore(score=score)
+        for rollout, score in zip(rollouts, scores, strict=True)
+    }
+
+
+async def _play(agent: Any, group: Group) -> NewScores:
+    """Let the agent play the recorded rollouts of a group again."""
+    again = [
+        Rollout(
+            rollout_id=rollout.rollout_id,
+            prompt_ids=rollout.prompt_ids,
+            seed=rollout.seed,
+            prompt=group.prompt,
+            issued_version=rollout.issued_version,
+            extra=dict(rollout.extra),
+        )
+        for rollout in group.rollouts
+    ]
+    try:
+        await agent.generate_group(again)
+    finally:
+        if isinstance(agent, FunctionAgent):
+            await agent.close()
+    return {
+        rollout.rollout_id: NewScore(score=rollout.score, earned=rollout.earned)
+        if rollout.status is Status.COMPLETED
+        else NewScore(score=None, error=rollout.error)
+        for rollout in again
+    }
+
+
+class _NoEngine:
+    """Stands for the engines of a fork."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        raise EngineError("the agent asks for a model call that was not recorded")
+
+    async def abort(self, request_id: str) -> None: ...
+
+
+def with_scores(group: Group, scores: NewScores) -> Group | None:
+    """Give a recorded group its new scores; None if one of its rollouts could not be scored."""
+    for rollout in group.rollouts:
+        new = scores.get(rollout.rollout_id)
+        if new is None:
+            continue
+        if new.score is None:
+            return None
+        rollout.score, rollout.earned = new.score, new.earned
+    return group
+
+
+def describe(scores: NewScores) -> list[str]:
+    """Say how many rollouts were scored again, and why some were not: their groups are left out."""
+    if not scores:
+        return []
+    reasons = Counter(new.error for new in scores.values() if new.score is None)
+    lines = [f"{len(scores) - reasons.total()} recorded rollouts scored again"]
+    for reason, number in reasons.most_common(3):
+        lines.append(f"{number} rollouts could not be scored: {reason}")
+    return lines
+
+
+def write_scores(folder: Path, scores: NewScores) -> None:
+    lines = [json.dumps({"rollout_id": name, **asdict(new)}) + "\n" for name, new in scores.items()]
+    write_whole(folder / FILE, "".join(lines))
+
+
+def read_scores(folder: Path) -> NewScores:
+    """Return the scores of a fork; none if it trains with those that were recorded."""
+    path = folder / FILE
+    found: NewScores = {}
+    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        line = json.loads(text)
+        given = line["score"]
+        score = None if given is None else Score(**{**given, "tests": tuple(given["tests"])})
+        earned = tuple((tokens, value) for tokens, value in line["earned"])
+        found[line["rollout_id"]] = NewScore(score=score, earned=earned, error=line["error"])
+    return found

@@ -1,0 +1,463 @@
+"""What one command does: train a new run, resume a run, replay a run, evaluate once.
+
+Owns the event loop, the signals and the closing summary; the work itself is in `run/loop.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+from rich.text import Text
+
+from penstock import reward
+from penstock.config import Config
+from penstock.config.changes import Change
+from penstock.config.doubts import doubts
+from penstock.config.plugins import PYTHON
+from penstock.config.source import load_config, with_overrides
+from penstock.data.identity import absolute_paths, check_copy, check_files, differences
+from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError
+from penstock.files import ScratchFolder, console, say
+from penstock.inspection.report import write_report
+from penstock.inspection.summary import ReplayProgress, print_evaluations, print_summary
+from penstock.inspection.track.note_log import NoteLog
+from penstock.inspection.track.start_display import StartDisplay
+from penstock.rollout.evaluation.evaluate import EvalResult, evaluate, restore_summaries
+from penstock.run.job import Job, open_evaluation, open_job
+from penstock.run.loop import Loop
+from penstock.run.recover import (
+    begin,
+    catch_up,
+    check_journal,
+    keep_trainer_alive,
+    last_step_of_old_configs,
+    recover,
+    save_at_stop,
+    with_way_out,
+)
+from penstock.run.replay import check_run, make_fork, open_fork
+from penstock.store import run_folder, trust
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
+
+T = TypeVar("T")
+_SWITCH_INTERVAL_S = 0.0005
+_STOPPED_EARLY = "stopped during the start; nothing was trained"
+
+
+def train_new(config: Config, own_data: Sequence[Path] = ()) -> RunFolder:
+    """Make the run folder and train to the end; the run keeps the files `own_data` in its folder."""
+    folder = run_folder.create(absolute_paths(config), own_data=own_data)
+    config = folder.config()
+    try:
+        with folder.lock():
+            asyncio.run(_train(config, folder, resumed=False))
+    except (UserError, StopRequested):
+        _remove_if_unused(folder)
+        raise
+    except KeyboardInterrupt:
+        _remove_if_unused(folder)
+        raise StopRequested(_STOPPED_EARLY) from None
+    return folder
+
+
+def _remove_if_unused(folder: RunFolder) -> None:
+    if not run_folder.has_progress(folder.path):
+        run_folder.remove(folder)
+
+
+def resume_run(
+    folder: RunFolder, config: Config, changes: list[Change], *, accept_changes: bool = False
+) -> None:
+    """Continue a run that is locked and trusted with these settings (see `entry.resume`)."""
+    try:
+        if folder.origin() is None:
+            _resume_checked(folder, config, changes, accept_changes)
+        else:
+            for note in check_copy(folder, config):
+                _tell(note)
+            asyncio.run(_train(config, folder, resumed=True))
+    except KeyboardInterrupt:
+        raise StopRequested(
+            "stopped before the first new step; nothing is lost; "
+            f"{_way_on(folder, folder.config())}"
+        ) from None
+
+
+def _way_on(folder: RunFolder, config: Config) -> str:
+    rewards = (reward.type for task in config.tasks.values() for reward in task.rewards)
+    if any(name.startswith(PYTHON) for name in rewards):
+        return f'continue with: penstock.resume("{folder.path}", reward=...)'
+    return f"continue with: penstock resume {folder.path}"
+
+
+def _resume_checked(folder: RunFolder, config: Config, changes: list[Change], accept: bool) -> None:
+    notes = check_journal(folder)
+    run_folder.check_disk(folder.path, config)
+    notes += check_copy(folder, config)
+    for task in (*config.tasks.values(), *config.eval.tasks.values()):
+        reward.check(task.rewards)
+    check_files(folder, config, accept)
+    trust.sign_config(folder.path, config)  # the user gave the overrides
+    for note in [*(f"changed: {change}" for change in changes), *notes]:
+        _tell(note)
+    try:
+        asyncio.run(_resume(config, folder, changes, accept))
+    except JournalDamaged as error:
+        raise JournalDamaged(with_way_out(str(error), folder)) from error
+
+
+def replay_run(
+    folder: RunFolder,
+    *,
+    to_step: int | None,
+    algorithm: str | None,
+    overrides: Sequence[str],
+    trusted: bool = False,
+) -> None:
+    """Recompute a run and compare its digests, or fork it with another algorithm or settings."""
+    trust.check_run(folder.path, [era.config for era in folder.eras()], trust=trusted)
+    for note in differences(folder):
+        _tell(note)
+    if algorithm is not None or overrides:
+        fork = make_fork(folder, algorithm, overrides, to_step)
+        with fork.lock():
+            asyncio.run(_train(fork.config(), fork, resumed=True))
+        return
+    with ReplayProgress(folder.name) as progress:
+        said = asyncio.run(check_run(folder, to_step, progress.step))
+    say(said)
+
+
+async def _resume(config: Config, folder: RunFolder, changes: list[Change], accept: bool) -> None:
+    """Redo steps that were done under other settings with those settings; then continue."""
+    journal = Journal.open(folder.journal)
+    try:
+        committed = journal.last_committed_step()
+        if config.train.steps is not None and config.train.steps < committed:
+            raise UserError(
+                f"train.steps: got {config.train.steps}, allowed: at least {committed}, the steps that "
+                "the run has done"
+            )
+        needed = last_step_of_old_configs(folder)
+        if any(change.in_update for change in changes):
+            needed = committed
+        if needed:
+            await catch_up(folder, journal, min(needed, committed), _tell)
+    finally:
+        journal.close()
+    await _train(config, folder, resumed=True, accept=accept)
+
+
+def _tell(text: str | Text) -> None:
+    StartDisplay.console().print(text, highlight=False, soft_wrap=True)
+
+
+async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bool = False) -> None:
+    """Train to the end; the line that ends the run before is also in its logs/run.log."""
+    try:
+        await _train_to_the_end(config, folder, resumed, accept)
+    except (PenstockError, OSError) as error:
+        kind = "" if isinstance(error, StopRequested) else "error: "
+        NoteLog(folder.logs / "run.log").note(f"{kind}{' '.join(str(error).split())}")
+        raise
+
+
+async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, accept: bool) -> None:
+    started = time.monotonic()
+    for warning in doubts(config):
+        _tell(Text.assemble(("warning: ", "yellow"), warning))
+    _tell(Text.assemble("run folder: ", (str(folder.path), "bold")))
+    is_fork = folder.origin() is not None
+    _tell(_describe_start(config, is_fork))
+    with StopSignals(_way_on(folder, config)) as signals:
+        async with AsyncExitStack() as closing:
+            opening = open_fork(folder) if is_fork else open_job(config, folder)
+            job = await signals.run(closing.enter_async_context(opening), "closing the workers")
+            if job is None:
+                raise StopRequested(_STOPPED_EARLY)
+            before = job.journal.last_committed_step()
+            await closing.enter_async_context(job.watched())
+            closing.enter_context(_tuned_interpreter())
+            signals.tell = job.tracker.note
+            if config.launch.kind == "ray":
+                job.tracker.note(job.workers.description)
+            last = "saving a checkpoint; press Ctrl-C again to stop without it"
+            finished = await signals.run(_recover_and_train(job, resumed, accept), last)
+            await job.trainer.request_stop()
+            saving = save_at_stop(job.checkpoints, job.trainer, job.journal)
+            saved = await signals.run(
+                saving, "stopping without a checkpoint", allowed=signals.count
+            )
+            if saved is None:
+                job.checkpoints.abandon()
+            done = job.journal.last_committed_step()
+    _write_report(folder)
+    if finished is None:
+        state = "checkpoint written" if saved else "no checkpoint written"
+        raise StopRequested(
+            f"stopped after step {done} of {job.total_steps}, {state}; {signals.way_on}"
+        )
+    seconds = time.monotonic() - started
+    print_summary(console(), folder, seconds=seconds, first_step=before)
+
+
+def _describe_start(config: Config, is_fork: bool) -> str:
+    """Return what is being started, in one line: models may take minutes to load."""
+    launch, model = config.launch, config.model
+    ranks = "trainer" if launch.num_consumers == 1 else f"{launch.num_consumers} trainer ranks"
+    engines = "engine" if launch.num_producers == 1 else f"{launch.num_producers} engines"
+    parts = ranks if is_fork else f"{engines} ({config.engine.name}) and {ranks}"
+    return f"starting: {parts}, model {model.path}, device {model.device}; reading the data"
+
+
+@contextmanager
+def _tuned_interpreter() -> Iterator[None]:
+    """Collect cyclic garbage less often, and let threads wait less for the interpreter lock.
+
+    Thousands of rollouts a second trigger collections, which took a third of the driver's time; the
+    objects of before the first step stay out of them. What the program around a run froze stays
+    frozen: its objects are then out of them already. A busy event loop keeps the lock for a whole
+    switch interval, and a step waits for the journal's thread, whose work takes a tenth of the default.
+    """
+    threshold, interval_s = gc.get_threshold(), sys.getswitchinterval()
+    freezes = not gc.get_freeze_count()
+    gc.collect()
+    if freezes:
+        gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval_s)
+        gc.set_threshold(*threshold)
+        if freezes:
+            gc.unfreeze()
+
+
+async def _recover_and_train(job: Job, resumed: bool, accept: bool) -> bool:
+    """Bring the trainer to its last step, then train to the end."""
+    first_step = await recover(job, accept_changes=accept) if resumed else await begin(job)
+    keep_trainer_alive(job)
+    log = NoteLog(job.folder.logs / "run.log")
+    for line in job.start_report:
+        log.note(line)
+    if resumed:
+        restore_summaries(job.folder.evaluations, first_step)
+    try:
+        await Loop(job, first_step=first_step).run()
+    except BaseExceptionGroup as group:
+        raise _first_cause(group) from group
+    return True
+
+
+def _write_report(folder: RunFolder) -> None:
+    try:
+        write_report([folder])
+    except OSError as error:  # the journal is whole: `penstock report` can write it later
+        _tell(f"report not written: {error}")
+
+
+def outside_a_loop(work: Callable[[], T], *, saves: bool = False) -> T:
+    """Call `work` here; or, if this thread runs an event loop (a notebook), in a thread of its own.
+
+    `saves`: Ctrl-C stops the work with a checkpoint; other work is left behind to end by itself.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    outcome: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def call() -> None:
+        try:
+            outcome.set_result(context.run(work))
+        except BaseException as error:  # raised again in the thread that waits
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=call, name="penstock", daemon=True)
+    with _interrupts_told() if saves else nullcontext():
+        thread.start()
+        thread.join()
+    return outcome.result()
+
+
+@contextmanager
+def _interrupts_told() -> Iterator[None]:
+    """Tell Ctrl-C to the run in another thread, if this is the main thread, which gets it."""
+    StopSignals.forget()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: StopSignals.interrupt())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class StopSignals:
+    """Ctrl-C and SIGTERM: the first stops and saves, the second stops without saving, the third kills.
+
+    A signal cancels the work that `run` runs; what closes the parts of a run is never cancelled.
+    Only the main thread gets signals; a run in another thread is told by `interrupt`.
+    """
+
+    _open: ClassVar[StopSignals | None] = None  # of the run in another thread than the main one
+    _early: ClassVar[int] = 0  # interrupts that came before it was open
+
+    def __init__(self, way_on: str) -> None:
+        self.way_on = way_on  # tells the user how to continue
+        self.tell: Callable[[str], None] = _tell
+        self.count = 0  # signals that were acted on
+        self._received = 0
+        self._work: asyncio.Task[Any] | None = None
+        self._words = "closing the workers"
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+            return self
+        StopSignals._open, early = self, StopSignals._early
+        for _ in range(early):
+            self._receive(signal.SIGINT, None)
+        return self
+
+    @classmethod
+    def forget(cls) -> None:
+        """Drop interrupts that no run has seen."""
+        cls._open, cls._early = None, 0
+
+    @classmethod
+    def interrupt(cls) -> None:
+        """Stop the run in another thread as Ctrl-C stops one in the main thread."""
+        if cls._open is not None:
+            cls._open._receive(signal.SIGINT, None)
+        else:
+            cls._early += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.forget()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    async def run(self, work: Coroutine[Any, Any, T], words: str, *, allowed: int = 0) -> T | None:
+        """Return the result of the work; None if more signals than `allowed` have come."""
+        self._words = words  # what happens after the next signal
+        self._work = asyncio.create_task(work)
+        if self.count > allowed:
+            self._work.cancel()
+        try:
+            return await self._work
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if self.count > allowed and own is not None and not own.cancelling():
+                return None
+            raise
+        finally:
+            self._work = None
+
+    def _receive(self, number: int, frame: object) -> None:
+        self._received += 1
+        if self._received > 2 and not self._before:
+            return  # a notebook: its process lives on
+        if self._received > 2:  # nothing is printed through a lock that the main thread may hold
+            os.write(2, f"killed; nothing that was journalled is lost; {self.way_on}\n".encode())
+            os._exit(130)
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self.count += 1
+        self.tell(f"stop requested: {self._words}")
+        if self._work is not None:
+            self._work.cancel()
+
+
+def _first_cause(group: BaseExceptionGroup) -> BaseException:
+    """Return the error to show: the first PenstockError in the group, else the first error."""
+    leaves = list(_leaves(group))
+    ours = [leaf for leaf in leaves if isinstance(leaf, PenstockError)]
+    return (ours or leaves)[0]
+
+
+def _leaves(group: BaseExceptionGroup) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    return found
+
+
+def evaluate_once(
+    path: str | None, overrides: Sequence[str], out: Path | None, *, trusted: bool = False
+) -> None:
+    """Evaluate the model of a config, or the newest checkpoint of a run; print the results."""
+    results = evaluate_model(path, overrides, out, trusted=trusted)
+    print_evaluations(console(), results)
+    if any(result.failures for result in results):
+        failed = sum(result.failures for result in results)
+        raise RunError(f"{failed} of {sum(r.samples for r in results)} samples failed")
+
+
+def evaluate_model(
+    path: str | None, overrides: Sequence[str], out: Path | None, *, trusted: bool = False
+) -> list[EvalResult]:
+    """Evaluate the model of a config, or the newest checkpoint of a run."""
+    config = model_config(path, overrides, trusted=trusted)
+    if not config.eval.tasks:
+        raise UserError("eval.tasks: got none, allowed: at least one [eval.tasks.NAME]")
+    from penstock.run import preflight
+
+    preflight.check_for_evaluation(config)
+    return asyncio.run(_evaluate(config, out))
+
+
+async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
+    with ScratchFolder.new("eval") as scratch:
+        async with open_evaluation(config) as (engine, tasks):
+            folder = out or scratch
+            return [
+                await evaluate(engine, task, step=0, version=0, folder=folder) for task in tasks
+            ]
+
+
+def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = False) -> Config:
+    """Load the config of a config file, of a bare model, or of a run with its newest weights."""
+    if path is None or Path(path).is_file():
+        config = load_config(path, overrides).config
+        trust.check_config(path, config, trust=trusted)
+        return config
+    if path == "demo" or (Path(path) / "config.json").is_file() or _is_hub_name(path):
+        return load_config(None, [f"model.path={path}", *overrides], bare=True).config
+    folder = run_folder.find(path)
+    from penstock.store.checkpoint import CheckpointStore
+
+    newest = CheckpointStore(folder.checkpoints).newest()
+    if newest is None:
+        raise UserError(f"run {path}: got no valid checkpoint, allowed: a run that wrote one")
+    model = [f"model.path={newest.path / 'model'}"]
+    trust.check_run(folder.path, [with_overrides(folder.config(), model)], trust=trusted)
+    return with_overrides(folder.config(), [*model, *overrides])
+
+
+def _is_hub_name(path: str) -> bool:
+    """Return whether a path that is not there looks like the hub name of a model, owner/name."""
+    owner, slash, _ = path.partition("/")
+    there = Path(owner).exists() or (Path("runs") / path).exists()
+    return bool(slash) and path.count("/") == 1 and path[0] not in "./~" and not there

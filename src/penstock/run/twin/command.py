@@ -1,0 +1,122 @@
+"""The command `penstock simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.errors import UserError
+from penstock.files import say
+
+
+def simulate(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]...",
+            help="A TOML file and settings. Without a file: the config of --profile's run, or the demo.",
+        ),
+    ] = None,
+    profile: Annotated[
+        str,
+        typer.Option(help="A run whose lengths and times are used, or a file of --save-profile."),
+    ] = "",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Updates to simulate; default: train.steps.")
+    ] = None,
+    nodes: Annotated[
+        str,
+        typer.Option(help="GPUs to split between engines and trainer: NODESxGPUS, such as 2x8."),
+    ] = "",
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(help="Settings to try instead of the usual ones: KEY=VALUE,VALUE."),
+    ] = None,
+    kind_speed: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Speed of the engines of each launch.producer_kinds, relative to the others; once for each."
+        ),
+    ] = None,
+    check: Annotated[
+        str, typer.Option(help="A real run to predict, from --profile or from its own profile.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="SVG to write: tokens/s and idle shares over the splits.")
+    ] = None,
+    save_profile: Annotated[
+        Path | None, typer.Option(help="File to write the profile to, for use without its run.")
+    ] = None,
+) -> None:
+    """Predict a run: the real control plane on virtual time, with the lengths and times of another run."""
+    from penstock.run.twin import fit, plan, show
+    from penstock.run.twin.profile import Profile, assumed
+
+    source = profile or check
+    found: Profile | None = fit.read_profile(source) if source else None
+    if check:
+        assert found is not None
+        _refuse_with_check(
+            {
+                "settings": arguments,
+                "--steps": steps,
+                "--nodes": nodes,
+                "--vary": vary,
+                "--kind-speed": kind_speed,
+                "--picture": picture,
+            }
+        )
+        checks = plan.check(check, found)
+        lines = [show.check_json(checks)] if as_json else show.check_lines(check, source, checks)
+        for line in lines:
+            say(line)
+        if save_profile is not None:
+            _write("profile", save_profile, found.to_json())
+        return
+    config = _config(arguments or [], profile)
+    found = found or assumed(config)
+    if kind_speed:
+        found.set_speeds(config, kind_speed)
+    gpus = plan.parse_nodes(nodes) if nodes else 0
+    made = plan.make_plan(config, found, steps=steps, gpus=gpus, variations=vary or None)
+    for line in [show.json_of(found, made)] if as_json else show.text_of(found, made):
+        say(line)
+    if picture is not None:
+        _write("picture", picture, show.picture(made))
+    if save_profile is not None:
+        _write("profile", save_profile, found.to_json())
+
+
+def _refuse_with_check(options: dict[str, object]) -> None:
+    """Refuse what a check would ignore: it simulates the run as it was."""
+    if given := [name for name, value in options.items() if value]:
+        raise UserError(
+            f"--check: got {', '.join(given)} too, allowed: --profile, --json and --save-profile"
+        )
+
+
+def _write(what: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"simulate: cannot write {path}: {error.strerror}, allowed: a file that can be written"
+        ) from None
+    say(f"{what}: {path}", error=True)
+
+
+def _config(arguments: list[str], profile: str):  # type: ignore[no-untyped-def]
+    """Return the config that is given, else that of the profile's run, with the settings laid over it."""
+    from penstock.config.source import load_config, with_overrides
+    from penstock.store.run_folder import find
+
+    files = [word for word in arguments if "=" not in word]
+    if len(files) > 1:
+        raise UserError(f"arguments: got {len(files)} config files {files}, allowed: at most one")
+    settings = [word for word in arguments if "=" in word]
+    if not files and profile and Path(profile).suffix != ".json":
+        return with_overrides(find(profile).config(), settings)
+    return load_config(files[0] if files else None, settings).config

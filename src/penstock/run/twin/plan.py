@@ -1,0 +1,182 @@
+"""Questions to the twin: what a change of settings does, how to split GPUs, how wrong a prediction was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from penstock.config import Config
+from penstock.config.source import with_overrides
+from penstock.errors import UserError
+from penstock.inspection.timeline import Event, covered
+from penstock.run.twin.fit import Recording, read_recording
+from penstock.run.twin.profile import Profile
+from penstock.run.twin.simulate import Result, simulate
+from penstock.store.run_folder import find
+from penstock.waits import WaitKind
+
+TRIAL_STEPS = 30  # of a variation or a split, which stand for all steps
+_LEAST_STEPS, _TRIAL_GROUPS = 6, 15_000  # fewer steps of large batches: a trial takes seconds
+_MOST_SPLITS = 12
+_TRAINER_WORKS = (WaitKind.TRAIN, WaitKind.PUBLISH, WaitKind.CHECKPOINT)
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """The answers to one `penstock simulate`."""
+
+    base: Result
+    steps: int  # that time and GPU hours are given for
+    variations: dict[str, Result] = field(default_factory=dict)  # settings ->
+    splits: list[Result] = field(default_factory=list)  # of the GPUs that were given
+
+    @property
+    def best_split(self) -> Result | None:
+        return max(self.splits, key=lambda one: one.tokens_per_s, default=None)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Check:
+    """A figure of a real run, and what the twin said without it."""
+
+    name: str
+    real: float
+    predicted: float
+    is_share: bool = False
+
+    @property
+    def error(self) -> float:
+        """Return the relative error; of a share, the difference."""
+        if self.is_share:
+            return self.predicted - self.real
+        return self.predicted / self.real - 1 if self.real else 0.0
+
+
+def make_plan(
+    config: Config,
+    profile: Profile,
+    *,
+    steps: int | None,
+    gpus: int = 0,
+    variations: Sequence[str] | None = None,
+) -> Plan:
+    """Simulate the config, its variations (None: the usual ones) and the splits of `gpus` GPUs."""
+    total = steps or config.train.steps or TRIAL_STEPS
+    plan = Plan(base=simulate(config, profile, steps=total), steps=total)
+    few = max(_LEAST_STEPS, _TRIAL_GROUPS // config.train.groups_per_step)
+    trial = min(total, TRIAL_STEPS, few)
+
+    def tried(one: Config) -> Result:
+        return simulate(one, profile, steps=trial, standing_for=total)
+
+    given = list(_usual(config)) if variations is None else list(_expanded(variations))
+    for words in given:
+        try:
+            varied = with_overrides(config, words)
+        except UserError:
+            if variations is None:
+                continue  # a usual variation that this config does not allow
+            raise
+        plan.variations[" ".join(words)] = tried(varied)
+    if gpus:
+        plan.splits = list(map(tried, split_configs(config, gpus)))
+    return plan
+
+
+def _usual(config: Config) -> Iterator[list[str]]:
+    """Yield what one would try first: staleness, group size, oversampling."""
+    produce, size = config.produce, config.sampling.num_generations
+    bounds = {0, 1, 2, 4} - {produce.max_staleness}
+    if produce.strategy == "async":
+        yield from ([f"produce.max_staleness={bound}"] for bound in sorted(bounds))
+    yield from (
+        [f"sampling.num_generations={other}"] for other in (size // 2, size * 2) if other > 1
+    )
+    if produce.strategy == "async":
+        extra = {0.0, 0.25, 0.5} - {produce.over_sample_threshold}
+        yield from ([f"produce.over_sample_threshold={one:g}"] for one in sorted(extra))
+
+
+def _expanded(variations: Sequence[str]) -> Iterator[list[str]]:
+    """Yield a setting for each value of KEY=VALUE,VALUE; a list in brackets is one value."""
+    for word in variations:
+        key, equals, values = word.partition("=")
+        if not equals or not values:
+            raise UserError(f"--vary: got {word!r}, allowed: KEY=VALUE,VALUE")
+        whole = values.startswith(("[", "{"))
+        yield from ([f"{key}={value}"] for value in ([values] if whole else values.split(",")))
+
+
+def split_configs(config: Config, gpus: int) -> list[Config]:
+    """Return the config with so many GPUs for ranks and the others for engines, evenly over what is possible."""
+    if gpus < 2:
+        raise UserError(
+            f"--nodes: got {gpus} GPU to split, allowed: at least 2 (on one, launch.colocate=true)"
+        )
+    able = [ranks for ranks in range(1, gpus) if config.train.groups_per_step % ranks == 0]
+    found = []
+    for ranks in able[:: max(1, -(-len(able) // _MOST_SPLITS))]:
+        words = [f"launch.num_producers={gpus - ranks}", f"launch.num_consumers={ranks}"]
+        kind = [] if config.launch.kind != "inline" else ["launch.kind=local"]
+        with contextlib.suppress(UserError):  # ranks that train.parallel cannot use
+            found.append(with_overrides(config, [*words, *kind, "launch.colocate=false"]))
+    return found
+
+
+def parse_nodes(text: str) -> int:
+    """Return the GPUs of NODESxGPUS, such as 8x8."""
+    nodes, times, gpus = text.partition("x")
+    try:
+        count = int(nodes) * (int(gpus) if times else 1)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise UserError(
+            f"--nodes: got {text!r}, allowed: NODESxGPUS such as 2x8, or a number of GPUs"
+        )
+    return count
+
+
+# -- how honest it is -------------------------------------------------------------------------
+
+
+def check(run: str, profile: Profile) -> list[Check]:
+    """Predict a real run from a profile; return its figures beside those of the twin."""
+    recording = read_recording(find(run))
+    steps = len(recording.step_tokens)
+    if not steps:
+        raise UserError(f"--check: {run} got no committed step, allowed: a run that trained")
+    predicted = simulate(recording.config, profile, steps=steps)
+    seconds, trainer_idle, engine_idle = measured(recording)
+    tokens = sum(recording.step_tokens.values())
+    return [
+        Check(name="tokens/s", real=tokens / seconds, predicted=predicted.tokens_per_s),
+        Check(name="s per step", real=seconds / steps, predicted=predicted.seconds_per_step),
+        Check(
+            name="trainer idle", real=trainer_idle, predicted=predicted.trainer_idle, is_share=True
+        ),
+        Check(name="engine idle", real=engine_idle, predicted=predicted.engine_idle, is_share=True),
+    ]
+
+
+def measured(recording: Recording) -> tuple[float, float, float]:
+    """Return a run's seconds from its first request to its last update, and the idle shares of both sides."""
+    asked = recording.calls(WaitKind.GENERATE, "engine")
+    updates = recording.calls(WaitKind.TRAIN, "trainer")
+    if not asked or not updates:
+        raise UserError(
+            f"--check: got {len(asked)} requests and {len(updates)} updates in the timeline, "
+            "allowed: a run that trained"
+        )
+    begin, end = min(event.start for event in asked), max(event.end for event in updates)
+    seconds = end - begin
+
+    def busy(events: list[Event]) -> float:
+        return covered(event for event in events if event.start < end)
+
+    works = [event for kind in _TRAINER_WORKS for event in recording.calls(kind, "trainer")]
+    lanes = {event.lane for event in asked}
+    used = sum(busy([event for event in asked if event.lane == lane]) for lane in lanes)
+    engines = max(len(lanes), recording.config.launch.num_producers)
+    return seconds, max(0.0, 1 - busy(works) / seconds), max(0.0, 1 - used / engines / seconds)

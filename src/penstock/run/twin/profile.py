@@ -1,0 +1,135 @@
+"""What the twin knows of the parts that it does not run: lengths, rewards, speeds, waits.
+
+A profile comes from a run (`fit.py`), from a file that `--save-profile` wrote, or is assumed. Times are
+in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from penstock.config import Config
+from penstock.config.launching import ProducerKindConfig
+from penstock.errors import UserError
+from penstock.run.twin.models import DecodeModel, TrainModel
+
+# Measured: benchmarks/driver.py with groups of 4 and of 16 responses of 256 tokens, on one Neoverse-N1 core.
+DRIVER_S_PER_GROUP = 0.25e-3
+DRIVER_S_PER_RESPONSE = 0.09e-3
+
+
+@dataclass(slots=True, frozen=True)
+class SeenGroup:
+    """One recorded group: the tokens and the reward of each response, and whether it was refused."""
+
+    lengths: tuple[int, ...]
+    rewards: tuple[float, ...]
+    refused: bool = False
+    task: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Profile:
+    """The distributions of a run. Lists are samples, drawn again in their order."""
+
+    source: str
+    groups: list[SeenGroup]
+    decode: DecodeModel  # of an engine as [engine] says
+    train: TrainModel
+    kinds: dict[str, DecodeModel] = field(default_factory=dict)  # `kind_name` -> such an engine
+    reward_s: list[float] = field(default_factory=lambda: [0.0])  # of one response
+    publish_s: list[float] = field(default_factory=lambda: [0.0])  # weights leaving the trainer
+    sync_s: list[float] = field(default_factory=lambda: [0.0])  # an engine loading weights
+    land_s: list[float] = field(default_factory=lambda: [0.0])  # a group being journalled
+    before_s: list[float] = field(default_factory=lambda: [0.0])  # from a batch to its update
+    after_s: list[float] = field(default_factory=lambda: [0.0])  # from an update to the next wait
+    checkpoint_s: list[float] = field(default_factory=lambda: [0.0])
+    evaluations: dict[str, int] = field(default_factory=dict)  # task -> responses of an evaluation
+    driver_s_per_group: float = DRIVER_S_PER_GROUP
+    driver_s_per_response: float = DRIVER_S_PER_RESPONSE
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes, name: str) -> Profile:
+        try:
+            given: dict[str, Any] = json.loads(text)
+            groups = [
+                SeenGroup(
+                    tuple(map(int, one["lengths"])),
+                    tuple(map(float, one["rewards"])),
+                    bool(one["refused"]),
+                    str(one["task"]),
+                )
+                for one in given.pop("groups")
+            ]
+            decode = DecodeModel(**given.pop("decode"))
+            kinds = {key: DecodeModel(**one) for key, one in given.pop("kinds", {}).items()}
+            train = given.pop("train")
+            train = TrainModel(**{**train, "spread": tuple(train["spread"])})
+            made = cls(groups=groups, decode=decode, kinds=kinds, train=train, **given)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"--profile: {name} got {type(error).__name__}: {error}, allowed: a run folder or a file "
+                "that --save-profile wrote"
+            ) from None
+        made.check(name)
+        return made
+
+    def decode_of(self, config: Config, number: int) -> DecodeModel:
+        """Return the model of one engine of a run: of its kind if that is known, with the config's slots."""
+        kind = config.launch.kind_of(number)
+        model = self.decode if kind is None else self.kinds.get(kind_name(kind), self.decode)
+        return replace(model, slots=config.of_engine(number).engine.max_slots or model.slots)
+
+    def set_speeds(self, config: Config, speeds: Sequence[float]) -> None:
+        """Set how fast the engines of each of launch.producer_kinds are, relative to the others."""
+        kinds = config.launch.producer_kinds
+        if len(speeds) != len(kinds) or not all(speed > 0 for speed in speeds):
+            raise UserError(
+                f"--kind-speed: got {' '.join(map(str, speeds))}, allowed: a number above 0 for each of the "
+                f"{len(kinds)} launch.producer_kinds, in their order"
+            )
+        for kind, speed in zip(kinds, speeds, strict=True):
+            self.kinds[kind_name(kind)] = self.decode.at_speed(speed)
+
+    def check(self, name: str) -> None:
+        """Raise a UserError unless there is something to draw from."""
+        if not self.groups or not all(one.lengths for one in self.groups):
+            raise UserError(f"--profile: {name} got no finished group, allowed: a run that trained")
+
+
+def kind_name(kind: ProducerKindConfig) -> str:
+    """Return what tells one of launch.producer_kinds from another, in any config."""
+    return json.dumps({"engine": kind.engine, "place": kind.place}, sort_keys=True)
+
+
+def assumed(config: Config) -> Profile:
+    """Return a profile of no run: every figure of it is an assumption, and named as one."""
+    sampling, random = config.sampling, np.random.default_rng(0)
+    mean = max(1.0, sampling.max_tokens / 4)
+    size = (512, sampling.num_generations)
+    drawn = np.clip(random.lognormal(np.log(mean) - 0.125, 0.5, size), 1, sampling.max_tokens)
+    groups = [
+        SeenGroup(tuple(map(int, row)), tuple(map(float, random.integers(0, 2, len(row)))))
+        for row in drawn
+    ]
+    return Profile(
+        source="assumptions",
+        groups=groups,
+        decode=DecodeModel(
+            step_s=0.02, row_s=5e-5, prefill_s=0.01, slots=config.engine.max_slots or 64
+        ),
+        train=TrainModel(fixed_s=0.1, token_s=5e-5),
+        notes=[
+            "no --profile: lengths are log-normal around a quarter of sampling.max_tokens, a decode step takes "
+            "20 ms + 50 us a row, an update 0.1 s + 50 us a token; every figure below rests on that"
+        ],
+    )

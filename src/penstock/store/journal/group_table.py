@@ -1,0 +1,208 @@
+"""The table of groups: each move says from which places it may start, and renews the row's checksum.
+
+Keeps the rows of unfinished groups in memory as they were last written: the checksum of a moved row is
+computed from what was written, not from what the file has by now, so damage stays visible.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from penstock.errors import RunError
+from penstock.store.journal.checks import CHECKED, check_of
+
+_COLUMNS = CHECKED["group_rows"]
+_PLACE, _STEP, _REASON = map(_COLUMNS.index, ("place", "step", "drop_reason"))
+# the columns behind those of a draw
+_AS_DRAWN = ("in_flight", "init", 0, *(None,) * (len(_COLUMNS) - _PLACE - 3))
+
+# The moves of a group: from which places each may start. A move from elsewhere is a fault.
+_FROM = {
+    "landed": ("in_flight",),  # completed, aborted, failed or refused
+    "retried": ("in_flight", "buffered"),  # in flight: it failed, or the run was resumed
+    "expired": ("buffered", "in_flight"),  # in flight: it was put back when the run was resumed
+    "dropped": ("in_flight", "buffered"),
+    "taken": ("buffered",),
+}
+
+
+def _update(kind: str, columns: Sequence[str], also: str = "", sets: str = "") -> str:
+    """Return the UPDATE that moves a group: parameters are the columns, the checksum and the id."""
+    sets += ", ".join(f"{column} = ?" for column in (*columns, "row_check"))
+    places = ", ".join(f"'{place}'" for place in _FROM[kind])
+    return f"UPDATE group_rows SET {sets} WHERE group_id = ? AND place IN ({places}){also}"
+
+
+def _update_many(update: str) -> str:
+    """Return an `_update` of many groups at once: `{rows}` stands for their parameters."""
+    parts = update.split("?")
+    numbered = "".join(f"{part}v.column{n}" for n, part in enumerate(parts[:-1], start=1))
+    return f"{numbered}{parts[-1]}".replace(" WHERE ", " FROM (VALUES {rows}) AS v WHERE ", 1)
+
+
+class ManyRows:
+    """A statement for many rows: up to 64 at once.
+
+    A statement costs more than a row. It also gives the interpreter lock away, and a busy event loop
+    keeps the lock for a while before the writer's thread has it again.
+    """
+
+    def __init__(
+        self,
+        statement: str,
+        num_columns: int,
+        at_once: Sequence[int] = (64, 8, 1),
+        before_last: str = "",
+    ) -> None:
+        """statement: `{rows}` stands for the rows; before_last: a column that is the same in all."""
+        values = ["?"] * num_columns
+        if before_last:
+            values.insert(-1, before_last)
+        row = f"({', '.join(values)})"
+        self._sizes = [
+            (number * num_columns, statement.format(rows=", ".join([row] * number)))
+            for number in at_once
+        ]
+
+    def write(self, db: sqlite3.Connection, values: Sequence[Any]) -> tuple[int, int]:
+        """Write rows; `values` are those of all of them, one row after another.
+
+        Return the number of rows that were written, and of the values that no statement took.
+        """
+        start = written = 0
+        for size, statement in self._sizes:
+            end = len(values) - (len(values) - start) % size
+            if start < end:
+                rows = [values[at : at + size] for at in range(start, end, size)]
+                written += db.executemany(statement, rows).rowcount
+            start = end
+        return written, len(values) - start
+
+
+_DRAW = ManyRows(
+    "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)"
+    " VALUES {rows}",
+    6,
+    before_last="'in_flight'",
+)
+# Python binds None more slowly than all else: only a group that is dropped binds a reason
+_LAND_DROPPED = _update("landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON:]))
+_LAND = _update(
+    "landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON + 1 :]), sets="drop_reason = NULL, "
+)
+_MOVE = {
+    kind: _update(kind, (*_COLUMNS[_PLACE : _PLACE + 3], "drop_reason"))
+    for kind in ("retried", "expired", "dropped")
+}
+# A group that landed under an older schema has no number of rollouts to compare with.
+_IS_WHOLE = """ AND status = 'completed' AND COALESCE(num_rollouts, 1) <=
+    (SELECT COUNT(*) FROM rollout_rows WHERE rollout_rows.group_id = group_rows.group_id)"""
+_TAKE = _update("taken", ("step", "position"), _IS_WHOLE, sets="place = 'taken', ")
+_HAS_UPDATE_FROM = sqlite3.sqlite_version_info >= (3, 33)
+_TAKE_MANY = ManyRows(_update_many(_TAKE), 4, (32, 8) if _HAS_UPDATE_FROM else ())
+_READ = f"SELECT {', '.join(_COLUMNS)} FROM group_rows WHERE group_id = ?"
+
+
+class GroupTable:
+    """Writes the rows of groups inside the writer's transaction."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._unfinished: dict[str, tuple] = {}  # group id -> its row, in the order of _COLUMNS
+
+    def draw(self, drawn: Iterable[tuple]) -> None:
+        """Insert groups: (group id, task, cursor, prompt id, time) each."""
+        written: list[Any] = []
+        for values in drawn:
+            row = self._unfinished[values[0]] = values + _AS_DRAWN
+            written += values
+            written.append(check_of(row))
+        _DRAW.write(self._db, written)
+
+    def land(self, landed: Iterable[tuple[str, tuple, tuple]]) -> None:
+        """Move groups that came back: id, columns from place to landed_at, columns from drop_reason on."""
+        kept, dropped = [], []
+        for group_id, values, last in landed:
+            before = self._pop(group_id)
+            row = before[:_PLACE] + values + before[_STEP:_REASON] + last
+            if values[0] != "dropped":
+                self._unfinished[group_id] = row
+            if last[0] is None:
+                kept.append((*values, *last[1:], check_of(row), group_id))
+            else:
+                dropped.append((*values, *last, check_of(row), group_id))
+        self._move_all("landed", _LAND, kept)
+        self._move_all("landed", _LAND_DROPPED, dropped)  # last: they move no more
+
+    def move(self, kind: str, group_id: str, values: tuple, drop_reason: str | None) -> None:
+        """Move a group without a new payload: `values` are place, status and tries."""
+        before = self._pop(group_id)
+        kept = before[_PLACE + len(values) : _REASON]
+        row = (*before[:_PLACE], *values, *kept, drop_reason, *before[_REASON + 1 :])
+        if values[0] != "dropped":
+            self._unfinished[group_id] = row
+        self._move_all(kind, _MOVE[kind], [(*values, drop_reason, check_of(row), group_id)])
+
+    def take(self, step: int, group_ids: Iterable[str]) -> None:
+        """Move the groups of a step's batch, in their order."""
+        rows = []
+        for position, group_id in enumerate(group_ids):
+            row = self._pop(group_id)
+            kept = row[_PLACE + 1 : _STEP]
+            row = (*row[:_PLACE], "taken", *kept, step, position, *row[_REASON:])
+            rows.append((step, position, check_of(row), group_id))
+        self._move_all("taken", _TAKE, rows, f"step {step}: ", _TAKE_MANY)
+
+    def _pop(self, group_id: str) -> tuple:
+        """Return the group's row as it was last written, and forget it; all None if never drawn."""
+        row = self._unfinished.pop(group_id, None)
+        if row is None:
+            row = self._db.execute(_READ, (group_id,)).fetchone() or (None,) * len(_COLUMNS)
+        return row
+
+    def _move_all(
+        self,
+        kind: str,
+        update: str,
+        rows: Sequence[tuple],
+        who: str = "",
+        many: ManyRows | None = None,
+    ) -> None:
+        """Move the groups; raise an error that names the first one which is not where it should be."""
+        if not rows:
+            return
+        db = self._db
+        db.execute("SAVEPOINT move")
+        moved, rest = 0, rows
+        if many is not None:
+            values = list(itertools.chain.from_iterable(rows))
+            moved, left = many.write(db, values)
+            rest = rows[len(rows) - left // len(rows[0]) :]
+        if moved + db.executemany(update, rest).rowcount == len(rows):
+            db.execute("RELEASE move")
+            return
+        db.execute("ROLLBACK TO move")
+        for row in rows:  # one by one, to find it
+            if db.execute(update, row).rowcount != 1:
+                found, allowed = self._found(row[-1]), " or ".join(_FROM[kind])
+                raise RunError(
+                    f"journal: {who}group {row[-1]} is {kind}: got {found}, allowed: {allowed}"
+                )
+
+    def _found(self, group_id: str) -> str:
+        """Say where a group is, as far as a move needs it."""
+        row = self._db.execute(
+            "SELECT place, status, step, num_rollouts FROM group_rows WHERE group_id = ?",
+            (group_id,),
+        ).fetchone()
+        if row is None:
+            return "a group that was never drawn"
+        place, status, step, num_rollouts = row
+        (stored,) = self._db.execute(
+            "SELECT COUNT(*) FROM rollout_rows WHERE group_id = ?", (group_id,)
+        ).fetchone()
+        where = place if step is None else f"{place} by step {step}"
+        return f"{where}, {status}, with {stored} of {num_rollouts or 0} rollouts"

@@ -1,0 +1,577 @@
+"""The journal as a run and its recovery use it.
+
+A group is durable (`await landed()`) before it can be taken, a batch (`await begin_step()`) before the
+trainer sees it, a step (`await commit_step()`) before its weights are published. Other records are
+queued and written in order. A query sees every record that was submitted before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import JournalDamaged, RunError
+from penstock.store.journal import records
+from penstock.store.journal.calls import (
+    CallMade,
+    ToolBegun,
+    ToolEnded,
+    ToolResult,
+    read_calls,
+    select_calls,
+)
+from penstock.store.journal.checks import (
+    FIRST_WITH_CHECKS,
+    checked_tables,
+    damaged_calls,
+    damaged_payloads,
+    damaged_rows,
+    rollout_key,
+)
+from penstock.store.journal.codec import decode_prompt, decode_rollout
+from penstock.store.journal.schema import changed_definitions, open_database, schema_version
+from penstock.store.journal.writer import Writer
+from penstock.types import Batch, Group, ModelCall, Prompt, Rollout, Status, StepReport
+from penstock.waits import WaitInOrder, WaitKind, Waits
+
+_STEPS_PRUNED_AT_ONCE = 16
+
+
+_MOST_KNOWN_PROMPTS = 2**16  # kept in memory, so that a prompt is not encoded at every draw
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class InFlightRecord:
+    """A group that was being generated when the journal ended."""
+
+    group_id: str
+    task: str
+    cursor: int
+    prompt: Prompt
+    tries: int  # tries at the time the group was issued
+    group: Group | None  # with the tokens of an earlier try; None: nothing was generated yet
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Unfinished:
+    """Every group that was drawn and is neither taken nor dropped."""
+
+    buffered: list[Group]
+    in_flight: list[InFlightRecord]
+
+
+class Journal:
+    """Consumes records of the run, makes them durable, and answers queries about them."""
+
+    def __init__(
+        self, path: Path, *, readonly: bool = False, brief: bool = False, threaded: bool = True
+    ) -> None:
+        self.path = path
+        self.waits = Waits()
+        self._writer: Writer | None = None
+        if not readonly:
+            self._writer = Writer(open_database(path), path, threaded=threaded)
+        # Closing any descriptor of a file drops all locks that the process has on it, those of
+        # SQLite too; so what `sync` opens stays open until the connections are closed.
+        self._descriptors: dict[Path, int] = {}
+        self._reader = open_database(path, readonly=True, brief=brief)
+        self._known_prompts: set[tuple[str, str]] = set()
+
+    @classmethod
+    def open(cls, path: str | Path, *, readonly: bool = False, threaded: bool = True) -> Journal:
+        """Open the journal in that file, creating it if needed; `readonly` reads a live run's journal."""
+        return cls(Path(path), readonly=readonly, threaded=threaded)
+
+    @classmethod
+    def look(cls, path: str | Path) -> Journal:
+        """Open the journal for a moment, also that of a live run; writes no file beside it."""
+        return cls(Path(path), readonly=True, brief=True)
+
+    @property
+    def waits(self) -> Waits:
+        """Where waits for the disk are opened; a job puts its own here."""
+        return self._waits
+
+    @waits.setter
+    def waits(self, waits: Waits) -> None:
+        self._waits = waits
+        self._landings = WaitInOrder(waits, "journal", WaitKind.SEND, responder="journal")
+
+    # -- the life of a group ---------------------------------------------------------------------
+
+    def drawn(self, group: Group) -> None:
+        key = (group.task, group.prompt.prompt_id)
+        new_prompt = key not in self._known_prompts
+        if len(self._known_prompts) >= _MOST_KNOWN_PROMPTS:
+            self._known_prompts.clear()  # the journal ignores a prompt that it has already
+        self._known_prompts.add(key)
+        self._submit(
+            records.Drawn(
+                time.time(), group.group_id, group.task, group.cursor, group.prompt, new_prompt
+            )
+        )
+
+    def landed(self, group: Group) -> asyncio.Future[None]:
+        """Record that the group came back and goes to the buffer; durable when the future is done.
+
+        A future, not a coroutine: many groups can land without an asyncio task for each.
+        """
+        return self._write_group(group, "buffered")
+
+    def retried(self, group: Group, reason: str) -> None:
+        """Record that the group is issued again, with its present `tries` and partial responses."""
+        self._move(group, "retried", "in_flight", Status.INIT, reason)
+
+    def expired(self, group: Group) -> None:
+        """Record that a buffered group is too old; it stays in the buffer to be generated again."""
+        self._move(group, "expired", "buffered", Status.EXPIRED, "older than the staleness bound")
+
+    def filtered(self, group: Group) -> asyncio.Future[None]:
+        """Record that a filter refused a finished group; its payload is kept for inspection."""
+        return self._write_group(group, "dropped", "filtered")
+
+    def failed(self, group: Group) -> asyncio.Future[None]:
+        """Record a failed attempt; the group stays in flight and keeps its finished rollouts."""
+        return self._write_group(group, "in_flight")
+
+    def _write_group(
+        self, group: Group, place: str, reason: str | None = None
+    ) -> asyncio.Future[None]:
+        durable = self._submit_landing(records.Landed(time.time(), group, place, reason))
+        self._landings.asked(group.group_id, self.flush)
+        return durable
+
+    def dropped(self, group: Group, reason: str, *, detail: str = "") -> None:
+        """Record that the group ends untrained. `reason` is one word to count by; `detail` explains it."""
+        self._move(group, "dropped", "dropped", Status.ARCHIVED, detail or reason, reason)
+
+    def _move(
+        self,
+        group: Group,
+        kind: str,
+        place: str,
+        status: Status,
+        reason: str,
+        drop_reason: str | None = None,
+    ) -> None:
+        self._submit(
+            records.Moved(
+                time.time(),
+                group.group_id,
+                kind,
+                place,
+                status.value,
+                group.tries,
+                reason,
+                drop_reason,
+            )
+        )
+
+    # -- steps and weights -----------------------------------------------------------------------
+
+    async def begin_step(self, step: int, groups: Sequence[Group]) -> None:
+        """Record the batch of a step, in order; durable when this returns."""
+        record = records.StepBegun(time.time(), step, [group.group_id for group in groups])
+        await self._write_step(record, f"batch of step {step}")
+
+    async def commit_step(self, report: StepReport) -> None:
+        """Record what the step did; durable when this returns."""
+        record = records.StepCommitted(time.time(), report)
+        await self._write_step(record, f"step {report.step}")
+
+    async def redo_step(self, report: StepReport) -> None:
+        """Record that a committed step was trained again and gave other bits."""
+        record = records.StepRedone(time.time(), report.step, report.digest)
+        await self._write_step(record, f"step {report.step}, redone")
+
+    async def _write_step(self, record: records.Record, detail: str) -> None:
+        self._submit(record)
+        with self.waits.wait("loop", WaitKind.JOURNAL, detail, responder="journal"):
+            await self.flush()
+
+    def record_published(self, version: int, digest: str) -> None:
+        self._submit(records.WeightsSeen(time.time(), "published", None, version, digest))
+
+    def record_confirmed(self, engine: str, version: int, digest: str) -> None:
+        self._submit(records.WeightsSeen(time.time(), "confirmed", engine, version, digest))
+
+    def record_identity(self, values: Mapping[str, str]) -> None:
+        """Record facts that identify the run (data, config, code); a name's newer value replaces the old."""
+        self._submit(records.Identified(dict(values)))
+
+    async def record_call(self, rollout: Rollout, call: ModelCall) -> None:
+        """Record a model call of an agent's rollout; durable when this returns."""
+        record = CallMade(time.time(), rollout.rollout_id, rollout.seed, call)
+        await self._record_of_agent(rollout, record)
+
+    async def begin_tool(self, rollout: Rollout, call_id: str, name: str) -> None:
+        """Record that a tool is about to be called; durable when this returns."""
+        record = ToolBegun(time.time(), rollout.rollout_id, rollout.seed, call_id, name)
+        await self._record_of_agent(rollout, record)
+
+    async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None:
+        """Record the end of a tool call (done | failed); durable when this returns."""
+        record = ToolEnded(time.time(), rollout.rollout_id, rollout.seed, call_id, outcome, result)
+        await self._record_of_agent(rollout, record)
+
+    async def _record_of_agent(self, rollout: Rollout, record: records.Record) -> None:
+        self._submit(record)
+        with self.waits.wait("journal", WaitKind.SEND, rollout.rollout_id, responder="journal"):
+            await self.flush()
+
+    def prune_payloads(self, last_step: int, *, keep_text: bool) -> None:
+        """Remove the tokens of steps up to `last_step`, some steps per commit; safe in any thread."""
+        with closing(open_database(self.path, readonly=True)) as database:
+            select = "SELECT step FROM steps WHERE committed AND pruned_at IS NULL AND step <= ?"
+            steps = [step for (step,) in database.execute(f"{select} ORDER BY step", (last_step,))]
+        for number, step in enumerate(steps, start=1):
+            self._submit(records.StepPruned(time.time(), step, keep_text))
+            if number % _STEPS_PRUNED_AT_ONCE == 0 or number == len(steps):
+                self._writing().wait_durable()
+
+    def flush(self) -> asyncio.Future[None]:
+        """Return a future that is done when every record submitted so far is durable."""
+        return self._writing().durable()
+
+    def sync(self) -> None:
+        """Wait until every record submitted so far would also survive the death of the machine."""
+        if self._writer is not None:
+            self._writer.wait_durable()
+        for path in (self.path, self.path.with_name(f"{self.path.name}-wal")):
+            if path not in self._descriptors and path.exists():
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if path in self._descriptors:
+                os.fsync(self._descriptors[path])
+
+    def close(self) -> None:
+        """Write the queued records and close; raise the error that stopped the writer, if any."""
+        try:
+            self._reader.close()
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
+
+    def _submit(self, record: records.Record) -> None:
+        self._writing().submit(record)
+
+    def _submit_landing(self, record: records.Landed) -> asyncio.Future[None]:
+        return self._writing().durable(record)
+
+    def _writing(self) -> Writer:
+        if self._writer is None:
+            raise RunError(f"journal {self.path}: it was opened read-only")
+        return self._writer
+
+    # -- queries ---------------------------------------------------------------------------------
+
+    def query(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
+        """Return the rows of a SELECT over the public views."""
+        if self._writer is not None:
+            self._writer.wait_durable()
+        return self._select(sql, parameters)
+
+    def _select(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
+        try:
+            return self._reader.execute(sql, parameters).fetchall()
+        except sqlite3.OperationalError as error:
+            raise RunError(f"journal {self.path}: cannot read: {error}") from error
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Let all queries inside see the same moment of a live run."""
+        if self._writer is not None:
+            self._writer.wait_durable()
+        self._select("BEGIN")
+        try:
+            self._select("SELECT 1 FROM sqlite_master LIMIT 1")  # the first read fixes the moment
+            yield
+        finally:
+            self._select("ROLLBACK")
+
+    def damaged(self) -> list[str]:
+        """Return the names of rows and payloads that are not what was written; reads all of them."""
+        if self._writer is not None:
+            self._writer.wait_durable()
+        try:
+            payloads = (*damaged_payloads(self._reader), *damaged_calls(self._reader))
+            return list(dict.fromkeys([*self._damaged_rows(), *payloads]))
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
+
+    def has_checks(self) -> bool:
+        """Return whether the rows carry checksums; a journal of an older Penstock has none."""
+        return schema_version(self._reader) >= FIRST_WITH_CHECKS
+
+    def _damaged_rows(self) -> Iterator[str]:
+        version = schema_version(self._reader)
+        for table in checked_tables(version):
+            yield from damaged_rows(self._reader, table, version)
+
+    def check_file(self) -> None:
+        """Raise JournalDamaged if the file's structure or a definition is damaged; reads the whole file."""
+        self._check_structure()
+        self._raise_first(lambda: iter(()))
+
+    def check_for_resume(self) -> None:
+        """Raise JournalDamaged if a row that a resume reads is damaged; reads no rollout, event or call.
+
+        Rollouts and calls are checked as they are read. The audit checks all of them.
+        """
+        version = schema_version(self._reader)
+        skipped = ("event_rows", "call_rows")
+        tables = [table for table in checked_tables(version) if table not in skipped]
+        for table in tables or ("group_rows", "step_rows"):
+            self._check_structure(table)
+        self._raise_first(
+            lambda: itertools.chain.from_iterable(
+                damaged_rows(self._reader, table, version) for table in tables
+            )
+        )
+
+    def _check_structure(self, table: str | None = None) -> None:
+        for (finding,) in self.query(f"PRAGMA integrity_check({table or 1})"):
+            if finding != "ok":
+                words = " ".join(finding.split())
+                raise JournalDamaged(f"journal {self.path}: damaged: {words}")
+
+    def _raise_first(self, damaged: Callable[[], Iterator[str]]) -> None:
+        """Raise for the first changed definition, or the first damaged row."""
+        try:
+            changed = changed_definitions(self._reader) if self.has_checks() else []
+            found = [f"the definition of {name}" for name in changed]
+            found += itertools.islice(damaged() if not changed else (), 1)
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
+        if found:
+            raise JournalDamaged(
+                f"journal {self.path}: damaged: {found[0]} is not what was written"
+            )
+
+    def read_identity(self) -> dict[str, str]:
+        """Return the facts that identify the run, by name; empty in a journal that has none."""
+        return dict(self.query("SELECT name, value FROM identity ORDER BY name"))
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the journal as it is at one moment, also while a run writes to it."""
+        try:
+            with contextlib.closing(sqlite3.connect(path)) as target:
+                self._reader.backup(target)
+        except sqlite3.OperationalError as error:
+            raise RunError(f"journal {self.path}: cannot be copied: {error}") from error
+        except sqlite3.Error as error:
+            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
+
+    def last_committed_step(self) -> int:
+        """Return the number of the last committed step; 0 before the first."""
+        return self.query("SELECT MAX(step) FROM steps WHERE committed")[0][0] or 0
+
+    def pending_step(self) -> int | None:
+        """Return the step whose batch is journalled but whose update is not, if there is one."""
+        return self.query("SELECT MIN(step) FROM steps WHERE NOT committed")[0][0]
+
+    def steps(self) -> list[StepReport]:
+        """Return the reports of the committed steps, in order."""
+        rows = self.query(
+            "SELECT step, policy_version, digest, metrics, trained FROM steps WHERE committed"
+            " ORDER BY step"
+        )
+        return [
+            StepReport(
+                step=step,
+                policy_version=version,
+                digest=digest,
+                metrics=json.loads(metrics),
+                trained=tuple(map(tuple, json.loads(trained or "[]"))),
+            )
+            for step, version, digest, metrics, trained in rows
+        ]
+
+    def pruned_to(self) -> int:
+        """Return the last step whose tokens were removed; 0: none."""
+        return self.query("SELECT MAX(step) FROM steps WHERE pruned_at IS NOT NULL")[0][0] or 0
+
+    def batch(self, step: int) -> Batch:
+        """Return the groups of a begun step in their order, with all their tokens."""
+        rows = self.query(
+            "SELECT pruned_at FROM steps WHERE step = ? AND begun_at IS NOT NULL", (step,)
+        )
+        if not rows:
+            raise RunError(f"journal {self.path}: has no batch of step {step}")
+        if rows[0][0] is not None:
+            raise RunError(
+                f"journal {self.path}: the tokens of step {step} were removed "
+                f"(journal.keep_payloads); only a checkpoint of step {step} or later leads past it"
+            )
+        groups = self._groups("step = ? ORDER BY position", (step,))
+        return Batch(step=step, groups=tuple(groups))
+
+    def unfinished_groups(self) -> Unfinished:
+        """Return the buffered groups (with tokens) and those in flight, in cursor order, for a resume."""
+        in_flight = self._groups(
+            "state = 'in_flight' AND num_tokens IS NOT NULL ORDER BY task, cursor"
+        )
+        kept = {group.group_id: group for group in in_flight}
+        rows = self.query(
+            "SELECT group_id, task, cursor, prompt_id, tries FROM groups WHERE state = 'in_flight'"
+            " ORDER BY task, cursor"
+        )
+        return Unfinished(
+            buffered=self._groups("state = 'buffered' ORDER BY task, cursor"),
+            in_flight=[
+                InFlightRecord(
+                    group_id=group_id,
+                    task=task,
+                    cursor=cursor,
+                    prompt=self._prompt(task, prompt_id),
+                    tries=tries,
+                    group=kept.get(group_id),
+                )
+                for group_id, task, cursor, prompt_id, tries in rows
+            ],
+        )
+
+    def interrupted_calls(self) -> dict[tuple[str, int], list[ModelCall]]:
+        """Return the calls of rollouts that a resume continues, by (rollout, seed)."""
+        groups = "state = 'in_flight' OR (state = 'buffered' AND status = 'aborted')"
+        where = f"group_id IN (SELECT group_id FROM groups WHERE {groups})"
+        return read_calls(self.query(select_calls(where)))
+
+    def interrupted_tools(self) -> dict[tuple[str, int], list[ToolResult]]:
+        """Return the tool calls of rollouts that a resume continues, by (rollout, seed)."""
+        groups = "state = 'in_flight' OR (state = 'buffered' AND status = 'aborted')"
+        return self._tools(f"group_id IN (SELECT group_id FROM groups WHERE {groups})")
+
+    def tools(self, group_id: str) -> dict[tuple[str, int], list[ToolResult]]:
+        """Return the tool calls of a group's rollouts, by (rollout, seed); those of every try."""
+        return self._tools("group_id = ?", (group_id,))
+
+    def _tools(
+        self, where: str, values: Sequence[object] = ()
+    ) -> dict[tuple[str, int], list[ToolResult]]:
+        found: dict[tuple[str, int], list[ToolResult]] = {}
+        for rollout_id, seed, call_id, name, outcome, result in self.query(
+            "SELECT rollout_id, seed, call_id, name, outcome, result FROM tools"
+            f" WHERE {where} ORDER BY begun_at",
+            values,
+        ):
+            tool = ToolResult(call_id=call_id, name=name, outcome=outcome, result=result)
+            found.setdefault((rollout_id, seed), []).append(tool)
+        return found
+
+    def calls(self, group_id: str) -> dict[tuple[str, int], list[ModelCall]]:
+        """Return the calls of a group's rollouts, by (rollout, seed); those of every try."""
+        return read_calls(self.query(select_calls("group_id = ?"), (group_id,)))
+
+    def cursors(self) -> dict[str, int]:
+        """Return, per task, the cursor after the last drawn group."""
+        return dict(self.query("SELECT task, MAX(cursor) + 1 FROM groups GROUP BY task"))
+
+    def taken(self) -> dict[str, int]:
+        """Return, per task, the number of groups that some step took, committed or not."""
+        return dict(
+            self.query(
+                "SELECT task, COUNT(*) FROM groups WHERE state IN ('taken', 'trained') GROUP BY task"
+            )
+        )
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return, per task, the groups by state (in_flight, buffered, taken, trained, dropped), and drawn."""
+        found: dict[str, dict[str, int]] = {}
+        for task, state, number in self.query(
+            "SELECT task, state, COUNT(*) FROM groups GROUP BY task, state"
+        ):
+            row = found.setdefault(task, {"drawn": 0})
+            row[state] = number
+            row["drawn"] += number
+        return found
+
+    def drops(self) -> dict[str, dict[str, int]]:
+        """Return, per task, the dropped groups by reason."""
+        found: dict[str, dict[str, int]] = {}
+        for task, reason, number in self.query(
+            "SELECT task, drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1, 2"
+        ):
+            found.setdefault(task, {})[reason] = number
+        return found
+
+    def group(self, group_id: str) -> Group:
+        """Return one group with the payload of its last landing; pruned log-probs are NaN."""
+        groups = self._groups("group_id = ?", (group_id,))
+        if not groups:
+            raise RunError(f"journal {self.path}: has no payload of group {group_id}")
+        return groups[0]
+
+    def _groups(self, where: str, parameters: Sequence[object] = ()) -> list[Group]:
+        rows = self.query(
+            "SELECT group_id, task, cursor, prompt_id, tries, error, state, status, num_rollouts,"
+            f" num_tokens FROM groups WHERE {where}",
+            parameters,
+        )
+        prompts: dict[tuple[str, str], Prompt] = {}
+        groups = []
+        for group_id, task, cursor, prompt_id, tries, error, state, status, *landed in rows:
+            key = (task, prompt_id)
+            if key not in prompts:
+                prompts[key] = self._prompt(task, prompt_id)
+            rollouts = [
+                decode_rollout(
+                    data,
+                    rollout_id,
+                    prompts[key],
+                    text=text,
+                    key=rollout_key(group_id, number, rollout_id),
+                )
+                for number, rollout_id, text, data in self._select(
+                    "SELECT number, rollout_id, text, data FROM rollout_rows"
+                    " WHERE group_id = ? ORDER BY number",
+                    (group_id,),
+                )
+            ]
+            if not rollouts and landed[1] is None:
+                continue  # nothing of it was ever generated
+            self._check_whole(group_id, rollouts, *landed)
+            group = Group(
+                group_id=group_id,
+                task=task,
+                cursor=cursor,
+                prompt=prompts[key],
+                rollouts=rollouts,
+                tries=tries,
+                error=error or "",
+            )
+            if state == "buffered" and status == Status.EXPIRED:
+                group.move_to(Status.EXPIRED)  # it expired after its payload was written
+            groups.append(group)
+        return groups
+
+    def _check_whole(
+        self, group_id: str, rollouts: Sequence[Rollout], number: int | None, tokens: int
+    ) -> None:
+        """Raise unless the group has what it landed with; an older schema has no number of rollouts."""
+        found = sum(len(rollout.response_ids) for rollout in rollouts)
+        if found != tokens or len(rollouts) != (number or len(rollouts)):
+            raise JournalDamaged(
+                f"journal {self.path}: damaged: group {group_id} has {len(rollouts)} rollouts with "
+                f"{found} tokens, but {number or 'its rollouts'} with {tokens} tokens landed"
+            )
+
+    def _prompt(self, task: str, prompt_id: str) -> Prompt:
+        rows = self._select(
+            "SELECT data FROM prompt_rows WHERE task = ? AND prompt_id = ?", (task, prompt_id)
+        )
+        if not rows:
+            raise JournalDamaged(f"journal {self.path}: damaged: it has no prompt {prompt_id}")
+        return decode_prompt(rows[0][0])

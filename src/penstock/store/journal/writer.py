@@ -1,0 +1,181 @@
+"""The writer thread: commits the queued records, all that wait in one transaction.
+
+Consumes records, makes them durable. Waits for the queue; woken by `submit()`. The first error stops
+the writer: every waiter and every later call gets that error, so no caller hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import shutil
+import sqlite3
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+from penstock.errors import PenstockError, RunError
+from penstock.store.journal.records import Landed, Record, Tables, write_in_order
+
+_MOST_PER_COMMIT = 2048
+
+
+_Waiter = asyncio.Future[None] | Future[None]  # of an event loop, or of a thread
+_WAITERS = (asyncio.Future, Future)
+
+
+def _resolve(futures: list[asyncio.Future[None]], fault: PenstockError | None) -> None:
+    for future in futures:
+        if future.done():
+            continue
+        if fault is None:
+            future.set_result(None)
+        else:
+            future.set_exception(fault)
+
+
+class Writer:
+    """Owns the writing connection. `threaded=False` writes in the caller's thread, for virtual time."""
+
+    def __init__(self, database: sqlite3.Connection, path: Path, *, threaded: bool = True) -> None:
+        self._database, self._tables = database, Tables(database)
+        self._path = path
+        self._queue: queue.SimpleQueue[Record | _Waiter | None] = queue.SimpleQueue()
+        self._fault: PenstockError | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+            self._thread.start()
+
+    def submit(self, record: Record) -> None:
+        """Queue a record; it becomes durable later."""
+        if self._fault is not None or self._closed:
+            self._check()
+        self._queue.put(record)
+
+    def durable(self, record: Landed | None = None) -> asyncio.Future[None]:
+        """Submit a record if one is given, and return a future that is done when it is committed.
+
+        Every record that was submitted before is committed then, too.
+        """
+        done = self._queue_up(record)
+        if self._thread is None:
+            self._drain(block=False)
+        return done
+
+    def _queue_up(self, record: Landed | None) -> asyncio.Future[None]:
+        if self._fault is not None or self._closed:
+            self._check()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if record is None:
+            self._queue.put(done)
+        else:  # one item, not two: a run queues one for each of its groups
+            record.done = done
+            self._queue.put(record)
+        return done
+
+    def wait_durable(self) -> None:
+        """Do the same as `durable()`, for callers without an event loop."""
+        self._check()
+        done: Future[None] = Future()
+        self._queue.put(done)
+        if self._thread is None:
+            self._drain(block=False)
+        done.result()
+
+    def close(self) -> None:
+        """Write the queued records and end the thread; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._drain(block=False)
+        self._database.close()
+        if self._fault is not None:
+            raise self._fault
+
+    def _check(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+        if self._closed:
+            raise RunError(f"journal {self._path}: it is closed")
+
+    def _run(self) -> None:
+        while self._drain(block=True):
+            pass
+
+    def _drain(self, *, block: bool) -> bool:
+        """Commit the queued records; return False once the closing mark was seen."""
+        records: list[Record] = []
+        waiters: list[_Waiter] = []
+        open_still = True
+        get, wait = self._queue.get, block  # only the first item is waited for
+        while len(records) < _MOST_PER_COMMIT or not block:
+            try:
+                item = get(wait)
+            except queue.Empty:
+                break
+            wait = False
+            if item is None:
+                open_still = False
+                break
+            if isinstance(item, _WAITERS):
+                waiters.append(item)
+                continue
+            records.append(item)
+            if type(item) is Landed and item.done is not None:
+                waiters.append(item.done)
+        try:
+            self._commit(records)
+        except Exception as error:  # the thread lives on, so that every waiter gets the error
+            self._fail(RunError(f"journal {self._path}: {type(error).__name__}: {error}"))
+        self._wake(waiters)
+        return open_still
+
+    def _wake(self, waiters: list[_Waiter]) -> None:
+        """Wake the waiters with one message per event loop, however many wait in it."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        for waiter in waiters:
+            if isinstance(waiter, asyncio.Future):
+                by_loop.setdefault(waiter.get_loop(), []).append(waiter)
+            elif self._fault is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(self._fault)
+        for loop, futures in by_loop.items():
+            if self._thread is None:
+                _resolve(futures, self._fault)
+                continue
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_resolve, futures, self._fault)
+
+    def _commit(self, records: list[Record]) -> None:
+        if not records or self._fault is not None:
+            return
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            write_in_order(self._tables, records)
+            self._database.execute("COMMIT")
+        except PenstockError as error:
+            self._fail(error)
+        except Exception as error:  # disk full, input/output, a value that cannot be stored
+            fault = RunError(f"journal {self._path}: cannot write: {error} ({self._room()})")
+            fault.__cause__ = error
+            self._fail(fault)
+
+    def _fail(self, fault: PenstockError) -> None:
+        self._fault = self._fault or fault
+        with contextlib.suppress(sqlite3.Error):  # a connection that is gone has rolled back
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+
+    def _room(self) -> str:
+        try:
+            return f"{shutil.disk_usage(self._path.parent).free >> 20:,} MiB free there"
+        except OSError as error:  # the folder was removed
+            return f"its folder: {error.strerror}"

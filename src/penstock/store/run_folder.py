@@ -1,0 +1,416 @@
+"""The folder of one run: its paths and settings, and how it is made, found and locked.
+
+runs/NAME/  config.toml  configs/until-step-N.toml (earlier ones)  journal.db  metrics.jsonl  rollouts.jsonl  data/  eval/  checkpoints/  logs/
+
+The settings of a run are in its journal; config.toml and configs/ are copies for people, and count
+only until the journal's first record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from penstock.config import Config
+from penstock.config.changes import differing
+from penstock.config.secrets import refuse_secrets
+from penstock.config.source import load_config, to_toml, validate
+from penstock.errors import UserError
+from penstock.files import existing, network_file_system, sync, write_whole
+from penstock.store import trust
+from penstock.store.journal import Journal, is_empty
+
+_UNTIL = "until-step-"  # names of copies
+_IN_FORCE, _EARLIER = "config", "config until step "  # names of facts in the journal
+_INSIDE = "RUN/"  # begins a path of data that is in the run folder, which may be moved
+_LOOKS_PASSED = 10_000  # tries; a look takes some microseconds
+CONFIG, JOURNAL, METRICS, ORIGIN = "config.toml", "journal.db", "metrics.jsonl", "origin.json"
+
+
+@dataclass(slots=True, frozen=True)
+class RunFolder:
+    """Paths inside one run folder."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def journal(self) -> Path:
+        return self.path / JOURNAL
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "eval"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def recompute_logs(self) -> Path:
+        """Logs of a recomputation, apart from those of the run itself, which may be under way."""
+        return self.logs / "recompute"
+
+    def record(self) -> dict[str, str]:
+        """Return what the journal holds about the run's identity; empty before its first record."""
+        if not self.journal.is_file() or is_empty(self.journal):
+            return {}
+        with contextlib.closing(Journal.look(self.journal)) as journal:
+            return journal.read_identity()
+
+    def config(self) -> Config:
+        """Return the config in force."""
+        return self.eras()[-1].config
+
+    def eras(self, record: Mapping[str, str] | None = None) -> list[Era]:
+        """Return the configs that were in force, in order; the last one has no end.
+
+        `record`: what `record()` returned, if it was read already.
+        """
+        record = self.record() if record is None else record
+        if _IN_FORCE in record:
+            ends = {name: name.removeprefix(_EARLIER) for name in record if _EARLIER in name}
+            old = [Era(self._outside(_config_of(record[n])), int(end)) for n, end in ends.items()]
+            last = self._outside(_config_of(record[_IN_FORCE]))
+        else:
+            paths = self.path.glob(f"configs/{_UNTIL}*.toml")
+            old = [
+                Era(self._outside(_read(path)), int(path.stem.removeprefix(_UNTIL)))
+                for path in paths
+            ]
+            last = self._outside(_read(self.path / CONFIG))
+        return [*sorted(old, key=lambda era: era.last_step or 0), Era(last, None)]
+
+    async def record_config(
+        self, journal: Journal, config: Config, facts: Mapping[str, str], *, after_step: int
+    ) -> None:
+        """Put `config` in force after a step, and keep the old one, in one record; renew the copies."""
+        values = {_IN_FORCE: self._inside(config).model_dump_json(), **facts}
+        *old, last = self.eras(journal.read_identity())
+        if after_step and last.config != config:  # else no step was done under the old config
+            old.append(Era(last.config, after_step))
+        ended = {era.last_step: era for era in reversed(old)}  # the first was in force until then
+        for step, era in ended.items():
+            values[f"{_EARLIER}{step}"] = self._inside(era.config).model_dump_json()
+        journal.record_identity(values)
+        await journal.flush()
+        journal.sync()  # a copy is never newer than the journal
+        self.write_copies([*ended.values(), Era(config, None)])
+
+    def write_copies(self, eras: Sequence[Era] | None = None) -> None:
+        """Renew the copies of the journal's configs for people."""
+        (self.path / "configs").mkdir(exist_ok=True)
+        for era in self.eras() if eras is None else eras:
+            name = CONFIG if era.last_step is None else f"configs/{_UNTIL}{era.last_step}.toml"
+            copy = _copy(self._inside(era.config))
+            if _text_of(self.path / name) != copy:
+                write_whole(self.path / name, copy)
+
+    def has_copy(self) -> bool:
+        """Return whether config.toml is there and not empty."""
+        return bool(_text_of(self.path / CONFIG).strip())
+
+    def edited_copy(self, wanted: Config) -> str:
+        """Return what is wrong with config.toml in a phrase; empty if it agrees with the journal.
+
+        It may also hold `wanted`, or an earlier config: a kill came between the journal and the copy.
+        """
+        if not self.has_copy():
+            return f"{CONFIG} is missing or empty"
+        eras = self.eras()
+        try:
+            found = self._outside(load_config(self.path / CONFIG).config)
+        except UserError as error:
+            return f"{CONFIG} was edited ({error})"
+        if found in (wanted, *(era.config for era in eras)):
+            return ""
+        first, *more = differing(eras[-1].config, found)
+        others = f" and {len(more)} more" if more else ""
+        return f"{CONFIG} was edited ({first}{others})"
+
+    def _inside(self, config: Config) -> Config:
+        """Return the config as it is kept: data in this folder is named without the folder."""
+        here = f"{os.path.abspath(self.path)}/"
+        return _map_data(config, lambda data: re.sub(f"^{re.escape(here)}", _INSIDE, data))
+
+    def _outside(self, config: Config) -> Config:
+        """Return a kept config with the place that data in this folder has now."""
+        here = f"{os.path.abspath(self.path)}/"
+        return _map_data(config, lambda data: re.sub(f"^{_INSIDE}", lambda _: here, data))
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Let only one process write the run; the lock ends with the process."""
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(self.path / "lock", flags, 0o666)
+        except OSError as error:
+            raise UserError(f"run: {self.path}/lock cannot be opened: {error.strerror}") from None
+        with os.fdopen(descriptor, "a+") as file:
+            if not _take_lock(file.fileno()):
+                file.seek(0)
+                owner = file.read().strip()
+                raise UserError(
+                    f"run: {self.path} is being trained by process {owner}; allowed: one at a time"
+                )
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            try:
+                yield
+            finally:
+                file.truncate(0)  # a lock that names a process and that nobody holds: a kill
+
+    def owner(self) -> Owner:
+        """Return whether a process trains the run now, or left it without an end."""
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return Owner.NONE
+        with os.fdopen(descriptor, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return Owner.ALIVE
+            except OSError:
+                return Owner.NONE
+            return Owner.KILLED if file.read(1) else Owner.NONE
+
+    def check_inside(self, path: Path) -> None:
+        """Raise a UserError if a link leads a path of this folder out of it."""
+        if not path.parent.resolve().is_relative_to(self.path.resolve()):
+            raise UserError(
+                f"{path}: {path.parent} is a link out of the run folder, allowed: a folder in it"
+            )
+
+    def origin(self) -> Origin | None:
+        """Return where a fork's rollouts came from; None if the run generated its own."""
+        path = self.path / ORIGIN
+        return Origin(**json.loads(path.read_text())) if path.is_file() else None
+
+
+class Owner(StrEnum):
+    """The process that trains a run."""
+
+    NONE = "none"
+    ALIVE = "alive"
+    KILLED = "killed"
+
+
+def _take_lock(descriptor: int) -> bool:
+    """Take the lock alone; return False if a run holds it. A look holds it for a moment, shared."""
+    for _ in range(_LOOKS_PASSED):
+        for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):  # shared: only looks hold it, so try again
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                continue
+        else:
+            return False
+        if kind == fcntl.LOCK_EX:
+            return True
+        os.sched_yield()
+    return False
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Origin:
+    """Where the rollouts of a fork came from."""
+
+    run: str  # folder of the run that generated them
+    steps: int  # number of steps of that run whose groups are used
+    digest: str  # digest of its weights after the last of these steps
+
+
+@dataclass(slots=True, frozen=True)
+class Era:
+    """A config and the last step done under it; None while it is in force."""
+
+    config: Config
+    last_step: int | None
+
+
+def _map_data(config: Config, change: Callable[[str], str]) -> Config:
+    """Return the config with a change of every task's `data`."""
+    given = (*config.tasks.values(), *config.eval.tasks.values())
+    if all(change(task.data) == task.data for task in given):
+        return config
+    tree = config.model_dump()
+    for task in (*tree["tasks"].values(), *tree["eval"]["tasks"].values()):
+        task["data"] = change(task["data"])
+    return validate(tree)
+
+
+def _config_of(fact: str) -> Config:
+    return validate(json.loads(fact))
+
+
+def _read(path: Path) -> Config:
+    if not _text_of(path).strip():
+        raise UserError(
+            f"run: {path} is missing or empty and the journal has no settings: nothing was trained "
+            "yet; start the run again under another run.name"
+        )
+    return load_config(path).config
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _copy(config: Config) -> str:
+    """Return the text of a copy for people."""
+    return (
+        "# A copy for people. The settings in force are in journal.db; change one with: "
+        f"penstock resume RUN KEY=VALUE\n{to_toml(config)}"
+    )
+
+
+def create(
+    config: Config, origin: Origin | None = None, own_data: Sequence[Path] = ()
+) -> RunFolder:
+    """Make the folder of a new run; refuse a folder that exists, and never delete anything.
+
+    `own_data`: files of data that the run keeps in its folder, and reads from there.
+    """
+    parent, name = Path(config.run.dir), config.run.name
+    if name in (".", "..") or name != Path(name).name:
+        raise UserError(f"run.name: got {name!r}, allowed: one folder name, without separators")
+    check_disk(parent, config)
+    refuse_secrets(config.model_dump())  # this writes the config
+    above = existing(parent)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"run.dir: got {str(parent)!r}, allowed: a folder") from None
+    except OSError as error:
+        raise _cannot_write(parent, error) from None
+    path = parent / (name or _automatic_name(config))
+    for number in itertools.count(2):
+        try:
+            # for its owner alone, and exclusive: of two runs that start with one name, one is refused
+            path.mkdir(mode=0o700)
+            break
+        except FileExistsError:
+            if name:
+                raise UserError(
+                    f"run.name: {path} exists already; allowed: another run.name, "
+                    f"or continue it with: penstock resume {path}"
+                ) from None
+            path = parent / f"{_automatic_name(config)}-{number}"
+        except OSError as error:
+            raise _cannot_write(parent, error) from None
+    trust.sign_config(path, config)  # before the config, which makes the folder a run
+    if origin is not None:  # before the config, which makes the folder a run
+        (path / ORIGIN).write_text(json.dumps(asdict(origin), indent=1))
+        sync(path / ORIGIN)
+    config = _keep_data(path, config, own_data)
+    # at once: no kill can come between making a run and its config, until the journal has it
+    (path / CONFIG).write_text(_copy(config), encoding="utf-8")
+    sync(path / CONFIG)
+    for folder in (path, *path.parents):  # what was made, and the folder that names the first of it
+        sync(folder)
+        if folder == above:
+            break
+    return RunFolder(path)
+
+
+def _keep_data(path: Path, config: Config, files: Sequence[Path]) -> Config:
+    """Copy files into the run folder; return the config that names the copies."""
+    for file in files:
+        (path / "data").mkdir(exist_ok=True)
+        shutil.copyfile(file, path / "data" / file.name)
+        sync(path / "data" / file.name)
+    kept = {str(file): f"{_INSIDE}data/{file.name}" for file in files}
+    return _map_data(config, lambda data: kept.get(data, data))
+
+
+def check_disk(folder: Path, config: Config) -> None:
+    """Refuse a folder on a network file system, unless the config allows it."""
+    kind = network_file_system(folder)
+    if kind and not config.run.allow_network_disk:
+        raise UserError(
+            f"run.dir: got {folder} on {kind}, a network file system, where a look at the journal "
+            "from another machine can destroy it; allowed: a local disk, or "
+            "run.allow_network_disk=true if only this machine opens the run"
+        )
+
+
+def _cannot_write(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"run.dir: nothing can be written to {folder} ({error.strerror}), "
+        "allowed: a folder that can be written; choose one with run.dir=FOLDER"
+    )
+
+
+def find(path: str | Path) -> RunFolder:
+    """Find an existing run by its folder, or by its name below `runs/`."""
+    for candidate in (Path(path), Path("runs") / path):
+        if (candidate / CONFIG).is_file() or (candidate / JOURNAL).is_file():
+            _check_plain(candidate)
+            return RunFolder(candidate)
+    raise UserError(
+        f"run: got {str(path)!r}, allowed: a run folder (one that holds {JOURNAL} or {CONFIG})"
+    )
+
+
+def _check_plain(folder: Path) -> None:
+    """Refuse a folder with pipes, sockets or devices, which a look would wait for or act on."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)
+            with contextlib.suppress(FileNotFoundError):  # the run may be under way
+                if stat.S_IFMT(os.lstat(path).st_mode) not in (stat.S_IFREG, stat.S_IFLNK):
+                    raise UserError(f"run: {path} is a pipe, socket or device, allowed: files")
+
+
+def remove(folder: RunFolder) -> None:
+    """Remove the folder of a failed start."""
+    shutil.rmtree(folder.path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.path.parent.rmdir()  # only if it is empty
+
+
+def has_progress(path: Path) -> bool:
+    """Return whether the folder holds groups, metrics or checkpoints, which a removal would destroy."""
+    metrics = path / METRICS
+    told = metrics.exists() and metrics.stat().st_size > 0
+    return told or any((path / "checkpoints").glob("step-*")) or _has_groups(path / JOURNAL)
+
+
+def _has_groups(path: Path) -> bool:
+    if not path.exists() or is_empty(path):
+        return False
+    journal = Journal.look(path)
+    try:
+        return bool(journal.query("SELECT 1 FROM groups LIMIT 1"))
+    finally:
+        journal.close()
+
+
+def _automatic_name(config: Config) -> str:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return f"{'-'.join(config.tasks)}-{config.algorithm.name.split(':')[-1]}-{stamp}"

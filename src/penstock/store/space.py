@@ -1,0 +1,182 @@
+"""What the machine has left for a run: its disk and its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import Config
+from penstock.config.demo import resolve_model_path
+
+TOKEN = 12  # bytes of the journal for a token: id, log-prob, text
+ROLLOUT = 400  # bytes of the journal for a response, beside its tokens
+_AHEAD = 100  # steps whose journal must fit
+_MASTER_AND_MOMENTS = 12  # bytes of a trained parameter in a checkpoint, beside the model itself
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DiskSpace:
+    """What is free under a run folder, and what the run will write there next; in bytes."""
+
+    folder: Path
+    free: int
+    checkpoint: int  # the next checkpoint
+    journal: int  # the journal's growth over the next `ahead` steps
+    ahead: int
+
+    @property
+    def is_short(self) -> bool:
+        return self.free < self.checkpoint + self.journal
+
+    def __str__(self) -> str:
+        return (
+            f"{size_text(self.free)} are free in {self.folder}; the next checkpoint needs "
+            f"{size_text(self.checkpoint)}, the journal {size_text(self.journal)} for the next {self.ahead} steps"
+        )
+
+
+class DiskWatch:
+    """Looks at the free space before every step, which takes a few system calls."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        total_steps: int,
+        *,
+        free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
+        first: tuple[int, int] | None = None,
+    ) -> None:
+        """first: a step and the size of the journal then; None: measure it at the first look."""
+        self._folder, self._config, self._total = folder, config, total_steps
+        self._free = free
+        self._checkpoint = checkpoint_bytes(config)
+        self._measured = False  # whether that is the size of a checkpoint of this run
+        self._first = first
+
+    def forecast(self, steps_done: int) -> str:
+        """Return what the rest of the run will write, at most, and what is free, in one line."""
+        journal = (self._total - steps_done) * _step_bytes(self._config)
+        checkpoint, keep = self._checkpoint_bytes(), self._config.checkpoint.keep + 1
+        free = self._free(self._folder)
+        written = f"at most {size_text(journal)} of journal ({TOKEN} bytes a token)"
+        if checkpoint:
+            written += (
+                f" and {keep} checkpoints of {size_text(checkpoint)} (one while it is written)"
+            )
+        short = journal + keep * checkpoint > free
+        return f"{'warning: ' if short else ''}disk: {written}; {size_text(free)} are free"
+
+    def look(self, step: int) -> DiskSpace:
+        """Return what is free before a step, and what will be written next."""
+        size = self._journal_bytes()
+        if self._first is None:
+            self._first = step, size
+        first, size_then = self._first
+        ahead = min(_AHEAD, self._total - step + 1)
+        growth = (size - size_then) / (step - first) if step > first else 0.0
+        return DiskSpace(
+            folder=self._folder,
+            free=self._free(self._folder),
+            checkpoint=self._checkpoint_bytes(),
+            journal=int(growth * ahead),
+            ahead=ahead,
+        )
+
+    def _journal_bytes(self) -> int:
+        return sum(_bytes_of(self._folder / name) for name in ("journal.db", "journal.db-wal"))
+
+    def _checkpoint_bytes(self) -> int:
+        """Return the size of a checkpoint of this run; before there is one, an estimate."""
+        if self._measured:
+            return self._checkpoint
+        made = next((self._folder / "checkpoints").glob("step-*"), None)
+        if made is not None:
+            with contextlib.suppress(FileNotFoundError):  # it is being pruned
+                self._checkpoint = sum(_bytes_of(path) for path in made.rglob("*"))
+                self._measured = True
+        return self._checkpoint
+
+
+def _bytes_of(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _step_bytes(config: Config) -> int:
+    """Return the most that one step adds to the journal."""
+    tasks = [config.task_sampling(name) for name in config.tasks]
+    group = max(task.num_generations * (ROLLOUT + TOKEN * task.max_tokens) for task in tasks)
+    return group * config.train.groups_per_step
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the size of a checkpoint from the model's safetensors files; 0 if there are none."""
+    folder = _model_folder(config.model.path)
+    parameters = sum(_parameters(path) for path in folder.glob("*.safetensors"))
+    each = 2 if config.model.dtype in ("bfloat16", "float16") else 4
+    trained = 0 if config.model.lora.rank else _MASTER_AND_MOMENTS
+    return parameters * (each + trained)
+
+
+def _model_folder(path: str) -> Path:
+    """Return the folder with the model's files: its own, or the hub's cache."""
+    folder = Path(resolve_model_path(path))
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else folder
+
+
+def _parameters(path: Path) -> int:
+    """Read a safetensors header: eight bytes of length, then JSON with every tensor's shape."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    tensors = (tensor for name, tensor in header.items() if name != "__metadata__")
+    return sum(math.prod(tensor["shape"]) for tensor in tensors)
+
+
+def size_text(number: float) -> str:
+    power = min(4, (max(int(number), 1).bit_length() - 1) // 10)
+    value = number / 1024**power
+    digits = 1 if power and value < 10 else 0
+    return f"{value:.{digits}f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+_MACHINE, _LIMIT, _USED = (
+    Path("/proc/meminfo"),
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory.current"),
+)
+
+
+def available_mib() -> float | None:
+    """Return the MiB that processes can still get; None where the system does not tell."""
+    found = [value for value in (_of_machine(), _of_container()) if value is not None]
+    return min(found, default=None)
+
+
+def _of_machine() -> float | None:
+    try:
+        lines = _MACHINE.read_bytes().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) / 1024 for line in lines if b"MemAvailable" in line), None)
+
+
+def _of_container() -> float | None:
+    try:
+        limit, used = _LIMIT.read_bytes().strip(), _USED.read_bytes().strip()
+    except OSError:
+        return None
+    return (int(limit) - int(used)) / 2**20 if limit.isdigit() and used.isdigit() else None

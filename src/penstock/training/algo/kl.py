@@ -1,0 +1,27 @@
+"""Estimators of the KL divergence from the log-probs of sampled tokens.
+
+k1 is unbiased but may be negative, k3 is unbiased and never negative. Their gradients as terms of the
+loss differ: that of k1 is zero in the mean, that of k2 is the gradient of KL(policy || reference) where
+the policy sampled the tokens, that of k3 is the gradient of KL(reference || policy). k3 times the ratio
+policy / sampler (`k3_weighted`) has the gradient of KL(policy || reference), whoever sampled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.training.algo.method import MAX_LOG_RATIO
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def estimate(kind: str, logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) at each sampled token; the caller weighs `k3_weighted`."""
+    log_ratio_N = (reference_N - logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if kind == "k1":
+        return -log_ratio_N
+    if kind == "k2":
+        return log_ratio_N.square() / 2
+    assert kind in ("k3", "k3_weighted"), kind
+    return log_ratio_N.exp() - log_ratio_N - 1

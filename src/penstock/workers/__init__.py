@@ -1,0 +1,14 @@
+"""Where the parts of a run live: worker processes, this process, or a Ray cluster.
+
+A launcher is `async start(config, total_steps, log_folder) -> Workers`, one line in `LAUNCHERS`. Only
+this folder knows processes (`processes/`) and Ray (`ray/`); the loop does not know which launcher
+is in use.
+"""
+
+from __future__ import annotations
+
+LAUNCHERS = {
+    "local": "penstock.workers.processes.local:start",
+    "inline": "penstock.workers.inline:start",
+    "ray": "penstock.workers.ray.cluster:start",
+}

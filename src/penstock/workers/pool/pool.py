@@ -1,0 +1,587 @@
+"""Several supervised engines as one `InferenceEngine`.
+
+Owns the states of the engines: which serve, start, are lent or dead, and with which weights. The way of a
+request through the pool is in `requests.py`; how a worker is started belongs to `workers/`, when it is
+restarted to `workers/supervise/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
+from penstock.errors import EngineError, EnginesLost, PartFailed, RunError, UserError, WorkerDied
+from penstock.types import WeightHandle
+from penstock.waits import WaitKind, Waits
+from penstock.workers.pool.engine import ENDED, MOVES, WORKING, Engine, EngineState, LentEngine
+from penstock.workers.pool.loads import Loads
+from penstock.workers.pool.newest_weights import NewestWeights, Renew
+from penstock.workers.pool.node_copies import NodeCopies
+from penstock.workers.pool.prompt_batch import PromptBatch, empty_answer
+from penstock.workers.pool.requests import Requests
+from penstock.workers.supervise.supervised import Call, Supervised, nothing
+
+T = TypeVar("T")
+UpdateOrder = Literal["together", "rolling"]
+UNKNOWN_SLOTS = 64  # requests to give to an engine that does not say how many it runs at once
+
+
+class EnginePool:
+    """See `InferenceEngine`. An engine is in one of these states:
+
+    starting   no worker serves: it died, or was just added. The supervision starts a worker, loads the
+               newest weights (`_prepare`) and moves it to serving (`_join`), or gives it up: dead.
+    serving    takes requests. A call that finds the worker dead moves it to starting.
+    set aside  lent to one user: keeps its weights and takes no requests of the pool. `set_aside` moves it
+               there and back; if it dies, it is starting, and then serves the pool.
+    dead       the supervision gave up, or the engine failed in this process. Final.
+    retired    drained by `scale`. Final.
+
+    Asleep is a state of the whole pool (`sleep`, `release_gpu`, `wake`): working engines hold no GPU memory and no request
+    is bound. An engine that is back meanwhile goes to sleep too.
+
+    Requests wait for: room at an engine, or one that serves. Woken by: answers, engines that join or resume.
+    """
+
+    def __init__(
+        self,
+        supervised: list[Supervised],
+        waits: Waits,
+        make: Callable[[int], Supervised] | None = None,
+        copies: NodeCopies | None = None,
+        renew: Renew | None = None,
+        *,
+        slots: int = 0,
+        update: UpdateOrder = "together",
+        may_leave: bool = False,
+        note: Callable[[str], None] = lambda line: None,
+        first_loaded: Callable[[int, str], None] = lambda version, digest: None,
+        confirmed: Callable[[int, str], None] = lambda version, digest: None,
+    ) -> None:
+        """Build the pool of workers that have started.
+
+        make: returns a further engine, by its index. copies: one copy of the weights per node.
+        renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
+        may_leave: whether publications go on without an engine that is late with the ones before.
+        note: takes lines to the user. first_loaded: called when the first engine has new weights; requests
+        that come from then on go only to engines that have them. confirmed: called when an engine answered that
+        it loaded weights, or returned tokens that it sampled from them.
+        """
+        if not supervised:
+            raise EngineError("engine pool: got 0 engines, allowed: at least 1")
+        self._waits, self._make = waits, make
+        self._weights = NewestWeights(copies, renew, confirmed)
+        self._update, self._first_loaded = update, first_loaded
+        self._loads, self._may_leave = Loads(self._catch_up, note), may_leave
+        self._engines: list[Engine] = []
+        self._asks_for_slots = not slots
+        self._requests = Requests(
+            len(supervised),
+            slots or UNKNOWN_SLOTS,
+            generate=lambda index, requests: self._generate_on(self._engines[index], requests),
+            abort=lambda index, names: self._abort_on(self._engines[index], names),
+            until_one_serves=self._until_one_serves,
+            note=note,
+        )
+        self._dispatcher = self._requests.dispatcher
+        self._least_version = 0  # the oldest weights that new requests may be generated with
+        self.when_loaded: Callable[[], Awaitable[None]] = nothing  # called after an update
+        self._scaling = asyncio.Lock()
+        self._switching = asyncio.Lock()  # held to load weights, to join, to fall asleep, to wake
+        self._gpu_released = asyncio.Event()  # not set: the trainer holds the GPU
+        self._gpu_released.set()
+        self._starts: set[Engine] = set()  # engines that start or are drained
+        self._asleep = False
+        self.shares_gpu = False  # with the trainer: engines wake, start and load in their turn
+        self._changed = asyncio.Event()  # a state, a reserved start or a waiting request changed
+        for one in supervised:
+            self._adopt(Engine(one, len(self._engines)))
+
+    def _adopt(self, engine: Engine) -> None:
+        self._engines.append(engine)
+        one = engine.supervised
+        one.start_context = partial(self._reserve_start, engine)
+        one.prepare = partial(self._prepare, engine)
+        one.when_back = partial(self._join, engine)
+        one.when_given_up = partial(self._given_up, engine)
+        if one.given_up is not None:  # its worker died while others started
+            self._given_up(engine)
+
+    # ---- states
+
+    @property
+    def serving(self) -> list[int]:
+        """Indices of the engines that take requests."""
+        return self._dispatcher.serving
+
+    @property
+    def count(self) -> int:
+        """The number of engines that are neither dead nor retired."""
+        return len(self._engines) - len(self._in(*ENDED))
+
+    def _in(self, *states: EngineState) -> list[Engine]:
+        return [engine for engine in self._engines if engine.state in states]
+
+    def _move(self, engine: Engine, state: EngineState, reason: str = "") -> None:
+        """Move an engine to another state and update its requests; the only place that does so."""
+        assert state in MOVES[engine.state], f"{engine.state} -> {state}"
+        engine.state, engine.reason = state, reason
+        if engine.loaded is not None:
+            self._dispatcher.room.loaded(engine.index, engine.loaded[0])
+        self._dispatcher.room.let_serve(
+            engine.index, state is EngineState.SERVING, retired=state is EngineState.RETIRED
+        )
+        if not self._dispatcher.room.num_serving:
+            self._requests.unqueue_all()
+        self._requests.bind_queued()
+        self._changed.set()
+
+    def _lost(self, engine: Engine) -> None:
+        """Note that a call found the worker dead, unless its successor serves already."""
+        if engine.state in WORKING and engine.supervised.worker is None:
+            self._move(engine, EngineState.STARTING)
+
+    def _given_up(self, engine: Engine) -> None:
+        if engine.state not in ENDED:
+            self._move(engine, EngineState.DEAD, str(engine.supervised.given_up))
+
+    async def _end(self, engine: Engine, error: Exception) -> None:
+        """End an engine that died inside its worker; supervision restarts it, or gives it up."""
+        reason = str(error).removeprefix(f"{engine.name}: ")
+        logged = isinstance(error, PartFailed)  # by its worker
+        notes = [] if logged else getattr(error, "__notes__", [])
+        await engine.supervised.replace(reason, traceback="\n".join(notes))
+        self._lost(engine)
+
+    async def _until_one_serves(self, batch: PromptBatch | None = None) -> None:
+        """Wait until an engine serves, or `batch` has ended; raise EnginesLost if all are dead."""
+        room = self._dispatcher.room
+        while not room.num_serving and (
+            batch is None or (batch.left and not self._requests.closed)
+        ):
+            if not self.count:
+                reasons = [engine.reason for engine in self._in(EngineState.DEAD)]
+                raise EnginesLost("no engine is left: " + "; ".join(reasons))
+            await self._change("engines")
+
+    async def _change(self, what: str) -> None:
+        """Wait until a state, a reserved start or a waiting request changes."""
+        self._changed.clear()
+        with self._waits.wait("driver", WaitKind.RESTART, what):
+            await self._changed.wait()
+
+    # ---- starting
+
+    @contextlib.asynccontextmanager
+    async def _reserve_start(self, engine: Engine) -> AsyncIterator[None]:
+        """Wait until the trainer has released the GPU, then reserve this engine's start."""
+        if engine.state in WORKING:
+            self._move(engine, EngineState.STARTING)
+        await self._reserve_gpu(engine)
+        try:
+            yield
+        except BaseException:
+            self._end_start(engine)
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _lend_gpu(self, engine: Engine, call: Call) -> AsyncIterator[None]:
+        """Free a starting engine's GPU memory while it waits for a trainer that may need it to start."""
+        if not self.shares_gpu:
+            yield
+            return
+        await call("sleep")
+        self._end_start(engine)
+        yield
+        await self._reserve_gpu(engine)
+        await call("wake")
+
+    async def _reserve_gpu(self, engine: Engine) -> None:
+        what = f"{engine.name}, until the trainer releases the GPU"
+        while not self._gpu_released.is_set():  # the trainer may take it back before we run
+            with self._waits.wait("driver", WaitKind.RESTART, what):
+                await self._gpu_released.wait()
+        self._starts.add(engine)
+
+    def _end_start(self, engine: Engine) -> None:
+        self._starts.discard(engine)
+        self._changed.set()
+
+    async def _prepare(self, engine: Engine, call: Call) -> None:
+        """Load the newest weights into a worker that does not serve yet."""
+        engine.loaded = None
+        engine.earlier_tokens, engine.tokens = engine.earlier_tokens + engine.tokens, 0
+        await self._weights.renewing(
+            lambda: self._weights.load_newest(engine, call), partial(self._lend_gpu, engine, call)
+        )
+
+    async def _join(self, engine: Engine) -> None:
+        """Let a prepared engine serve, with weights that were published meanwhile."""
+
+        async def join() -> None:
+            async with self._switching:
+                if engine.state is not EngineState.STARTING:
+                    return
+                await self._weights.load_newest(engine, engine.supervised.call)
+                if self._weights.is_ahead and engine.loaded is not None:
+                    self._tell_first_loaded(*engine.loaded)
+                if self._asleep:
+                    await engine.supervised.call("pause", "wait")
+                    await engine.supervised.call("sleep")
+                if engine.state is EngineState.STARTING:  # not drained during the load
+                    self._move(engine, EngineState.SERVING)
+
+        try:
+            lend_gpu = partial(self._lend_gpu, engine, engine.supervised.call)
+            await self._weights.renewing(join, lend_gpu)
+        finally:
+            self._end_start(engine)
+
+    # ---- scaling
+
+    async def scale(self, count: int) -> list[Supervised]:
+        """Start engines, or drain the last ones, until `count` serve; return those that started."""
+        if count < 1 or self._make is None:
+            raise UserError(f"producers: got {count}, allowed: 1 or more, in a run with workers")
+        async with self._scaling:
+            now = [engine for engine in self._engines if engine.state not in ENDED]
+            for engine in now[count:]:
+                if engine.state not in ENDED:  # it may have died while another was drained
+                    await self._drain(engine)
+            return [await self._add(self._make) for _ in range(count - len(now))]
+
+    async def _add(self, make: Callable[[int], Supervised]) -> Supervised:
+        index = len(self._engines)
+        engine = Engine(make(index), index, EngineState.STARTING)
+        async with self._reserve_start(engine):
+            await engine.supervised.start()
+            self._dispatcher.room.add(serves=False)
+            self._adopt(engine)
+            await self._prepare(engine, engine.supervised.call)
+        await self._join(engine)
+        return engine.supervised
+
+    async def _drain(self, engine: Engine) -> None:
+        """Let the engine's running requests finish, then close it."""
+        self._move(engine, EngineState.RETIRED)
+        self._starts.add(engine)
+        one = engine.supervised
+        try:
+            with contextlib.suppress(EngineError, WorkerDied):  # a dead engine ends the same way
+                await one.call("pause", "wait")
+            await one.close()
+        finally:
+            self._end_start(engine)
+        one.given_up = WorkerDied(f"{one.name}: it was drained")
+
+    # ---- set aside
+
+    @contextlib.asynccontextmanager
+    async def set_aside(self) -> AsyncIterator[LentEngine | None]:
+        """Lend the least busy engine, which keeps its weights while the others get newer ones.
+
+        Yield None if no other engine would serve. At the end it loads the newest weights and serves.
+        """
+        async with self._switching:
+            engine = self._least_busy()
+            if engine is not None:
+                self._move(engine, EngineState.ASIDE)
+        if engine is None:
+            yield None
+            return
+        try:
+            yield LentEngine(engine, self._generate_on, self._abort_on, self._stats_of)
+        except RunError:
+            await self._take_back(engine)
+            raise
+        await self._take_back(engine)  # skipped if the run is ending (cancelled)
+
+    def _least_busy(self) -> Engine | None:
+        """Return the least busy engine with the newest weights, if it is not the only one."""
+        members = self._dispatcher.members
+        newest = max((members[index].version for index in self.serving), default=0)
+        able = [index for index in self.serving if members[index].version == newest]
+        if len(able) < 2:
+            return None
+        return self._engines[min(able, key=lambda index: members[index].tokens)]
+
+    async def _take_back(self, engine: Engine) -> None:
+        async def take_back() -> None:
+            async with self._switching_with_gpu():
+                if engine.state is EngineState.ASIDE:
+                    await self._weights.load_newest(engine, engine.supervised.call)
+                if engine.state is EngineState.ASIDE:  # the engine did not die during the load
+                    self._move(engine, EngineState.SERVING)
+
+        try:
+            await self._weights.renewing(take_back)
+        except WorkerDied:
+            self._lost(engine)
+        except EngineError as error:
+            await self._end(engine, error)
+
+    # ---- requests
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        return await self._requests.generate_many(requests, least_version=self._least_version)
+
+    async def abort(self, request_id: str) -> None:
+        await self._requests.abort(request_id)
+        self._changed.set()
+
+    async def _generate_on(
+        self, engine: Engine, requests: list[GenerationRequest]
+    ) -> tuple[list[Generation], bool]:
+        """Return an engine's answers, and whether it died, so that failed requests can be retried."""
+        try:
+            made: list[Generation] = await engine.supervised.call("generate_many", requests)
+        except WorkerDied as error:
+            self._lost(engine)
+            return [empty_answer(r.request_id, "error", str(error)) for r in requests], True
+        except PartFailed as error:
+            if await self._is_alive(engine):
+                raise
+            return [empty_answer(r.request_id, "error", str(error)) for r in requests], True
+        except EngineError as error:
+            made = [empty_answer(request.request_id, "error", str(error)) for request in requests]
+        self._weights.sampled(engine, made)
+        failed = any(one.finish_reason == "error" for one in made)
+        return made, failed and not await self._is_alive(engine)
+
+    async def _abort_on(self, engine: Engine, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            with contextlib.suppress(RunError):  # a failed abort costs tokens and no more
+                await engine.supervised.call("abort", request_id)
+
+    # ---- all engines
+
+    async def start(self) -> None:
+        """Ask the engines, which the launcher has started, how many requests each runs at once."""
+        if self._asks_for_slots:
+            await self._each(self._stats_of, self._in(*WORKING))
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Pause all engines. Requests that wait for an engine stay queued, or end (`abort`)."""
+        self._dispatcher.held = True
+        if mode == "abort":
+            self._end_waiting()
+        await self._at_least_one(lambda: self._call_working("pause", mode))
+
+    async def resume(self) -> None:
+        self._dispatcher.held = False
+        await self._call_working("resume")  # an engine that is back later is not paused
+        self._requests.bind_queued()
+
+    async def sleep(self) -> None:
+        async with self._switching:
+            self._asleep = True
+        await self._call_working("sleep")  # dead engines need not answer: they hold no GPU memory
+
+    async def release_gpu(self) -> None:
+        """Finish running requests and sleep until `wake`; let no engine start or load meanwhile.
+
+        Waits for: weights that are being loaded, engines that start or are drained. Needs no engine that serves.
+        """
+        self._dispatcher.held = True
+        async with self._switching:
+            self._gpu_released.clear()
+            self._asleep = True
+        await self._until_none_starts()
+        await self._call_working("pause", "wait")
+        await self._call_working("sleep")
+        await self._until_none_starts()  # `scale` may have begun to drain one meanwhile
+
+    async def _until_none_starts(self) -> None:
+        while self._starts:
+            await self._change("engines")
+
+    def trainer_released_gpu(self) -> None:
+        """Let engines start and load weights again, still asleep."""
+        self._gpu_released.set()
+
+    async def wake(self) -> None:
+        """Wake the engines that sleep; those that are back later do not fall asleep."""
+        self.trainer_released_gpu()
+        async with self._switching:
+            self._asleep = False
+            await self._call_working("wake")
+
+    async def stats(self) -> EngineStats:
+        """Return sums; the version is the oldest one that new requests are sampled with."""
+        all_stats = await self._at_least_one(
+            lambda: self._each(self._stats_of, self._in(EngineState.SERVING))
+        )
+        in_time = [stats for stats in all_stats if stats.policy_version >= self._least_version]
+        oldest = min(in_time or all_stats, key=lambda stats: stats.policy_version)
+        all_stats += await self._each(self._stats_of, self._in(EngineState.ASIDE))
+        return EngineStats(
+            policy_version=oldest.policy_version,
+            digest=oldest.digest,
+            running=sum(stats.running for stats in all_stats),
+            waiting=sum(stats.waiting for stats in all_stats) + self._dispatcher.waiting,
+            tokens_generated=sum(stats.tokens_generated for stats in all_stats),
+            busy_s=sum(stats.busy_s for stats in all_stats),
+            paused=any(stats.paused for stats in all_stats),
+            batch_invariant=all(stats.batch_invariant for stats in all_stats),
+        )
+
+    async def close(self) -> None:
+        self._requests.closed = True
+        self._end_waiting()
+        for engine in self._engines:
+            if engine.state not in ENDED:
+                self._move(engine, EngineState.DEAD, f"{engine.name}: it was closed")
+        await asyncio.gather(*(engine.supervised.close() for engine in self._engines))
+        await self._loads.close()
+        await self._requests.aborts_sent()
+
+    def _end_waiting(self) -> None:
+        self._requests.end_waiting()
+        self._changed.set()
+
+    async def _stats_of(self, engine: Engine) -> EngineStats:
+        """Ask one engine, and count the tokens of all its workers.
+
+        End the worker if the engine inside it is dead, and raise WorkerDied.
+        """
+        worker = engine.supervised.worker
+        try:
+            stats: EngineStats = await engine.supervised.call("stats")
+        except WorkerDied:
+            self._lost(engine)
+            raise
+        except (EngineError, PartFailed) as error:
+            if engine.supervised.worker is worker:  # otherwise a restarted worker serves already
+                await self._end(engine, error)
+            raise WorkerDied(str(error)) from error
+        engine.tokens = stats.tokens_generated
+        if self._asks_for_slots and stats.slots and stats.slots != engine.slots:
+            engine.slots = stats.slots
+            self._dispatcher.room.set_slots(engine.index, stats.slots)
+            self._dispatcher.room.slots = min(one.slots for one in self._engines if one.slots)
+        return replace(stats, tokens_generated=engine.tokens + engine.earlier_tokens)
+
+    async def _is_alive(self, engine: Engine) -> bool:
+        return bool(await self._each(self._stats_of, [engine]))
+
+    async def _call_working(self, method: str, *args: Any) -> list[Any]:
+        return await self._each(
+            lambda engine: engine.supervised.call(method, *args), self._in(*WORKING)
+        )
+
+    async def _at_least_one(self, call: Callable[[], Awaitable[list[T]]]) -> list[T]:
+        """Repeat a call of several engines until one of them has answered; return the answers."""
+        while not (answers := await call()):
+            await self._until_one_serves()
+        return answers
+
+    async def _each(self, call: Callable[[Engine], Awaitable[T]], engines: list[Engine]) -> list[T]:
+        """Return the answers of all engines that live; raise any other error after all answered."""
+        asked = (self._answer_of(call, engine) for engine in engines)
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        answers: list[T] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            answers += result
+        return answers
+
+    async def _answer_of(self, call: Callable[[Engine], Awaitable[T]], engine: Engine) -> list[T]:
+        """Return the answer of one engine; nothing if it died."""
+        try:
+            return [await call(engine)]
+        except WorkerDied:
+            self._lost(engine)
+            return []
+        except (EngineError, PartFailed):
+            if await self._is_alive(engine):
+                raise
+            return []
+
+    # ---- weights
+
+    async def update_weights(self, version: int, source: WeightHandle) -> str:
+        """Load weights into the engines that serve, together or one after another (`rolling`).
+
+        Together: nobody waits for an engine that is late, if `may_leave` (`loads.py`).
+        """
+        assert version == source.version
+        self._weights.publish(source)
+        digests = await self._at_least_one(lambda: self._weights.renewing(self._load_all))
+        self._least_version = max(self._least_version, version)
+        await self.when_loaded()
+        return digests[0]
+
+    async def _load_all(self) -> list[str]:
+        async def load(engine: Engine) -> list[str]:
+            assert handle is not None
+            weights, call = self._weights, engine.supervised.call
+            newest = handle
+            digests = await self._answer_of(lambda one: weights.load(one, newest, call), engine)
+            self._note_version(engine)
+            return digests
+
+        def tell(digest: str) -> None:
+            if self._update == "together" or self._weights.is_ahead:
+                assert handle is not None
+                self._tell_first_loaded(handle.version, digest)
+
+        async with self._switching_with_gpu():
+            handle = self._weights.handle
+            engines = self._in(EngineState.SERVING)
+            is_together = self._update == "together"
+            rounds = [engines] if is_together else [[one] for one in engines]
+            may_leave = self._may_leave and is_together and self._may_be_late(handle)
+            made = [
+                await self._loads.together(some, load, tell, may_leave=may_leave) for some in rounds
+            ]
+            return [digest for digests in made for digest in digests]
+
+    def _may_be_late(self, handle: WeightHandle | None) -> bool:
+        """Return whether a late reader costs no GPU memory: one more copy of the weights is kept for it."""
+        where = None if handle is None else handle.location
+        return not self.shares_gpu and not (isinstance(where, dict) and where.get("device"))
+
+    async def _catch_up(self, engine: Engine, loading: asyncio.Task[list[str]]) -> None:
+        """Await a late load, then load what was published since; restart an engine that cannot."""
+        with contextlib.suppress(RunError):  # such as WeightsGone; newer weights are tried next
+            await loading
+        try:
+            while engine.state is EngineState.SERVING and not self._weights.are_in(engine):
+                await self._weights.renewing(
+                    lambda: self._weights.load_newest(engine, engine.supervised.call)
+                )
+                self._note_version(engine)
+        except WorkerDied:
+            self._lost(engine)
+        except RunError as error:
+            await self._end(engine, error)
+
+    def _note_version(self, engine: Engine) -> None:
+        if engine.loaded is not None:
+            self._dispatcher.room.loaded(engine.index, engine.loaded[0])
+            self._requests.bind_queued()
+
+    def _tell_first_loaded(self, version: int, digest: str) -> None:
+        """From now on requests go only to engines that have this version."""
+        if version > self._least_version:
+            self._least_version = version
+            self._first_loaded(version, digest)
+
+    @contextlib.asynccontextmanager
+    async def _switching_with_gpu(self) -> AsyncIterator[None]:
+        """Hold the lock while the trainer does not hold the GPU."""
+        while True:
+            await self._gpu_released.wait()
+            async with self._switching:
+                if self._gpu_released.is_set():
+                    yield
+                    return

@@ -1,0 +1,114 @@
+"""The launcher of this machine: one process for each trainer rank, one for each engine.
+
+Processes, not threads: small models are bound by Python itself, and with one interpreter lock only one of
+them would run at a time. Weights go through shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+from penstock.config import Config
+from penstock.files import weight_folder
+from penstock.waits import Waits
+from penstock.weights import sync_kind
+from penstock.workers.assemble import all_or_first_error, assemble, colocated_publishes, start_all
+from penstock.workers.ports import port_of, reserve_port
+from penstock.workers.processes.early import engine_imports, trainer_imports, trainer_names
+from penstock.workers.processes.process_worker import ProcessWorker
+from penstock.workers.rpc_server import append_to_log
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.trainer import RankGroup
+from penstock.workers.supervise.worker import Worker
+from penstock.workers.workers import Workers
+
+
+async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
+    """Start all workers at once; if one cannot start, stop the others and raise its error."""
+    settings, kind = config.launch, sync_kind(config)
+    callbacks = SupervisionCallbacks(waits=Waits(), log=partial(append_to_log, log_folder))
+    folder = weight_folder()
+    link = (kind, str(folder.path))
+    trainer = Supervised(
+        "trainer", spawn_trainer(config, total_steps, log_folder, link), settings, callbacks
+    )
+
+    def make_engine(number: int) -> Supervised:
+        spawn = _spawn_engine(config, log_folder, number)
+        return Supervised(f"engine-{number}", spawn, settings, callbacks)
+
+    engines = [make_engine(number) for number in range(settings.num_producers)]
+
+    async def clean_up() -> None:
+        folder.remove()
+
+    try:
+        await start_all(trainer, engines, settings)
+    except BaseException:
+        await asyncio.gather(*(one.close() for one in (trainer, *engines)))
+        await clean_up()
+        raise
+    return assemble(
+        "local",
+        trainer,
+        engines,
+        clean_up,
+        callbacks,
+        kind,
+        make_engine,
+        publishes=colocated_publishes(config, total_steps),
+        settings=config.pool_engine(),
+        may_leave=config.may_leave_engines(),
+    )
+
+
+def _spawn_engine(config: Config, log_folder: Path, number: int) -> Callable[[], Awaitable[Worker]]:
+    async def spawn() -> Worker:
+        return await ProcessWorker.start(
+            f"engine-{number}",
+            "penstock.workers.part_factories:engine_part",
+            config,
+            number,
+            log_path=log_folder / f"engine-{number}.log",
+            threads=config.of_engine(number).engine.threads,
+            timeout_s=config.launch.start_timeout_s,
+            imports=engine_imports(config, number),
+        )
+
+    return spawn
+
+
+def spawn_trainer(
+    config: Config, total_steps: int, log_folder: Path, link: tuple[str, str]
+) -> Callable[[], Awaitable[Worker]]:
+    """Return a function that starts every rank; `link` is the kind and folder of the weight sync."""
+    names = trainer_names(config)
+
+    async def spawn() -> Worker:
+        with reserve_port("127.0.0.1") as reserved:
+            meeting = ("127.0.0.1", port_of(reserved))
+            ranks = await all_or_first_error(
+                *(
+                    ProcessWorker.start(
+                        name,
+                        "penstock.workers.part_factories:trainer_part",
+                        config,
+                        total_steps,
+                        *link,
+                        rank,
+                        meeting,
+                        log_path=log_folder / f"{name}.log",
+                        threads=config.train.threads,
+                        timeout_s=config.launch.start_timeout_s,
+                        imports=trainer_imports(config, rank),
+                    )
+                    for rank, name in enumerate(names)
+                ),
+                discard=ProcessWorker.close,
+            )
+        return RankGroup(ranks, config.train.parallel)
+
+    return spawn

@@ -1,0 +1,246 @@
+"""A part that lives in a Ray actor.
+
+The actor serves its part as a worker process does (`rpc_server.py`). A call that never returns reports
+the actor's end at once; nothing polls. A second event loop, on its own thread, answers the watchdog, so
+that an actor whose main event loop is blocked still shows its stack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from penstock.errors import PartFailed, RunError, WorkerDied
+from penstock.workers.ports import port_of, reserve_port
+from penstock.workers.ray.faults import ACTOR_IS_GONE, why
+from penstock.workers.ray.object_store_retry import retry_while_full
+from penstock.workers.rpc_server import (
+    RpcServer,
+    append_to_log,
+    portable_error,
+    stacks,
+    with_log_path,
+)
+from penstock.workers.supervise.activity import activity_of
+
+_CALLS_AT_ONCE = 4096
+# Calls with many small objects, several hundred times a second: pickle takes half of Ray's time.
+_PACKED = ("generate", "generate_many")
+_WATCH = "watch"  # a second event loop of the actor, on its own thread
+_STACK_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Where(NamedTuple):
+    """Where an actor runs."""
+
+    node: str
+    address: str
+    pid: int
+    free_port: int
+    logs_to_run: bool  # the actor's output goes to the run's own log
+
+
+class ServingActor:
+    """The actor itself: serves one part."""
+
+    def __init__(self, name: str, log_path: str, threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._logs_to_run = _write_log_to(Path(log_path))
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        self._name, self._server = name, RpcServer(name)
+        # holds a port, for the case that this is rank 0 of the trainer
+        self._reserved: socket.socket
+
+    async def where(self) -> Where:
+        address = ray.util.get_node_ip_address()
+        self._reserved = reserve_port(address)
+        node = ray.get_runtime_context().get_node_id()
+        return Where(node, address, os.getpid(), port_of(self._reserved), self._logs_to_run)
+
+    async def build(self, search_path: list[str], factory: str, args: tuple) -> Any:
+        try:
+            await self._server.build_named(search_path, factory, args)
+            return None, None
+        except Exception as error:
+            return portable_error(self._name, error), None
+        finally:
+            self._reserved.close()
+
+    async def call(self, method: str, args: tuple) -> Any:
+        try:
+            return None, await self._server.call(method, args)
+        except Exception as error:
+            return portable_error(self._name, error), None
+
+    async def packed_call(self, packed: bytes) -> bytes:
+        return _packed(await self.call(*pickle.loads(packed)))
+
+    @ray.method(concurrency_group=_WATCH)
+    async def stack(self) -> str:
+        return stacks()
+
+    @ray.method(concurrency_group=_WATCH)
+    async def activity(self) -> float | None:
+        return activity_of(os.getpid())
+
+    async def forever(self) -> None:
+        await asyncio.Event().wait()
+
+
+def _write_log_to(path: Path) -> bool:
+    """Redirect the output to the run's own log; return False if its folder is not on this node."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        return False
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    return True
+
+
+class ActorWorker:
+    """See `Worker`. Consumes method calls, produces results from the actor."""
+
+    can_be_killed = True
+
+    def __init__(self, name: str, actor: Any, where: Where, log_path: Path) -> None:
+        self.name = name
+        self._log_path, self._logs_to_run = log_path, where.logs_to_run
+        self.node, self.address = where.node, where.address
+        self.pid, self.free_port = where.pid, where.free_port
+        self.note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+        self._actor = actor
+        self._end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
+        self._end.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    @classmethod
+    async def create(
+        cls, name: str, log_path: Path, threads: int, timeout_s: float, **options: Any
+    ) -> ActorWorker:
+        """Create an actor that serves nothing yet; `build` gives it its part."""
+        as_actor: Any = ray.remote
+        watched = as_actor(concurrency_groups={_WATCH: 4})(ServingActor)
+        make = watched.options(max_concurrency=_CALLS_AT_ONCE, **options)
+        actor = make.remote(name, str(log_path), threads)
+        try:
+            async with asyncio.timeout(timeout_s):
+                where = await actor.where.remote()
+        except TimeoutError:
+            ray.kill(actor)
+            raise RunError(f"{name}: Ray gave it no place within {timeout_s:g} s") from None
+        except RayError as error:
+            append_to_log(log_path.parent, log_path.stem, str(error))
+            line = f"{name}: the actor could not be started: {why(error)} (log: {log_path})"
+            raise WorkerDied(line) from error
+        except BaseException:
+            ray.kill(actor)
+            raise
+        return cls(name, actor, where, log_path)
+
+    async def build(self, factory: str, *args: Any, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ask(self._actor.build.remote(sys.path, factory, args))
+        except TimeoutError:
+            await self.kill()
+            raise RunError(f"{self.name}: not ready after {timeout_s:g} s") from None
+
+    @property
+    def place(self) -> str:
+        return f"node {self.address} pid {self.pid}"
+
+    async def call(self, method: str, *args: Any) -> Any:
+        packed = _packed((method, args)) if method in _PACKED else None
+
+        def send() -> Any:  # large arguments become objects of the store
+            if packed is not None:
+                return self._actor.packed_call.remote(packed)
+            return self._actor.call.remote(method, args)
+
+        reference = await retry_while_full(f"{self.name}: {method}", send, self.note)
+        return await self._ask(reference)
+
+    async def _ask(self, reference: Any) -> Any:
+        try:
+            answer = await reference
+            error, result = pickle.loads(answer) if isinstance(answer, bytes) else answer
+        except RayError as fault:
+            raise self._translated(fault) from None
+        if error is None:
+            return result
+        if not self._logs_to_run:
+            self._log("\n".join(getattr(error, "__notes__", [])))
+        raise with_log_path(error, self._log_path)
+
+    def _translated(self, fault: RayError) -> Exception:
+        """Return our error for one of Ray's: the actor's exception, its end, or a fault of Ray itself."""
+        if isinstance(fault, ACTOR_IS_GONE) and not isinstance(fault, RayTaskError):
+            ray.kill(self._actor)  # an actor that cannot be reached must not come back
+            return WorkerDied(f"{self.name}: {why(fault)}")
+        self._log(str(fault))
+        return with_log_path(PartFailed(f"{self.name}: {why(fault)}"), self._log_path)
+
+    def _log(self, text: str) -> None:
+        append_to_log(self._log_path.parent, self._log_path.stem, text)
+
+    async def ended(self) -> str:
+        await asyncio.wait([self._end])
+        fault = self._end.exception()
+        return f"{self.name}: the actor ended unexpectedly: {why(fault)} (log: {self._log_path})"
+
+    async def stack(self) -> str:
+        """Ask the actor's second event loop; if no thread can run, let a signal write the stack to its log."""
+        with contextlib.suppress(TimeoutError, RayError):
+            async with asyncio.timeout(_STACK_TIMEOUT_S):
+                return str(await self._actor.stack.remote())
+        if not self._is_here:
+            return f"{self.name}: none of its threads can run, on another machine ({self.place})"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        return f"{self.name}: none of its threads can run; by signal: the end of {self._log_path}"
+
+    @property
+    def _is_here(self) -> bool:
+        return bool(self.address == ray.util.get_node_ip_address())
+
+    async def activity(self) -> float | None:
+        if self._is_here:  # send the signal from outside: the actor may be blocked
+            return await asyncio.to_thread(activity_of, self.pid)
+        with contextlib.suppress(TimeoutError, RayError):
+            async with asyncio.timeout(_STACK_TIMEOUT_S):
+                spent: float | None = await self._actor.activity.remote()
+                return spent
+        return None
+
+    async def kill(self) -> None:
+        ray.kill(self._actor)
+
+    async def close(self) -> None:
+        ray.kill(self._actor)
+        with contextlib.suppress(Exception):
+            await asyncio.wait([self._end], timeout=_CLOSE_TIMEOUT_S)
+        self._end.cancel()
+
+
+def _packed(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference

@@ -1,0 +1,237 @@
+"""An agent loop in Ray actors (`tasks.NAME.agent_actors`), with the rewards of its task.
+
+`AgentPart` lives in an actor and holds the user's loop. The engine that the loop asks there only passes
+requests on: the driver takes them, asks the engines of the run, and sends the answers back. So which engine
+answers, under which weights, and what follows its death stay decisions of the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from penstock.config import Config, SamplingConfig
+from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine
+from penstock.errors import WorkerDied
+from penstock.reward import build_reward
+from penstock.rollout import AgentLoop
+from penstock.rollout.agent.build import build_loop
+from penstock.types import Rollout
+from penstock.waits import WaitKind, Waits
+from penstock.workers.rpc_server import portable_error
+from penstock.workers.supervise.supervised import Supervised
+from penstock.workers.supervise.worker import Worker
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Question(NamedTuple):
+    """A call of the engine that waits for the driver."""
+
+    number: int
+    method: str
+    argument: Any
+
+
+class RelayedEngine:
+    """The engine inside an actor. Consumes requests of the loop, produces the driver's answers."""
+
+    def __init__(self) -> None:
+        self._asked: asyncio.Queue[Question] = asyncio.Queue()
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        made: Generation = await self._ask("generate", request)
+        return made
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        made: list[Generation] = await self._ask("generate_many", requests)
+        return made
+
+    async def abort(self, request_id: str) -> None:
+        await self._ask("abort", request_id)
+
+    async def _ask(self, method: str, argument: Any) -> Any:
+        number = next(self._numbers)
+        answer = self._open[number] = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait(Question(number, method, argument))
+        try:
+            return await answer
+        finally:
+            del self._open[number]
+
+    async def take_questions(self) -> list[Question]:
+        """Wait for a question; return all that wait."""
+        first = await self._asked.get()
+        return [first, *(self._asked.get_nowait() for _ in range(self._asked.qsize()))]
+
+    def answer(self, number: int, error: Exception | None, result: Any) -> None:
+        waiting = self._open.get(number)
+        if waiting is None or waiting.done():
+            return  # whoever asked was cancelled
+        if error is not None:
+            waiting.set_exception(error)
+        else:
+            waiting.set_result(result)
+
+
+class AgentPart:
+    """The part of an agent's actor: the loop of one task, with its rewards and its tokenizer."""
+
+    def __init__(self, config: Config, name: str, sampling: SamplingConfig, is_chat: bool) -> None:
+        task, model = config.tasks[name], config.model
+        tokenizer = load_tokenizer(
+            model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
+        )
+        self._reward = build_reward(task.rewards, max_tokens=sampling.max_tokens, is_chat=is_chat)
+        self._engine = RelayedEngine()
+        self._loop = build_loop(
+            f"tasks.{name}",
+            task,
+            sampling,
+            engine=self._engine,
+            reward=self._reward,
+            decode=ChatTemplate(tokenizer).decode,
+        )
+        self._groups: dict[int, asyncio.Task[list[Rollout]]] = {}
+
+    async def generate_group(
+        self, number: int, rollouts: list[Rollout], partial: bool
+    ) -> list[Rollout]:
+        making = self._loop.generate_group(rollouts, enable_partial_rollout=partial)
+        self._groups[number] = asyncio.ensure_future(making)
+        try:
+            return await self._groups[number]
+        finally:
+            del self._groups[number]
+
+    async def cancel(self, number: int) -> None:
+        """Give up a group that the driver no longer waits for."""
+        if number in self._groups:
+            self._groups[number].cancel()
+
+    async def pause(self) -> None:
+        await self._loop.pause()
+
+    async def take_questions(self) -> list[Question]:
+        return await self._engine.take_questions()
+
+    async def answer(self, number: int, error: Exception | None, result: Any) -> None:
+        self._engine.answer(number, error, result)
+
+    async def close(self) -> None:
+        await self._reward.close()
+
+
+class ActorAgentLoop(AgentLoop):
+    """The driver's end: gives each group to the actor that has the fewest, and answers for the engine.
+
+    A group whose actor dies fails with that reason and is retried like any other failed group.
+    """
+
+    def __init__(self, engine: InferenceEngine, waits: Waits, note: Callable[[str], None]) -> None:
+        self._engine, self._waits, self._note = engine, waits, note
+        self._groups: dict[Supervised, int] = {}  # groups under way, by actor
+        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def actors(self) -> list[Supervised]:
+        return list(self._groups)
+
+    def add(self, actor: Supervised) -> None:
+        self._groups[actor] = 0
+
+    async def generate_group(
+        self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
+    ) -> list[Rollout]:
+        actor = min(self._groups, key=self._by_load)
+        self._groups[actor] += 1
+        try:
+            if actor.worker is None:
+                await actor.ready()
+            return await self._generate_in(actor, rollouts, enable_partial_rollout)
+        finally:
+            self._groups[actor] -= 1
+
+    def _by_load(self, actor: Supervised) -> tuple[bool, bool, int]:
+        return actor.given_up is not None, actor.worker is None, self._groups[actor]
+
+    async def _generate_in(
+        self, actor: Supervised, rollouts: list[Rollout], partial: bool
+    ) -> list[Rollout]:
+        worker = actor.worker
+        if worker is None:
+            raise WorkerDied(f"{actor.name}: it is being started again")
+        number = next(self._numbers)
+        try:
+            # no responder: the actor mostly waits for an engine, whose own wait is watched
+            with self._waits.wait(actor.name, WaitKind.GENERATE, "a group of an agent"):
+                made: list[Rollout] = await worker.call("generate_group", number, rollouts, partial)
+                return made
+        except asyncio.CancelledError:
+            self._start(_unless_dead(worker.call("cancel", number)))
+            raise
+
+    async def pause(self) -> None:
+        living = [actor.worker for actor in self._groups if actor.worker is not None]
+        await asyncio.gather(*(_unless_dead(worker.call("pause")) for worker in living))
+
+    def serve(self, worker: Worker) -> None:
+        """Answer the questions of this actor until it ends."""
+        self._start(self._relay(worker))
+
+    async def _relay(self, worker: Worker) -> None:
+        """Waits for: questions of the actor. Ends with the actor, and then asks the engines no more."""
+        answering: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                for question in await worker.call("take_questions"):
+                    task = asyncio.create_task(self._answer(worker, question))
+                    answering.add(task)
+                    task.add_done_callback(answering.discard)
+        except WorkerDied:
+            return  # supervision starts the next one
+        except Exception as error:  # no group of this actor could ever end
+            self._note(f"{worker.name}: its requests cannot be taken: {error}")
+            await worker.kill()
+        finally:
+            for task in answering:
+                task.cancel()
+
+    async def _answer(self, worker: Worker, question: Question) -> None:
+        error, result = None, None
+        try:
+            result = await getattr(self._engine, question.method)(question.argument)
+        except Exception as fault:  # the loop in the actor gets it, as it would beside the producer
+            error = portable_error(worker.name, fault)
+        await _unless_dead(worker.call("answer", question.number, error, result))
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Close the rewards in the actors, then end the actors."""
+        for actor in self._groups:
+            if actor.worker is not None:
+                # whatever a user's reward raises here, its actor is ended below
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                        await actor.worker.call("close")
+        await asyncio.gather(*(actor.close() for actor in self._groups))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _unless_dead(call: Any) -> None:
+    """Wait for a call whose answer nobody needs if the actor has died."""
+    with contextlib.suppress(WorkerDied):
+        await call

@@ -1,0 +1,263 @@
+"""The launcher of a Ray cluster: engines and trainer ranks are actors, placed by the nodes' resources.
+
+Without an address it starts a cluster of this machine alone and stops it after the run; with an address it
+joins that cluster. `placement.py` decides which actor runs on which node. Weights go through shared memory,
+and between nodes by broadcast (`workers/pool/node_copies.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Config, LaunchConfig, SamplingConfig
+from penstock.errors import UserError, WorkerDied
+from penstock.waits import Waits
+from penstock.weights import DELTA, sync_kind
+from penstock.workers.assemble import all_or_first_error, assemble, colocated_publishes, start_all
+from penstock.workers.pool.node_copies import NodeCopies
+from penstock.workers.ray.actor import ActorWorker
+from penstock.workers.ray.agents import ActorAgentLoop
+from penstock.workers.ray.placement import Placement, PlacementSlot, bundles
+from penstock.workers.rpc_server import append_to_log
+from penstock.workers.supervise.supervised import Call, Supervised, SupervisionCallbacks
+from penstock.workers.supervise.trainer import RankGroup
+from penstock.workers.supervise.worker import Worker
+from penstock.workers.workers import Workers
+
+
+async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
+    """Join or start the cluster, place the actors, build their parts."""
+    kind = sync_kind(config)
+    ours = connect(config.launch)
+    callbacks = SupervisionCallbacks(waits=Waits(), log=partial(append_to_log, log_folder))
+    num_agents = sum(task.agent_actors for task in config.tasks.values())
+    placement = Placement(
+        config.launch, ours, lambda text: callbacks.note(text), num_agents=num_agents
+    )
+    try:
+        await placement.reserve()
+        actors = _Actors(config, log_folder, placement, kind, callbacks)
+        return await _start_parts(actors, total_steps, ours)
+    except BaseException:
+        placement.release()
+        disconnect(ours)
+        raise
+
+
+def connect(settings: LaunchConfig) -> bool:
+    """Connect to Ray; return whether this call has started the cluster, which must then be stopped."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the run reports them itself
+    if not settings.address and "ray" not in sys.modules:
+        # Ray's ports are open to the network: who has no token is refused. A process reads mode and
+        # token once; where Ray was imported before, what that process has stays.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray
+
+    if ray.is_initialized():
+        return False
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    try:
+        if settings.address:
+            ray.init(address=settings.address, **quiet)
+        else:
+            needs = [need for part in bundles(settings) for need in part]
+            asked = sum(need.resources["CPU"] for need in needs)
+            cores = max(os.cpu_count() or 1, -int(-asked // 1))  # Ray only counts CPUs
+            ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        where = settings.address or "this machine"
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"launch.address: got {where!r}, allowed: a Ray cluster that answers: {line}"
+        ) from error
+    return not settings.address
+
+
+def disconnect(ours: bool) -> None:
+    if ours:
+        import ray
+
+        ray.shutdown()
+
+
+async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers:
+    settings, callbacks, placement = actors.config.launch, actors.callbacks, actors.placement
+    actors.log_folder.mkdir(parents=True, exist_ok=True)
+    trainer = Supervised("trainer", _spawn_trainer(actors, total_steps), settings, callbacks)
+
+    def make_engine(number: int) -> Supervised:
+        name = f"engine-{number}"
+        slot = placement.take(name, number)
+        spawn = _spawn_engine(actors, number, slot)
+        engine = slot.worker = Supervised(name, spawn, settings, callbacks)
+        engine.when_closed = partial(placement.free, slot, engine)
+        return engine
+
+    engines = [make_engine(number) for number in range(settings.num_producers)]
+
+    async def clean_up() -> None:
+        placement.release()
+        disconnect(ours)
+
+    try:
+        await start_all(trainer, engines, settings)
+    except BaseException:
+        await asyncio.gather(*(one.close() for one in (trainer, *engines)))
+        raise
+    workers = assemble(
+        "ray",
+        trainer,
+        engines,
+        clean_up,
+        callbacks,
+        actors.sync,
+        make_engine,
+        publishes=colocated_publishes(actors.config, total_steps),
+        copies=actors.copies,
+        settings=actors.config.pool_engine(),
+        may_leave=actors.config.may_leave_engines(),
+    )
+    workers.start_agent = partial(_start_agent, actors, workers)
+    return workers
+
+
+async def _start_agent(
+    actors: _Actors, workers: Workers, task: str, sampling: SamplingConfig, is_chat: bool
+) -> ActorAgentLoop:
+    """Start the actors of a task's agent loop; each is restarted like an engine when it dies."""
+    assert workers.engine is not None, "a cluster has engines"
+    callbacks, config = actors.callbacks, actors.config
+    loop = ActorAgentLoop(workers.engine, callbacks.waits, lambda text: callbacks.note(text))
+
+    async def spawn(name: str) -> Worker:
+        worker = await actors.create(name, 1, actors.placement.agent_options())
+        await actors.build(worker, "agent_part", config, task, sampling, is_chat)
+        loop.serve(worker)
+        return worker
+
+    try:
+        for number in range(config.tasks[task].agent_actors):
+            name = f"agent-{task}-{number}"
+            actor = Supervised(name, partial(spawn, name), config.launch, callbacks)
+            actor.prepare = _nothing_to_prepare
+            workers.supervised[name] = actor
+            loop.add(actor)
+        await all_or_first_error(*(actor.start() for actor in loop.actors))
+    except BaseException:
+        await loop.close()
+        raise
+    return loop
+
+
+async def _nothing_to_prepare(call: Call) -> None:
+    """Bring a new actor to the state of the old one: an agent loop has none."""
+
+
+@dataclass(slots=True)
+class _Actors:
+    """Creates the actors of a run, in their placement slots, and builds their parts."""
+
+    config: Config
+    log_folder: Path
+    placement: Placement
+    sync: str
+    callbacks: SupervisionCallbacks
+    copies: NodeCopies = field(init=False)
+
+    def __post_init__(self) -> None:
+        spawn = self._spawn_distributor
+        self.copies = NodeCopies(
+            spawn, self.config.launch, self.callbacks, sends_deltas=self.sync == DELTA
+        )
+
+    async def create(self, name: str, threads: int, options: dict[str, Any]) -> ActorWorker:
+        timeout_s, log = self.config.launch.start_timeout_s, self.log_folder / f"{name}.log"
+        worker = await ActorWorker.create(name, log, threads, timeout_s, **options)
+        worker.note = lambda text: self.callbacks.note(text)
+        return worker
+
+    async def place(self, name: str, threads: int, slot: PlacementSlot) -> ActorWorker:
+        return await self.placement.start_actor(name, slot, partial(self.create, name, threads))
+
+    async def build(self, worker: ActorWorker, factory: str, *args: Any) -> ActorWorker:
+        timeout_s = self.config.launch.start_timeout_s
+        try:
+            await worker.build(
+                f"penstock.workers.part_factories:{factory}", *args, timeout_s=timeout_s
+            )
+        except WorkerDied:
+            raise
+        except BaseException:
+            await worker.close()
+            raise
+        return worker
+
+    async def _spawn_distributor(self, name: str, node: str, folder: str) -> Worker:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        worker = await self.create(name, 1, {"num_cpus": 0, "scheduling_strategy": where})
+        how = (worker.address, self.config.sync.backend, self.sync == DELTA)
+        return await self.build(worker, "distributor_part", folder, node, *how)
+
+
+def _spawn_engine(
+    actors: _Actors, number: int, slot: PlacementSlot
+) -> Callable[[], Awaitable[Worker]]:
+    async def spawn() -> Worker:
+        threads = actors.config.of_engine(number).engine.threads
+        worker = await actors.place(f"engine-{number}", threads, slot)
+        actors.copies.place_engine(number, worker.node)
+        return await actors.build(worker, "engine_part", actors.config, number)
+
+    async def spawn_or_free() -> Worker:
+        try:
+            worker = await spawn()
+        except BaseException:
+            if not slot.has_served:
+                actors.placement.free(slot, slot.worker)
+            raise
+        slot.has_served = True
+        return worker
+
+    return spawn_or_free
+
+
+def _spawn_trainer(actors: _Actors, total_steps: int) -> Callable[[], Awaitable[Worker]]:
+    config, world = actors.config, actors.config.launch.num_consumers
+    names = ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
+    folders: dict[str, str] = {}  # node -> folder of weights, which a restarted trainer uses again
+
+    async def spawn() -> Worker:
+        slots = actors.placement.consumers
+        await actors.placement.find_nodes(names, slots)
+        ranks = await all_or_first_error(
+            *(
+                actors.place(name, config.train.threads, slot)
+                for name, slot in zip(names, slots, strict=True)
+            )
+        )
+        meeting, node = (ranks[0].address, ranks[0].free_port), ranks[0].node
+        link = (actors.sync, folders.get(node, ""))
+        await all_or_first_error(
+            *(
+                actors.build(one, "trainer_part", config, total_steps, *link, rank, meeting, node)
+                for rank, one in enumerate(ranks)
+            )
+        )
+        for slot in slots:
+            slot.has_served = True
+        folders[node] = await ranks[0].call("weights_folder")
+        return RankGroup(ranks, config.train.parallel)
+
+    return spawn

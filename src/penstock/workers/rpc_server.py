@@ -1,0 +1,125 @@
+"""Serves one part inside a worker: a process, a Ray actor or a thread.
+
+Async methods run on the worker's event loop; blocking ones run one after another on a single thread,
+so that a long `train` does not keep the loop from answering `request_stop` or `progress`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from penstock.config.plugins import load
+from penstock.errors import PartFailed, PenstockError
+from penstock.waits import tell_stage
+
+# Thread-safe methods that must not queue behind a running one.
+IMMEDIATE = ("request_stop", "progress")
+LONGEST_LINE = 400
+
+
+class RpcServer:
+    """Builds one part and calls its methods."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._part: Any = None
+
+    async def build_named(self, search_path: list[str], factory: str, args: tuple) -> None:
+        """Build the part with `factory`, a "module:callable" found on the driver's search path."""
+        sys.path[:] = [*search_path, *(p for p in sys.path if p not in search_path)]
+        tell_stage("importing")
+        await self.build(lambda: load(self._name, factory, {})(*args))
+
+    async def build(self, make: Callable[[], Any]) -> None:
+        """Build the part on the server's thread, then start it."""
+        loop = asyncio.get_running_loop()
+        self._part = await loop.run_in_executor(self._thread, make)
+        start = getattr(self._part, "start", None)
+        if start is not None:
+            await start()
+
+    async def close(self) -> None:
+        """Ask a running method to give up, close the part, end the thread."""
+        request_stop = getattr(self._part, "request_stop", None)
+        if request_stop is not None:
+            request_stop()
+        close = getattr(self._part, "close", None)
+        if close is not None:
+            await close()
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def call(self, method: str, args: tuple) -> Any:
+        function = getattr(self._part, method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        if method in IMMEDIATE:
+            return function(*args)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, function, *args)
+
+
+def portable_error(name: str, error: Exception) -> Exception:
+    """Return an error that the driver can unpickle: ours as it is, any other as one PartFailed line.
+
+    The traceback of other errors goes to the log. The driver needs no package of the worker for this.
+    """
+    if isinstance(error, PenstockError):
+        try:
+            pickle.loads(pickle.dumps(error))
+            return error
+        except Exception:  # a PenstockError whose constructor pickle cannot call
+            return PartFailed(f"{name}: {one_line(error)}")
+    text = "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, end="", flush=True)
+    failed = PartFailed(f"{name}: {one_line(error)}")
+    failed.add_note(text)
+    return failed
+
+
+def with_log_path(error: Exception, log_path: Path) -> Exception:
+    """Add to a PartFailed the log that holds its traceback; return any other error as it is."""
+    if isinstance(error, PartFailed):
+        error.args = (f"{error} (traceback: {log_path})",)
+    return error
+
+
+def append_to_log(folder: Path, name: str, text: str) -> str:
+    """Append to the log of a worker from the driver, whose node holds the run folder.
+
+    Return the log's path, with the reason if nothing could be written: a full disk hides no fault.
+    """
+    path = folder / f"{name}.log"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as log:
+            log.write(f"{text.rstrip()}\n")
+    except OSError as error:
+        return f"{path}, not written: {error.strerror}"
+    return str(path)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type and message of an error; a group with one error counts as that error."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:LONGEST_LINE]}".removesuffix(": ")
+
+
+def stacks() -> str:
+    """Return the stack of every thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for ident, frame in sys._current_frames().items()
+    )

@@ -1,0 +1,292 @@
+"""A worker that is restarted when it ends: with a back-off, and a bounded number of times.
+
+Serves every kind of worker. Calls under way when a worker ends fail at once with WorkerDied; the
+owner of the part (`trainer.py`, `workers/pool/`) decides whether to repeat them. Before a new worker serves,
+`prepare` brings it to the state of the old one. Every event is one line to the user.
+
+Every call into a worker passes `call_worker`, which opens the wait that the watchdog sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import traceback
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from penstock.config import LaunchConfig
+from penstock.errors import PenstockError, WorkerDied
+from penstock.files import say
+from penstock.waits import WaitKind, Waits, loop_time
+from penstock.workers.supervise.worker import Worker
+
+Spawn = Callable[[], Awaitable[Worker]]
+Call = Callable[..., Awaitable[Any]]  # call("method", *args) of one worker
+Prepare = Callable[[Call], Awaitable[None]]
+_LONGEST_BACKOFF_S = 60.0
+_SAME_FAULTS = 3  # a worker that dies of one error so often in a row is given up
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
+CALLS = {  # the kind of wait that a method of a worker opens; any other is a short question
+    **dict.fromkeys(("generate", "generate_many"), WaitKind.GENERATE),
+    "update_weights": WaitKind.SYNC,
+    "train": WaitKind.TRAIN,
+    **dict.fromkeys(("announce", "publish"), WaitKind.PUBLISH),
+    **dict.fromkeys(("folder", "meeting", "send", "receive"), WaitKind.COLLECTIVE),
+    "snapshot": WaitKind.CHECKPOINT,
+    "write_snapshot": WaitKind.WRITE_CHECKPOINT,
+    "load": WaitKind.LOAD,
+    **dict.fromkeys(("abort", "pause", "resume"), WaitKind.PAUSE),
+    "sleep": WaitKind.SLEEP,
+    "wake": WaitKind.WAKE,
+    **dict.fromkeys(("stats", "identity", "is_exact", "progress", "request_stop"), WaitKind.ASK),
+}
+
+
+async def call_worker(worker: Worker, waits: Waits, method: str, *args: Any) -> Any:
+    """Call a method of a worker; keep the wait for its answer open until the answer comes."""
+    lane = "checkpoint" if method == "write_snapshot" else worker.name
+    kind = CALLS.get(method, WaitKind.ASK)
+    with waits.wait(lane, kind, responder=worker.name):
+        return await worker.call(method, *args)
+
+
+@dataclass(slots=True, kw_only=True)
+class SupervisionCallbacks:
+    """Callbacks from supervision to the run; the job and the loop set them."""
+
+    waits: Waits
+    note: Callable[[str], None] = lambda text: say(text, error=True)
+    log: Callable[[str, str], str] = lambda worker, text: ""  # to a worker's log; returns its path
+    first_loaded: Callable[[int, str], None] = lambda version, digest: None  # by the first engine
+    confirmed: Callable[[int, str], None] = lambda version, digest: None  # by an engine's answer
+    replaced: Callable[[int, str], None] = lambda version, digest: None  # published for a lost one
+
+
+class Supervised:
+    """One worker and its successors. Without `prepare` the end of the worker is final."""
+
+    def __init__(
+        self, name: str, spawn: Spawn, settings: LaunchConfig, callbacks: SupervisionCallbacks
+    ) -> None:
+        self.name = name
+        self.prepare: Prepare | None = None
+        self.start_context: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+        self.when_back: Callable[[], Awaitable[None]] = nothing
+        self.when_given_up: Callable[[], None] = lambda: None
+        self.when_closed: Callable[[], None] = lambda: None
+        self.given_up: WorkerDied | None = None
+        self.restarts = 0
+        self._spawn, self._settings, self._callbacks = spawn, settings, callbacks
+        self._ends: deque[float] = deque()  # when workers ended, within the restart window
+        self._faults: deque[float] = deque()  # when they died of the newest fault, in a row
+        self._newest_fault = self._log = ""
+        self._replaced_for = ""  # why the worker that ends now was killed
+        self._worker: Worker | None = None
+        self._starting: Worker | None = None  # the next worker, while it is being prepared
+        self._settled = asyncio.Event()  # a worker serves, or none ever will again
+        self._supervising: asyncio.Task[None] | None = None
+
+    @property
+    def worker(self) -> Worker | None:
+        """The worker that serves now."""
+        return self._worker if self._settled.is_set() and self.given_up is None else None
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether a worker that is killed now would be followed by another one."""
+        worker = self._current
+        return self.prepare is not None and (worker is None or worker.can_be_killed)
+
+    async def start(self) -> None:
+        self._worker = await self._spawn()
+        self._settled.set()
+        self._supervising = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call the worker that serves now; raise WorkerDied at once if none does."""
+        worker = self.worker
+        if worker is None:
+            raise self.given_up or WorkerDied(f"{self.name}: it is being started again")
+        try:
+            return await call_worker(worker, self._callbacks.waits, method, *args)
+        except WorkerDied:
+            if worker is self._worker and self.given_up is None:
+                self._settled.clear()
+            raise
+
+    async def ready(self) -> None:
+        """Wait until a worker serves; raise WorkerDied if supervision gave up."""
+        with self._callbacks.waits.wait("driver", WaitKind.RESTART, self.name):
+            await self._settled.wait()
+        if self.given_up is not None:
+            raise self.given_up
+
+    async def replace(self, reason: str, *, traceback: str | None = None) -> None:
+        """Kill the current worker (serving or starting), so that another one is started.
+
+        traceback: given if the part inside the worker died of an error, whose first line is `reason`.
+        """
+        worker = self._current
+        if worker is not None:
+            self._replaced_for = f"{self.name}: {reason}"
+            if traceback is not None:
+                self._log = self._callbacks.log(self.name, traceback)
+                self._count_fault(reason)
+            self._settled.clear()
+            await worker.kill()
+
+    def _count_fault(self, reason: str) -> None:
+        """Count how often in a row workers died of one error; numbers in its line may differ."""
+        fault = _NUMBERS.sub("#", reason)
+        if fault != self._newest_fault:
+            self._newest_fault = fault
+            self._faults.clear()
+        self._faults.append(loop_time())
+
+    async def end(self, reason: str) -> None:
+        """Kill the current worker for good, if it can be killed: every call of it fails."""
+        worker = self._current
+        self.prepare = None
+        if worker is not None and worker.can_be_killed:
+            await self.replace(reason)
+
+    @property
+    def _current(self) -> Worker | None:
+        return self._starting or self.worker
+
+    async def stack(self) -> str:
+        """Return the stacks of the current worker's threads."""
+        worker = self._current
+        return "no worker is there" if worker is None else await worker.stack()
+
+    async def progress(self, method: str) -> Any:
+        """Return the result of `method` of the current worker; None without a worker. Opens no wait."""
+        worker = self._current
+        return None if worker is None else await worker.call(method)
+
+    async def activity(self) -> float | None:
+        """Seconds of work that the current worker's process has spent; None if unknown."""
+        worker = self._current
+        return None if worker is None else await worker.activity()
+
+    async def close(self) -> None:
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.wait([self._supervising])
+        self.given_up = self.given_up or WorkerDied(f"{self.name}: it was closed")
+        self._settled.set()  # nobody waits for a worker that will not come
+        if self._worker is not None:
+            await self._worker.close()
+        self.when_closed()
+
+    async def _supervise(self) -> None:
+        """Restart the worker whenever it ends. Waits for: its end. Woken by: that end."""
+        try:
+            await self._restart_until_given_up()
+        except Exception as error:  # a bug of ours: callers must get the error
+            self._callbacks.note(f"{self.name}: supervision failed\n{traceback.format_exc()}")
+            line = f"{self.name}: supervision failed: {type(error).__name__}: {error}"
+            self.given_up = WorkerDied(line)
+        self._settled.set()
+        try:
+            self.when_given_up()
+        except Exception:  # callers get `given_up`; whoever is told first must not hide the rest
+            self._callbacks.note(f"{self.name}: it was given up\n{traceback.format_exc()}")
+
+    async def _restart_until_given_up(self) -> None:
+        while self.given_up is None:
+            assert self._worker is not None
+            reason = self._reason(await self._worker.ended())
+            self._settled.clear()
+            await self._worker.close()
+            if await self._restart(reason):
+                await self._tell_of_return()
+
+    async def _tell_of_return(self) -> None:
+        try:
+            await self.when_back()
+        except PenstockError as error:
+            await self.replace(f"it was restarted but cannot serve: {error}")
+
+    async def _restart(self, reason: str) -> bool:
+        """Start workers until one is prepared; False when the allowed number is used up."""
+        began = loop_time()
+        while self._may_restart():
+            wait_s = self._backoff_s()
+            when = f" in {wait_s:g} s" if wait_s else ""
+            limit = self._settings.max_restarts
+            self._callbacks.note(
+                f"{reason}; starting it again{when} ({len(self._ends)} of {limit})"
+            )
+            await asyncio.sleep(wait_s)  # the back-off
+            try:
+                await self._start_next()
+            except (PenstockError, OSError) as error:
+                reason = self._reason(str(error))
+                continue
+            assert self._worker is not None
+            self.restarts += 1
+            seconds = loop_time() - began
+            place = self._worker.place
+            self._callbacks.note(f"{self.name}: serves again ({place}) after {seconds:.1f} s")
+            self._settled.set()
+            return True
+        self.given_up = WorkerDied(self._last_line(reason))
+        return False
+
+    def _reason(self, observed: str) -> str:
+        """Return why a worker ended: why it was killed, or what was observed."""
+        reason, self._replaced_for = self._replaced_for or observed, ""
+        return reason
+
+    async def _start_next(self) -> None:
+        async with self.start_context():
+            worker = self._starting = await self._spawn()
+            try:
+                assert self.prepare is not None
+                await self.prepare(partial(call_worker, worker, self._callbacks.waits))
+            except BaseException:
+                await worker.close()
+                raise
+            finally:
+                self._starting = None
+            self._worker = worker
+
+    def _may_restart(self) -> bool:
+        """Count an end of the worker; False if the window holds too many, or the same fault again."""
+        now = loop_time()
+        for times in (self._ends, self._faults):
+            while times and times[0] < now - self._settings.restart_window_s:
+                times.popleft()
+        if self.prepare is None or len(self._ends) >= self._settings.max_restarts:
+            return False
+        if len(self._faults) >= _SAME_FAULTS:
+            return False
+        self._ends.append(now)
+        return True
+
+    def _backoff_s(self) -> float:
+        """No back-off before the first start in the window, then a doubling one."""
+        before = len(self._ends) - 1
+        base = self._settings.restart_backoff_s
+        return 0.0 if not before else min(base * 2.0 ** (before - 1), _LONGEST_BACKOFF_S)
+
+    def _last_line(self, reason: str) -> str:
+        if self.prepare is None or not self._settings.max_restarts:
+            return reason
+        if len(self._faults) >= _SAME_FAULTS:
+            times = f"{reason}; {self.name} died of this {len(self._faults)} times in a row"
+            return f"{times} and is given up (traceback: {self._log})"
+        return (
+            f"{reason}; {self.name} was started again {len(self._ends)} times within "
+            f"{self._settings.restart_window_s:g} s (launch.max_restarts = "
+            f"{self._settings.max_restarts}) and is given up"
+        )
+
+
+async def nothing() -> None: ...

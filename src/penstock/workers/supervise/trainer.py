@@ -1,0 +1,305 @@
+"""The trainer as the loop sees it: one or several rank workers that are restarted when they die.
+
+`RankGroup` presents several rank workers as one worker: each rank gets its share of a batch's
+groups (ranks of one copy of the model get the same share), and the end of one rank ends all of them.
+`RestartingTrainer` repeats a call after a restart; `Supervised.prepare` (newest checkpoint, then redo
+from the journal) has brought the new worker to the state of the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from penstock.config import ParallelConfig
+from penstock.errors import WorkerDied, WrongStep
+from penstock.types import Batch, StepReport, WeightHandle
+from penstock.workers.supervise.supervised import Call, Supervised
+from penstock.workers.supervise.worker import Worker
+
+_OTHERS_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 5.0
+# Methods without a collective inside: no rank waits for one that failed.
+_EACH_BY_ITSELF = ("write_snapshot", "progress")
+
+
+class TrainerPart(Protocol):
+    """The trainer as the loop sees it: every method is awaited, wherever the trainer runs."""
+
+    async def train(self, batch: Batch) -> StepReport:
+        """Do one update."""
+
+    async def publish(self) -> WeightHandle:
+        """Copy the current weights out for the engines."""
+
+    async def snapshot(self, folder: str) -> tuple[int, str]:
+        """Copy the whole training state, to be written to `folder`; return its step and digest."""
+
+    async def write_snapshot(self) -> None:
+        """Write that copy while training continues."""
+
+    async def load(self, folder: str) -> tuple[int, str]:
+        """Restore a snapshot; return its step and digest."""
+
+    async def identity(self) -> tuple[int, str]:
+        """Return the policy version and the digest of its weights."""
+
+    async def is_exact(self) -> bool:
+        """Return whether the same step repeated here gives the same bits."""
+
+    async def request_stop(self) -> None:
+        """Make a running `train` give up before it changes the weights."""
+
+
+class RankGroup:
+    """See `Worker`: trainer ranks as one."""
+
+    can_be_killed = True
+
+    def __init__(self, ranks: Sequence[Worker], parallel: ParallelConfig | None = None) -> None:
+        self.name = "trainer"
+        self._ranks = list(ranks)
+        layout = parallel or ParallelConfig()
+        self._share_of = [layout.data_index(number, len(ranks)) for number in range(len(ranks))]
+
+    @property
+    def place(self) -> str:
+        if len(self._ranks) == 1:
+            return self._ranks[0].place
+        return ", ".join(f"{rank.name} {rank.place}" for rank in self._ranks)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "train":
+            results = await self._each(
+                *(rank.call("train", share) for rank, share in self._shares(*args))
+            )
+            shares = range(max(self._share_of) + 1)
+            return _one_report([results[self._share_of.index(share)] for share in shares])
+        wait = _all_ended if method in _EACH_BY_ITSELF else self._each
+        results = await wait(*(rank.call(method, *args) for rank in self._ranks))
+        return tuple(results) if method == "progress" else results[0]
+
+    def _shares(self, batch: Batch) -> list[tuple[Worker, Batch]]:
+        """Give every n-th group to a share of the ranks, as `rank_share` in the trainer expects."""
+        count = max(self._share_of) + 1
+        return [
+            (rank, replace(batch, groups=batch.groups[share::count]))
+            for rank, share in zip(self._ranks, self._share_of, strict=True)
+        ]
+
+    async def _each(self, *calls: Awaitable[Any]) -> list[Any]:
+        """Return all answers. If one rank raises, kill the ranks that still wait for it in a collective.
+
+        If a rank died, report that death: the other ranks' errors only follow from it.
+        """
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            faults = [fault for task in done if (fault := task.exception()) is not None]
+            if not faults:
+                return [task.result() for task in tasks]
+            await self._end_the_rest(tasks, faults[0])
+            every = [fault for task in tasks if (fault := task.exception()) is not None]
+            raise next((fault for fault in every if isinstance(fault, WorkerDied)), faults[0])
+        finally:
+            await _end_all(tasks)
+
+    async def _end_the_rest(
+        self, tasks: Sequence[asyncio.Future[Any]], fault: BaseException
+    ) -> None:
+        _, waiting = await asyncio.wait(tasks, timeout=_OTHERS_TIMEOUT_S)
+        if waiting:
+            await self.kill()
+            raise WorkerDied(f"trainer: one rank failed and the others hung: {fault}")
+
+    async def ended(self) -> str:
+        tasks = [asyncio.create_task(rank.ended()) for rank in self._ranks]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            await _end_all(tasks)
+
+    async def stack(self) -> str:
+        stacks = await asyncio.gather(*(rank.stack() for rank in self._ranks))
+        return "\n".join(
+            f"{rank.name}:\n{text}" for rank, text in zip(self._ranks, stacks, strict=True)
+        )
+
+    async def activity(self) -> float | None:
+        spent = await asyncio.gather(*(rank.activity() for rank in self._ranks))
+        known = [seconds for seconds in spent if seconds is not None]
+        return sum(known) if known else None
+
+    async def kill(self) -> None:
+        await asyncio.gather(*(rank.kill() for rank in self._ranks))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(rank.close() for rank in self._ranks))
+
+
+def _one_report(reports: Sequence[StepReport]) -> StepReport:
+    """Return the first rank's report with the groups of all shares, in the order of the batch."""
+    turns = itertools.zip_longest(*(report.trained for report in reports))
+    return replace(reports[0], trained=tuple(one for turn in turns for one in turn if one))
+
+
+async def _end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks whose answers nobody wants any more, and read how they ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
+    """Wait for every answer; return them all or raise the first error."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
+
+
+class TrainerClient:
+    """See `TrainerPart`: every method is a call of a trainer worker."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    async def train(self, batch: Batch) -> StepReport:
+        report: StepReport = await self._call("train", batch)
+        return report
+
+    async def publish(self) -> WeightHandle:
+        handle: WeightHandle = await self._call("publish")
+        return handle
+
+    async def snapshot(self, folder: str) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._call("snapshot", folder)
+        return identity
+
+    async def write_snapshot(self) -> None:
+        await self._call("write_snapshot")
+
+    async def load(self, folder: str) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._call("load", folder)
+        return identity
+
+    async def identity(self) -> tuple[int, str]:
+        identity: tuple[int, str] = await self._call("identity")
+        return identity
+
+    async def is_exact(self) -> bool:
+        return bool(await self._call("is_exact"))
+
+    async def request_stop(self) -> None:
+        await self._call("request_stop")
+
+
+class RestartingTrainer(TrainerClient):
+    """A trainer whose calls are repeated on the restored worker after a death."""
+
+    def __init__(self, supervised: Supervised, *, announces: bool = False) -> None:
+        """`announces`: engines may read weights as soon as the worker begins to write them."""
+        super().__init__(self._call_again_after_a_death)
+        self._supervised, self._announces = supervised, announces
+        self._published: tuple[WeightHandle, Worker | None] | None = None  # newest, and its writer
+        self.when_replaced: Callable[[WeightHandle], None] = lambda handle: None
+        self._writing: asyncio.Task[WeightHandle] | None = None
+        self._publishing = asyncio.Lock()
+
+    async def _call_again_after_a_death(self, method: str, *args: Any) -> Any:
+        while True:
+            try:
+                await self._publish_again()
+                return await self._supervised.call(method, *args)
+            except WorkerDied:
+                await self._supervised.ready()
+
+    async def train(self, batch: Batch) -> StepReport:
+        """Train a step; a worker that is at another step is replaced and restored from the journal."""
+        await self._written()
+        try:
+            return await super().train(batch)
+        except WrongStep as error:
+            if not self._supervised.can_restart:
+                raise
+            await self._supervised.replace(str(error))
+            return await super().train(batch)
+
+    async def publish(self) -> WeightHandle:
+        """Return as soon as engines may begin to read; `train` waits for the rest of the writing."""
+        await self._written()
+        handle: WeightHandle | None = None
+        if self._announces:
+            handle = await self._call("announce")
+        if handle is None:
+            handle = await super().publish()
+        else:
+            writing = self._supervised.call("publish")
+            self._writing = asyncio.create_task(writing, name="write weights")
+            self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if self._announces:
+            self._published = (handle, self._supervised.worker)
+        return handle
+
+    async def _written(self) -> None:
+        """Wait for a publication under way; one that died with its worker is repeated later."""
+        if self._writing is not None:
+            with contextlib.suppress(WorkerDied):
+                await asyncio.shield(self._writing)
+            self._writing = None
+
+    async def _publish_again(self) -> None:
+        """Let a restarted worker publish what it was restored to, before it trains anything.
+
+        That is the version that its predecessor had published, or a later committed one. Where bits
+        do not repeat, redone weights have another digest, and there are no others.
+        """
+        async with self._publishing:
+            worker = self._supervised.worker
+            if self._published is None or worker is None or worker is self._published[1]:
+                return
+            self._published = (await self._supervised.call("publish"), worker)
+
+    async def renewed(self, handle: WeightHandle) -> WeightHandle:
+        """Return a handle that can be read, in the place of one that cannot.
+
+        Memory of a GPU ends with the process that reserved it. If the next worker is past the lost
+        version, the handle is of that worker's version, as in a resumed run.
+        """
+        await self._written()
+        while True:
+            await self._supervised.ready()
+            try:
+                await self._supervised.call("progress")  # raises at once if the worker is dead
+                await self._publish_again()
+                break
+            except WorkerDied:
+                continue
+        newest = handle if self._published is None else self._published[0]
+        if newest.version != handle.version:
+            self.when_replaced(newest)
+        return newest
+
+    async def write_snapshot(self) -> None:
+        """Do not repeat this call after a death: the copied state was lost with the worker."""
+        await self._supervised.call("write_snapshot")
+
+    async def request_stop(self) -> None:
+        """Ask the worker to stop; do without the answer of one that is dead or blocked."""
+        if self._supervised.worker is not None:
+            with contextlib.suppress(WorkerDied, TimeoutError):
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await self._supervised.call("request_stop")
+
+    async def close(self) -> None:
+        """Close the worker, and end a publication whose answer never came."""
+        await self._supervised.close()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.wait([self._writing])

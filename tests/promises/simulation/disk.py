@@ -1,0 +1,90 @@
+"""The disk of a simulated machine: real files in memory, with its own speed and faults.
+
+`SimWriter` is the journal's writer with its thread replaced by timers of the loop: what was submitted is
+committed a moment later, in one transaction, unless the disk is full or the driver was killed before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from penstock.store.journal.records import Landed, Record
+from penstock.store.journal.schema import open_database
+from penstock.store.journal.writer import Writer
+
+
+class Disk:
+    """How slow and how full the disk is."""
+
+    def __init__(self) -> None:
+        self.full = ""  # "journal" or "checkpoint": what finds no room
+        self.slowness = 1.0
+        self.connections: list[sqlite3.Connection] = []  # of the driver, to its journal
+        self.failed: set[str] = set()  # what has found no room so far
+
+    def open(self, *args: Any, **kwargs: Any) -> sqlite3.Connection:
+        self.connections.append(open_database(*args, **kwargs))
+        return self.connections[-1]
+
+    def driver_died(self) -> None:
+        """Close the dead driver's connections; what it had not committed is lost."""
+        while self.connections:
+            self.connections.pop().close()
+
+    def check(self, what: str) -> None:
+        """Raise as a full disk does if there is no room for this."""
+        if self.full == what:
+            self.failed.add(what)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class _Connection:
+    """A connection whose commits fail while the journal finds no room."""
+
+    def __init__(self, database: sqlite3.Connection, disk: Disk) -> None:
+        self._database, self._disk = database, disk
+
+    def execute(self, sql: str, *parameters: Any) -> Any:
+        if sql == "COMMIT" and self._disk.full == "journal":
+            self._disk.failed.add("journal")
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._database.execute(sql, *parameters)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._database, name)
+
+
+class SimWriter(Writer):
+    """The journal's writer on the event loop's time."""
+
+    world: Any = None
+
+    def __init__(self, database: sqlite3.Connection, path: Path, *, threaded: bool = True) -> None:
+        self._world = self.world  # this one: a dead driver's writer must not reach the next world
+        self._disk: Disk = self._world.disk
+        super().__init__(_Connection(database, self._disk), path, threaded=False)  # type: ignore[arg-type]
+        self._timer: asyncio.TimerHandle | None = None
+
+    def submit(self, record: Record) -> None:
+        super().submit(record)
+        self._write_later()
+
+    def durable(self, record: Landed | None = None) -> asyncio.Future[None]:
+        done = self._queue_up(record)
+        self._write_later()
+        return done
+
+    def _write_later(self) -> None:
+        if self._timer is None:
+            delay = self._world.delay(0.005) * self._disk.slowness
+            self._timer = asyncio.get_running_loop().call_later(delay, self._write)
+
+    def _write(self) -> None:
+        self._timer = None
+        if not self._closed:
+            self._drain(block=False)

@@ -1,0 +1,196 @@
+"""MCP servers as tools: processes and URLs, ended on every exit, called at most once."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import SamplingConfig, TaskConfig
+from penstock.errors import UserError
+from penstock.rollout.agent.build import check_agent
+from penstock.rollout.agent.tools import make
+from penstock.store.journal.calls import ToolResult
+from stages import mcp_server
+from stages.agent_parts import play, tool_call
+
+FILE = str(Path(mcp_server.__file__))
+SERVER = {"command": [sys.executable, FILE]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The same server behind a URL; it answers a call by a stream of events."""
+
+    ended: list[str]
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "id" not in request:
+            self._send(202, "text/plain", b"")
+            return
+        if request["method"] != "initialize":
+            assert self.headers["Mcp-Session-Id"] == "s1"
+            assert self.headers["MCP-Protocol-Version"] == "2025-03-26"  # the server's own
+            assert self.headers["Authorization"] == "Bearer secret"
+        told = {"jsonrpc": "2.0", "id": request["id"]}
+        result = mcp_server.answer(request["method"], request.get("params", {}))
+        assert result is not None
+        if request["method"] == "initialize":
+            result["protocolVersion"] = "2025-03-26"
+        told["result"] = result
+        data = json.dumps(told).encode()
+        if request["method"] == "tools/call":
+            event = b'data: {"jsonrpc": "2.0", "method": "notifications/progress"}\n\n'
+            self._send(200, "text/event-stream", event + b"event: message\ndata: " + data + b"\n\n")
+        else:
+            self._send(200, "application/json", data)
+
+    def do_DELETE(self) -> None:
+        self.ended.append(self.headers["Mcp-Session-Id"])
+        self._send(200, "text/plain", b"")
+
+    def _send(self, status: int, kind: str, data: bytes) -> None:
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(data)),
+            "Mcp-Session-Id": "s1",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("MCP_TOKEN", "secret")
+    Handler.ended = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/mcp"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_tools_of_a_process_are_described_and_called() -> None:
+    function = make("o", {"mcp": [SERVER]})
+    said = [tool_call("add", a=2, b=3), tool_call("pid"), tool_call("fail"), "5"]
+    rollout, kept, prompts = play(function, *said, reward=True)
+    assert (rollout.error, rollout.text) == ("", "5")
+    assert '"description": "Add two numbers."' in prompts[0]
+    assert '"name": "die"' in prompts[0]  # of the second page
+    assert prompts[1].endswith("<turn>tool\n5<eos><turn>assistant\n")
+    assert '"error": "ToolRefused: it failed"' in prompts[3]
+    assert [what for what, _ in kept.tools] == ["begun", "done", "begun", "done", "begun", "failed"]
+    pid = int(kept.tools[3][1])
+    assert not Path(f"/proc/{pid}").exists()  # it ended with the rollout
+
+
+def test_the_tools_of_a_url_are_called_and_its_session_is_ended(url: str) -> None:
+    function = make("o", {"mcp": [{"url": url, "token_variable": "MCP_TOKEN"}]})
+    rollout, kept, _ = play(function, tool_call("add", a=2, b=3), "5", reward=True)
+    assert (rollout.error, rollout.text) == ("", "5")
+    assert kept.tools == [("begun", "add"), ("done", "5")]
+    assert Handler.ended == ["s1"]
+
+
+def test_functions_and_servers_work_together(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        'def double(a: int) -> int:\n    """Double.\n\n    Args:\n        a: it\n    """\n    return 2 * a\n'
+    )
+    function = make("o", {"functions": [f"{file}:double"], "mcp": [SERVER]})
+    said = [tool_call("double", a=2) + tool_call("add", a=2, b=3), "done"]
+    _, kept, _ = play(function, *said, reward=True)
+    assert [result for what, result in kept.tools if what == "done"] == ["4", "5"]
+    rollout, _, _ = play(make("o", {"mcp": [SERVER, SERVER]}), "done", reward=True)
+    assert "got the tool add, which is there already" in rollout.error
+
+
+def test_a_server_that_dies_fails_the_rollout_and_tells_the_policy_nothing() -> None:
+    function = make("o", {"mcp": [SERVER]})
+    rollout, _, prompts = play(function, tool_call("die"), "never said", reward=True)
+    assert "it ended: no more" in rollout.error
+    assert len(prompts) == 1
+    rollout, _, _ = play(make("o", {"mcp": [{"command": ["false"]}]}), "never", reward=True)
+    assert "MCP server false: it ended" in rollout.error
+
+
+@pytest.mark.parametrize(("unknown", "called"), [("fail", 0), ("retry", 1), ("rebuild", 1)])
+def test_after_a_crash_a_call_is_made_as_its_server_says(
+    tmp_path: Path, unknown: str, called: int
+) -> None:
+    note = tmp_path / "keys"
+    server = {"command": [sys.executable, FILE, str(note)], "unknown": unknown}
+    said = [tool_call("add", a=2, b=3), "5"]
+    play(make("o", {"mcp": [server]}), *said, reward=True)
+    (key,) = note.read_text().split()
+    note.write_text("")
+    before = ToolResult(call_id=key, name="add", outcome=None, result=None)
+    rollout, _, _ = play(make("o", {"mcp": [server]}), *said, reward=True, interrupted=[before])
+    assert ("begun before a crash" in rollout.error) == (called == 0)
+    assert note.read_text().split() == [key] * called
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("server.py", "allowed: [{ command"),
+        ([{}], "allowed: a command, a list of words, or a url"),
+        ([{"command": ["a"], "url": "http://b"}], "allowed: a command, a list of words, or a url"),
+        ([{"url": "ftp://b"}], "allowed: http:// or https://"),
+        ([{"command": ["a"], "colour": 1}], "got 'colour', allowed: command, url"),
+        ([{"command": ["a"], "unknown": "maybe"}], "got 'maybe', allowed: fail, retry, rebuild"),
+        ([{"command": ["a"], "token_variable": "HOME"}], "got 'HOME', allowed: only with a url"),
+        (
+            [{"url": "http://b", "token_variable": "NO_SUCH_TOKEN"}],
+            "got 'NO_SUCH_TOKEN', allowed: an environment variable that is set",
+        ),
+    ],
+)
+def test_a_mistake_in_the_option_is_named(given: Any, words: str) -> None:
+    task = TaskConfig(agent="tools", agent_options={"mcp": given})
+    with pytest.raises(UserError) as raised:
+        check_agent("tasks.t", task, SamplingConfig())
+    assert words in str(raised.value)
+    assert str(raised.value).startswith("tasks.t.agent_options.mcp")
+
+
+DRIVER = """
+import asyncio, sys
+from penstock.rollout.agent.mcp import open_servers, read_servers
+
+async def main():
+    servers = read_servers("mcp", [{"command": sys.argv[2:]}])
+    async with open_servers(servers, 60) as tools:
+        pid = await tools.functions["pid"](idempotency_key="k")
+        open(sys.argv[1], "w").write(pid)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_driver_takes_its_servers_along(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    os.mkfifo(note)
+    words = [sys.executable, "-c", DRIVER, str(note), *SERVER["command"]]
+    driver = subprocess.Popen(words)
+    handle = os.pidfd_open(int(note.read_text()))
+    driver.kill()
+    driver.wait()
+    assert select.select([handle], [], [], 60)[0]  # it has ended
+    os.close(handle)

@@ -1,0 +1,228 @@
+"""An evaluation beside training: one engine is set aside for it, or the next weights wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.engine.protocol import SamplingParams
+from penstock.errors import EngineError
+from penstock.reward.protocol import Reward
+from penstock.rollout.evaluation.background import Evaluations
+from penstock.rollout.evaluation.evaluate import EvalTask
+from penstock.run.job import open_job
+from penstock.run.loop import Loop
+from penstock.run.recover import begin
+from penstock.run.session import train_new
+from penstock.store.run_folder import RunFolder, create
+from penstock.types import Prompt, Rollout, Score, StepReport
+from penstock.waits import Waits
+from stages.disturbed_run import config_of
+from stages.supervised import HANDLE, Crew, request
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
+
+def test_an_engine_that_is_set_aside_keeps_its_weights_and_takes_nothing_else() -> None:
+    async def run() -> None:
+        crew = Crew(2)
+        engines = await crew.start()
+        async with engines.set_aside() as own:
+            assert own is not None
+            await engines.update_weights(1, HANDLE)
+            held = await own.generate_many([request("a"), request("bb")])
+            made = await engines.generate_many([request("c"), request("dd"), request("eee")])
+            assert {one.segments[0].version for one in held} == {0}
+            assert {one.segments[0].version for one in made} == {1}
+            assert (await engines.stats()).policy_version == 1
+            assert (await own.stats()).policy_version == 0
+        assert {workers[0].engine.version for workers in crew.made.values()} == {1}
+        assert {workers[0].engine.calls for workers in crew.made.values()} == {2, 3}
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_the_only_engine_is_not_set_aside() -> None:
+    async def run() -> None:
+        engines = await Crew(1).start()
+        async with engines.set_aside() as own:
+            assert own is None
+        async with engines.set_aside() as own:
+            assert own is None
+        await engines.close()
+
+    asyncio.run(run())
+
+
+def test_the_death_of_an_engine_that_was_set_aside_is_told_and_it_comes_back() -> None:
+    async def run() -> None:
+        crew = Crew(2, poison="bad")
+        engines = await crew.start()
+
+        async def evaluated() -> None:
+            async with engines.set_aside() as own:
+                await engines.update_weights(1, HANDLE)
+                await own.generate_many([request("bad")])
+
+        with pytest.raises(EngineError, match="died with 1 requests"):
+            await evaluated()
+        made = await engines.generate_many([request("c"), request("dd"), request("eee")])
+        assert {(one.finish_reason, one.segments[0].version) for one in made} == {("stop", 1)}
+        await engines.close()
+
+    asyncio.run(run())
+
+
+class Blocked:
+    """A reward that answers when the test allows it."""
+
+    def __init__(self) -> None:
+        self.asked, self.allowed = asyncio.Event(), asyncio.Event()
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        self.asked.set()
+        await self.allowed.wait()
+        return Score(1.0, answer_ok=True)
+
+    async def close(self) -> None: ...
+
+
+def eval_task(name: str, reward: Reward) -> EvalTask:
+    prompts = [Prompt(f"p:{i}", (), np.array([i], np.int32)) for i in range(3)]
+    return EvalTask(
+        name=name,
+        problems=prompts,
+        reward=reward,
+        sampling=SamplingParams(max_tokens=4),
+        num_generations=1,
+        decode=lambda ids: "",
+        seed=0,
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_evaluation_whose_engine_dies_begins_again_and_is_of_one_version(
+    count: int, tmp_path: Path
+) -> None:
+    """With two engines, newer weights are published by then; with one, they still wait."""
+
+    async def run() -> list[dict[str, Any]]:
+        crew, reward = Crew(count), Blocked()
+        engines = await crew.start()
+        evaluations = Evaluations(
+            tasks=[eval_task("a", reward), eval_task("b", reward)],
+            folder=tmp_path,
+            engine=engines,
+            waits=Waits(),
+            log=lambda step, metrics: None,
+            note=lambda text: None,
+            set_aside=engines.set_aside,
+        )
+        async with asyncio.TaskGroup() as group:
+            evaluations.begin(group, 0, after=None, beside=True)
+            await reward.asked.wait()
+            pinned = group.create_task(evaluations.pinned())
+            if count == 2:
+                await pinned
+                await engines.update_weights(1, HANDLE)
+            crew.made["engine-0"][0].die()
+            assert pinned.done() == (count == 2)
+            reward.allowed.set()
+        await engines.close()
+        return lines(tmp_path / "summary.jsonl")
+
+    summaries = asyncio.run(run())
+    assert [s["task"] for s in summaries] == ["a", "b"]
+    assert [s["failures"] for s in summaries] == [0, 0]
+    assert summaries[0]["policy_version"] == 0  # it was generated before the death
+    for summary in summaries:
+        samples = lines(tmp_path / f"{summary['task']}-step-0.jsonl")
+        assert {s["policy_version"] for s in samples} == {summary["policy_version"]}
+
+
+def train(folder: Path, *words: str, until: int) -> tuple[RunFolder, list[str]]:
+    """Train while the first evaluation lasts until step `until` is committed; return the events."""
+    config = config_of(
+        folder, "run", "eval.tasks={a={data='addition:heldout'}}", "eval.max_problems=3", *words
+    )
+    run_folder = create(config)
+    happened: list[str] = []
+
+    async def run() -> None:
+        async with open_job(config, run_folder) as job:
+            await begin(job)
+            reward, commit, log = Blocked(), job.journal.commit_step, job.evaluations.log
+
+            async def committed(report: StepReport) -> None:
+                await commit(report)
+                happened.append(f"step {report.step}")
+                if report.step == until:
+                    reward.allowed.set()
+
+            def logged(step: int, metrics: dict[str, float]) -> None:
+                happened.append(f"evaluated {step}")
+                log(step, metrics)
+
+            if until == 0:
+                reward.allowed.set()
+            job.journal.commit_step = committed  # type: ignore[method-assign]
+            job.evaluations.log = logged
+            job.evaluations.tasks = [replace(t, reward=reward) for t in job.evaluations.tasks]
+            await Loop(job).run()
+
+    asyncio.run(run())
+    return run_folder, happened
+
+
+def versions(folder: RunFolder, step: int) -> set[int]:
+    return {s["policy_version"] for s in lines(folder.evaluations / f"a-step-{step}.jsonl")}
+
+
+def test_two_engines_train_through_a_long_evaluation_of_one_version(tmp_path: Path) -> None:
+    """Steps 3 to 5 need weights that were published during the evaluation: no step waited for it."""
+    folder, happened = train(tmp_path, "launch.num_producers=2", "train.steps=5", until=5)
+    assert happened[:5] == [f"step {n}" for n in range(1, 6)]
+    assert happened[5:] == ["evaluated 0", "evaluated 5"]
+    assert versions(folder, 0) == {0}
+    assert versions(folder, 5) == {5}
+
+
+@pytest.mark.parametrize("blocking", ["true", "false"])
+def test_one_engine_trains_until_the_next_weights_or_waits_if_asked(
+    blocking: str, tmp_path: Path
+) -> None:
+    words = ["launch.kind=inline", f"eval.blocking={blocking}"]
+    folder, happened = train(tmp_path, *words, until=0 if blocking == "true" else 1)
+    wanted = ["step 1", "evaluated 0", "step 2", "step 3", "evaluated 3"]
+    if blocking == "true":
+        wanted = ["evaluated 0", "step 1", "step 2", "step 3", "evaluated 3"]
+    assert happened == wanted
+    assert versions(folder, 0) == {0}
+    assert versions(folder, 3) == {3}
+
+
+def test_a_run_says_that_samples_of_an_evaluation_failed_and_shows_no_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "fails.py"
+    file.write_text("def fails(response):\n    raise ValueError('no server')\n")
+    task = f"{{data='addition:heldout', rewards=[{{type='{file}:fails'}}]}}"
+    words = [f"eval.tasks={{a={task}}}", "eval.max_problems=3", "train.steps=1"]
+    folder = train_new(config_of(tmp_path, "run", "launch.kind=inline", *words))
+    shown = " ".join("".join(capsys.readouterr()).split())
+    failed = "3 of 3 samples failed and count as wrong: reward: "
+    assert f"warning: evaluation a after step 0: {failed}" in shown
+    assert "no server" in shown
+    assert " a reward" not in shown  # in the summary: nothing was judged
+    assert lines(folder.evaluations / "summary.jsonl")[0]["reward"] is None

@@ -1,0 +1,80 @@
+"""One step of the loop: what happens between an update and its commit."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.config.source import load_config
+from penstock.engine.protocol import EngineStats
+from penstock.errors import RunError
+from penstock.run.loop import Loop
+from penstock.types import Batch, StepReport, WeightHandle
+
+NO_EVALUATION = ["eval.at_start=false", "eval.every_steps=0", "sync.every_steps=5", "train.steps=9"]
+
+
+def test_no_engine_is_asked_between_an_update_and_its_commit() -> None:
+    """An engine that stalls there would keep the update out of the journal while the trainer may die."""
+    calls: list[str] = []
+
+    def noted(name: str, answer: Any = None) -> Any:
+        async def call(*args: Any) -> Any:
+            calls.append(name)
+            return answer
+
+        return call
+
+    stats = EngineStats(
+        policy_version=0, digest="", running=0, waiting=0, tokens_generated=7, busy_s=0.0
+    )
+    committed: list[StepReport] = []
+
+    async def commit(report: StepReport) -> None:
+        calls.append("commit")
+        committed.append(report)
+
+    job = SimpleNamespace(
+        config=load_config(None, NO_EVALUATION).config,
+        total_steps=9,
+        take_batch=noted("take", Batch(step=1, groups=())),
+        engine=SimpleNamespace(stats=noted("stats", stats)),
+        trainer=SimpleNamespace(
+            train=noted("train", StepReport(step=1, policy_version=1, digest="d"))
+        ),
+        source=SimpleNamespace(
+            snapshot=lambda: SimpleNamespace(producer_wait_s=0.0),
+            read_metrics=lambda: {"produced/groups": 3.0},
+        ),
+        journal=SimpleNamespace(commit_step=commit),
+        workers=SimpleNamespace(restarts=0),
+        log_step=lambda batch, report: None,
+        checkpoints=SimpleNamespace(due=lambda step: False),
+    )
+    asyncio.run(Loop(job)._one_step(1))  # type: ignore[arg-type]
+    assert calls == ["take", "stats", "train", "commit"]
+    assert committed[0].metrics["tokens/generated"] == 7
+    assert committed[0].metrics["produced/groups"] == 3
+
+
+def test_weights_of_another_version_than_the_step_are_not_published() -> None:
+    """A trainer that lost its update would hand the engines the version before, under no error."""
+    published: list[int] = []
+
+    async def publish() -> WeightHandle:
+        return WeightHandle(version=1, digest="d", kind="in_process")
+
+    async def pinned() -> None: ...
+
+    job = SimpleNamespace(
+        trainer=SimpleNamespace(publish=publish),
+        evaluations=SimpleNamespace(pinned=pinned),
+        journal=SimpleNamespace(record_published=lambda version, digest: published.append(version)),
+    )
+    loop = Loop(job, first_step=2)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="published version 1, allowed: 2"):
+        asyncio.run(loop._publish(SimpleNamespace()))  # type: ignore[arg-type]
+    assert published == []

@@ -1,0 +1,67 @@
+"""A start makes its folder exclusively and deletes nothing that it did not make."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from penstock.config import Config
+from penstock.config.source import load_config
+from penstock.data.sampler import Sampler
+from penstock.errors import UserError
+from penstock.store import run_folder
+from penstock.store.journal import Journal
+from stages.rollouts import make_prompts
+
+
+def named(folder: Path, name: str) -> Config:
+    return load_config(None, [f"run.dir={folder}", f"run.name={name}"]).config
+
+
+def test_a_folder_that_is_not_a_run_is_left_alone(tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis" / "chapter-1.tex"
+    thesis.parent.mkdir()
+    thesis.write_text("years of work")
+    with pytest.raises(UserError, match="exists already"):
+        run_folder.create(named(tmp_path, "thesis"))
+    assert thesis.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", "/tmp/x", "../x"])
+def test_a_name_is_one_folder_name(tmp_path: Path, name: str) -> None:
+    kept = tmp_path / "runs" / "old"
+    kept.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"run\.name: got .*, allowed: one folder name"):
+        run_folder.create(named(tmp_path / "runs", name))
+    assert kept.is_dir()
+
+
+def test_of_many_starts_with_one_name_one_gets_the_folder(tmp_path: Path) -> None:
+    def start(number: int) -> bool:
+        try:
+            run_folder.create(named(tmp_path, "same"))
+        except UserError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as starts:
+        assert sum(starts.map(start, range(30))) == 1
+
+
+def test_automatic_names_do_not_collide(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as starts:
+        made = list(starts.map(lambda _: run_folder.create(named(tmp_path, "")).path, range(12)))
+    assert len(set(made)) == 12
+
+
+def test_a_journal_with_groups_counts_as_progress(tmp_path: Path) -> None:
+    folder = run_folder.create(named(tmp_path, "one"))
+    assert not run_folder.has_progress(folder.path)
+    journal = Journal.open(folder.journal)
+    assert not run_folder.has_progress(folder.path)
+    sampler = Sampler(make_prompts(1), task_name="t", prompt_repeat_k=1, seed=0)
+    journal.drawn(sampler.sample_now("t"))
+    journal.close()
+    assert run_folder.has_progress(folder.path)

@@ -1,0 +1,86 @@
+"""Advantages on hand-worked numbers."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.training.algo import advantage
+from penstock.training.algo.settings import AlgorithmSettings
+
+REWARDS = np.array([1.0, 0.0, 0.0, 1.0])  # mean 1/2, sample deviation 1/sqrt(3)
+
+
+def test_grpo_divides_by_the_groups_own_deviation() -> None:
+    expected = np.array([0.5, -0.5, -0.5, 0.5]) / (3**-0.5 + 1e-4)
+    np.testing.assert_allclose(
+        advantage.group_advantages(REWARDS, AlgorithmSettings()), expected, rtol=1e-12
+    )
+
+
+def test_rloo_takes_the_mean_of_the_others() -> None:
+    settings = AlgorithmSettings(baseline="leave_one_out", normalize="none")
+    # reward 1: the others have (0 + 0 + 1) / 3; reward 0: the others have (1 + 0 + 1) / 3
+    expected = [2 / 3, -2 / 3, -2 / 3, 2 / 3]
+    np.testing.assert_allclose(advantage.group_advantages(REWARDS, settings), expected)
+
+
+def test_dr_grpo_only_centres() -> None:
+    settings = AlgorithmSettings(normalize="none")
+    np.testing.assert_allclose(
+        advantage.group_advantages(REWARDS, settings), [0.5, -0.5, -0.5, 0.5]
+    )
+
+
+def test_whole_batch_normalisation_divides_by_the_deviation_and_does_not_multiply() -> None:
+    values = np.array([2.0, 0.0, 4.0, 2.0])  # mean 2, population deviation sqrt(2)
+    mean, deviation = advantage.batch_mean_and_deviation(advantage.moments(values))
+    assert (mean, deviation) == pytest.approx((2.0, 2**0.5))
+    np.testing.assert_allclose(
+        advantage.standardize(values, mean, deviation), [0, -(2**0.5), 2**0.5, 0], rtol=1e-7
+    )
+
+
+def test_moments_of_parts_add_up_to_those_of_the_whole() -> None:
+    values = np.arange(7.0)
+    parts = advantage.moments(values[:3]) + advantage.moments(values[3:])
+    np.testing.assert_allclose(parts, advantage.moments(values))
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+@pytest.mark.parametrize("normalize", ["group", "batch", "none"])
+@pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [7.0], [1e300, 1e300]])
+def test_no_variance_gives_exact_zeros(baseline, normalize, rewards) -> None:
+    settings = AlgorithmSettings(baseline=baseline, normalize=normalize)
+    assert not advantage.group_advantages(np.array(rewards), settings).any()
+
+
+def test_a_batch_without_variance_or_without_tokens_is_zero_and_finite() -> None:
+    mean, deviation = advantage.batch_mean_and_deviation(advantage.moments(np.zeros(0)))
+    assert (mean, deviation) == (0.0, 0.0)
+    assert not advantage.standardize(np.full(3, 5.0), 5.0, 0.0).any()
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=12))
+def test_group_relative_advantages_are_finite_and_sum_to_zero(rewards) -> None:
+    for baseline in ("group_mean", "leave_one_out"):
+        for normalize in ("group", "none"):
+            settings = AlgorithmSettings(baseline=baseline, normalize=normalize)
+            values = advantage.group_advantages(np.array(rewards), settings)
+            assert np.isfinite(values).all()
+            assert abs(values.sum()) < 1e-6 * (1 + np.abs(values).max())
+
+
+def test_overlong_penalty_grows_over_the_last_quarter_and_is_full_when_truncated() -> None:
+    lengths = np.array([50, 75, 80, 99, 100, 100])
+    truncated = np.array([False, False, False, False, False, True])
+    got = advantage.overlong_penalties(lengths, truncated, np.full(6, 100), weight=10.0)
+    np.testing.assert_allclose(got, [0, 0, -2.0, -9.6, -10.0, -10.0])
+
+
+def test_running_into_the_limit_never_beats_finishing_late() -> None:
+    lengths = np.array([2000, 2048])
+    cut = advantage.overlong_penalties(
+        lengths, np.array([False, True]), np.full(2, 2048), weight=1.0
+    )
+    assert cut[1] < cut[0] < 0

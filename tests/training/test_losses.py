@@ -1,0 +1,182 @@
+"""Losses, KL estimators and importance weights on hand-worked numbers, and the whole table."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.config import AlgorithmConfig
+from penstock.training.algo import ALGORITHMS, kl
+from penstock.training.algo.correction import importance_weights
+from penstock.training.algo.method import Algorithm, TokenView, algorithm_class, resolve_settings
+from penstock.training.algo.settings import AlgorithmSettings
+
+
+def view(ratios, advantages, sequences=None) -> TokenView:
+    """Make tokens with these ratios to the anchor."""
+    ratios_N = torch.tensor(ratios, dtype=torch.float64)
+    sequence_N = torch.tensor(sequences or [0] * len(ratios))
+    return TokenView(
+        logprobs_N=(ratios_N.log() - 1.0).requires_grad_(),
+        anchor_N=torch.full_like(ratios_N, -1.0),
+        advantages_N=torch.tensor(advantages, dtype=torch.float64),
+        sequence_N=sequence_N,
+        num_sequences=int(sequence_N.max()) + 1,
+    )
+
+
+def algorithm(name: str, **fields) -> Algorithm:
+    settings = resolve_settings(AlgorithmConfig(name=name, **fields))
+    return algorithm_class(name)(settings)
+
+
+def gradient(loss_N, logprobs_N):
+    return torch.autograd.grad(loss_N.sum(), logprobs_N)[0].tolist()
+
+
+def test_clip_bounds_the_ratio_only_where_that_lowers_the_objective() -> None:
+    tokens = view([1.5, 1.5, 0.5, 0.5, 1.1], [2.0, -2.0, 2.0, -2.0, 1.0])
+    got = algorithm("grpo").surrogate(tokens)
+    assert got.loss_N.tolist() == pytest.approx([-1.2 * 2, 1.5 * 2, -0.5 * 2, 0.8 * 2, -1.1])
+    assert got.clipped_N.tolist() == [True, False, False, True, False]
+    # d(-ratio A) / d logprob = -ratio A where it is not clipped
+    assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx([0, 3.0, -1.0, 0, -1.1])
+
+
+def test_dapo_clips_higher() -> None:
+    got = algorithm("dapo").surrogate(view([1.5], [1.0]))
+    assert got.loss_N.item() == pytest.approx(-1.28)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens() -> None:
+    tokens = view([10.0, 2.0, 10.0], [-1.0, -1.0, 1.0])
+    got = algorithm("grpo").surrogate(tokens)  # 3 by default
+    assert got.loss_N.tolist() == pytest.approx([3.0, 2.0, -1.2])
+    assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx([0.0, 2.0, 0.0])
+    off = algorithm("grpo", dual_clip=0).surrogate(tokens)
+    assert off.loss_N.tolist() == pytest.approx([10.0, 2.0, -1.2])
+
+
+def test_gspo_ratio_is_the_geometric_mean_of_the_sequence() -> None:
+    tokens = view([4.0, 1.0, 9.0], [1.0, 1.0, -1.0], sequences=[0, 0, 1])
+    got = algorithm("gspo").surrogate(tokens)
+    assert got.ratio_N.tolist() == pytest.approx([2.0, 2.0, 9.0])
+    assert got.loss_N.tolist() == pytest.approx([-1.0004, -1.0004, 3.0])  # 9 is cut by dual clip
+    tokens = view([1.0, 1.0], [1.0, 1.0])
+    loss_N = algorithm("gspo").surrogate(tokens).loss_N
+    # the sequence's mean of two equal losses: each token carries half of ratio x advantage
+    assert gradient(loss_N / 2, tokens.logprobs_N) == pytest.approx([-0.5, -0.5])
+
+
+def test_rloo_has_one_ratio_per_response() -> None:
+    tokens = view([1.1, 1.05, 2.0], [1.0, 1.0, -1.0], sequences=[0, 0, 1])
+    got = algorithm("rloo").surrogate(tokens)
+    assert got.ratio_N.tolist() == pytest.approx([1.155, 1.155, 2.0])
+    assert got.loss_N.tolist() == pytest.approx([-1.155, -1.155, 2.0])
+    # the mean over a response's equal token losses: every token carries ratio x advantage
+    weights_N = torch.tensor([0.5, 0.5, 1.0])
+    assert gradient(got.loss_N * weights_N, tokens.logprobs_N) == pytest.approx(
+        [-1.155, -1.155, 2.0]
+    )
+    clipped = algorithm("rloo").surrogate(view([1.2, 1.2], [1.0, 1.0]))  # 1.44 over the response
+    assert clipped.loss_N.tolist() == pytest.approx([-1.2, -1.2])
+    assert clipped.clipped_N.all()
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    tokens = view([8.0, 0.5], [1.0, -1.0])
+    got = algorithm("cispo").surrogate(tokens)
+    assert got.clipped_N.tolist() == [True, False]
+    assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx([-5.0, 0.5])
+
+
+def test_reinforce_is_reward_times_logprob() -> None:
+    tokens = view([8.0, 0.5], [1.0, -1.0])
+    got = algorithm("reinforce").surrogate(tokens)
+    assert gradient(got.loss_N, tokens.logprobs_N) == [-1.0, 1.0]
+
+
+def test_huge_ratios_stay_finite() -> None:
+    tokens = TokenView(
+        logprobs_N=torch.tensor([0.0, -1e4], requires_grad=True),
+        anchor_N=torch.tensor([-1e4, 0.0]),
+        advantages_N=torch.tensor([0.0, 1.0]),
+        sequence_N=torch.zeros(2, dtype=torch.int64),
+        num_sequences=1,
+    )
+    for name in ALGORITHMS:
+        got = algorithm(name).surrogate(tokens)
+        assert torch.isfinite(got.loss_N).all()
+        assert np.isfinite(gradient(got.loss_N, tokens.logprobs_N)).all()
+
+
+def test_kl_estimators() -> None:
+    own, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    assert kl.estimate("k1", own, reference).tolist() == pytest.approx([0.5, -1.0])
+    assert kl.estimate("k2", own, reference).tolist() == pytest.approx([0.125, 0.5])
+    expected = [math.exp(-0.5) + 0.5 - 1, math.exp(1.0) - 1.0 - 1]
+    assert kl.estimate("k3", own, reference).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("none", [1, 1, 1, 1]),
+        ("token", [2, 3, 0.5, 0.5]),
+        ("token_truncate", [2, 2.5, 0.5, 0.5]),
+        ("token_mask", [2, 0, 0, 0]),
+        ("sequence_truncate", [2.5, 2.5, 0.25, 0.25]),
+        ("sequence_mask", [0, 0, 0, 0]),
+    ],
+)
+def test_importance_weights(kind, expected) -> None:
+    settings = AlgorithmSettings(correction=kind, correction_cap=2.5, correction_floor=0.6)
+    proximal = torch.tensor([2.0, 3.0, 0.5, 0.5]).log()
+    got = importance_weights(proximal, torch.zeros(4), torch.tensor([0, 0, 1, 1]), 2, settings)
+    assert got.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_every_algorithm_of_the_table_keeps_the_contract(name) -> None:
+    method = algorithm_class(name)
+    assert issubclass(method, Algorithm)
+    assert method.__doc__ or __import__(method.__module__, fromlist=["x"]).__doc__
+    tokens = view([1.0, 1.0, 1.0], [1.0, -1.0, 0.0], sequences=[0, 0, 1])
+    got = algorithm(name).surrogate(tokens)
+    assert got.loss_N.shape == got.ratio_N.shape == got.clipped_N.shape == (3,)
+    assert not got.ratio_N.requires_grad
+    # On-policy every method's gradient is -advantage at each token (GSPO, RLOO: the sequence's).
+    if name not in ("gspo", "rloo"):
+        assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx([-1.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("sampler", ["policy", "another"])
+def test_gradients_of_kl_estimators_in_the_loss(sampler: str) -> None:
+    """The mean gradient over all tokens of a vocabulary, each weighed by who sampled it."""
+    logits_V = torch.tensor([0.3, -0.7, 1.1, 0.0, -1.2], dtype=torch.float64, requires_grad=True)
+    reference_V = torch.tensor([1.0, 0.2, -0.5, 0.0, 0.4], dtype=torch.float64).log_softmax(0)
+    other_V = torch.tensor([0.0, 0.5, 0.5, -1.0, 0.1], dtype=torch.float64).log_softmax(0)
+
+    def mean_gradient(kind: str) -> torch.Tensor:
+        policy_V = logits_V.log_softmax(0)
+        sampled_V = policy_V.detach() if sampler == "policy" else other_V
+        term_V = kl.estimate(kind, policy_V, reference_V)
+        if kind == "k3_weighted":
+            term_V = term_V * (policy_V - sampled_V).exp()
+        return torch.autograd.grad((sampled_V.exp() * term_V).sum(), logits_V)[0]
+
+    def of(left_V: torch.Tensor, right_V: torch.Tensor) -> torch.Tensor:
+        """The gradient of KL(left || right)."""
+        return torch.autograd.grad((left_V.exp() * (left_V - right_V)).sum(), logits_V)[0]
+
+    reverse_V = of(logits_V.log_softmax(0), reference_V)
+    forward_V = of(reference_V, logits_V.log_softmax(0))
+    torch.testing.assert_close(mean_gradient("k3_weighted"), reverse_V)
+    if sampler == "policy":
+        torch.testing.assert_close(mean_gradient("k1"), torch.zeros_like(reverse_V))
+        torch.testing.assert_close(mean_gradient("k2"), reverse_V)
+        torch.testing.assert_close(mean_gradient("k3"), forward_V)
+    else:
+        for kind in ("k2", "k3"):
+            assert (mean_gradient(kind) - reverse_V).abs().max() > 0.05
