@@ -127,8 +127,3 @@ def test_a_bundle_that_only_one_node_can_hold_is_placed_first() -> None:
     check_fit(asked, nodes, Need(resources={}))
     with pytest.raises(UserError, match=r"launch\.agents: got 2 more of 1 CPU"):
         check_fit(asked, nodes, Need(resources={"CPU": 1.0}), 2)
-
-
-def test_keys_of_an_older_run_folder_are_read() -> None:
-    old = LaunchConfig.model_validate({"gpus_per_producer": 2, "cpus_per_consumer": 3})
-    assert (old.producers.gpus, old.consumers.cpus) == (2, 3)

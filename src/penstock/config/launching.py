@@ -71,13 +71,6 @@ class ProducerKindConfig(Section):
     """Fields of [launch.producers] that differ for this kind."""
 
 
-_FORMER_KEYS = {  # keys of older run folders, and the table and key that they became
-    f"{what}_per_{role}": (f"{role}s", what)
-    for what in ("cpus", "gpus")
-    for role in ("producer", "consumer")
-}
-
-
 class LaunchConfig(Section):
     kind: Literal["local", "inline", "ray"] = "local"
     """local: worker processes on this machine; inline: all in this process; ray: a Ray cluster."""
@@ -120,18 +113,6 @@ class LaunchConfig(Section):
         """Return what one engine needs of its node."""
         kind = self.kind_of(number)
         return self.producers if kind is None else _over(self.producers, kind.place)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_former_keys(cls, given: Any) -> Any:
-        """Read the config of an older run folder."""
-        if not isinstance(given, dict) or not given.keys() & _FORMER_KEYS.keys():
-            return given
-        moved = {key: value for key, value in given.items() if key not in _FORMER_KEYS}
-        for former, (table, key) in _FORMER_KEYS.items():
-            if former in given:
-                moved[table] = {key: given[former], **moved.get(table, {})}
-        return moved
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -261,7 +261,6 @@ class SyncConfig(Section):
 
 # keys of a training task that an evaluation task takes over
 _INHERITED = ("system_prompt", "chat_template_kwargs")
-_ONLY_TRAINING = {"weight": 1.0, "produce": {}}
 
 
 class EvalTaskConfig(TaskDataConfig):
@@ -271,19 +270,6 @@ class EvalTaskConfig(TaskDataConfig):
     """System message for prompts that have none; not given: that of the training tasks, if they agree."""
     sampling: dict[str, Any] = {}
     """Fields of [sampling] for this task; they win over those of [eval]."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_keys_of_training(cls, given: Any) -> Any:
-        """Refuse keys that only training reads; drop the defaults of them in older run folders."""
-        if not isinstance(given, dict):
-            return given
-        for key, default in _ONLY_TRAINING.items():
-            if given.get(key, default) != default:
-                raise ValueError(
-                    f"{key} got {given[key]!r}, allowed: nothing; only training reads {key}"
-                )
-        return {key: value for key, value in given.items() if key not in _ONLY_TRAINING}
 
 
 class EvalConfig(Section):

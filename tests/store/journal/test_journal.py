@@ -322,17 +322,24 @@ def test_a_step_takes_only_what_is_completed_and_buffered(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("number", [2, 99])
+@pytest.mark.parametrize("readonly", [True, False])
+def test_a_journal_of_another_format_is_refused(
+    number: int, readonly: bool, tmp_path: Path
+) -> None:
+    database = open_database(tmp_path / "other.db")
+    database.execute(f"PRAGMA user_version = {number}")
+    database.close()
+    with pytest.raises(RunError, match=f"got format {number}, allowed: 1; another version of Pens"):
+        Journal.open(tmp_path / "other.db", readonly=readonly)
+
+
 def test_files_that_are_no_journal_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no file"):
         Journal.open(tmp_path / "none.db", readonly=True)
     (tmp_path / "text.db").write_text("not a database, but long enough to look like one " * 20)
     with pytest.raises(RunError, match="damaged"):
         Journal.open(tmp_path / "text.db")
-    database = open_database(tmp_path / "new.db")
-    database.execute("PRAGMA user_version = 99")
-    database.close()
-    with pytest.raises(RunError, match="schema version 99"):
-        Journal.open(tmp_path / "new.db")
     journal = Journal.open(tmp_path / "good.db")
     journal.close()
     reading = Journal.open(tmp_path / "good.db", readonly=True)

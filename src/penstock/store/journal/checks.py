@@ -15,7 +15,6 @@ from typing import Any
 from penstock.store.journal.codec import described, is_intact
 
 ROW_CHECK = "row_check_of"  # the function's name in SQL
-FIRST_WITH_CHECKS = 2  # the first schema version whose rows carry checksums
 
 # The checksum of a call's payload; SQLite's substr of an empty one, after pruning, is NULL.
 CALL_CHECK = "COALESCE(substr(data, -4), x'')"
@@ -45,14 +44,6 @@ CHECKED = {
         *("rollout_id", "seed", "call_id", "group_id", "name", "begun_at", "ended_at"),
         *("outcome", "result"),
     ),
-}
-_ADDED = {  # by schema version
-    3: {
-        "group_rows": ("num_rollouts",),
-        "step_rows": ("trained", "num_events", "chain", "pruned_at"),
-        "identity_rows": CHECKED["identity_rows"],
-    },
-    4: {"call_rows": CHECKED["call_rows"], "tool_rows": CHECKED["tool_rows"]},
 }
 _NAMES = {
     "prompt_rows": "'prompt ' || prompt_id",
@@ -84,26 +75,15 @@ def rollout_key(group_id: str, number: int, rollout_id: str) -> str:
     return f"{group_id}|{number}|{rollout_id}"
 
 
-def checked_tables(version: int) -> dict[str, tuple[str, ...]]:
-    """Return the tables whose rows have checksums in a schema version, and the columns they cover."""
-    if version < FIRST_WITH_CHECKS:
-        return {}
-    found = dict(CHECKED)
-    for later in (added for number, added in _ADDED.items() if number > version):
-        for table, columns in later.items():
-            found[table] = tuple(column for column in found[table] if column not in columns)
-    return {table: columns for table, columns in found.items() if columns}
-
-
 def expression(table: str, **changes: str) -> str:
     """Return the SQL for a row's checksum; `changes` replaces columns by other expressions."""
     values = (changes.get(column, column) for column in CHECKED[table])
     return f"{ROW_CHECK}({', '.join(values)})"
 
 
-def damaged_rows(database: sqlite3.Connection, table: str, version: int) -> Iterator[str]:
+def damaged_rows(database: sqlite3.Connection, table: str) -> Iterator[str]:
     """Yield the names of rows that are not what was written; reads the whole table."""
-    columns = ", ".join(checked_tables(version)[table])
+    columns = ", ".join(CHECKED[table])
     query = (
         f"SELECT COALESCE({_NAMES[table]}, 'a row of {table}'), row_check, {columns} FROM {table}"
     )

@@ -97,8 +97,7 @@ _MOVE = {
     kind: _update(kind, (*_COLUMNS[_PLACE : _PLACE + 3], "drop_reason"))
     for kind in ("retried", "expired", "dropped")
 }
-# A group that landed under an older schema has no number of rollouts to compare with.
-_IS_WHOLE = """ AND status = 'completed' AND COALESCE(num_rollouts, 1) <=
+_IS_WHOLE = """ AND status = 'completed' AND num_rollouts <=
     (SELECT COUNT(*) FROM rollout_rows WHERE rollout_rows.group_id = group_rows.group_id)"""
 _TAKE = _update("taken", ("step", "position"), _IS_WHOLE, sets="place = 'taken', ")
 _HAS_UPDATE_FROM = sqlite3.sqlite_version_info >= (3, 33)

@@ -30,15 +30,14 @@ from penstock.store.journal.calls import (
     select_calls,
 )
 from penstock.store.journal.checks import (
-    FIRST_WITH_CHECKS,
-    checked_tables,
+    CHECKED,
     damaged_calls,
     damaged_payloads,
     damaged_rows,
     rollout_key,
 )
 from penstock.store.journal.codec import decode_prompt, decode_rollout
-from penstock.store.journal.schema import changed_definitions, open_database, schema_version
+from penstock.store.journal.schema import changed_definitions, open_database
 from penstock.store.journal.writer import Writer
 from penstock.types import Batch, Group, ModelCall, Prompt, Rollout, Status, StepReport
 from penstock.waits import WaitInOrder, WaitKind, Waits
@@ -307,18 +306,10 @@ class Journal:
             self._writer.wait_durable()
         try:
             payloads = (*damaged_payloads(self._reader), *damaged_calls(self._reader))
-            return list(dict.fromkeys([*self._damaged_rows(), *payloads]))
+            rows = (damaged_rows(self._reader, table) for table in CHECKED)
+            return list(dict.fromkeys([*itertools.chain.from_iterable(rows), *payloads]))
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
-
-    def has_checks(self) -> bool:
-        """Return whether the rows carry checksums; a journal of an older Penstock has none."""
-        return schema_version(self._reader) >= FIRST_WITH_CHECKS
-
-    def _damaged_rows(self) -> Iterator[str]:
-        version = schema_version(self._reader)
-        for table in checked_tables(version):
-            yield from damaged_rows(self._reader, table, version)
 
     def check_file(self) -> None:
         """Raise JournalDamaged if the file's structure or a definition is damaged; reads the whole file."""
@@ -330,14 +321,12 @@ class Journal:
 
         Rollouts and calls are checked as they are read. The audit checks all of them.
         """
-        version = schema_version(self._reader)
-        skipped = ("event_rows", "call_rows")
-        tables = [table for table in checked_tables(version) if table not in skipped]
-        for table in tables or ("group_rows", "step_rows"):
+        tables = [table for table in CHECKED if table not in ("event_rows", "call_rows")]
+        for table in tables:
             self._check_structure(table)
         self._raise_first(
             lambda: itertools.chain.from_iterable(
-                damaged_rows(self._reader, table, version) for table in tables
+                damaged_rows(self._reader, table) for table in tables
             )
         )
 
@@ -350,7 +339,7 @@ class Journal:
     def _raise_first(self, damaged: Callable[[], Iterator[str]]) -> None:
         """Raise for the first changed definition, or the first damaged row."""
         try:
-            changed = changed_definitions(self._reader) if self.has_checks() else []
+            changed = changed_definitions(self._reader)
             found = [f"the definition of {name}" for name in changed]
             found += itertools.islice(damaged() if not changed else (), 1)
         except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -558,14 +547,14 @@ class Journal:
         return groups
 
     def _check_whole(
-        self, group_id: str, rollouts: Sequence[Rollout], number: int | None, tokens: int
+        self, group_id: str, rollouts: Sequence[Rollout], number: int, tokens: int
     ) -> None:
-        """Raise unless the group has what it landed with; an older schema has no number of rollouts."""
-        found = sum(len(rollout.response_ids) for rollout in rollouts)
-        if found != tokens or len(rollouts) != (number or len(rollouts)):
+        """Raise unless the group has the rollouts and tokens that it landed with."""
+        stored = sum(len(rollout.response_ids) for rollout in rollouts)
+        if (len(rollouts), stored) != (number, tokens):
             raise JournalDamaged(
                 f"journal {self.path}: damaged: group {group_id} has {len(rollouts)} rollouts with "
-                f"{found} tokens, but {number or 'its rollouts'} with {tokens} tokens landed"
+                f"{stored} tokens, but {number} with {tokens} tokens landed"
             )
 
     def _prompt(self, task: str, prompt_id: str) -> Prompt:
