@@ -2,18 +2,23 @@
 
 Words lose their leading dashes, and dashes inside them become underscores: `--top-p 0.9`, `top_p: 0.9`
 and `top_p=0.9` are one word. Nothing is executed: a shell variable is replaced if the script assigns it
-plainly.
+plainly, and a Python config of XTuner is read from its syntax tree. There a word is a class and its field,
+such as SampleParams.max_tokens; words of the evaluation begin with `eval:`.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import operator
+import os
 import re
 import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.convert.python_config import read_python
 from penstock.errors import UserError
 
 _ASSIGNED = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(\S*)$")
@@ -30,7 +35,7 @@ def read_words(path: Path) -> dict[str, Any]:
             f"convert: got {str(path)!r}, allowed: a text file that can be read ({reason})"
         ) from None
     if path.suffix == ".py":
-        words = read_python(text, path)
+        words = _of_python(text, path)
     elif path.suffix in (".yaml", ".yml", ".json"):
         words = _of_tree(text, path)
     else:
@@ -57,11 +62,11 @@ def _of_tree(text: str, path: Path) -> dict[str, Any]:
 
 
 def _leaves(tree: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for name, value in tree.items():
         word = f"{prefix}{name}"
-        found += _leaves(value, f"{word}.") if isinstance(value, dict) else [(_plain(word), value)]
-    return found
+        leaves += _leaves(value, f"{word}.") if isinstance(value, dict) else [(_plain(word), value)]
+    return leaves
 
 
 def _of_command(text: str) -> dict[str, Any]:
@@ -131,3 +136,168 @@ def _settings(tokens: list[str]) -> dict[str, Any]:
 
 def _plain(word: str) -> str:
     return word.lstrip("-+~").replace("-", "_")
+
+
+# ---- the Python configs of XTuner
+
+OF_EVALUATION = "eval:"  # begins the words of the evaluation
+_TRAINERS = ("RLColocateTrainerConfig", "RLDisaggregatedTrainerConfig")
+# Several of these may be there: words name the field that holds them.
+_INSIDE = ("CPUResourcesConfig", "AcceleratorResourcesConfig", "RolloutImportanceSampling")
+_FAMILIES = ("JudgerConfig", "AgentLoopConfig", "TaskSpecConfig", "AgentLoopManagerConfig")
+_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+_KINDS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "Path": str}
+
+
+@dataclass(slots=True, frozen=True)
+class Unread:
+    """An expression whose value only its code could tell."""
+
+    source: str
+
+    def __str__(self) -> str:
+        return self.source
+
+
+class FromEnvironment(str):
+    """The text of an environment variable; `source` is shown in its place where no setting takes it."""
+
+    source: str = ""
+
+
+@dataclass(slots=True)
+class Part:
+    """A call of a config class with named fields."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+def _of_python(text: str, path: Path) -> dict[str, Any]:
+    """Return the words of `trainer = RLColocateTrainerConfig(...)` and of all that it holds."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"convert: {path} is no Python file: {error}") from None
+    names: dict[str, Any] = {}
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                names[name] = _value(statement.value, names)
+            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=name), attr=field)]) if (
+                isinstance(names.get(name), Part)
+            ):
+                names[name].fields[field] = _value(statement.value, names)
+            case _:
+                _forget(statement, names)
+    trainer = names.get("trainer")
+    if not isinstance(trainer, Part) or trainer.name not in _TRAINERS:
+        allowed = " or ".join(f"{name}(...)" for name in _TRAINERS)
+        raise UserError(f"convert: got {path} without a trainer, allowed: trainer = {allowed}")
+    return {"Trainer": trainer.name, **dict(_words_of(trainer, "", ""))}
+
+
+def _forget(statement: ast.stmt, names: dict[str, Any]) -> None:
+    """Mark every name that a statement may change, or a part of which it may change, as unread."""
+    unread = Unread(ast.unparse(statement).splitlines()[0])
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+            is_changed = not isinstance(node.ctx, ast.Load)
+            target: ast.expr = node
+            while isinstance(target, ast.Attribute | ast.Subscript):
+                target = target.value
+            if is_changed and isinstance(target, ast.Name):
+                names[target.id] = unread
+
+
+def _value(node: ast.expr, names: dict[str, Any]) -> Any:
+    """Return the value of a literal, a name, arithmetic with numbers, a variable or a config class."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            return names.get(node.id, Unread(node.id))
+        case ast.List() | ast.Tuple():
+            return [_value(element, names) for element in node.elts]
+        case ast.Dict() if all(isinstance(key, ast.Constant) for key in node.keys):
+            keys = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
+            return dict(zip(keys, (_value(value, names) for value in node.values), strict=True))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _computed(ast.BinOp(ast.Constant(0), ast.Sub(), operand), names)
+        case ast.BinOp():
+            return _computed(node, names)
+        case ast.Subscript() if ast.unparse(node.value) == "os.environ":
+            return _variable(node, _value(node.slice, names), None)
+        case ast.Call():
+            return _called(node, names)
+    return Unread(ast.unparse(node))
+
+
+def _computed(node: ast.BinOp, names: dict[str, Any]) -> Any:
+    """Return a sum, difference, product or quotient of numbers: it cannot grow without bound."""
+    sides = [_value(side, names) for side in (node.left, node.right)]
+    if type(node.op) in _OPERATORS and all(type(side) in (int, float) for side in sides):
+        try:
+            return _OPERATORS[type(node.op)](*sides)
+        except ArithmeticError:
+            pass
+    return Unread(ast.unparse(node))
+
+
+def _called(node: ast.Call, names: dict[str, Any]) -> Any:
+    function, arguments = (
+        ast.unparse(node.func),
+        [_value(argument, names) for argument in node.args],
+    )
+    fields = {word.arg: _value(word.value, names) for word in node.keywords if word.arg}
+    name = function.rpartition(".")[2]
+    is_config = name.endswith("Config") or name == "SampleParams" or name in _INSIDE
+    if function in ("os.environ.get", "os.getenv") and arguments:
+        return _variable(node, arguments[0], (*arguments, fields.get("default"))[1])
+    if function in _KINDS and len(arguments) == 1 and isinstance(arguments[0], str | int | float):
+        try:
+            return _KINDS[function](arguments[0])
+        except ValueError:
+            return Unread(ast.unparse(node))
+    if arguments or len(fields) < len(node.keywords) or not (is_config or function == "dict"):
+        return Unread(ast.unparse(node))
+    return Part(name, fields) if is_config else fields
+
+
+def _variable(node: ast.expr, name: Any, default: Any) -> Any:
+    source = ast.unparse(node)
+    if isinstance(name, str) and name in os.environ:
+        text = FromEnvironment(os.environ[name])
+        text.source = source
+        return text
+    return Unread(source) if default is None else default
+
+
+def _words_of(part: Part, prefix: str, within: str) -> Iterator[tuple[str, Any]]:
+    """Yield (word, value) for every field of a part and of the parts in it."""
+    name = "Trainer" if part.name in _TRAINERS else part.name.removeprefix("Disagg")
+    name = next((family for family in _FAMILIES if name.endswith(family)), name)
+    for field, value in part.fields.items():
+        inner = OF_EVALUATION if field == "eval_agent_loop_manager_cfg" else prefix
+        yield from _word(f"{within or f'{prefix}{name}.'}{field}", value, inner)
+
+
+def _word(word: str, value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Part):
+        yield word, value.name
+        yield from _words_of(value, prefix, f"{word}." if value.name in _INSIDE else "")
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _word(f"{word}.{name}", inner, prefix)
+    elif isinstance(value, list) and any(isinstance(element, Part | dict) for element in value):
+        for number, element in enumerate(value):
+            # the first is converted; further ones are named with their number, and left
+            yield from _word(word, element, prefix if not number else f"{prefix}{number + 1}:")
+    else:
+        yield word, value

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.source import load_config, toml_key, toml_value
-from penstock.convert.python_config import OF_EVALUATION, FromEnvironment, Unread
-from penstock.convert.rules import EVAL, TASK, Rule, read, trackers
-from penstock.convert.tables import DEFAULTS, WORDS
-from penstock.convert.words import read_words
-from penstock.convert.xtuner import XTUNER
+from penstock.convert.tables import DEFAULTS, EVAL, TASK, WORDS, Rule, read, trackers
+from penstock.convert.words import OF_EVALUATION, FromEnvironment, Unread, read_words
 from penstock.errors import UserError
 
 
@@ -27,10 +24,12 @@ class Conversion:
 
     def take(self, word: str, default: Any = None) -> Any:
         """Return the value of a word that is translated together with others."""
-        if word not in self.words:
-            return default
+        value = self.words.get(word, default)
         self.used.add(word)
-        return read(self.words[word])
+        if isinstance(value, Unread):
+            self.left.append(f"{word} = {value}: code, or a variable that is not set")
+            return default
+        return read(value)
 
     def put(self, key: str, value: Any, comment: str = "") -> None:
         self.settings[key] = (value, comment)
@@ -59,52 +58,54 @@ def write_config(system: str, file: Path, out: Path | None = None) -> Path:
 
 def convert(system: str, path: Path) -> str:
     """Return the TOML for a command line or a config file of `system`."""
-    made = Conversion(read_words(path))
-    for word, value in made.words.items():
-        _translate(made, word, value, WORDS[system].get(word))
+    conversion = Conversion(read_words(path))
+    for word, value in conversion.words.items():
+        _translate(conversion, word, value, WORDS[system].get(word))
     try:
-        TOGETHER[system](made)
+        TOGETHER[system](conversion)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"convert: {path}: its numbers cannot be read: {error}") from None
-    made.left += [
+    conversion.left += [
         f"{word} = {_shown(value)}: not known to this conversion"
-        for word, value in made.words.items()
-        if word not in made.used
+        for word, value in conversion.words.items()
+        if word not in conversion.used
     ]
     for key, value, note in DEFAULTS[system]:
-        if key not in made.settings and not (
-            key == "train.episodes" and "train.steps" in made.settings
+        if key not in conversion.settings and not (
+            key == "train.episodes" and "train.steps" in conversion.settings
         ):
-            made.put(key, value, note)
-    _complete(made)
-    return _text(system, path, made)
+            conversion.put(key, value, note)
+    _complete(conversion)
+    return _text(system, path, conversion)
 
 
-def _translate(made: Conversion, word: str, value: Any, rule: Rule | None) -> None:
+def _translate(conversion: Conversion, word: str, value: Any, rule: Rule | None) -> None:
     if rule is None:
-        if word.startswith(OF_EVALUATION) and word.removeprefix(OF_EVALUATION) in XTUNER:
-            made.used.add(word)  # an evaluation differs only in what has a rule of its own
+        if word.startswith(OF_EVALUATION) and word.removeprefix(OF_EVALUATION) in WORDS["xtuner"]:
+            conversion.used.add(word)  # an evaluation differs only in what has a rule of its own
         return
-    made.used.add(word)
+    conversion.used.add(word)
     if rule.is_joined:
         return
     if not rule.key:
         shown = "..." if rule.is_secret else _shown(value)
-        made.left.append(f"{word} = {shown}: {rule.note}")
+        conversion.left.append(f"{word} = {shown}: {rule.note}")
         return
     if isinstance(value, Unread):
-        made.left.append(f"{word} = {value}: code, or a variable that is not set; set {rule.key}")
+        conversion.left.append(
+            f"{word} = {value}: code, or a variable that is not set; set {rule.key}"
+        )
         return
     try:
         translated = rule.value(value)
     except (TypeError, ValueError):
-        made.left.append(f"{word} = {_shown(value)}: cannot be read as {rule.key}")
+        conversion.left.append(f"{word} = {_shown(value)}: cannot be read as {rule.key}")
         return
     if translated is None:
         return
     same_value = translated == read(value) or str(translated) == str(value) or value is True
     said = word if same_value or rule.is_secret else f"{word} = {value}"
-    made.put(rule.key, translated, f"{said}; {rule.note}" if rule.note else said)
+    conversion.put(rule.key, translated, f"{said}; {rule.note}" if rule.note else said)
 
 
 def _shown(value: Any) -> Any:
@@ -115,169 +116,181 @@ def _shown(value: Any) -> Any:
 # ---- words that only mean something together
 
 
-def _trl(made: Conversion) -> None:
-    generations = int(made.value("sampling.num_generations", 8))
-    made.settings.setdefault("sampling.num_generations", (generations, "TRL's default"))
-    device = int(made.take("per_device_train_batch_size", 8))
-    samples = device * int(made.take("gradient_accumulation_steps", 1))
-    samples *= int(made.take("num_processes", 1))
-    whole = made.take("generation_batch_size")
+def _trl(conversion: Conversion) -> None:
+    generations = int(conversion.value("sampling.num_generations", 8))
+    conversion.settings.setdefault("sampling.num_generations", (generations, "TRL's default"))
+    device = int(conversion.take("per_device_train_batch_size", 8))
+    samples = device * int(conversion.take("gradient_accumulation_steps", 1))
+    samples *= int(conversion.take("num_processes", 1))
+    whole = conversion.take("generation_batch_size")
     if whole is not None and int(whole) > samples:
-        made.put("train.mini_batches", int(whole) // samples, "generation_batch_size")
+        conversion.put("train.mini_batches", int(whole) // samples, "generation_batch_size")
         samples = int(whole)
-    made.put(
+    conversion.put(
         "train.groups_per_step",
         max(1, samples // generations),
         f"{samples} responses of all processes / {generations}",
     )
-    loss = made.take("loss_type")
+    loss = conversion.take("loss_type")
     names = {"grpo": "sequence", "dapo": "token", "bnpo": "token"}
     if loss in names:
-        made.put("algorithm.aggregation", names[loss], f"loss_type = {loss}")
+        conversion.put("algorithm.aggregation", names[loss], f"loss_type = {loss}")
     elif loss in ("dr_grpo", "cispo"):
-        made.put("algorithm.name", loss, f"loss_type = {loss}")
-    if made.take("importance_sampling_level") == "sequence":
-        made.put("algorithm.name", "gspo", "importance_sampling_level = sequence")
-    scale = made.take("scale_rewards")
+        conversion.put("algorithm.name", loss, f"loss_type = {loss}")
+    if conversion.take("importance_sampling_level") == "sequence":
+        conversion.put("algorithm.name", "gspo", "importance_sampling_level = sequence")
+    scale = conversion.take("scale_rewards")
     if scale is not None:
         kinds = {True: "group", "group": "group", "batch": "batch", False: "none", "none": "none"}
-        made.put("algorithm.normalize", kinds.get(scale, "group"), f"scale_rewards = {scale}")
-    first, second = made.take("adam_beta1"), made.take("adam_beta2")
+        conversion.put("algorithm.normalize", kinds.get(scale, "group"), f"scale_rewards = {scale}")
+    first, second = conversion.take("adam_beta1"), conversion.take("adam_beta2")
     if first is not None or second is not None:
-        made.put("train.betas", [first or 0.9, second or 0.999])
-    weighs = made.take("use_bias_correction_kl", True)
-    if made.value("algorithm.kl_beta", 0) and weighs:
-        made.put("algorithm.kl_estimator", "k3_weighted", "use_bias_correction_kl, on by default")
-    _weigh(made, made.take("reward_weights"))
-    _warm_up(made, made.take("warmup_ratio"))
+        conversion.put("train.betas", [first or 0.9, second or 0.999])
+    weighs = conversion.take("use_bias_correction_kl", True)
+    if conversion.value("algorithm.kl_beta", 0) and weighs:
+        conversion.put(
+            "algorithm.kl_estimator", "k3_weighted", "use_bias_correction_kl, on by default"
+        )
+    _weigh(conversion, conversion.take("reward_weights"))
+    _warm_up(conversion, conversion.take("warmup_ratio"))
 
 
-def _verl(made: Conversion) -> None:
+def _verl(conversion: Conversion) -> None:
     actor = "actor_rollout_ref.actor"
-    prompts = int(made.value("train.groups_per_step", 1024))
-    made.settings.setdefault("train.groups_per_step", (prompts, "verl's default"))
-    mini = made.take(f"{actor}.ppo_mini_batch_size", min(256, prompts))
+    prompts = int(conversion.value("train.groups_per_step", 1024))
+    conversion.settings.setdefault("train.groups_per_step", (prompts, "verl's default"))
+    mini = conversion.take(f"{actor}.ppo_mini_batch_size", min(256, prompts))
     if int(mini) < prompts:
-        made.put("train.mini_batches", prompts // int(mini), f"ppo_mini_batch_size = {mini}")
-    in_loss = made.take(f"{actor}.use_kl_loss", False)
-    in_reward = made.take("algorithm.use_kl_in_reward", False)
+        conversion.put("train.mini_batches", prompts // int(mini), f"ppo_mini_batch_size = {mini}")
+    in_loss = conversion.take(f"{actor}.use_kl_loss", False)
+    in_reward = conversion.take("algorithm.use_kl_in_reward", False)
     if in_reward:
-        made.put("algorithm.kl_in", "reward", "use_kl_in_reward")
+        conversion.put("algorithm.kl_in", "reward", "use_kl_in_reward")
     elif not in_loss:
-        made.put("algorithm.kl_beta", 0.0, "neither use_kl_loss nor use_kl_in_reward")
-    function = made.take("custom_reward_function.path")
-    name = made.take("custom_reward_function.name", "compute_score")
+        conversion.put("algorithm.kl_beta", 0.0, "neither use_kl_loss nor use_kl_in_reward")
+    function = conversion.take("custom_reward_function.path")
+    name = conversion.take("custom_reward_function.name", "compute_score")
     if function:
-        made.put(f"{TASK}.rewards", [{"type": f"{function}:{name}"}], "compute_score as it is")
-    made.settings.setdefault("sampling.num_generations", (8, "verl's default of 1 is no group"))
-    logger = str(made.take("trainer.logger", ""))
+        conversion.put(
+            f"{TASK}.rewards", [{"type": f"{function}:{name}"}], "compute_score as it is"
+        )
+    conversion.settings.setdefault(
+        "sampling.num_generations", (8, "verl's default of 1 is no group")
+    )
+    logger = str(conversion.take("trainer.logger", ""))
     if logger:
-        made.put("track.trackers", trackers(logger), "trainer.logger")
-    nodes, each = made.take("trainer.nnodes", 1), made.take("trainer.n_gpus_per_node")
+        conversion.put("track.trackers", trackers(logger), "trainer.logger")
+    nodes, each = conversion.take("trainer.nnodes", 1), conversion.take("trainer.n_gpus_per_node")
     if each is not None:
-        made.left.append(
+        conversion.left.append(
             f"trainer.nnodes = {nodes}, n_gpus_per_node = {each}: divide the GPUs between "
             "launch.num_producers and launch.num_consumers, or set launch.colocate = true"
         )
 
 
-def _openrlhf(made: Conversion) -> None:
-    generations = int(made.value("sampling.num_generations", 8))
-    made.settings.setdefault("sampling.num_generations", (generations, "1 is no group"))
-    prompts = int(made.value("train.groups_per_step", 1024))
-    made.settings.setdefault("train.groups_per_step", (prompts, "OpenRLHF's default"))
-    samples = made.take("train_batch_size")
+def _openrlhf(conversion: Conversion) -> None:
+    generations = int(conversion.value("sampling.num_generations", 8))
+    conversion.settings.setdefault("sampling.num_generations", (generations, "1 is no group"))
+    prompts = int(conversion.value("train.groups_per_step", 1024))
+    conversion.settings.setdefault("train.groups_per_step", (prompts, "OpenRLHF's default"))
+    samples = conversion.take("train_batch_size")
     if samples is not None and prompts * generations > int(samples):
-        made.put(
+        conversion.put(
             "train.mini_batches",
             prompts * generations // int(samples),
             f"rollout_batch_size x n_samples_per_prompt / train_batch_size = {samples}",
         )
-    clip = made.take("eps_clip")
-    bounds = str(made.take("eps_clip_low_high", "")).split()
+    clip = conversion.take("eps_clip")
+    bounds = str(conversion.take("eps_clip_low_high", "")).split()
     low, high = bounds if len(bounds) == 2 else (clip, clip)
     if low is not None and high is not None:
-        made.put("algorithm.clip_low", float(low))
-        made.put("algorithm.clip_high", float(high))
-    betas = str(made.take("adam_betas", "")).strip("()").replace(",", " ").split()
+        conversion.put("algorithm.clip_low", float(low))
+        conversion.put("algorithm.clip_high", float(high))
+    betas = str(conversion.take("adam_betas", "")).strip("()").replace(",", " ").split()
     if len(betas) == 2:
-        made.put("train.betas", [float(one) for one in betas])
-    nodes, each = made.take("actor_num_nodes", 1), made.take("actor_num_gpus_per_node")
+        conversion.put("train.betas", [float(beta) for beta in betas])
+    nodes, each = conversion.take("actor_num_nodes", 1), conversion.take("actor_num_gpus_per_node")
     if each is not None:
-        made.put("launch.num_consumers", int(nodes) * int(each), "actor nodes x GPUs")
-    _warm_up(made, made.take("lr_warmup_ratio"))
+        conversion.put("launch.num_consumers", int(nodes) * int(each), "actor nodes x GPUs")
+    _warm_up(conversion, conversion.take("lr_warmup_ratio"))
 
 
-def _colossalai(made: Conversion) -> None:
-    ranks = int(made.value("launch.num_consumers", 2))
-    ranks //= int(read(made.words.get("tp", 1))) * int(read(made.words.get("pp", 1)))
-    each = int(made.value("train.groups_per_step", 32))
-    made.put(
+def _colossalai(conversion: Conversion) -> None:
+    ranks = int(conversion.value("launch.num_consumers", 2))
+    ranks //= int(read(conversion.words.get("tp", 1))) * int(read(conversion.words.get("pp", 1)))
+    each = int(conversion.value("train.groups_per_step", 32))
+    conversion.put(
         "train.groups_per_step",
         each * max(1, ranks),
         f"{each} prompts of each of {max(1, ranks)} ranks",
     )
-    servers = made.take("cv")
+    servers = conversion.take("cv")
     if servers:
         urls = str(servers).replace(",", " ").split()
-        made.put(f"{TASK}.rewards", [{"type": "code", "options": {"servers": urls}}], "-cv")
-    if str(made.value("algorithm.name", "")) == "dapo":
-        made.put("algorithm.kl_beta", 0.0, "DAPO has no KL term, there as here")
+        conversion.put(f"{TASK}.rewards", [{"type": "code", "options": {"servers": urls}}], "-cv")
+    if str(conversion.value("algorithm.name", "")) == "dapo":
+        conversion.put("algorithm.kl_beta", 0.0, "DAPO has no KL term, there as here")
 
 
-def _xtuner(made: Conversion) -> None:
+def _xtuner(conversion: Conversion) -> None:
     trainer, loss = "Trainer.", "GRPOLossConfig."
-    tokenizer = made.take(f"{trainer}tokenizer_path")
-    if isinstance(tokenizer, str) and tokenizer != made.value("model.path", ""):
-        made.put("model.tokenizer", str(tokenizer), "tokenizer_path")
-    every = made.take(f"{trainer}evaluate_step", 1)
-    if made.take(f"{trainer}enable_evaluate", True) is not True:
-        made.put("eval.every_steps", 0, "enable_evaluate = False")
-        made.put("eval.at_start", False, "enable_evaluate = False")
+    tokenizer = conversion.take(f"{trainer}tokenizer_path")
+    if isinstance(tokenizer, str) and tokenizer != conversion.value("model.path", ""):
+        conversion.put("model.tokenizer", str(tokenizer), "tokenizer_path")
+    every = conversion.take(f"{trainer}evaluate_step", 1)
+    if conversion.take(f"{trainer}enable_evaluate", True) is not True:
+        conversion.put("eval.every_steps", 0, "enable_evaluate = False")
+        conversion.put("eval.at_start", False, "enable_evaluate = False")
     else:
-        made.put("eval.every_steps", int(every), "evaluate_step")
-    beta = made.take(f"{loss}kl_loss_coef", 0.001)
-    if made.take(f"{loss}use_kl_loss", False) is True:
-        made.put("algorithm.kl_beta", float(beta), "use_kl_loss, kl_loss_coef")
+        conversion.put("eval.every_steps", int(every), "evaluate_step")
+    beta = conversion.take(f"{loss}kl_loss_coef", 0.001)
+    if conversion.take(f"{loss}use_kl_loss", False) is True:
+        conversion.put("algorithm.kl_beta", float(beta), "use_kl_loss, kl_loss_coef")
     else:
-        made.put("algorithm.kl_beta", 0.0, "use_kl_loss = False")
-        made.settings.pop("algorithm.kl_estimator", None)
-    least = made.take("LRConfig.lr_min", 1e-6)
-    if made.value("train.schedule", "constant") != "constant":
-        lr = float(made.value("train.lr", 1e-5))
-        made.put("train.min_lr_ratio", min(1.0, float(least) / lr), f"lr_min = {least}")
-    _warm_up(made, made.take("LRConfig.warmup_ratio", 0.03))
-    _correct(made, f"{loss}rollout_is.rollout_is_")
-    shards = int(made.value("engine.options.tensor_parallel_size", 1))
-    whole = made.take(f"{trainer}resources.num_workers")
-    ranks = made.take(f"{trainer}train_resources.num_workers", whole)
-    devices = made.take(f"{trainer}rollout_resources.num_workers", whole)
+        conversion.put("algorithm.kl_beta", 0.0, "use_kl_loss = False")
+        conversion.settings.pop("algorithm.kl_estimator", None)
+    least = conversion.take("LRConfig.lr_min", 1e-6)
+    if conversion.value("train.schedule", "constant") != "constant":
+        lr = float(conversion.value("train.lr", 1e-5))
+        conversion.put("train.min_lr_ratio", min(1.0, float(least) / lr), f"lr_min = {least}")
+    _warm_up(conversion, conversion.take("LRConfig.warmup_ratio", 0.03))
+    _correct(conversion, f"{loss}rollout_is.rollout_is_")
+    shards = int(conversion.value("engine.options.tensor_parallel_size", 1))
+    whole = conversion.take(f"{trainer}resources.num_workers")
+    ranks = conversion.take(f"{trainer}train_resources.num_workers", whole)
+    devices = conversion.take(f"{trainer}rollout_resources.num_workers", whole)
     for key, count, each in (
         ("launch.num_consumers", ranks, 1),
         ("launch.num_producers", devices, shards),
     ):
         if isinstance(count, int):
-            made.put(key, max(1, count // each), f"{count} accelerators")
-    if int(made.value(f"{TASK}.agent_actors", 0)):
-        made.put("launch.kind", "ray", "agent_actors need it")
-    held = f"{EVAL}.data"
-    if "eval:DatasetConfig.anno_path" in made.words and held not in made.settings:
-        made.put(held, "heldout.jsonl", "SAY HERE where the evaluation data is")
-    if made.value("produce.strategy", "sync") == "sync":
-        made.put("sync.on_update", "keep", "nothing runs at an update with the sync strategy")
+            conversion.put(key, max(1, count // each), f"{count} accelerators")
+    if int(conversion.value(f"{TASK}.agent_actors", 0)):
+        conversion.put("launch.kind", "ray", "agent_actors need it")
+    if "eval:DatasetConfig.anno_path" in conversion.words:
+        conversion.settings.setdefault(
+            f"{EVAL}.data", ("heldout.jsonl", "SAY HERE where the evaluation data is")
+        )
+    if conversion.value("produce.strategy", "sync") == "sync":
+        conversion.put("sync.on_update", "keep", "nothing runs at an update with the sync strategy")
 
 
-def _correct(made: Conversion, prefix: str) -> None:
+def _correct(conversion: Conversion, prefix: str) -> None:
     """Translate the importance correction: its level, its mode and its bounds."""
-    bounds = made.take(f"{prefix}threshold")
-    level, mode = made.take(f"{prefix}level", "token"), made.take(f"{prefix}mode", "truncate")
+    bounds = conversion.take(f"{prefix}threshold")
+    level, mode = (
+        conversion.take(f"{prefix}level", "token"),
+        conversion.take(f"{prefix}mode", "truncate"),
+    )
     if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
-        made.left.append(f"{prefix}level = {level}, mode = {mode}: algorithm.correction.kind")
+        conversion.left.append(f"{prefix}level = {level}, mode = {mode}: algorithm.correction.kind")
     elif isinstance(bounds, list):
-        made.put("algorithm.correction.kind", f"{level}_{mode}", f"rollout_is: {level}, {mode}")
-        made.put("algorithm.correction.cap", float(max(bounds)), "rollout_is_threshold")
+        conversion.put(
+            "algorithm.correction.kind", f"{level}_{mode}", f"rollout_is: {level}, {mode}"
+        )
+        conversion.put("algorithm.correction.cap", float(max(bounds)), "rollout_is_threshold")
         if mode == "mask":
-            made.put("algorithm.correction.floor", float(min(bounds)), "rollout_is_threshold")
+            conversion.put("algorithm.correction.floor", float(min(bounds)), "rollout_is_threshold")
 
 
 TOGETHER: dict[str, Callable[[Conversion], None]] = {
@@ -289,48 +302,49 @@ TOGETHER: dict[str, Callable[[Conversion], None]] = {
 }
 
 
-def _weigh(made: Conversion, weights: Any) -> None:
+def _weigh(conversion: Conversion, weights: Any) -> None:
     """Give the rewards their weights."""
     key = f"{TASK}.rewards"
-    rewards = made.value(key, [])
-    given = weights if isinstance(weights, list) else str(weights or "").split()
-    if len(given) == len(rewards):
-        for reward, weight in zip(rewards, given, strict=True):
+    rewards = conversion.value(key, [])
+    numbers = weights if isinstance(weights, list) else str(weights or "").split()
+    if len(numbers) == len(rewards):
+        for reward, weight in zip(rewards, numbers, strict=True):
             reward["weight"] = float(weight)
 
 
-def _warm_up(made: Conversion, share: Any) -> None:
+def _warm_up(conversion: Conversion, share: Any) -> None:
     if not share:
         return
-    steps = made.value("train.steps", 0)
+    steps = conversion.value("train.steps", 0)
     if steps:
-        made.put("train.warmup_steps", int(float(share) * int(steps)), f"{share} of the steps")
+        conversion.put(
+            "train.warmup_steps", int(float(share) * int(steps)), f"{share} of the steps"
+        )
     else:
-        made.left.append(f"warm-up over {share} of the run: set train.warmup_steps")
+        conversion.left.append(f"warm-up over {share} of the run: set train.warmup_steps")
 
 
-def _complete(made: Conversion) -> None:
+def _complete(conversion: Conversion) -> None:
     """Add what a run needs and the words did not say."""
-    if made.value("algorithm.kl_beta", None) == 0:
-        made.settings.pop("algorithm.kl_in", None)
-    if "train.steps" in made.settings:
-        steps = made.settings["train.steps"][0]
-        made.settings.pop("train.steps" if int(steps) <= 0 else "train.episodes", None)
-    made.settings.setdefault("model.path", ("demo", "SAY HERE which model"))
-    made.settings.setdefault(f"{TASK}.data", ("train.jsonl", "SAY HERE where the data is"))
-    made.settings.setdefault(
+    if conversion.value("algorithm.kl_beta", None) == 0:
+        conversion.settings.pop("algorithm.kl_in", None)
+    if "train.steps" in conversion.settings:
+        steps = conversion.settings["train.steps"][0]
+        conversion.settings.pop("train.steps" if int(steps) <= 0 else "train.episodes", None)
+    conversion.settings.setdefault("model.path", ("demo", "SAY HERE which model"))
+    conversion.settings.setdefault(f"{TASK}.data", ("train.jsonl", "SAY HERE where the data is"))
+    conversion.settings.setdefault(
         f"{TASK}.rewards", ([{"type": "boxed"}], "SAY HERE how responses are scored")
     )
-    heldout = "eval.tasks.heldout"
-    if f"{heldout}.data" in made.settings:
-        made.put(f"{heldout}.rewards", made.settings[f"{TASK}.rewards"][0])
+    if f"{EVAL}.data" in conversion.settings:
+        conversion.put(f"{EVAL}.rewards", conversion.settings[f"{TASK}.rewards"][0])
         for name in ("max_prompt_tokens", "columns.prompt", "columns.gt_answer"):
-            if f"{TASK}.{name}" in made.settings:
-                made.put(f"{heldout}.{name}", made.settings[f"{TASK}.{name}"][0])
-    if "engine.name" not in made.settings and any(
-        key.startswith("engine.options.") for key in made.settings
+            if f"{TASK}.{name}" in conversion.settings:
+                conversion.put(f"{EVAL}.{name}", conversion.settings[f"{TASK}.{name}"][0])
+    if "engine.name" not in conversion.settings and any(
+        key.startswith("engine.options.") for key in conversion.settings
     ):
-        made.put("engine.name", "vllm", "its settings are given")
+        conversion.put("engine.name", "vllm", "its settings are given")
 
 
 # ---- the text
@@ -338,9 +352,9 @@ def _complete(made: Conversion) -> None:
 _ORDER = ("", "run", "model", "tasks", "sampling", "algorithm", "train", "produce", "engine")
 
 
-def _text(system: str, path: Path, made: Conversion) -> str:
+def _text(system: str, path: Path, conversion: Conversion) -> str:
     sections: dict[str, list[str]] = {}
-    for key, (value, comment) in made.settings.items():
+    for key, (value, comment) in conversion.settings.items():
         section, _, name = key.rpartition(".")
         line = f"{toml_key(name)} = {toml_value(value)}"
         sections.setdefault(section, []).append(
@@ -357,8 +371,12 @@ def _text(system: str, path: Path, made: Conversion) -> str:
 
     for section in sorted(sections, key=place):
         lines += ["", *([f"[{section}]"] if section else []), *sections[section]]
-    if made.left:
-        lines += ["", "# Without a counterpart:", *(f"#   {_one_line(one)}" for one in made.left)]
+    if conversion.left:
+        lines += [
+            "",
+            "# Without a counterpart:",
+            *(f"#   {_one_line(line)}" for line in conversion.left),
+        ]
     return "\n".join(lines) + "\n"
 
 
