@@ -29,7 +29,7 @@ from instant_engine import cpu_s
 
 from penstock.config import LaunchConfig
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
-from penstock.inspection.track.timeline_log import TimelineLog
+from penstock.inspection.track.logs import TimelineLog
 from penstock.store.journal import Journal
 from penstock.types import StepReport, VersionSegment
 from penstock.waits import Waits

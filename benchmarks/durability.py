@@ -91,7 +91,7 @@ BESIDE = (
 def measure_run(steps: int, every: int) -> None:
     """Train the demo as a user does, with worker processes; print what each part took of a step."""
     from penstock.config.source import load_config
-    from penstock.inspection.track.jsonl import JsonlTracker
+    from penstock.inspection.track.logs import JsonlTracker
     from penstock.run.session import train_new
     from penstock.store.journal import Journal
     from penstock.store.journal.writer import Writer

@@ -21,7 +21,7 @@ import penstock
 from penstock import api
 from penstock.config import plugins
 from penstock.errors import UserError
-from penstock.inspection.track import notebook
+from penstock.inspection.track import console
 from penstock.run.session import StopSignals, outside_a_loop
 from stages import rewards as stage_rewards
 
@@ -302,7 +302,7 @@ def test_a_notebook_shows_a_plot_that_grows(kernel: list[str], tmp_path: Path) -
     lines = [{"step": step, "reward/mean": step / 10} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     info: Any = types.SimpleNamespace(name="a<b", total_steps=4, first_step=2, folder=tmp_path)
-    tracker = notebook.make_display(info)
+    tracker = console.make_display(info)
     tracker.log_step(3, {"reward/mean": 0.75})
     tracker.log_eval(4, {"eval/math/accuracy": 0.5, "eval/math/reward": 0.5})
     tracker.log_step(4, {"reward/mean": 0.8})
@@ -319,4 +319,4 @@ def test_a_notebook_shows_a_plot_that_grows(kernel: list[str], tmp_path: Path) -
 
 
 def test_without_a_kernel_the_console_is_used() -> None:
-    assert not notebook.in_notebook()
+    assert not console.in_notebook()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock import cli, files
-from penstock.inspection.track.jsonl import restore_metrics
+from penstock.inspection.track.logs import restore_metrics
 from penstock.rollout.evaluation.evaluate import SUMMARY, restore_summaries
 from penstock.types import StepReport
 

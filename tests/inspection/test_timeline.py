@@ -15,7 +15,7 @@ from penstock.inspection.timeline import (
     summary_lines,
     write_trace,
 )
-from penstock.inspection.track.timeline_log import TimelineLog
+from penstock.inspection.track.logs import TimelineLog
 from penstock.store.run_folder import RunFolder
 from penstock.waits import WaitKind, Waits
 

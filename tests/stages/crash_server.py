@@ -30,8 +30,7 @@ import typer.main
 import penstock.engine.transformers.engine as engine
 import penstock.training.snapshot as snapshot
 from penstock.cli import main
-from penstock.inspection.track.jsonl import JsonlTracker
-from penstock.inspection.track.line_file import LineFile
+from penstock.inspection.track.logs import JsonlTracker, LineFile
 from penstock.rollout.producer import Producer
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import records, writer

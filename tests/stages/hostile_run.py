@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config.source import load_config, to_toml
-from penstock.inspection.track.jsonl import JsonlTracker
-from penstock.inspection.track.rollout_log import RolloutLog
+from penstock.inspection.track.logs import JsonlTracker, RolloutLog
 from penstock.store.checkpoint import _write_manifest
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder

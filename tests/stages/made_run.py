@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.config.source import load_config, to_toml
-from penstock.inspection.track.jsonl import JsonlTracker
-from penstock.inspection.track.rollout_log import RolloutLog
+from penstock.inspection.track.logs import JsonlTracker, RolloutLog
 from penstock.rollout.evaluation.evaluate import EvalResult, append_summary, wilson
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from penstock.config.source import load_config
-from penstock.inspection.track.start_display import StartDisplay
+from penstock.inspection.track.console import StartDisplay
 from penstock.workers.processes.early import early_workers, engine_imports, trainer_imports
 from penstock.workers.processes.process_worker import EARLY, ProcessWorker, WorkerProcess
 from stages.echo import ECHO

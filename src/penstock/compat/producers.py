@@ -29,9 +29,8 @@ from penstock.data.sampler import rollout_seed
 from penstock.engine import ENGINES
 from penstock.engine.protocol import SamplingParams
 from penstock.errors import RunError, UserError
-from penstock.inspection.track.fanout import Fanout
-from penstock.inspection.track.protocol import RunInfo
-from penstock.inspection.track.timeline_log import TimelineLog
+from penstock.inspection.track.logs import TimelineLog
+from penstock.inspection.track.trackers import Fanout, RunInfo
 from penstock.reward import build_reward
 from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.rollout.evaluation.evaluate import EvalResult, EvalTask, append_summary, evaluate

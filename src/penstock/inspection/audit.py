@@ -29,7 +29,7 @@ from penstock.inspection.evidence import (
     step_faults,
     unrecorded_steps,
 )
-from penstock.inspection.track.jsonl import last_step_told
+from penstock.inspection.track.logs import read_metrics
 from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.rollout import calculate_stale_threshold
 from penstock.store.journal import Journal
@@ -126,7 +126,9 @@ def take_audit(folder: RunFolder) -> Audit:
     """Audit a run; return what was found."""
     origin = folder.origin()
     eras = [_era_bounds(era) for era in folder.eras()]
-    told = last_step_told(folder.metrics)  # read before the journal: the run may be under way
+    told = max(
+        read_metrics(folder.metrics), default=0
+    )  # read before the journal: the run may be under way
     journal = Journal.open(folder.journal, readonly=True)
     try:
         journal.check_file()

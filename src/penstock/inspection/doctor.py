@@ -9,7 +9,7 @@ from rich.console import Console
 
 from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
-from penstock.inspection.track.finding_text import finding_table
+from penstock.inspection.track.console import finding_table
 from penstock.store.run_folder import RunFolder
 
 

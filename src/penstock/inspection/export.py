@@ -21,7 +21,7 @@ from penstock.files import visible
 from penstock.inspection.audit import take_audit
 from penstock.inspection.report.data import RunRecord, read_run
 from penstock.inspection.report.figures import take_figures
-from penstock.inspection.track.plot import draw_curves
+from penstock.inspection.track.console import draw_curves
 from penstock.store import trust
 from penstock.store.checkpoint import Checkpoint, CheckpointStore
 from penstock.store.run_folder import RunFolder

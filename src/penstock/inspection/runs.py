@@ -17,7 +17,7 @@ from rich.text import Text
 from penstock.data.identity import TOTAL_STEPS
 from penstock.errors import PenstockError, UserError
 from penstock.inspection.findings.observed import Row, read_rows
-from penstock.inspection.track.sparkline import sparkline
+from penstock.inspection.track.console import sparkline
 from penstock.rollout.evaluation.evaluate import SUMMARY
 from penstock.store.run_folder import CONFIG, JOURNAL, Owner, RunFolder
 

@@ -16,8 +16,7 @@ from penstock import files
 from penstock.files import visible
 from penstock.inspection.report.data import RunRecord, read_run
 from penstock.inspection.report.figures import FigureChange, Figures, take_figures
-from penstock.inspection.track.finding_text import finding_table
-from penstock.inspection.track.sparkline import sparkline
+from penstock.inspection.track.console import finding_table, sparkline
 from penstock.rollout.evaluation.evaluate import EvalResult
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.run_folder import RunFolder

@@ -1,6 +1,6 @@
 """`penstock timeline RUN`: the idle share of every worker, and a trace for Perfetto.
 
-Reads RUN/timeline/events.jsonl (`timeline_log.py`). A lane is one worker or one part of the driver; it is
+Reads RUN/timeline/events.jsonl (`track/logs.py`). A lane is one worker or one part of the driver; it is
 busy while at least one of its calls is under way and idle for the rest of the run. The time between the
 end of a session and the next resume belongs to no lane. The trace opens in Perfetto (ui.perfetto.dev)
 or chrome://tracing. The report draws the pipeline step by step instead.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock.errors import UserError
 from penstock.files import write_whole
-from penstock.inspection.track.timeline_log import FILE, SESSION
+from penstock.inspection.track.logs import SESSION, TIMELINE_FILE
 from penstock.store.run_folder import RunFolder
 from penstock.waits import WaitKind
 
@@ -58,7 +58,7 @@ class Lane:
 
 def read_events(folder: RunFolder) -> list[Event]:
     """Return the events of a run in order of time; skip a last line that was cut off."""
-    path = folder.path / "timeline" / FILE
+    path = folder.path / "timeline" / TIMELINE_FILE
     if not path.exists():
         raise UserError(f"run {folder.path}: got no {path.name}, allowed: a run that wrote one")
     events = []

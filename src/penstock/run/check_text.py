@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.inspection.summary import duration
-from penstock.inspection.track.finding_text import finding_table
+from penstock.inspection.track.console import finding_table
 from penstock.run.check import Rehearsal, memory, placement
 from penstock.types import Group, Rollout
 

@@ -25,12 +25,9 @@ from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
 from penstock.inspection.findings.live import LiveFindings
-from penstock.inspection.track.fanout import Fanout
-from penstock.inspection.track.jsonl import restore_metrics
-from penstock.inspection.track.protocol import RunInfo
-from penstock.inspection.track.rollout_log import RolloutLog
-from penstock.inspection.track.start_display import StartDisplay
-from penstock.inspection.track.timeline_log import TimelineLog
+from penstock.inspection.track.console import StartDisplay
+from penstock.inspection.track.logs import RolloutLog, TimelineLog, restore_metrics
+from penstock.inspection.track.trackers import Fanout, RunInfo
 from penstock.reward import build_reward
 from penstock.rollout import (
     AgentLoop,

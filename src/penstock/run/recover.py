@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from penstock.data.identity import TOTAL_STEPS, changed_code, check_content
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
 from penstock.files import ScratchFolder, can_write
-from penstock.inspection.track.jsonl import last_step_told
+from penstock.inspection.track.logs import read_metrics
 from penstock.run.job import Job, open_trainer
 from penstock.store.checkpoint import Checkpoint, CheckpointStore
 from penstock.store.journal import Journal, is_empty
@@ -26,7 +26,7 @@ Note = Callable[[str], None]
 
 def check_journal(folder: RunFolder) -> list[str]:
     """Return notes for the user before a run continues; raise if its journal cannot be used."""
-    told = last_step_told(folder.metrics)
+    told = max(read_metrics(folder.metrics), default=0)
     if not folder.journal.exists() or is_empty(folder.journal):
         if told or any(folder.checkpoints.glob("step-*")):
             fault = f"journal {folder.journal}: it is missing or empty"

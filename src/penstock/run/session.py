@@ -32,8 +32,8 @@ from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequest
 from penstock.files import ScratchFolder, console, say
 from penstock.inspection.report import write_report
 from penstock.inspection.summary import ReplayProgress, print_evaluations, print_summary
-from penstock.inspection.track.note_log import NoteLog
-from penstock.inspection.track.start_display import StartDisplay
+from penstock.inspection.track.console import StartDisplay
+from penstock.inspection.track.logs import NoteLog
 from penstock.rollout.evaluation.evaluate import EvalResult, evaluate, restore_summaries
 from penstock.run.job import Job, open_evaluation, open_job
 from penstock.run.loop import Loop

@@ -15,13 +15,9 @@ from rich.console import Console
 
 from penstock.config import Config
 from penstock.errors import UserError
-from penstock.inspection.track.console import ConsoleTracker
-from penstock.inspection.track.fanout import Fanout
-from penstock.inspection.track.jsonl import JsonlTracker, restore_metrics
-from penstock.inspection.track.line_file import LineFile
-from penstock.inspection.track.protocol import RunInfo
-from penstock.inspection.track.rollout_log import RolloutLog
-from penstock.inspection.track.start_display import StartDisplay
+from penstock.inspection.track.console import ConsoleTracker, StartDisplay
+from penstock.inspection.track.logs import JsonlTracker, LineFile, RolloutLog, restore_metrics
+from penstock.inspection.track.trackers import Fanout, RunInfo
 from penstock.types import (
     Batch,
     Finding,

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import Config
-from penstock.inspection.track.fanout import Fanout
-from penstock.inspection.track.protocol import RunInfo
+from penstock.inspection.track.trackers import Fanout, RunInfo
 
 wandb = pytest.importorskip("wandb")
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import PenstockError
 from penstock.inspection.runs import RunLine, read_line
-from penstock.inspection.track.timeline_log import FILE
+from penstock.inspection.track.logs import TIMELINE_FILE
 from penstock.rollout.evaluation.evaluate import SUMMARY
 from penstock.store.run_folder import CONFIG, JOURNAL, METRICS, ORIGIN, RunFolder
 
@@ -29,7 +29,7 @@ _REST = 20.0  # a reading that took a second is repeated after 20 seconds at the
 _SPARKS = 60  # points of the small curve in the list
 _FILES = (CONFIG, JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", METRICS, ORIGIN, "lock")
 _FOLDERS = ("configs", "eval", "timeline")
-_MORE_FILES = ("rollouts.jsonl", f"timeline/{FILE}")
+_MORE_FILES = ("rollouts.jsonl", f"timeline/{TIMELINE_FILE}")
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from penstock.inspection.report.data import RunRecord, clip, clip_turns, read_ru
 from penstock.inspection.report.figures import take_figures
 from penstock.inspection.rollout_viewer import message_text, views_of_group
 from penstock.inspection.timeline import Event, lanes, read_events, sessions, split_waits
-from penstock.inspection.track.timeline_log import SESSION
+from penstock.inspection.track.logs import SESSION
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 

@@ -1,13 +1,12 @@
 """Where metrics go: metrics.jsonl always, and the trackers that the config names.
 
-A tracker shows metrics; its faults never stop a run, nor do those of the files beside metrics.jsonl
-(`rollout_log.py`, `timeline_log.py`).
+`trackers.py` has the protocol, `logs.py` the files that every run writes, `console.py` the display.
 """
 
 from __future__ import annotations
 
 TRACKERS = {
-    "console": "penstock.inspection.track.notebook:make_display",
-    "tensorboard": "penstock.inspection.track.tensorboard:TensorBoardTracker",
-    "wandb": "penstock.inspection.track.wandb:WandbTracker",
+    "console": "penstock.inspection.track.console:make_display",
+    "tensorboard": "penstock.inspection.track.trackers:TensorBoardTracker",
+    "wandb": "penstock.inspection.track.trackers:WandbTracker",
 }

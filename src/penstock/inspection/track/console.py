@@ -1,16 +1,28 @@
-"""The progress display: a live panel on a terminal, plain lines elsewhere."""
+"""What a run shows while it starts and trains: a live panel, plain lines, or a plot in a notebook.
+
+The texts and small plots that the panel shares with the summary, the tables and the model card are here
+too.
+"""
 
 from __future__ import annotations
 
+import html
+import shlex
+import sys
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, ClassVar, Self
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -19,15 +31,153 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import files
-from penstock.inspection.track.account_text import account_lines
-from penstock.inspection.track.finding_text import finding_table
-from penstock.inspection.track.protocol import RunInfo
-from penstock.inspection.track.sparkline import sparkline
-from penstock.types import Rollout
+from penstock.inspection.track.logs import read_metrics
+from penstock.inspection.track.trackers import RunInfo, Tracker
+from penstock.types import Finding, Rollout
 
-_PLAIN_INTERVAL_S = 5.0
+Point = tuple[int, float]  # step, value
+READY = "ready"  # the last stage of a worker's start
+
+_PLAIN_INTERVAL_S = 5.0  # least time between two lines without a terminal
+_DRAWING_INTERVAL_S = 0.5  # least time between two drawings in a notebook
 _SHOWN_FINDINGS = 3
 _KEPT = 1000  # values of a curve; a longer one is thinned out
+_BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=*#"
+_WIDTH, _HEIGHT, _MARGIN = 640, 180, 28
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+_EVENTS = (
+    "retried",
+    "failed",
+    "aborted",
+    "expired",
+    "filtered",
+    "tail_calls",
+    "pause_timeouts",
+    "prompts_skipped_long",
+)
+
+# -- texts and small plots ---------------------------------------------------------------------
+
+
+def account_lines(metrics: dict[str, float]) -> list[str]:
+    """Return a line per task, from the metrics `tasks/NAME/FIGURE`."""
+    tasks: dict[str, dict[str, float]] = {}
+    for key, value in metrics.items():
+        if key.startswith("tasks/"):
+            _, task, figure = key.split("/", 2)
+            tasks.setdefault(task, {})[figure] = value
+    return [
+        f"{task}, last step: {_account_text(figures)}"
+        for task, figures in tasks.items()
+        if figures.get("samples")
+    ]
+
+
+def _account_text(figures: dict[str, float]) -> str:
+    """Return the figures of one task in words; counts of 0 are left out."""
+    get = figures.get
+    words = [f"{get('samples', 0.0):,.0f} samples", f"{get('tokens', 0.0):,.0f} tokens"]
+    if count := get("reward_count"):
+        words.append(f"reward {get('reward_sum', 0.0) / count:.3f}")
+    words += [
+        f"{name.removeprefix('part/')} {figures[name]:.3f}"
+        for name in figures
+        if name.startswith("part/")
+    ]
+    if "temperature" in figures:
+        words.append(f"temperature {figures['temperature']:.3g}")
+    if "group_time_p50_s" in figures:
+        p50, p99 = figures["group_time_p50_s"], get("group_time_p99_s", 0.0)
+        words.append(f"group time {p50:.3g} s (p99 {p99:.3g} s)")
+    words += [f"{name.replace('_', ' ')} {figures[name]:.0f}" for name in _EVENTS if get(name)]
+    return ", ".join(words)
+
+
+def finding_table(findings: Iterable[Finding], *, brief: bool = False) -> Table:
+    """Return one row per finding: what and since when; unless brief, evidence and advice below it."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, style="yellow")
+    table.add_column(overflow="fold")
+    for finding in findings:
+        since = f"  since step {finding.since}" if finding.since else ""
+        table.add_row("●", Text.assemble((finding.what, "bold yellow"), (since, "dim")))
+        if not brief:
+            table.add_row("", Text(finding.evidence))
+        table.add_row("", _remedy(finding, brief))
+        if not brief:
+            table.add_row("", "")
+    return table
+
+
+def _remedy(finding: Finding, brief: bool) -> Text | Padding:
+    pasted = " ".join(map(shlex.quote, finding.change))
+    if brief and pasted:
+        return Text(pasted, style="cyan")
+    return Text.assemble(finding.advice, ": " if pasted else "", (pasted, "bold cyan"))
+
+
+def held_out_scores(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """Yield ("heldout accuracy", value) of each evaluated task; its reward if nothing judges answers."""
+    for name, value in metrics.items():
+        task, _, measure = name.removeprefix("eval/").rpartition("/")
+        judged = f"eval/{task}/accuracy" in metrics
+        if measure == ("accuracy" if judged else "reward"):
+            yield f"{task} {measure}", value
+
+
+def sparkline(
+    console: Console,
+    values: Sequence[float | None],
+    low: float | None = None,
+    high: float | None = None,
+    width: int = 40,
+) -> str:
+    """Return the plot; a long series is averaged over equal stretches, one value gives none."""
+    present = [value for value in values if value is not None]
+    if len(present) < 2:
+        return ""
+    columns = min(len(present), width)
+    edges = [round(i * len(present) / columns) for i in range(columns + 1)]
+    means = [sum(present[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low = min(means) if low is None else low
+    high = max(means) if high is None else high
+    blocks = _BLOCKS if console.encoding.lower().startswith("utf") else _PLAIN_BLOCKS
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        blocks[round(min(max(mean - low, 0.0) * scale, len(blocks) - 1))] for mean in means
+    )
+
+
+def draw_curves(curves: Mapping[str, Sequence[Point]], steps: int) -> str:
+    """Return an SVG of the curves over `steps`; the first is a plain line, the others have dots."""
+    values = [value for points in curves.values() for _, value in points]
+    low, high = min([0.0, *values]), max([1.0, *values])
+
+    def place(point: Point) -> tuple[float, float]:
+        x = _MARGIN + (_WIDTH - 2 * _MARGIN) * point[0] / max(steps, 1)
+        y = _MARGIN + (_HEIGHT - 2 * _MARGIN) * (high - point[1]) / (high - low)
+        return round(x, 1), round(y, 1)
+
+    parts = [
+        f'<text x="2" y="{place((0, edge))[1] + 4}" font-size="11" fill="#888">{edge:g}</text>'
+        f'<path d="M{_MARGIN} {place((0, edge))[1]}H{_WIDTH - _MARGIN}" stroke="#ccc"/>'
+        for edge in (low, high)
+    ]
+    for number, (name, points) in enumerate(curves.items()):
+        color, where = _COLORS[number % len(_COLORS)], [place(point) for point in points]
+        line = " ".join(f"{x},{y}" for x, y in where)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        if number:
+            parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>' for x, y in where]
+        parts.append(
+            f'<text x="{_MARGIN + 120 * number}" y="{_HEIGHT - 6}" font-size="12" fill="{color}">'
+            f"{html.escape(files.visible(name))}</text>"
+        )
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>'
+
+
+# -- the panel ---------------------------------------------------------------------------------
 
 
 class ConsoleTracker:
@@ -76,10 +226,8 @@ class ConsoleTracker:
             self._plain_line(step)
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            task, _, measure = name.removeprefix("eval/").rpartition("/")
-            if measure == "accuracy" or f"eval/{task}/accuracy" not in metrics:
-                self._evals.setdefault(f"{task} {measure}", []).append(value)
+        for name, value in held_out_scores(metrics):
+            self._evals.setdefault(name, []).append(value)
         figures = "  ".join(f"{name.removeprefix('eval/')} {v:.3f}" for name, v in metrics.items())
         line = Text.assemble(("eval", "cyan"), f" after step {step}: {figures}")
         self._console.print(line, highlight=False)
@@ -107,10 +255,10 @@ class ConsoleTracker:
             self._console.print(f"    {line}", highlight=False, soft_wrap=True)
 
     def _curves(self) -> list[tuple[str, list[float | None]]]:
-        found = [(name, values) for name, values in self._evals.items() if values]
+        curves = [(name, values) for name, values in self._evals.items() if values]
         if self._rewards and self._rewards[-1] is not None:
-            found.append(("reward", self._rewards))
-        return found
+            curves.append(("reward", self._rewards))
+        return curves
 
     def _figures(self) -> list[tuple[str, str]]:
         get = self._metrics.get
@@ -130,8 +278,6 @@ class ConsoleTracker:
             ("producer waited", f"{get('time/producer_wait_s', 0.0):.2f} s"),
         ]
 
-    # -- the panel ----------------------------------------------------------------------------
-
     def _render(self) -> files.Visible:
         ready, wanted = self._info.next_batch()
         self._batch.update(self._batch_bar, completed=ready, total=wanted or None)
@@ -140,9 +286,9 @@ class ConsoleTracker:
             parts += [self._curve_table(), self._figure_row(), self._sample_table()]
         parts.append(Text(self._info.live(), style="dim"))
         parts += [Text(line, style="dim") for line in account_lines(self._metrics)]
-        if found := list(self._info.findings()):
-            parts.append(finding_table(found[:_SHOWN_FINDINGS], brief=True))
-            if more := len(found) - _SHOWN_FINDINGS:
+        if findings := list(self._info.findings()):
+            parts.append(finding_table(findings[:_SHOWN_FINDINGS], brief=True))
+            if more := len(findings) - _SHOWN_FINDINGS:
                 hint = f"  and {more} more: penstock doctor {self._info.folder}"
                 parts += [Text(hint, style="dim")] if more > 0 else []
         return files.Visible(Group(*parts))
@@ -170,7 +316,9 @@ class ConsoleTracker:
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
         batch = self._info.batch()
-        scored = [one for one in batch.rollouts if one.score is not None] if batch else []
+        scored = (
+            [rollout for rollout in batch.rollouts if rollout.score is not None] if batch else []
+        )
         if scored:
             ranked = sorted(scored, key=lambda rollout: rollout.reward)
             for name, rollout in (("best", ranked[-1]), ("worst", ranked[0])):
@@ -179,7 +327,151 @@ class ConsoleTracker:
 
 
 def _one_line(rollout: Rollout) -> Text:
-    asked = rollout.prompt.messages[-1].get("content", "") if rollout.prompt else ""
-    question, answer = (" ".join(str(text).split()) for text in (asked, rollout.text))
+    prompt = rollout.prompt.messages[-1].get("content", "") if rollout.prompt else ""
+    question, answer = (" ".join(str(text).split()) for text in (prompt, rollout.text))
     short = question if len(question) <= 50 else f"{question[:48]}.."
     return Text.assemble((f"{short} -> ", "dim"), answer or "(empty)")
+
+
+# -- the plot of a notebook --------------------------------------------------------------------
+
+
+def in_notebook() -> bool:
+    """Return whether this process is a notebook's kernel, which can show pictures."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+def make_display(info: RunInfo) -> Tracker:
+    """Return the display that this process can show: a plot in a notebook, else the panel."""
+    return NotebookTracker(info) if in_notebook() else ConsoleTracker(info)
+
+
+class NotebookTracker:
+    """Draws a plot in the output of the cell that runs: the reward of each step, dots for evaluations.
+
+    The plot begins with the steps that a resumed run has behind it."""
+
+    def __init__(self, info: RunInfo) -> None:
+        from IPython.display import HTML, display
+
+        self._html: Any = HTML
+        self._info = info
+        self._reward: list[Point] = _earlier(info)
+        self._held_out: dict[str, list[Point]] = {}
+        self._drawn_at = 0.0
+        self._handle: Any = display(HTML(self._page()), display_id=True)
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        if "reward/mean" in metrics:
+            self._reward.append((step, metrics["reward/mean"]))
+        if (
+            step == self._info.total_steps
+            or time.monotonic() - self._drawn_at > _DRAWING_INTERVAL_S
+        ):
+            self._draw()
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in held_out_scores(metrics):
+            self._held_out.setdefault(name, []).append((step, value))
+        self._draw()
+
+    def note(self, text: str) -> None:
+        files.say(text)
+
+    def close(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn_at = time.monotonic()
+        self._handle.update(self._html(self._page()))
+
+    def _page(self) -> str:
+        step = self._reward[-1][0] if self._reward else self._info.first_step
+        title = f"{self._info.name}: step {step} of {self._info.total_steps}"
+        if self._reward:
+            title += f", reward {self._reward[0][1]:.3f} → {self._reward[-1][1]:.3f}"
+        curves = {"reward": self._reward, **self._held_out}
+        return f"<p>{html.escape(title)}</p>{draw_curves(curves, self._info.total_steps)}"
+
+
+def _earlier(info: RunInfo) -> list[Point]:
+    """Return the rewards of the steps before a resume."""
+    rows = read_metrics(info.folder / "metrics.jsonl") if info.first_step else {}
+    rewards = ((step, row.get("reward/mean")) for step, row in rows.items())
+    return [(step, reward) for step, reward in rewards if reward is not None]
+
+
+# -- the start ---------------------------------------------------------------------------------
+
+
+class StartDisplay:
+    """Shows what a starting run does, on a line that goes away; nothing where stderr is no terminal.
+
+    Keeps the stages of every worker, for logs/run.log."""
+
+    _shown: ClassVar[StartDisplay | None] = None
+
+    def __init__(self, stage: str) -> None:
+        console = files.console(stderr=True)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", style="dim", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._line = self._progress.add_task(stage, total=None)
+        self._stages: dict[str, list[tuple[float, str]]] = {}  # of each worker: since when, what
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        StartDisplay._shown = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        StartDisplay._shown = None
+        self._progress.stop()
+
+    def tell(self, stage: str) -> None:
+        self._progress.update(self._line, description=stage)
+
+    @classmethod
+    def worker_stage(cls, worker: str, stage: str, since: float) -> None:
+        """Show and keep what a worker does since a moment (`time.time()`), if a start is shown."""
+        if cls._shown is not None:
+            cls._shown._stages.setdefault(worker, []).append((since, stage))
+            cls._shown.tell(cls._shown._workers_line())
+
+    def _workers_line(self) -> str:
+        """Return what the workers do now; workers that do the same are named together."""
+        by_stage: dict[str, list[str]] = {}
+        for worker, stages in self._stages.items():
+            if stages[-1][1] != READY:
+                by_stage.setdefault(stages[-1][1], []).append(worker)
+        parts = (f"{_names(workers)}: {stage}" for stage, workers in by_stage.items())
+        return "; ".join(parts) or "all workers are ready"
+
+    def report(self) -> list[str]:
+        """Return a line for each worker: its stages, the seconds of each, and of all."""
+        lines = []
+        for worker, stages in self._stages.items():
+            spent = (f"{what} {end - at:.2f} s" for (at, what), (end, _) in pairwise(stages))
+            total = stages[-1][0] - stages[0][0]
+            first = stages[0][0]
+            began = time.strftime("%H:%M:%S", time.localtime(first)) + f"{first % 1:.2f}"[1:]
+            lines.append(
+                f"start of {worker}: {', '.join(spent)}; {total:.2f} s in all since {began}"
+            )
+        return lines
+
+    @classmethod
+    def console(cls) -> Console:
+        """Return the console for lines of a run: while a start is shown, they appear above it."""
+        return cls._shown._progress.console if cls._shown else files.console(stderr=True)
+
+
+def _names(workers: list[str]) -> str:
+    more = f" and {len(workers) - 2} more" if len(workers) > 2 else ""
+    return ", ".join(workers[:2]) + more

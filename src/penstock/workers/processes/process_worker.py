@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import RunError, WorkerDied
-from penstock.inspection.track.start_display import READY, StartDisplay
+from penstock.inspection.track.console import READY, StartDisplay
 from penstock.workers.processes.bytecode import bytecode_environment
 from penstock.workers.processes.frames import STAGE, read_frame, write_frame
 from penstock.workers.rpc_server import one_line, with_log_path

@@ -1,0 +1,219 @@
+"""The files of lines that a run writes for people and plots: metrics, notes, samples, the timeline.
+
+The journal has the truth, so a full or failing disk under such a file does not stop the run. The first
+failure is told, lost lines are counted, and every later write tries again. A line is whole or absent.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from json.encoder import encode_basestring_ascii as quoted
+from pathlib import Path
+from typing import Any
+
+from penstock.files import say, visible, write_whole
+from penstock.types import Batch, Group, Rollout, StepReport, expand_segments
+from penstock.waits import OpenWait, WaitKind, Waits
+
+Note = Callable[[str], None]
+
+TIMELINE_FILE = "events.jsonl"
+SESSION = "session"  # the event of the timeline that marks the beginning of a session
+_TIMELINE_BATCH = 512  # events that are written together
+
+
+def print_note(text: str) -> None:
+    say(text, error=True)
+
+
+class LineFile:
+    """Appends lines; tells the user once when it cannot, and how many lines are missing."""
+
+    def __init__(self, path: Path, note: Note = print_note) -> None:
+        self._path, self._note = path, note
+        self._lost = 0  # lines since the last write that worked
+
+    def append(self, lines: Sequence[str]) -> None:
+        try:
+            self._write("".join(f"{line}\n" for line in lines).encode())
+        except OSError as error:
+            if not self._lost:
+                self._note(f"{self._path}: cannot write: {error.strerror}; the run continues")
+            self._lost += len(lines)
+        else:
+            self.tell_loss()
+
+    def tell_loss(self) -> None:
+        """Tell how many lines are missing, if any are that were not told of."""
+        if self._lost:
+            self._note(f"{self._path}: {self._lost} lines could not be written")
+        self._lost = 0
+
+    def _write(self, data: bytes) -> None:
+        if not os.path.isdir(self._path.parent):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(end)
+                raise
+
+
+class JsonlTracker:
+    """metrics.jsonl: one line per step; a resumed run restores lost lines from the journal."""
+
+    def __init__(self, path: Path, note: Note = print_note) -> None:
+        self._file = LineFile(path, note)
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+        self._file.append([json.dumps({"step": step, **finite})])
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
+        """Do nothing: evaluations are written to eval/summary.jsonl."""
+
+    def note(self, text: str) -> None:
+        """Leave notes out."""
+
+    def close(self) -> None:
+        self._file.tell_loss()
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics of every step, in order; lines that are cut off or damaged are left out."""
+    rows: dict[int, dict[str, Any]] = {}
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                rows[row["step"]] = row
+    return dict(sorted(rows.items()))
+
+
+def restore_metrics(path: Path, reports: Sequence[StepReport]) -> None:
+    """Rewrite the file with one line per step: the old line if it is whole, else the journal's metrics.
+
+    Torn lines and lines of steps that were lost are removed. A crash leaves the old or the new file."""
+    rows = read_metrics(path)
+    kept = [rows.get(report.step) or {"step": report.step, **report.metrics} for report in reports]
+    write_whole(path, "".join(f"{json.dumps(row)}\n" for row in kept))
+
+
+class NoteLog:
+    """logs/run.log: the lines that the user was told, with their times."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = LineFile(path)
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Leave metrics out."""
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
+        """Leave metrics out."""
+
+    def note(self, text: str) -> None:
+        self._file.append([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {visible(text)}"])
+
+    def close(self) -> None:
+        self._file.tell_loss()
+
+
+class RolloutLog:
+    """rollouts.jsonl: the first groups of every n-th batch, for a person to read."""
+
+    def __init__(
+        self, path: Path, *, every_steps: int, num_groups: int, note: Note = print_note
+    ) -> None:
+        self._file = LineFile(path, note)
+        self._every_steps = every_steps
+        self._num_groups = num_groups
+
+    def write(self, batch: Batch) -> None:
+        if not self._every_steps or batch.step % self._every_steps:
+            return
+        self._file.append(
+            [
+                json.dumps(_sample(batch.step, group, rollout), ensure_ascii=False)
+                for group in batch.groups[: self._num_groups]
+                for rollout in group.rollouts
+            ]
+        )
+
+    def close(self) -> None:
+        self._file.tell_loss()
+
+
+def _sample(step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
+    return {
+        "step": step,
+        "task": group.task,
+        "group_id": group.group_id,
+        "rollout_id": rollout.rollout_id,
+        "prompt": list(group.prompt.messages),
+        "response": rollout.text,
+        "gt_answer": group.prompt.gt_answer,
+        "test_cases": group.prompt.test_cases,
+        "reward": rollout.reward,
+        "parts": rollout.score.parts if rollout.score else {},
+        "versions": sorted(set(expand_segments(rollout.segments))),
+        "temperature": rollout.temperature,
+        "finish_reason": rollout.finish_reason,
+        "response_length": rollout.num_sampled,
+    }
+
+
+class TimelineLog:
+    """timeline/events.jsonl: closed waits, which say which worker did what, from when to when.
+
+    Times are seconds since the epoch, by the driver's clock. Events are written in batches. The first line of
+    each session (a start or a resume of the run) marks when it began."""
+
+    def __init__(self, folder: Path, waits: Waits, note: Note = print_note) -> None:
+        self._file = LineFile(folder / TIMELINE_FILE, note)
+        self._epoch = time.time() - waits.clock()
+        self._lines: list[tuple[str, str, str, float, float]] = []
+        self._rewards: list[float] = []  # seconds of each score of training since the last reading
+        waits.on_close = self.add
+        now = self._epoch + waits.clock()
+        self._file.append([_event("run", SESSION, "", now, now)])
+
+    def add(self, wait: OpenWait) -> None:
+        assert wait.until is not None
+        if wait.what == WaitKind.REWARD and not wait.lane.startswith("rewards of eval "):
+            self._rewards.append(wait.until - wait.since)
+        start, end = self._epoch + wait.since, self._epoch + wait.until
+        self._lines.append((wait.lane, wait.what, wait.detail, start, end))
+        if len(self._lines) >= _TIMELINE_BATCH:
+            self.flush()
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return how long a response waited for its reward, on average since the last call."""
+        seconds, self._rewards = self._rewards, []
+        return {"time/reward_s": sum(seconds) / len(seconds)} if seconds else {}
+
+    def flush(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines:
+            self._file.append([_event(*line) for line in lines])
+
+    def close(self) -> None:
+        self.flush()
+        self._file.tell_loss()
+
+
+def _event(lane: str, what: str, detail: str, start: float, end: float) -> str:
+    """Return one event as JSON; written by hand, because a run has thousands in a minute."""
+    more = f', "detail": {quoted(detail)}' if detail else ""
+    times = f'"start": {start:.6f}, "end": {end:.6f}'
+    return f'{{"lane": {quoted(lane)}, "what": {quoted(what)}, {times}{more}}}'
