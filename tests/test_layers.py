@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 
 FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lower floors
     ("types", "errors"),
-    ("files", "waits"),
+    ("files", "waits", "serving"),
     ("config",),
     ("store", "model", "convert"),
     ("weights", "data"),
