@@ -61,7 +61,9 @@ def serve(main: Main, *, connections: int = 8, each: int = 8, silent_s: float = 
     asyncio.run(run())
 
 
-async def connect(port: int, address: str = "127.0.0.1") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(
+    port: int, address: str = "127.0.0.1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
 
 
