@@ -128,7 +128,7 @@ def demo_digest_s() -> float:
     """Return the seconds that the digest of the demo's policy takes, alone."""
     from penstock.config.demo import policy_path
     from penstock.weights.mapped_files import read_folder
-    from penstock.weights.model_weights import digest_of
+    from penstock.weights.digest import digest_of
 
     weights = read_folder(str(policy_path()))
     times = []
@@ -389,22 +389,24 @@ def measure_beside(gib: float) -> None:
 
 def measure_digest(gibibytes: list[float]) -> None:
     """Hash weights of those sizes: tensors of 16 MiB, 64 different ones, more than a cache holds."""
-    from penstock.weights import digest
+    import torch
 
-    pieces = [np.full(4 * 2**20, float(i), dtype=np.float32) for i in range(64)]
+    from penstock.weights.digest import digest_of
+
+    pieces = [torch.full((4 * 2**20,), float(i)) for i in range(64)]
     columns = ("weights", "wall s", "CPU s", "GiB / CPU s", "digest is 1 % of a step of", "")
     table = Table(*columns, box=None)
     for size in gibibytes:
         count = max(1, round(64 * size))
-        tensors = [(f"layer.{i}", "float32", pieces[i % len(pieces)]) for i in range(count)]
+        weights = [(f"layer.{i}", pieces[i % len(pieces)]) for i in range(count)]
         wall, cpu = time.perf_counter(), time.process_time()
-        digest.weights_digest(tensors)
+        digest_of(weights)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         rate = count / 64 / cpu
         on_cores = ", ".join(f"{100 * size / rate / n:.0f} s on {n} cores" for n in (1, 8, 16))
         numbers = (f"{size:g} GiB", f"{wall:.2f}", f"{cpu:.2f}", f"{rate:.2f}")
         table.add_row(*numbers, on_cores, "(computed from CPU s)")
-    console.print(f"the digest alone, on {digest.THREADS} thread(s):", highlight=False)
+    console.print(f"the digest alone, on {torch.get_num_threads()} thread(s):", highlight=False)
     console.print(table)
 
 
@@ -412,7 +414,7 @@ def measure_device_digest(gibibytes: list[float]) -> None:
     """Hash weights of those sizes on the GPU, and through the host; matrices of 32 MiB, random."""
     import torch
 
-    from penstock.weights.model_weights import digest_of
+    from penstock.weights.digest import digest_of
 
     columns = ("weights on the GPU", "hashed there", "GiB/s", "through the host")
     table = Table(*columns, box=None)
@@ -422,7 +424,7 @@ def measure_device_digest(gibibytes: list[float]) -> None:
             (f"layer.{i}", torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16))
             for i in range(count)
         ]
-        digest_of(weights[:1])  # compiles
+        digest_of(weights[:1])  # loads the kernels
         wall = time.perf_counter()
         there = digest_of(weights)
         wall = time.perf_counter() - wall

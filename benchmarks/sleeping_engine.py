@@ -61,7 +61,7 @@ class SleepingEngine(VirtualEngine):
     _fetch: Any
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        from penstock.weights.model_weights import digest_of
+        from penstock.weights.digest import digest_of
 
         digest = await asyncio.to_thread(lambda: digest_of(self._fetch(source)))
         assert digest == source.digest, (digest, source.digest)

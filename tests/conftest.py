@@ -80,7 +80,6 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
     "reward/test_reward_properties.py",
     "promises/durability/test_replay_run.py",
     "promises/durability/test_changed_settings.py",
-    "weights/test_device_digest.py",
     "model/test_decode_kernels.py",
     "reward/test_reward_model.py",
     "promises/docs/test_examples.py",

@@ -42,7 +42,6 @@ OWNED = {
     "workers/supervise/trainer.py RankGroup.ended": "gathered, the first end returned",
     "workers/watchdog.py watched": "its error is raised in the watched block",
     "training/consumer.py Consumer.__init__": "`train` reads the hashes, or raises before",
-    "weights/digest.py tensor_digests": "results are read before the pool is closed",
     "weights/distributor.py _encoded": "results are read before the pool is closed",
     "weights/distributor.py Link.each": "results are read in order, the first error raised",
     # kept: a later call reads how they ended

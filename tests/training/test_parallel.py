@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from penstock.model.stored_weights import build
 from penstock.training.parallel.ranks import Axis, Ranks, digest_over, rank_share
 from penstock.training.parallel.sharding import Sharding
-from penstock.weights.model_weights import digest_of
+from penstock.weights.digest import digest_of
 from penstock.workers.ports import port_of, reserve_port
 from penstock.workers.processes.process_worker import ProcessWorker
 from stages import rank_program

@@ -22,8 +22,7 @@ from penstock.config.demo import policy_path
 from penstock.run.job import Job
 from penstock.store.run_folder import RunFolder
 from penstock.training.policy import load_policy
-from penstock.weights.digest import weights_digest
-from penstock.weights.model_weights import weight_bits
+from penstock.weights.digest import digest_of
 from stages.disturbed_run import assert_balanced, config_of, digests, run, when_told
 from stages.own_children import own_children
 from stages.simple_producer import ARGUMENTS, FollowingProducer
@@ -166,7 +165,7 @@ def test_producers_as_actors_follow_the_weights_that_are_broadcast_to_them(clust
         state = {name: p.detach() * (1 + version) for name, p in model.named_parameters()}
         send_state_dict(group, state)
     assert ray.get(loops) == [4, 4]
-    digest = weights_digest((name, *weight_bits(tensor)) for name, tensor in state.items())
+    digest = digest_of(state.items())
     assert ray.get([one.account.remote() for one in producers]) == [(2, digest, 4)] * 2
     prompt = torch.tensor([[5, 6, 7]])
     made = ray.get(producers[0].rollout.remote(prompt, torch.ones_like(prompt), gt_answer=["1"]))

@@ -189,7 +189,7 @@ class BaseProducer:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> str:
         """Load these weights into the engine; return the digest of what it then holds."""
-        from penstock.weights.model_weights import digest_of
+        from penstock.weights.digest import digest_of
 
         digest = digest_of(state_dict.items())
         handle = self._sync.publish(self.policy_version + 1, digest, state_dict.items())

@@ -1,45 +1,56 @@
 """One digest for a set of named tensors: the identity of a policy's weights.
 
-Takes raw bytes (numpy views) and imports no torch, so that trainer, engine, journal and auditor agree
-without sharing a framework. Names are sorted; dtype and shape are part of the identity. A tensor is hashed
-in leaves of a fixed size, so that a GPU can hash thousands of them at once (`device_digest.py`).
+The bytes of a tensor are read as 64-bit words. In each leaf of a fixed size every word, and apart from it
+its upper half, is multiplied by the key of its place, and the products are added with wrap-around. These
+are plain torch operations on integers: the same sums on a CPU and on every GPU, in any order of addition.
+The sums of all leaves are hashed together with name, dtype and shape. A changed word is always seen, any
+other accident but for a chance of 2**-32 at most; the digest does not guard against forgery.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import os
-from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import torch
 
 FORM = "leaves-"  # the prefix names the form: digests of other forms cannot be compared with it
 DIGEST_BYTES = 16  # length of a tensor's digest
-LEAF_BYTES = 32 << 10
-LEAF_DIGEST_BYTES = 32
-BIG_BYTES = 1 << 20  # a tensor of this size is hashed on a thread
-HELD_BYTES = 16 << 20
-THREADS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+WORD_BYTES = 8
+LEAF_BYTES = 64 << 10
+CHUNK_BYTES = 8 << 20  # hashed by one round of operations: few rounds, and small temporary tensors
+DEVICE_CHUNK_BYTES = 32 << 20  # the same on a GPU: enough to keep all of it busy
 
 
-def tensor_digest(name: str, dtype: str, array: np.ndarray) -> bytes:
-    """Return the digest of one tensor: of its name, dtype, shape and bytes."""
-    octets = np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
-    leaves = [
-        hashlib.sha256(octets[start : start + LEAF_BYTES]).digest()
-        for start in range(0, len(octets), LEAF_BYTES)
-    ]
-    return combine_leaves(name, dtype, array.shape, b"".join(leaves))
+def digest_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return the digest of named weights, on whatever device they are."""
+    return combine_digests(digests_of(weights))
 
 
-def combine_leaves(name: str, dtype: str, shape: tuple[int, ...], leaves: bytes) -> bytes:
-    """Return the digest of one tensor from the SHA-256 of its leaves; the last may be shorter."""
-    # SHA-256, because current processors compute it in hardware, twice as fast as BLAKE2b
-    hasher = hashlib.sha256(f"{name}|{dtype}|{shape}|".encode())
-    hasher.update(leaves)
-    return hasher.digest()[:DIGEST_BYTES]
+def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
+    """Return the digest of each tensor by name.
+
+    A tensor is let go of when its operations are queued; a GPU is waited for once, at the end.
+    """
+    import torch
+
+    headers: dict[str, bytes] = {}
+    sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in weights:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        headers[name] = f"{name}|{dtype}|{tuple(tensor.shape)}|".encode()
+        sums.setdefault(tensor.device, []).append((name, _leaf_sums(tensor)))
+    digests = {}
+    for on_device in sums.values():
+        host = torch.cat([rows for _, rows in on_device]).cpu()
+        lengths = [len(rows) for _, rows in on_device]
+        for (name, _), rows in zip(on_device, host.split(lengths), strict=True):
+            hasher = hashlib.sha256(headers[name] + rows.numpy().astype("<i8").tobytes())
+            digests[name] = hasher.digest()[:DIGEST_BYTES]
+    return digests
 
 
 def combine_digests(tensor_digests: dict[str, bytes]) -> str:
@@ -51,42 +62,38 @@ def combine_digests(tensor_digests: dict[str, bytes]) -> str:
     return FORM + hasher.hexdigest()
 
 
-def weights_digest(tensors: Iterable[tuple[str, str, np.ndarray]]) -> str:
-    """Return the digest of (name, dtype, array) triples; a dtype that numpy lacks comes as its bits."""
-    return combine_digests(tensor_digests(tensors))
+def _leaf_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return two sums for each leaf of a tensor, as [leaves, 2] on its device."""
+    import torch
+
+    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    keys = _keys_on(tensor.device)
+    sums = [torch.empty(0, 2, dtype=torch.int64, device=tensor.device)]
+    for chunk in octets.split(DEVICE_CHUNK_BYTES if octets.is_cuda else CHUNK_BYTES):
+        if not len(chunk):
+            continue
+        whole = LEAF_BYTES if len(chunk) > LEAF_BYTES else WORD_BYTES
+        if missing := -len(chunk) % whole:  # zeros add nothing, and the shape tells the length
+            chunk = torch.nn.functional.pad(chunk, (0, missing))
+        elif chunk.storage_offset() % WORD_BYTES:  # a view that begins within a word
+            chunk = chunk.clone()
+        words = chunk.view(torch.int64)
+        leaves = words.view(-1, min(len(words), LEAF_BYTES // WORD_BYTES))
+        lower, upper = keys[:, : leaves.shape[1]]
+        # a difference in the upper half alone could cancel itself in the first sum
+        pair = ((leaves * lower).sum(1), ((leaves >> 32) * upper).sum(1))
+        sums.append(torch.stack(pair, dim=1))
+    return torch.cat(sums)
 
 
-def tensor_digests(tensors: Iterable[tuple[str, str, np.ndarray]]) -> dict[str, bytes]:
-    """Return the digest of each tensor by name.
+@functools.cache
+def _keys_on(device: torch.device) -> torch.Tensor:
+    """Return the two odd keys of each place in a leaf: fixed numbers, the same everywhere."""
+    import torch
 
-    Big tensors are hashed on several threads, as hashlib releases the interpreter lock. At most two
-    big tensors per thread, and `HELD_BYTES` of small ones, are held at a time, so that an iterable that
-    makes copies stays cheap.
-    """
-    digests: dict[str, bytes] = {}
-    running: deque[tuple[str, Future[bytes]]] = deque()
-    small: list[tuple[str, str, np.ndarray]] = []
-    small_bytes = 0
-
-    def hash_small() -> None:
-        digests.update((name, tensor_digest(name, dtype, array)) for name, dtype, array in small)
-        small.clear()
-
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as pool:
-        for name, dtype, array in tensors:
-            if array.nbytes < BIG_BYTES:
-                # one after another, not in turns with the code that makes them: hashes fill the
-                # processor's cache, and that code then takes twice as long
-                small.append((name, dtype, array))
-                small_bytes += array.nbytes
-                if small_bytes >= HELD_BYTES:
-                    hash_small()
-                    small_bytes = 0
-                continue
-            running.append((name, pool.submit(tensor_digest, name, dtype, array)))
-            if len(running) >= 2 * THREADS:
-                first, result = running.popleft()
-                digests[first] = result.result()
-        hash_small()
-        digests.update((name, result.result()) for name, result in running)
-    return digests
+    octets = hashlib.shake_256(b"penstock weights").digest(2 * LEAF_BYTES)
+    words = [
+        int.from_bytes(octets[i : i + WORD_BYTES], "little", signed=True) | 1
+        for i in range(0, len(octets), WORD_BYTES)
+    ]
+    return torch.tensor(words, dtype=torch.int64).view(2, -1).to(device)

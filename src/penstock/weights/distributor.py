@@ -34,10 +34,11 @@ from penstock.files import ScratchFolder, weight_folder
 from penstock.types import WeightHandle
 from penstock.weights import delta
 from penstock.weights.broadcast import BUCKET_BYTES, WeightGroup, connect_store, open_store
-from penstock.weights.digest import THREADS
+
 from penstock.weights.shared_memory import SharedMemorySync, location_of
 
 T = TypeVar("T")
+THREADS = min(16, os.cpu_count() or 1)  # that make deltas
 Meeting = tuple[str, int]  # address and port at which the members of a group meet
 Identity = tuple[int, str]  # version and digest of weights
 _WHOLE = -1  # in the place of a delta's size: the whole bucket follows

@@ -6,75 +6,20 @@ order and the same bits, so that their digests agree.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from penstock.errors import DigestMismatch, EngineError, WeightsGone
 from penstock.types import WeightHandle
-from penstock.weights.digest import combine_digests, tensor_digests
+from penstock.weights.digest import digest_of
 from penstock.weights.mapped_files import FOLDER, read_folder
-
-if TYPE_CHECKING:
-    from penstock.weights.device_digest import DeviceDigests
-
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight once, in the model's order."""
     for name, parameter in model.named_parameters(remove_duplicate=True):
         yield name, parameter.detach()
-
-
-def weight_bits(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
-    """Return the dtype's name and the values as numpy; bfloat16, which numpy lacks, as its bits."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    host = tensor.detach()
-    if not host.is_cpu or not host.is_contiguous():
-        host = host.cpu().contiguous()
-    if host.dtype is torch.bfloat16:
-        return dtype, host.view(torch.int16).numpy().view(np.uint16)
-    return dtype, host.numpy()
-
-
-def digest_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return the digest of named weights, on whatever device they are."""
-    return combine_digests(digests_of(weights))
-
-
-def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
-    """Return the digest of each tensor by name; tensors on a GPU are hashed there."""
-    on_devices: dict[torch.device, DeviceDigests] = {}
-
-    def on_host() -> Iterator[tuple[str, str, np.ndarray]]:
-        for name, tensor in weights:
-            if can_hash_on(tensor.device):
-                from penstock.weights.device_digest import DeviceDigests
-
-                if tensor.device not in on_devices:
-                    on_devices[tensor.device] = DeviceDigests(tensor.device)
-                on_devices[tensor.device].add(name, tensor)
-            else:
-                yield name, *weight_bits(tensor)
-
-    digests = tensor_digests(on_host())
-    for device in on_devices.values():
-        digests |= device.finish()
-    return digests
-
-
-def can_hash_on(device: torch.device) -> bool:
-    """Return whether the hash kernel runs on this device."""
-    return device.type == "cuda" and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def model_digest(model: torch.nn.Module) -> str:
@@ -101,13 +46,12 @@ def checked_weights(
     """
     weights: dict[str, torch.Tensor] = {}
     device = torch.device("cpu") if model is None else next(model.parameters()).device
-    hashes_there = can_hash_on(device)
 
     def arriving() -> Iterator[tuple[str, torch.Tensor]]:
         named = read_folder(source.location).items() if source.kind == FOLDER else fetch(source)
         for name, tensor in named:
             weights[name] = tensor.detach()
-            moves = hashes_there and not tensor.is_cuda
+            moves = device.type == "cuda" and not tensor.is_cuda
             yield name, weights[name].to(device) if moves else weights[name]
 
     try:

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from penstock.config import ParallelConfig
 from penstock.weights.broadcast import connect_store, is_loopback, open_store
-from penstock.weights.digest import DIGEST_BYTES, combine_digests
-from penstock.weights.model_weights import digest_of, digests_of
+from penstock.weights.digest import DIGEST_BYTES, combine_digests, digest_of, digests_of
 
 T = TypeVar("T")
 
