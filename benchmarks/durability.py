@@ -127,8 +127,8 @@ def measure_run(steps: int, every: int) -> None:
 def demo_digest_s() -> float:
     """Return the seconds that the digest of the demo's policy takes, alone."""
     from penstock.config.demo import policy_path
-    from penstock.weights.mapped_files import read_folder
     from penstock.weights.digest import digest_of
+    from penstock.weights.mapped_files import read_folder
 
     weights = read_folder(str(policy_path()))
     times = []

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from penstock.files import weight_folder
-from penstock.weights.mapped_files import read_folder
 from penstock.weights.digest import digest_of
+from penstock.weights.mapped_files import read_folder
 from penstock.weights.shared_memory import SharedMemorySync
 
 Weights = dict[str, torch.Tensor]

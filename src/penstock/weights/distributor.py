@@ -34,7 +34,6 @@ from penstock.files import ScratchFolder, weight_folder
 from penstock.types import WeightHandle
 from penstock.weights import delta
 from penstock.weights.broadcast import BUCKET_BYTES, WeightGroup, connect_store, open_store
-
 from penstock.weights.shared_memory import SharedMemorySync, location_of
 
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from penstock.types import WeightHandle
 from penstock.weights.digest import digest_of
 from penstock.weights.mapped_files import FOLDER, read_folder
 
+
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight once, in the model's order."""
     for name, parameter in model.named_parameters(remove_duplicate=True):

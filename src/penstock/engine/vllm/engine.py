@@ -35,6 +35,7 @@ from penstock.types import WeightHandle
 from penstock.weights import mapped_files
 from penstock.weights.broadcast import WeightGroup, open_store
 from penstock.weights.device_memory import DeviceMemory, read_device, share_on_device
+from penstock.weights.digest import digest_of
 from penstock.weights.model_weights import checked_weights, folder_digest
 
 try:
