@@ -374,7 +374,7 @@ def test_with_a_token_only_its_holder_looks(folder: Path) -> None:
         assert (status, headers["Location"]) == (303, "/")
         cookie = headers["Set-Cookie"]
         assert "HttpOnly" in cookie
-        assert "SameSite=Strict" in cookie
+        assert "SameSite=strict" in cookie
         assert client.ask("/", Cookie=f"other=1; {cookie.partition(';')[0]}")[0] == 200
         assert client.ask("/", Cookie="penstock=wrong")[0] == 401
 
@@ -387,7 +387,7 @@ def test_a_token_is_made_where_others_could_connect(
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.setattr(
         "penstock.inspection.dashboard.server.Dashboard",
-        lambda _, token: tokens.append(token) or (_ for _ in ()).throw(KeyboardInterrupt),
+        lambda _, token, hosts: tokens.append(token) or (_ for _ in ()).throw(KeyboardInterrupt),
     )
     with pytest.raises(KeyboardInterrupt):
         serve(folder, host=host, port=0)

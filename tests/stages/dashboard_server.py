@@ -34,7 +34,8 @@ class Client:
             sent = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, headers=sent)
             reply = connection.getresponse()
-            return reply.status, reply.read(), dict(reply.getheaders())
+            headers = {name.title(): value for name, value in reply.getheaders()}
+            return reply.status, reply.read(), headers
 
     def read(self, path: str) -> Any:
         status, body, _ = self.ask(path)

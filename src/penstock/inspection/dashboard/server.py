@@ -5,8 +5,8 @@
     GET /api/...               what a view shows
     GET /report/ID             the report of a run, made now
 
-Only reads. Web pages of others cannot use it (`reward/sandbox/listener.py` refuses a foreign Host or Origin).
-Bound to another address than this machine's own, it asks for a token.
+Only reads. Web pages of others cannot use it: a foreign Host or Origin is refused. Bound to another address
+than this machine's own, it asks for a token.
 """
 
 from __future__ import annotations
@@ -15,38 +15,40 @@ import asyncio
 import hmac
 import json
 import secrets
-import signal
 import socket
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from typing import Any, TypeVar
+
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config.secrets import from_environment
 from penstock.errors import PenstockError, UserError
 from penstock.files import say
-from penstock.inspection.compare import compare
-from penstock.inspection.dashboard import pairs, views
 from penstock.inspection.dashboard.shown_run import ShownRun, ShownRuns
+from penstock.inspection.dashboard.views import VIEWS, comparison
 from penstock.inspection.report.data import read_run
-from penstock.inspection.report.page import SHARED_SCRIPTS, render
-from penstock.reward.sandbox.listener import Listener, ListenerLimits, Refusal, Reply, Request
-from penstock.reward.sandbox.serve import is_loopback
+from penstock.inspection.report.page import render
+from penstock.serving import AppServer, NoForeignPages, is_loopback, listen, make_app, stop_signal
 
 TOKEN_VARIABLE = "PENSTOCK_DASHBOARD_TOKEN"
-MOST_COMPARED = 8  # the colours of the charts
+_COOKIE = "penstock"
 _LOOK_EVERY_S = 1.0  # while a page is open: other processes write the runs
 _HEARTBEAT_S = 15.0
-_LIMITS = ListenerLimits(
-    connections=64,
-    connections_per_client=64,
-    header_s=60.0,
-    body_s=30.0,
-    body_bytes=0,
-    all_bodies_bytes=0,
-)
+_CONNECTIONS, _SILENT_S = 64, 60.0
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -57,98 +59,91 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 # the report carries a policy of its own, with the hashes of its script and its style
-_REPORT_HEADERS = _HEADERS | {"Content-Security-Policy": "frame-ancestors 'none'"}
-_TYPES = {
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".svg": "image/svg+xml",
-}
-_OWN = ("app.js", "list.js", "run.js", "samples_view.js", "compare.js", "dashboard.css", "icon.svg")
+_REPORT_POLICY = {"Content-Security-Policy": "frame-ancestors 'none'"}
+_PAGE = Path(__file__).parent / "assets" / "index.html"
+_ASSETS: list[str | tuple[str, str]] = [
+    ("penstock.inspection.dashboard", "assets"),
+    ("penstock.inspection.report", "assets"),
+]
+
+
+class _Gate:
+    """Middleware: who may look, and the headers of every response."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        answer = self._refusal(Request(scope)) or self._app
+        await answer(scope, receive, send_with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """The response to who may not look; the token of the address is exchanged for a cookie."""
+        if request.headers.get("sec-fetch-site") == "cross-site" and request.url.path != "/":
+            return JSONResponse({"error": "allowed: the dashboard's own page"}, 403)
+        if not self._token or self._is_token(request.cookies.get(_COOKIE, "")):
+            return None
+        if not self._is_token(request.query_params.get("token", "")):
+            reason = "token: allowed: the address that penstock dashboard printed"
+            return JSONResponse({"error": reason}, 401)
+        response = RedirectResponse("/", 303)
+        response.set_cookie(_COOKIE, self._token.decode(), httponly=True, samesite="strict")
+        return response
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), self._token)
 
 
 class Dashboard:
-    """Answers requests about the runs of one folder."""
+    """The app that shows the runs of one folder."""
 
-    def __init__(self, folder: Path, token: str = "") -> None:
-        self.runs, self._token = ShownRuns(folder), token
-        self._static = _read_static()
+    def __init__(self, folder: Path, token: str = "", hosts: tuple[str, ...] = ()) -> None:
+        self.runs = ShownRuns(folder)
         self._watching: set[asyncio.Queue[list[dict[str, Any]]]] = set()
         self._watched = asyncio.Event()  # set while somebody watches
         self._complete = False  # whether every run was looked at once
-
-    async def answer(self, request: Request) -> Reply:
-        """Answer one request; raise Refusal for what does not exist or is not allowed."""
-        parts = urlsplit(request.path)
-        asked = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        if request.method != "GET":
-            raise Refusal(405, "method: allowed: GET")
-        if request.headers.get("sec-fetch-site") == "cross-site" and parts.path != "/":
-            raise Refusal(403, "allowed: the dashboard's own page")
-        if self._token and not self._is_known(request):
-            return self._let_in(asked)
-        if parts.path == "/events":
-            stream = self._events()
-            return Reply(content_type="text/event-stream", stream=stream, headers=_HEADERS)
-        found = self._static.get(parts.path)
-        if found is not None:
-            return found
-        return await asyncio.to_thread(self._read, parts.path, asked)
-
-    # -- who may look ----------------------------------------------------------------------------
-
-    def _is_known(self, request: Request) -> bool:
-        given = request.headers.get("cookie", "")
-        cookies = dict(part.strip().partition("=")[::2] for part in given.split(";"))
-        return hmac.compare_digest(cookies.get("penstock", "").encode(), self._token.encode())
-
-    def _let_in(self, asked: dict[str, str]) -> Reply:
-        """Exchange the token of the address for a cookie; refuse everybody else."""
-        if not hmac.compare_digest(asked.get("token", "").encode(), self._token.encode()):
-            raise Refusal(401, "token: allowed: the address that penstock dashboard printed")
-        cookie = f"penstock={self._token}; HttpOnly; SameSite=Strict; Path=/"
-        headers = _HEADERS | {"Location": "/", "Set-Cookie": cookie}
-        return Reply(content_type="text/plain", status=303, headers=headers)
+        routes = [
+            Route("/events", self._stream),
+            Route("/report/{run}", self._report),
+            Route("/api/compare", self._compare),
+            Route("/api/run/{run}/{view}", self._view),
+            Mount("/static", StaticFiles(packages=_ASSETS)),
+            Route("/", _page),
+        ]
+        gates = [Middleware(NoForeignPages, hosts=hosts), Middleware(_Gate, token=token)]
+        self.app = make_app(routes, middleware=gates)
 
     # -- reading, in a thread --------------------------------------------------------------------
 
-    def _read(self, path: str, asked: dict[str, str]) -> Reply:
-        words = path.strip("/").split("/")
-        try:
-            if words[0] == "report" and len(words) == 2:
-                page = render([read_run(self.runs.find(words[1]).folder)])
-                body = page.encode("utf-8", "replace")
-                kind = "text/html; charset=utf-8"
-                return Reply(content_type=kind, body=body, headers=_REPORT_HEADERS)
-            if words[:2] == ["api", "compare"]:
-                return _json(self._compare(asked.get("runs", "").split(",")))
-            if words[:2] == ["api", "run"] and len(words) == 4 and words[3] in _VIEWS:
-                return _json(_VIEWS[words[3]](self.runs.find(words[2]), asked))
-        except KeyError:
-            raise Refusal(404, "run: allowed: one of the list") from None
-        except (PenstockError, OSError, ValueError) as error:  # damaged, or changed during the look
-            raise Refusal(409, f"the run cannot be read: {error}") from None
-        raise Refusal(404, "path: allowed: /, /events, /report/ID, /api/...")
+    def _report(self, request: Request) -> Response:
+        page = _read(lambda: render([read_run(self._run(request).folder)]))
+        body = page.encode("utf-8", "replace")
+        return Response(body, media_type="text/html", headers=_REPORT_POLICY)
 
-    def _compare(self, ids: list[str]) -> dict[str, Any]:
-        folders = [self.runs.find(run_id).folder for run_id in ids[:MOST_COMPARED]]
-        found: list[dict[str, Any]] = []
-        for number, other in enumerate(folders[1:], start=1):
-            try:
-                results = compare(folders[0], other)
-            except PenstockError:
-                continue  # no prompt in common
-            for one in results:
-                row = {"run": number, "verdict": one.verdict}
-                row |= {name: getattr(one, name) for name in _COMPARED}
-                row["examples"] = [
-                    [{"prompt": a.prompt, "response": a.response, "score": a.score} for a in pair]
-                    for pair in one.examples
-                ]
-                found.append(row)
-        return {"settings": views.differing_settings(folders), "comparisons": found}
+    def _view(self, request: Request) -> Response:
+        view = VIEWS.get(request.path_params["view"])
+        if view is None:
+            raise HTTPException(404, f"view: allowed: {', '.join(VIEWS)}")
+        return _json(_read(lambda: view(self._run(request), dict(request.query_params))))
+
+    def _run(self, request: Request) -> ShownRun:
+        return self.runs.find(request.path_params["run"])
+
+    def _compare(self, request: Request) -> Response:
+        ids = request.query_params.get("runs", "").split(",")
+        return _json(_read(lambda: comparison([self.runs.find(run).folder for run in ids])))
 
     # -- changes ---------------------------------------------------------------------------------
+
+    async def _stream(self, request: Request) -> Response:
+        return StreamingResponse(self._events(), media_type="text/event-stream")
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield the list, then every change, as server-sent events; ends when the client is gone."""
@@ -194,76 +189,30 @@ class Dashboard:
             queue.put_nowait(changes)
 
 
-_COMPARED = (
-    *("task", "measure", "steps", "pairs", "first", "second"),
-    *("difference", "low", "high", "first_wins", "second_wins"),
-)
+V = TypeVar("V")
 
 
-def _overview(run: ShownRun, asked: dict[str, str]) -> dict[str, Any]:
-    found, wait = run.value("overview", views.overview)
-    return {**found, "id": run.id, "again_in_s": wait}
+def _read(read: Callable[[], V]) -> V:
+    """What `read` finds; a run that is unknown or cannot be read is a refusal."""
+    try:
+        return read()
+    except KeyError:
+        raise HTTPException(404, "run: allowed: one of the list") from None
+    except (PenstockError, OSError, ValueError) as error:  # damaged, or changed during the look
+        raise HTTPException(409, f"the run cannot be read: {error}") from None
 
 
-def _samples(run: ShownRun, asked: dict[str, str]) -> dict[str, Any]:
-    return views.groups(run.folder, asked)
+async def _page(request: Request) -> Response:
+    return FileResponse(_PAGE)
 
 
-def _pairs(run: ShownRun, asked: dict[str, str]) -> dict[str, Any]:
-    names = pairs.sources(run.folder)
-    source = asked.get("source") if asked.get("source") in names else names[0]
-    assert source is not None
-    found, wait = run.value(f"pairs {source}", lambda folder: pairs.read_pairs(folder, source))
-    offset = asked.get("offset", "0")
-    page = pairs.page_of(found, asked.get("order", "better"), int(offset[:9] or 0))
-    return {**page, "source": source, "sources": names, "again_in_s": wait}
-
-
-def _journal(run: ShownRun, asked: dict[str, str]) -> dict[str, Any]:
-    found, wait = run.value("journal", views.journal_state)
-    return {**found, "again_in_s": wait}
-
-
-def _timeline(run: ShownRun, asked: dict[str, str]) -> dict[str, Any]:
-    worked, wait = run.value("worked", views.read_worked)
-    start, end = (float(asked.get(name) or 0) for name in ("from", "to"))
-    return {**views.timeline(worked, start, end), "again_in_s": wait}
-
-
-_VIEWS: dict[str, Callable[[ShownRun, dict[str, str]], dict[str, Any]]] = {
-    "overview": _overview,
-    "samples": _samples,
-    "pairs": _pairs,
-    "journal": _journal,
-    "timeline": _timeline,
-}
-
-
-def _json(value: object) -> Reply:
+def _json(value: object) -> Response:
     body = json.dumps(value, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
-    return Reply(content_type="application/json", body=body, headers=_HEADERS)
+    return Response(body, media_type="application/json")
 
 
 def _event(name: str, value: object) -> bytes:
     return f"event: {name}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
-
-
-def _read_static() -> dict[str, Reply]:
-    """Return the page and everything that it loads, by path."""
-    own, shared = files("penstock.inspection.dashboard"), files("penstock.inspection.report")
-    assets = {"/": own / "assets" / "index.html"}
-    assets |= {f"/static/{name}": own / "assets" / name for name in _OWN}
-    assets |= {
-        f"/static/{name}": shared / "assets" / name for name in (*SHARED_SCRIPTS, "page.css")
-    }
-    return {
-        path: Reply(
-            content_type=f"{_TYPES[Path(asset.name).suffix]}; charset=utf-8",
-            body=asset.read_bytes(),
-            headers=_HEADERS,
-        )
-        for path, asset in assets.items()
-    }
 
 
 def serve(
@@ -276,8 +225,7 @@ def serve(
     if not token and not is_loopback(host):
         token = secrets.token_urlsafe(24)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family, backlog=64)
+        listening = listen(host, port)
     except OSError as error:
         raise UserError(
             f"dashboard: host {host!r}, port {port}: {error.strerror}, allowed: a free port "
@@ -286,32 +234,28 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listening.getsockname()[1]}/"
     say(f"dashboard of {folder}: {address}{f'?token={token}' if token else ''}  (Ctrl-C ends it)")
+    dashboard = Dashboard(folder, token, names)
+
+    async def main() -> None:
+        await serve_on(listening, dashboard, stop_signal())
+
     with listening:
-        asyncio.run(_until_signal(listening, Dashboard(folder, token), names))
+        asyncio.run(main())
 
 
-async def _until_signal(
-    listening: socket.socket, dashboard: Dashboard, names: tuple[str, ...]
-) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    await serve_on(listening, dashboard, stopped, names)
-
-
-async def serve_on(
-    listening: socket.socket,
-    dashboard: Dashboard,
-    stopped: asyncio.Event,
-    names: tuple[str, ...] = (),
-) -> None:
+async def serve_on(listening: socket.socket, dashboard: Dashboard, stopped: asyncio.Event) -> None:
     """Serve on a socket until `stopped` is set."""
-    listener = Listener(dashboard.answer, replace(_LIMITS, hosts=names))
-    await listener.start(listening)
+    server = AppServer(
+        dashboard.app,
+        connections=_CONNECTIONS,
+        connections_per_client=_CONNECTIONS,
+        silent_s=_SILENT_S,
+    )
+    await server.start(listening)
     try:
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(dashboard.watch())
             await stopped.wait()
             watching.cancel()
     finally:
-        await listener.close()
+        await server.close(grace_s=0.1)  # pages only read: nothing is lost

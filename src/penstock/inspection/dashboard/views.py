@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -16,6 +16,9 @@ from typing import Any
 
 from penstock.config.changes import flat
 from penstock.errors import PenstockError, RunError, UserError
+from penstock.inspection.compare import compare
+from penstock.inspection.dashboard import pairs
+from penstock.inspection.dashboard.shown_run import ShownRun
 from penstock.inspection.report.data import RunRecord, clip, clip_turns, read_run
 from penstock.inspection.report.figures import take_figures
 from penstock.inspection.rollout_viewer import message_text, views_of_group
@@ -26,6 +29,7 @@ from penstock.store.run_folder import RunFolder
 
 MOST_POINTS = 400  # of one curve
 GROUPS_AT_ONCE = 8
+MOST_COMPARED = 8  # the colours of the charts
 _SLOTS = 480  # of the timeline
 _NEWEST_EVENTS = 40
 _ORDERS = {
@@ -263,3 +267,68 @@ def differing_settings(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
 def _said(value: object) -> str:
     """Return a value as a config would have it; nothing for one that is not set."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+
+
+_COMPARED = (
+    *("task", "measure", "steps", "pairs", "first", "second"),
+    *("difference", "low", "high", "first_wins", "second_wins"),
+)
+
+
+def comparison(folders: Sequence[RunFolder]) -> dict[str, Any]:
+    """The settings that differ among runs, and the first run against each other one."""
+    folders = folders[:MOST_COMPARED]
+    rows: list[dict[str, Any]] = []
+    for number, other in enumerate(folders[1:], start=1):
+        try:
+            results = compare(folders[0], other)
+        except PenstockError:
+            continue  # no prompt in common
+        for result in results:
+            row = {"run": number, "verdict": result.verdict}
+            row |= {name: getattr(result, name) for name in _COMPARED}
+            row["examples"] = [
+                [{"prompt": a.prompt, "response": a.response, "score": a.score} for a in pair]
+                for pair in result.examples
+            ]
+            rows.append(row)
+    return {"settings": differing_settings(folders), "comparisons": rows}
+
+
+def _shown_overview(run: ShownRun, query: dict[str, str]) -> dict[str, Any]:
+    value, wait = run.value("overview", overview)
+    return {**value, "id": run.id, "again_in_s": wait}
+
+
+def _shown_samples(run: ShownRun, query: dict[str, str]) -> dict[str, Any]:
+    return groups(run.folder, query)
+
+
+def _shown_pairs(run: ShownRun, query: dict[str, str]) -> dict[str, Any]:
+    names = pairs.sources(run.folder)
+    source = query.get("source") if query.get("source") in names else names[0]
+    assert source is not None
+    value, wait = run.value(f"pairs {source}", lambda folder: pairs.read_pairs(folder, source))
+    offset = query.get("offset", "0")
+    page = pairs.page_of(value, query.get("order", "better"), int(offset[:9] or 0))
+    return {**page, "source": source, "sources": names, "again_in_s": wait}
+
+
+def _shown_journal(run: ShownRun, query: dict[str, str]) -> dict[str, Any]:
+    value, wait = run.value("journal", journal_state)
+    return {**value, "again_in_s": wait}
+
+
+def _shown_timeline(run: ShownRun, query: dict[str, str]) -> dict[str, Any]:
+    worked, wait = run.value("worked", read_worked)
+    start, end = (float(query.get(name) or 0) for name in ("from", "to"))
+    return {**timeline(worked, start, end), "again_in_s": wait}
+
+
+VIEWS: dict[str, Callable[[ShownRun, dict[str, str]], dict[str, Any]]] = {
+    "overview": _shown_overview,
+    "samples": _shown_samples,
+    "pairs": _shown_pairs,
+    "journal": _shown_journal,
+    "timeline": _shown_timeline,
+}
