@@ -16,8 +16,9 @@ from rich.text import Text
 
 from penstock.data.identity import TOTAL_STEPS
 from penstock.errors import PenstockError, UserError
-from penstock.inspection.findings.observed import Row, read_rows
+from penstock.inspection.findings.observed import Row
 from penstock.inspection.track.console import sparkline
+from penstock.inspection.track.logs import read_metrics
 from penstock.rollout.evaluation.evaluate import SUMMARY
 from penstock.store.run_folder import CONFIG, JOURNAL, Owner, RunFolder
 
@@ -53,7 +54,7 @@ def read_line(folder: RunFolder) -> RunLine:
     if folder.metrics.exists():
         changed = max(changed, folder.metrics.stat().st_mtime)
     line = RunLine(name=folder.name, state="stopped", changed_at=changed)
-    rows = read_rows(folder)
+    rows = list(read_metrics(folder.metrics).values())
     line.steps = int(rows[-1]["step"]) if rows else 0
     line.rewards = tuple(_numbers(rows, "reward/mean"))
     line.reward = line.rewards[-1] if line.rewards else None

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.config.source import with_overrides
 from penstock.inspection.findings import RULES, Observed, find
+from penstock.inspection.findings.rules import Rule
 from penstock.store.space import DiskSpace
 from penstock.types import Batch, Group, Rollout
 from stages.made_metrics import (
@@ -143,7 +144,7 @@ def test_the_demo_stays_silent_at_every_step() -> None:
 
 def test_every_rule_finds_something_in_some_test_of_this_file() -> None:
     text = Path(__file__).read_text()
-    assert [rule.__name__ for rule in RULES if f'"{rule.__name__}"' not in text] == []
+    assert [rule.name for rule in RULES if f'"{rule.name}"' not in text] == []
 
 
 def test_cores_or_gpus_that_are_free_are_the_remedy_of_an_idle_side() -> None:
@@ -170,7 +171,8 @@ def test_a_rule_that_raises_is_named_and_the_others_still_speak(
     def fails(observed: Observed) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("penstock.inspection.findings.RULES", (fails, *RULES))
+    broken = Rule("fails", fails, "", "")
+    monkeypatch.setattr("penstock.inspection.findings.rules.RULES", (broken, *RULES))
     found = find(observe(with_curves({"groups/failed": 4.0}), last_failure=lambda: "engine: died"))
     assert [finding.name for finding in found] == ["broken_rule_fails", "failures"]
     assert "ZeroDivisionError: division by zero" in found[0].evidence
@@ -187,17 +189,6 @@ def test_a_failing_reward_is_named_with_its_last_error() -> None:
     )
     [finding] = find(observe(rows, last_failure=lambda: "engine: died"))
     assert finding.what == "Groups fail and are generated again"
-
-
-def test_memory_that_shrinks_to_nothing_before_the_end() -> None:
-    rows = with_curves({"memory/available_mib": lambda step, steps: 8000 - 100 * step}, steps=60)
-    [finding] = find(observe(rows, total_steps=500))
-    assert finding.name == "full_memory"
-    assert (
-        "2,000 MiB are available and every step takes 100.0 MiB more: enough for 20 of the 440"
-        in finding.evidence
-    )
-    assert find(observe(rows, total_steps=70)) == []  # enough to the end
 
 
 def test_a_disk_that_will_be_full() -> None:

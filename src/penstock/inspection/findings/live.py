@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.config import Config
-from penstock.inspection.findings import find
-from penstock.inspection.findings.observed import Observed, Row, read_rows
+from penstock.inspection.findings.observed import Observed, Row
+from penstock.inspection.findings.rules import find
+from penstock.inspection.track.logs import read_metrics
 from penstock.store.run_folder import RunFolder
 from penstock.store.space import DiskWatch
 from penstock.types import Batch, Finding
@@ -37,7 +38,7 @@ class LiveFindings:
         self._folder, self._config, self._total = folder.path, config, total_steps
         self._last_failure = last_failure
         self._disk = DiskWatch(folder.path, config, total_steps)
-        self._rows: list[Row] = read_rows(folder)
+        self._rows: list[Row] = list(read_metrics(folder.metrics).values())
         self._told: dict[str, int] = {}  # name -> the newest step with this finding
 
     def start(self, steps_done: int, facts: Mapping[str, str]) -> None:

@@ -1,14 +1,14 @@
 """What the rules look at: the config, the metrics of every step, the newest batch, and facts of the start.
 
-Plain values: the driver makes an `Observed` after every step, `read_observed` makes the same from a run
-folder.
+Plain values: the driver makes an `Observed` after every step (`live.py`), `read_observed` makes the same
+from a run folder.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from penstock.config import Config
 from penstock.data.identity import TOTAL_STEPS
 from penstock.errors import PenstockError
+from penstock.inspection.track.logs import read_metrics
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 from penstock.store.space import DiskSpace, DiskWatch
@@ -82,25 +83,33 @@ class Observed:
         alone = (index for index in range(first, len(self.rows)) if holds(value(index)))
         return int(self.rows[next(alone, first)]["step"])
 
+    def steps_above(self, name: str, limit: float, count: int) -> list[int]:
+        """Return those of the newest steps, at most `count`, whose metric is above a limit."""
+        return [int(row["step"]) for row in self.rows[-count:] if _number(row.get(name)) > limit]
+
+    def total(self, name: str, count: int) -> float:
+        """Return the sum of a metric over the newest steps, at most `count`."""
+        return sum(value for value in self.newest(name, count) if not math.isnan(value))
+
+    def share(self, name: str, count: int) -> float:
+        """Return which share of the newest steps passed with a wait, as a median; NaN before `count` steps."""
+        pairs = zip(self.newest(name, count), self.newest("time/step_s", count), strict=True)
+        shares = sorted(min(1.0, wait / step) for wait, step in pairs if wait >= 0 and step > 0)
+        return shares[count // 2] if len(shares) == count else math.nan
+
     def fact(self, name: str) -> dict[str, Any]:
         """Return a fact of the start; empty if the run did not record it."""
         try:
-            found = json.loads(self.facts.get(name, "{}"))
+            fact = json.loads(self.facts.get(name, "{}"))
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
-
-    def facts_of(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (name, fact) of every fact whose name starts with `prefix`."""
-        for name in self.facts:
-            if name.startswith(prefix):
-                yield name, self.fact(name)
+        return fact if isinstance(fact, dict) else {}
 
 
 def mean(values: Sequence[float]) -> float:
     """Return the mean of the numbers; NaN if there is none."""
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+    numbers = [value for value in values if not math.isnan(value)]
+    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 def _number(value: Any) -> float:
@@ -112,7 +121,7 @@ def _number(value: Any) -> float:
 def read_observed(folder: RunFolder) -> Observed:
     """Read a run folder; what is missing or damaged is left out."""
     config = folder.config()
-    rows = read_rows(folder)
+    rows = list(read_metrics(folder.metrics).values())
     facts, batch, failure = _read_journal(folder, rows)
     total = facts.get(TOTAL_STEPS)
     steps = int(total) if total and total.isdigit() else config.train.steps
@@ -132,20 +141,6 @@ def read_observed(folder: RunFolder) -> Observed:
     )
 
 
-def read_rows(folder: RunFolder) -> list[Row]:
-    """Return the metrics of every step, in order; lines that are cut off or damaged are left out."""
-    by_step: dict[int, dict[str, Any]] = {}
-    if folder.metrics.is_file():
-        for line in folder.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and type(row.get("step")) is int:
-                by_step[row["step"]] = row
-    return [by_step[step] for step in sorted(by_step)]
-
-
 def _read_journal(
     folder: RunFolder, rows: Sequence[Row]
 ) -> tuple[dict[str, str], Batch | None, str]:
@@ -162,7 +157,7 @@ def _read_journal(
 
 def _last_failure(journal: Journal) -> str:
     """Return the error of the group that failed last; empty if none did."""
-    found = journal.query(
+    rows = journal.query(
         "SELECT reason FROM events WHERE status = 'failed' AND reason != '' ORDER BY at DESC LIMIT 1"
     )
-    return str(found[0][0]) if found else ""
+    return str(rows[0][0]) if rows else ""
