@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.compat.producers import Names, ProducerLog, SimpleProducer
+from penstock.compat.producers import ProducerLog, SimpleProducer
 from penstock.errors import UserError
 from stages.simple_producer import ARGUMENTS
 
@@ -97,10 +97,10 @@ def test_figures_go_to_trackers_by_the_names_that_were_given(
         monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    names = Names(project="sums", run="first", group="pair")
-    log = ProducerLog(
-        producer.config, tmp_path, names, rollout_file=None, rollouts_every=1, profile=False
-    )
+    track = producer.config.track.model_copy(update={"trackers": ["wandb"], "project": "sums"})
+    run = producer.config.run.model_copy(update={"name": "first", "group": "pair"})
+    config = producer.config.model_copy(update={"track": track, "run": run})
+    log = ProducerLog(config, tmp_path, rollout_file=None, profile=False)
     groups = [producer._new_group(producer._dataset[0])]
     log.microbatch(groups, producer._wait(producer._generate(groups)))
     assert log._tracker is not None

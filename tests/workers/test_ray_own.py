@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.compat.producers import producer_config
 from penstock.compat.weight_broadcast import join_group, send_state_dict
+from penstock.config import ModelConfig
 from penstock.config.demo import policy_path
 from penstock.run.job import Job
 from penstock.store.run_folder import RunFolder
@@ -147,8 +147,8 @@ def free_port() -> int:
 
 def test_producers_as_actors_follow_the_weights_that_are_broadcast_to_them(cluster: None) -> None:
     """Two producers run over their prompts; this process acts as their trainer."""
-    config = producer_config({}, ARGUMENTS["model_config"], {})
-    model = load_policy(str(policy_path()), config.model, torch.float32)
+    settings = ModelConfig(path="demo")
+    model = load_policy(str(policy_path()), settings, torch.float32)
     make = ray.remote(FollowingProducer)
     fields = {**ARGUMENTS, "num_episodes": 1}  # 4 prompts each, in batches of 2
     producers = [make.remote(**{**fields, "producer_idx": number}) for number in range(2)]

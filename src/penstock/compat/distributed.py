@@ -1,8 +1,8 @@
 """`launch_distributed`: a whole run on a Ray cluster from one Python call.
 
-The parameters have the names and the meaning of ColossalAI's distributed GRPO; each becomes a key of the
-config, and the run is the same as with `penstock train`. A parameter that has no place here and is given
-is named in one line.
+The parameters have the names and the meaning of ColossalAI's distributed GRPO (`parameters.py`); each
+becomes a key of the config, and the run is the same as with `penstock train`. A parameter that has no
+place here and is given is named in one line.
 """
 
 from __future__ import annotations
@@ -12,23 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.compat.settings import (
-    eval_tables,
-    plugin_tables,
-    producer_config,
-)
+from penstock.compat.parameters import config_tree, merged, nested
 from penstock.config import Config
 from penstock.config.source import validate
 from penstock.errors import UserError
 from penstock.run import entry
 
-ALGORITHMS = {
-    "GRPO": "grpo",
-    "DAPO": "dapo",
-    "RLOO": "rloo",
-    "REINFORCE_PPB": "reinforce_pp_baseline",
-}
-_OWN_PLACES = {  # what a user asks for with a path, and where a run has it
+_LINKS = {  # what a user asks for with a path, and where a run has it
     "save_dir": "checkpoints",
     "eval_save_dir": "eval",
     "rollout_save_dir": ".",
@@ -94,109 +84,45 @@ def launch_distributed(
     `algo`, `reward_fn_type` and fields of [algorithm]; `overrides` is any other part of the config as
     nested tables, e.g. {"track": {"trackers": ["wandb"]}} for W&B.
     """
-    given = dict(locals())
-    config = distributed_config(given)
+    arguments = dict(locals())
+    config = distributed_config(arguments)
     for name, reason in _NO_PLACE.items():
-        if given[name]:
+        if arguments[name]:
             print(f"launch_distributed: {name} has no effect: {reason}", file=sys.stderr)
-    places = {Path(given[name]): inside for name, inside in _OWN_PLACES.items() if given[name]}
-    for path in places:
+    links = {Path(arguments[name]): inside for name, inside in _LINKS.items() if arguments[name]}
+    for path in links:
         if path.exists() or path.is_symlink():
             raise UserError(
                 f"launch_distributed: got {path}, which exists, allowed: a path for a link to the run folder"
             )
     folder = entry.train(config).path
-    for path, inside in places.items():
+    for path, inside in links.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to((folder / inside).resolve())
     return folder
 
 
-def distributed_config(given: Mapping[str, Any]) -> Config:
+def distributed_config(arguments: Mapping[str, Any]) -> Config:
     """Return the config that the arguments of `launch_distributed` stand for."""
-    algorithm = dict(given["grpo_config"] or {})
-    algo = algorithm.pop("algo", "GRPO")
-    algorithm["name"] = ALGORITHMS.get(algo, algo)
-    base = producer_config(
-        given["train_dataset_config"],
-        given["model_config"],
-        given["generate_config"],
-        tokenizer_config=given["tokenizer_config"],
-        backend=given["inference_backend"],
-        num_generations=given["num_generations"],
-        grpo_config=algorithm,
-        seed=given["seed"],
-    ).model_dump(exclude_unset=True)
-    tree = _merged(base, _tables(given, base["tasks"]["train"]))
-    for plugin in (given["plugin_config"], given["consumer_plugin_config"]):
-        tree = _merged(tree, plugin_tables(plugin or {}))
-    tree = _merged(tree, _sizes(given, validate(tree)))
-    return validate(_merged(tree, given["overrides"] or {}))
+    tree = merged(nested("launch.kind", "ray"), config_tree(arguments))
+    tree = merged(tree, _sizes(arguments, validate(tree)))
+    return validate(merged(tree, arguments["overrides"] or {}))
 
 
-def _tables(given: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
-    anneal = given["anneal_temperature_to"]
-    return {
-        "run": {
-            "dir": given["run_dir"],
-            "name": given["run_name"],
-            "group": given["wandb_group_name"],
-        },
-        "sampling": {} if anneal is None else {"anneal": {"end": anneal, "episodes": 1.0}},
-        "produce": {"max_staleness": given["n_behind"]},
-        "train": {
-            "episodes": given["num_episodes"],
-            "groups_per_step": given["train_batch_size"],
-            "lr": given["lr"],
-        },
-        "checkpoint": {"every_steps": given["save_interval"]},
-        "track": {
-            "project": given["project_name"],
-            "rollouts_every_steps": given["log_rollout_interval"],
-        },
-        "eval": {
-            "every_steps": max(0, given["eval_interval"]),
-            "tasks": eval_tables(
-                given["eval_dataset_config"], train, given["eval_generation_config"]
-            ),
-        },
-        "launch": {
-            "kind": "ray",
-            "address": given["ray_address"],
-            "num_producers": given["num_producers"],
-            "num_consumers": given["num_consumer_procs"],
-            "producers": {"gpus": given["gpus_per_producer"]},
-            "consumers": {"gpus": given["gpus_per_consumer"]},
-            "colocate": given["colocate"],
-        },
-    }
-
-
-def _sizes(given: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return the settings that batch sizes and time-outs stand for."""
+def _sizes(arguments: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return the settings that batch sizes stand for."""
     tables: dict[str, Any] = {}
-    if per_sync := given["inference_batch_size"]:
-        prompts, step = per_sync * given["num_producers"], given["train_batch_size"]
-        if prompts % step:
+    if per_sync := arguments["inference_batch_size"]:
+        producers, step = config.launch.num_producers, config.train.groups_per_step
+        if per_sync * producers % step:
             raise UserError(
-                f"inference_batch_size: got {per_sync} x {given['num_producers']} producers, "
+                f"inference_batch_size: got {per_sync} x {producers} producers, "
                 f"allowed: a multiple of train_batch_size = {step} together"
             )
-        tables["sync"] = {"every_steps": prompts // step}
-    if prompts := given["inference_microbatch_size"]:
-        tables["engine"] = {"max_slots": prompts * given["num_generations"]}
-    if sequences := given["train_microbatch_size"]:
+        tables["sync"] = {"every_steps": per_sync * producers // step}
+    if prompts := arguments["inference_microbatch_size"]:
+        tables["engine"] = {"max_slots": prompts * config.sampling.num_generations}
+    if sequences := arguments["train_microbatch_size"]:
         longest = config.tasks["train"].max_prompt_tokens + config.sampling.max_tokens
         tables["train"] = {"micro_batch_tokens": sequences * longest}
-    if seconds := given["gloo_timeout"]:
-        tables["watchdog"] = {"stall_s": seconds}
     return tables
-
-
-def _merged(tree: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(tree)
-    for key, value in above.items():
-        own = result.get(key)
-        both = isinstance(own, Mapping) and isinstance(value, Mapping)
-        result[key] = _merged(own, value) if both else value  # type: ignore[arg-type]
-    return result

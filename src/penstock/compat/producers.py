@@ -12,13 +12,12 @@ import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.compat.settings import eval_tables, producer_config
+from penstock.compat.parameters import config_tree, merged, nested
 from penstock.compat.weight_broadcast import join_group, receive_state_dict
 from penstock.config import Config
 from penstock.config.plugins import load
@@ -77,6 +76,7 @@ class BaseProducer:
         seed: int = 0,
     ) -> None:
         """`project_name` turns W&B on; metrics and the timeline go to `log_dir`, else to `eval_save_dir`."""
+        tree = config_tree(locals())
         if not 0 <= producer_idx < num_producers:
             raise UserError(
                 f"producer_idx: got {producer_idx}, allowed: 0 to {num_producers - 1} (num_producers - 1)"
@@ -88,25 +88,13 @@ class BaseProducer:
         self.producer_idx, self.num_producers = producer_idx, num_producers
         self.num_consumer_procs, self.num_episodes = num_consumer_procs, num_episodes
         self.batch_size, self.microbatch_size = batch_size, microbatch_size
-        made = producer_config(
-            train_dataset_config,
-            model_config,
-            generate_config,
-            tokenizer_config=tokenizer_config,
-            backend=backend,
-            num_generations=num_generations,
-            grpo_config=grpo_config,
-            seed=seed,
-        ).model_dump(exclude_unset=True)
-        evaluated = eval_tables(eval_dataset_config, made["tasks"]["train"], eval_generation_config)
-        self.config = validate({**made, "eval": {"tasks": evaluated}})
+        trackers = ["wandb"] if project_name else []
+        self.config = validate(merged(tree, nested("track.trackers", trackers)))
         self.eval_interval, self._eval_folder = eval_interval, Path(eval_save_dir)
         self._log = ProducerLog(
             self.config,
             Path(log_dir or eval_save_dir),
-            Names(project=project_name, run=run_name, group=wandb_group_name),
             rollout_file=Path(rollout_log_file) if rollout_log_file else None,
-            rollouts_every=log_rollout_interval,
             profile=enable_profiling,
         )
         self._groups_joined: dict[str, Any] = {}
@@ -173,8 +161,8 @@ class BaseProducer:
     def receive_state_dict(self, group_name: str = "default") -> dict[str, Any]:
         """Return what rank 0 of a joined group sends next, for `new_weights` or `load_state_dict`."""
         if group_name not in self._groups_joined:
-            known = ", ".join(self._groups_joined) or "none: init_collective_group comes first"
-            raise UserError(f"group_name: got {group_name!r}, allowed: {known}")
+            joined = ", ".join(self._groups_joined) or "none: init_collective_group comes first"
+            raise UserError(f"group_name: got {group_name!r}, allowed: {joined}")
         return receive_state_dict(self._groups_joined[group_name])
 
     def rollout(self, input_ids: Any, attention_mask: Any, **fields: Any) -> Tensors:
@@ -268,9 +256,9 @@ class BaseProducer:
 
     def _microbatches(self) -> Iterator[list[Prompt]]:
         """Yield microbatches of every episode, each in its own order; the last of an episode may be short."""
-        own = np.arange(self.producer_idx, len(self._dataset), self.num_producers)
+        share = np.arange(self.producer_idx, len(self._dataset), self.num_producers)
         for episode in range(self.num_episodes):
-            order = np.random.default_rng([self.config.seed, episode]).permutation(own)
+            order = np.random.default_rng([self.config.seed, episode]).permutation(share)
             for start in range(0, len(order), self.microbatch_size):
                 part = order[start : start + self.microbatch_size]
                 yield [self._dataset[int(index)] for index in part]
@@ -278,10 +266,10 @@ class BaseProducer:
     def _group(self, token_ids: np.ndarray, fields: dict[str, Any]) -> Group:
         if isinstance(record := fields.get("prompts"), Prompt):
             return self._new_group(record)
-        known = {key: fields.pop(key) for key in ("gt_answer", "test_cases") if key in fields}
+        answers = {key: fields.pop(key) for key in ("gt_answer", "test_cases") if key in fields}
         name = f"given:{self._groups}"
         return self._new_group(
-            Prompt(prompt_id=name, messages=(), token_ids=token_ids, extra=fields, **known)
+            Prompt(prompt_id=name, messages=(), token_ids=token_ids, extra=fields, **answers)
         )
 
     def _new_group(self, prompt: Prompt) -> Group:
@@ -332,8 +320,8 @@ class SimpleProducer(BaseProducer):
 
 
 def _pad_id(tokenizer: Any) -> int:
-    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return int(next(token for token in known if token is not None))
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return int(next(token for token in tokens if token is not None))
 
 
 def _nth(fields: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
@@ -346,17 +334,8 @@ def _nth(fields: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
 # ---- what a producer writes down
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Names:
-    """The names of a run in W&B; without a project W&B is not used."""
-
-    project: str = ""
-    run: str = ""
-    group: str = ""
-
-
 class ProducerLog:
-    """Writes what one producer made, as far as it was asked for: metrics, samples, timeline.
+    """Writes what one producer does, as far as it was asked for: metrics, samples, timeline.
 
     Metrics go to metrics.jsonl and W&B if a project is named; with profiling on, the timeline goes to
     timeline/events.jsonl, which `penstock timeline FOLDER` draws.
@@ -366,14 +345,12 @@ class ProducerLog:
         self,
         config: Config,
         folder: Path,
-        names: Names,
         *,
         rollout_file: Path | None,
-        rollouts_every: int,
         profile: bool,
     ) -> None:
         self.waits = Waits()
-        self.rollout_file, self._every = rollout_file, rollouts_every
+        self.rollout_file, self._every = rollout_file, config.track.rollouts_every_steps
         self._timeline: TimelineLog | None = None
         if profile:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -381,8 +358,18 @@ class ProducerLog:
             self._timeline = TimelineLog(folder / "timeline", self.waits)
         self._tracker: Fanout | None = None
         self._microbatches = 0
-        if names.project:
-            self._tracker = Fanout.from_info(_info(config, folder, names))
+        if config.track.trackers:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._tracker = Fanout.from_info(
+                RunInfo(
+                    config=config,
+                    folder=folder,
+                    name=config.run.name or folder.name,
+                    total_steps=0,
+                    first_step=0,
+                    live=lambda: "",
+                )
+            )
 
     def microbatch(self, groups: list[Group], tensors: Mapping[str, Any]) -> None:
         """Log the metrics of one microbatch, and every so many its samples."""
@@ -421,20 +408,6 @@ class ProducerLog:
             self._tracker.close()
 
 
-def _info(config: Config, folder: Path, names: Names) -> RunInfo:
-    folder.mkdir(parents=True, exist_ok=True)
-    track = config.track.model_copy(update={"trackers": ["wandb"], "project": names.project})
-    run = config.run.model_copy(update={"group": names.group})
-    return RunInfo(
-        config=config.model_copy(update={"track": track, "run": run}),
-        folder=folder,
-        name=names.run or folder.name,
-        total_steps=0,
-        first_step=0,
-        live=lambda: "",
-    )
-
-
 # ---- groups as padded tensors
 
 
@@ -454,12 +427,12 @@ def prompt_tensors(prompts: list[Prompt], pad_id: int) -> dict[str, Any]:
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt.token_ids) :] = torch.from_numpy(prompt.token_ids)
         mask[row, width - len(prompt.token_ids) :] = 1
-    made: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "prompts": prompts}
+    fields: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "prompts": prompts}
     for name in ("gt_answer", "test_cases"):
         values = [getattr(prompt, name) for prompt in prompts]
         if any(value is not None for value in values):
-            made[name] = values
-    return made
+            fields[name] = values
+    return fields
 
 
 def group_tensors(groups: list[Group], advantages_PG: np.ndarray, pad_id: int) -> dict[str, Any]:
@@ -474,7 +447,7 @@ def group_tensors(groups: list[Group], advantages_PG: np.ndarray, pad_id: int) -
     width = max(len(group.prompt.token_ids) for group in groups)
     longest = max(len(r.response_ids) for group in groups for r in group.rollouts)
     shape, actions = (prompts, generations, width + longest), (prompts, generations, longest)
-    made = {
+    tensors = {
         "input_ids": torch.full(shape, pad_id, dtype=torch.long),
         "attention_mask": torch.zeros(shape, dtype=torch.long),
         "action_mask": torch.zeros(actions, dtype=torch.bool),
@@ -485,18 +458,18 @@ def group_tensors(groups: list[Group], advantages_PG: np.ndarray, pad_id: int) -
         for g, rollout in enumerate(group.rollouts):
             size, start = len(rollout.response_ids), width - len(rollout.prompt_ids)
             whole = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-            made["input_ids"][p, g, start : width + size] = torch.from_numpy(whole).long()
-            made["attention_mask"][p, g, start : width + size] = 1
-            made["action_mask"][p, g, :size] = torch.from_numpy(rollout.loss_mask)
-            made["action_log_probs"][p, g, :size] = torch.from_numpy(rollout.logprobs)
-            made["response_idx"][p, g] = torch.tensor([width, width + size - 1])
+            tensors["input_ids"][p, g, start : width + size] = torch.from_numpy(whole).long()
+            tensors["attention_mask"][p, g, start : width + size] = 1
+            tensors["action_mask"][p, g, :size] = torch.from_numpy(rollout.loss_mask)
+            tensors["action_log_probs"][p, g, :size] = torch.from_numpy(rollout.logprobs)
+            tensors["response_idx"][p, g] = torch.tensor([width, width + size - 1])
 
     def column(value: Any) -> Any:
         rows = [[[float(value(rollout))] for rollout in group.rollouts] for group in groups]
         return torch.tensor(rows)
 
     return {
-        **made,
+        **tensors,
         "reward": column(lambda r: r.reward),
         "format_acc": column(lambda r: _verdict(r, "format_ok")),
         "ans_acc": column(lambda r: _verdict(r, "answer_ok")),
