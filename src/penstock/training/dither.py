@@ -28,11 +28,10 @@ _CHUNK = 2**24  # elements at a time, which bounds temporary memory
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rows and columns of a tensor are at hand: every n-th, from the first ones on."""
+    """Which part of a tensor is at hand: every n-th row from the first one on, from a column on."""
 
     first_row: int = 0
     row_step: int = 1
-    column_step: int = 1
     first_column: int = 0
 
 
@@ -53,8 +52,7 @@ def dither_(exact: Tensor, dtype: torch.dtype, key: int, place: Place = WHOLE) -
         row_R = torch.arange(len(chunk_RC), dtype=torch.int32, device=exact.device)
         row_R = (row_R + start) * place.row_step + place.first_row
         column_C = torch.arange(chunk_RC.shape[1], dtype=torch.int32, device=exact.device)
-        column_C = column_C * place.column_step + place.first_column
-        bits_RC = _random_bits(row_R, column_C, key)
+        bits_RC = _random_bits(row_R, column_C + place.first_column, key)
         chunk_RC.copy_(_inside_cells(chunk_RC, dtype, bits_RC))
 
 
