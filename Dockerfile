@@ -4,7 +4,7 @@
 # Runs are written to /runs: mount a folder of yours there, with --user "$(id -u):$(id -g)".
 
 FROM python:3.12-slim-bookworm AS base
-ENV PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/cache/huggingface XDG_CONFIG_HOME=/config
+ENV PIP_NO_CACHE_DIR=1 HF_HOME=/cache/huggingface XDG_CONFIG_HOME=/config
 RUN apt-get update \
     && apt-get install -y --no-install-recommends bubblewrap \
     && rm -rf /var/lib/apt/lists/* \

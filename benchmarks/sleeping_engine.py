@@ -19,8 +19,7 @@ from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Fetch
 from penstock.run.twin.models import DecodeModel
 from penstock.run.twin.parts import Samples, VirtualEngine
-from penstock.training.algo.grpo import GRPO
-from penstock.training.algo.method import Surrogate, TokenView
+from penstock.training.algo.method import GRPO, Surrogate, TokenView
 from penstock.types import Prompt, Rollout, Score, WeightHandle
 
 

@@ -24,7 +24,6 @@ from penstock.errors import PenstockError, StopRequested, UserError
 from penstock.files import console, say
 from penstock.inspection.dashboard.command import dashboard
 from penstock.run.twin.command import simulate
-from penstock.workers.processes.bytecode import use_bytecode_cache
 
 app = typer.Typer(
     name="penstock",
@@ -551,7 +550,6 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 def main() -> None:
     """Run the command line; print a PenstockError as one line and exit with its code."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would break up our display
-    use_bytecode_cache()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         raise SystemExit(app(prog_name="penstock", standalone_mode=False) or 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.training.algo.method import MAX_LOG_RATIO
+from penstock.training.algo.ratios import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,8 +1,8 @@
-"""The base of every algorithm, and how a config chooses one.
+"""The algorithms: their base, the built-in methods, and how a config chooses one.
 
-A method overrides `defaults` and, if its maths differs, `log_ratio` or `surrogate`. Tensors come in
-flat, one entry per trained token of whole sequences; packing, ranks and the weighted sum over tokens
-are the trainer's part. Imports no torch: the control plane reads settings too.
+A method is a class that overrides `defaults` and, if its maths differs, `log_ratio` or `surrogate`.
+Tensors come in flat, one entry per trained token of whole sequences; packing, ranks and the weighted sum
+over tokens are the trainer's part. Imports no torch: the control plane reads settings too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, ClassVar
 from penstock.config import AlgorithmConfig, Config, plugins
 from penstock.errors import UserError
 from penstock.training.algo import ALGORITHMS
+from penstock.training.algo.ratios import MAX_LOG_RATIO, sequence_mean, sequence_sum
 from penstock.training.algo.settings import AlgorithmSettings, CorrectionKind
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MAX_LOG_RATIO = 20.0  # its exp is 5e8: above any clip, yet finite
 
 _OVERRIDES = frozenset(field.name for field in fields(AlgorithmSettings)) & frozenset(
     AlgorithmConfig.model_fields
@@ -74,15 +73,122 @@ class Algorithm:
         return Surrogate(loss_N=-objective_N, ratio_N=ratio_N.detach(), clipped_N=clipped_N)
 
 
-def sequence_sum(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """Return the sum over the tokens of each sequence."""
-    return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
+class GRPO(Algorithm):
+    """GRPO: rewards normalised within the group, clipped ratio, mean over all tokens.
+
+    `aggregation = "sequence"` is the mean over samples of token means, as the paper has it (docs/algorithms.md).
+    """
+
+    defaults = AlgorithmSettings(kl_in="loss", kl_estimator="k3", kl_beta=0.0)
 
 
-def sequence_mean(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """Return the mean over the tokens of each sequence."""
-    counts_S = sequence_sum(values_N.detach().new_ones(len(values_N)), sequence_N, num_sequences)
-    return sequence_sum(values_N, sequence_N, num_sequences) / counts_S.clamp(min=1)
+class DAPO(Algorithm):
+    """DAPO: clip-higher, token-level loss, dynamic sampling, soft overlong penalty, no KL."""
+
+    defaults = AlgorithmSettings(
+        clip_low=0.2,
+        clip_high=0.28,
+        aggregation="token",
+        kl_in="none",
+        mask_truncated=True,
+        filter_groups=True,
+        overlong_penalty=1.0,
+    )
+
+
+class DrGRPO(Algorithm):
+    """Dr. GRPO: no division by the group's deviation, and a constant length in the denominator."""
+
+    defaults = AlgorithmSettings(normalize="none", aggregation="constant", kl_in="none")
+
+
+class RLOO(Algorithm):
+    """RLOO: the whole completion is one action, and its baseline is the mean reward of the others.
+
+    The ratio is that of the whole response, the product of its token ratios, so a response weighs the same
+    whatever its length. The KL to the reference is taken from the reward of the response.
+    """
+
+    defaults = AlgorithmSettings(
+        baseline="leave_one_out",
+        normalize="none",
+        aggregation="sequence",  # of equal token losses: each is the loss of the whole response
+        kl_in="reward",
+        kl_estimator="k1",
+        correction="sequence_truncate",  # one action, one weight
+    )
+
+    def log_ratio(self, view: TokenView) -> Tensor:
+        token_N = view.logprobs_N - view.anchor_N
+        total_S = sequence_sum(token_N, view.sequence_N, view.num_sequences)
+        return total_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[view.sequence_N]
+
+
+class ReinforcePP(Algorithm):
+    """REINFORCE++: no group baseline, advantages normalised over the whole batch, KL in the reward."""
+
+    defaults = AlgorithmSettings(
+        baseline="none",
+        normalize="batch",
+        aggregation="token",
+        kl_in="reward",
+        kl_estimator="k1",
+    )
+
+
+class ReinforcePPBaseline(Algorithm):
+    """REINFORCE++ with a group baseline: centred in the group, normalised over the whole batch."""
+
+    defaults = AlgorithmSettings(
+        baseline="group_mean",
+        normalize="batch",
+        aggregation="token",
+        kl_in="loss",
+        kl_estimator="k2",
+    )
+
+
+class GSPO(Algorithm):
+    """GSPO: one ratio per sequence, the geometric mean of its token ratios, clipped very tightly."""
+
+    defaults = AlgorithmSettings(
+        clip_low=3e-4,
+        clip_high=4e-4,
+        aggregation="sequence",
+        kl_in="none",
+        correction="token_truncate",  # noise between engine and trainer alone would pass the clip
+    )
+
+    joins_tokens = True
+
+    def log_ratio(self, view: TokenView) -> Tensor:
+        token_N = super().log_ratio(view)
+        return sequence_mean(token_N, view.sequence_N, view.num_sequences)[view.sequence_N]
+
+
+class CISPO(Algorithm):
+    """CISPO: the clipped ratio is a weight without gradient, so every token keeps its gradient."""
+
+    defaults = AlgorithmSettings(clip_low=1.0, clip_high=4.0, aggregation="token", kl_in="none")
+
+    def surrogate(self, view: TokenView) -> Surrogate:
+        ratio_N = self.log_ratio(view).exp().detach()
+        weight_N = ratio_N.clamp(1 - self.settings.clip_low, 1 + self.settings.clip_high)
+        loss_N = -weight_N * view.advantages_N * view.logprobs_N
+        return Surrogate(loss_N=loss_N, ratio_N=ratio_N, clipped_N=weight_N != ratio_N)
+
+
+class Reinforce(Algorithm):
+    """Plain REINFORCE: log-probability times reward, no ratio, no clip, no baseline."""
+
+    defaults = AlgorithmSettings(
+        baseline="none", normalize="none", aggregation="token", kl_in="none"
+    )
+
+    def surrogate(self, view: TokenView) -> Surrogate:
+        ratio_N = self.log_ratio(view).exp().detach()
+        loss_N = -view.advantages_N * view.logprobs_N
+        return Surrogate(loss_N=loss_N, ratio_N=ratio_N, clipped_N=ratio_N != ratio_N)
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
@@ -109,7 +215,7 @@ def run_settings(config: Config) -> AlgorithmSettings:
 
 def resolve_settings(config: AlgorithmConfig, *, exact_sampling: bool = True) -> AlgorithmSettings:
     """Return the named algorithm's defaults, overridden by the fields that the config sets."""
-    given = {
+    overrides = {
         name: value for name in _OVERRIDES if (value := getattr(config, name, None)) is not None
     }
     defaults = algorithm_class(config.name).defaults
@@ -130,7 +236,7 @@ def resolve_settings(config: AlgorithmConfig, *, exact_sampling: bool = True) ->
         correction="token" if decoupled and kind == "none" else kind,
         correction_cap=config.correction.cap,
         correction_floor=config.correction.floor,
-        **given,
+        **overrides,
     )
 
 

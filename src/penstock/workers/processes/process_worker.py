@@ -25,7 +25,6 @@ from typing import Any
 
 from penstock.errors import RunError, WorkerDied
 from penstock.inspection.track.console import READY, StartDisplay
-from penstock.workers.processes.bytecode import bytecode_environment
 from penstock.workers.processes.frames import STAGE, read_frame, write_frame
 from penstock.workers.rpc_server import one_line, with_log_path
 from penstock.workers.supervise.activity import activity_of, is_stopped
@@ -303,5 +302,4 @@ def _worker_environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": count,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        **bytecode_environment(),
     }

@@ -1,18 +1,31 @@
-"""Importance weights of the trainer's policy before the update against the policy that sampled.
+"""Ratios of two policies on the sampled tokens, and the importance weights that are made of them.
 
-They correct for stale weights and for engines whose arithmetic differs from the trainer's. They carry
-no gradient and enter no denominator, so no split of the batch changes them.
+The weights compare the trainer's policy before the update with the policy that sampled. They correct for
+stale weights and for engines whose arithmetic differs from the trainer's. They carry no gradient and
+enter no denominator, so no split of the batch changes them.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.training.algo.method import MAX_LOG_RATIO, sequence_sum
 from penstock.training.algo.settings import AlgorithmSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # its exp is 5e8: above any clip, yet finite
+
+
+def sequence_sum(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
+    """Return the sum over the tokens of each sequence."""
+    return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
+
+
+def sequence_mean(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
+    """Return the mean over the tokens of each sequence."""
+    counts_S = sequence_sum(values_N.detach().new_ones(len(values_N)), sequence_N, num_sequences)
+    return sequence_sum(values_N, sequence_N, num_sequences) / counts_S.clamp(min=1)
 
 
 def importance_weights(
