@@ -8,8 +8,8 @@ import torch
 
 from penstock.config import AlgorithmConfig
 from penstock.training.algo import ALGORITHMS, kl
-from penstock.training.algo.ratios import importance_weights
 from penstock.training.algo.method import Algorithm, TokenView, algorithm_class, resolve_settings
+from penstock.training.algo.ratios import importance_weights
 from penstock.training.algo.settings import AlgorithmSettings
 
 

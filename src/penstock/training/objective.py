@@ -15,8 +15,8 @@ from torch import Tensor
 
 from penstock.model.transfer import to_device
 from penstock.training.algo import advantage, kl
-from penstock.training.algo.ratios import importance_weights
 from penstock.training.algo.method import Algorithm, TokenView
+from penstock.training.algo.ratios import importance_weights
 from penstock.training.algo.settings import AlgorithmSettings
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.pack import Pack

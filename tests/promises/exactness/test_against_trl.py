@@ -9,8 +9,8 @@ import torch
 
 from penstock.config import AlgorithmConfig
 from penstock.training.algo import kl
-from penstock.training.algo.ratios import importance_weights
 from penstock.training.algo.method import TokenView, algorithm_class, resolve_settings
+from penstock.training.algo.ratios import importance_weights
 
 SEQUENCES, LENGTH, MAX_LENGTH = 6, 9, 12
 
