@@ -47,8 +47,7 @@ OWNED = {
     # kept: a later call reads how they ended
     "rollout/agent/session.py Session.call": "shielded; the call that waits gets its error, `close` ends it",
     "store/checkpoint.py CheckpointStore.begin": "`settle` raises what `_write` does not explain",
-    "engine/openai/servers.py Servers.wait_ready": "`_try_restore` gives the server up and logs why",
-    "engine/openai/servers.py Servers.watch": "`_wait_closed` ends in `lose`, which logs why",
+    "engine/openai/engine.py OpenAIEngine._watch": "`_wait_closed` ends the engine with the reason",
     "engine/remote_requests.py RemoteRequests.run": "awaited by its caller",
     "workers/processes/worker_main.py prepare": "torch opens the GPU itself if the thread could not",
     "workers/processes/process_worker.py ProcessWorker.start": "`_receive` fails every waiting call",

@@ -146,6 +146,18 @@ def test_a_mistake_is_one_line_that_names_key_value_and_what_is_allowed(
             "launch.producers.node_label: got zone = 'in(a', allowed: values such as ",
         ),
         (
+            [
+                "engine.name=openai",
+                "engine.options.urls=['http://a', 'http://b']",
+                "launch.num_producers=3",
+            ],
+            "launch.num_producers: got 3 engines, allowed: 2, one for each server of engine.options.urls",
+        ),
+        (
+            ["launch.num_producers=3", "launch.producer_kinds=[{count=2, engine={name='openai'}}]"],
+            "launch.producer_kinds[0].count: got 2 engines, allowed: 1, one for each server of ",
+        ),
+        (
             ["launch.producer_kinds={count=1}"],
             "launch.producer_kinds: got {'count': 1}, allowed: a list",
         ),
@@ -260,6 +272,18 @@ def test_turns_that_nobody_takes_are_warned_of() -> None:
     inline = ["launch.colocate=true", "launch.kind=inline"]
     assert "launch.colocate" in doubts(load_config(None, inline).config)[0]
     assert doubts(load_config(None, ["launch.colocate=true"]).config) == []
+
+
+def test_each_server_of_the_openai_engine_is_one_engine() -> None:
+    words = ["engine.name=openai", "engine.options.urls=['http://a', 'http://b']"]
+    config = load_config(None, words).config
+    assert config.launch.num_producers == 2
+    urls = [config.of_engine(number).engine.options["urls"] for number in range(2)]
+    assert urls == [["http://a"], ["http://b"]]
+    kind = "{count=1, engine={name='transformers', options={}}}"
+    mixed = load_config(None, [*words, f"launch.producer_kinds=[{kind}]"]).config
+    assert mixed.launch.num_producers == 3
+    assert mixed.of_engine(2).engine.options["urls"] == ["http://b"]
 
 
 def test_an_evaluation_task_inherits_the_system_prompt_of_training() -> None:

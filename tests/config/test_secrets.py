@@ -10,12 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from penstock.engine.openai.http_client import JsonClient
 
 from penstock import cli
 from penstock.config import Config
 from penstock.config.secrets import refuse_secrets
 from penstock.config.source import load_config
-from penstock.engine.openai.http_client import JsonClient
 from penstock.errors import UserError
 from penstock.store.run_folder import create
 from stages.tiny_run import TINY

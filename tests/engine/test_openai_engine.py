@@ -61,7 +61,7 @@ def test_contract(check: str, served: str, tmp_path: Path) -> None:
         f"openai, {served}",
         lambda: ServedEngine(tmp_path, **options),
         lacks,
-        kill=lambda engine: engine.fakes[0].die(),
+        kill=lambda engine: engine.fake.die(),
     )
     CHECKS[check](case)
 
@@ -73,7 +73,7 @@ def test_a_fault_of_a_whole_answer_is_retried(fault: str, tmp_path: Path) -> Non
         await engine.start()
         made = await engine.generate(tiny.request("a", max_tokens=6))
         assert made.finish_reason in ("stop", "length"), made.error
-        assert engine.fakes[0].completions == 3  # two faults, the answer
+        assert engine.fake.completions == 3  # two faults, the answer
         await engine.close()
 
     run(main)
@@ -94,7 +94,7 @@ def test_a_fault_of_a_stream_is_retried(fault: str, tmp_path: Path) -> None:
         assert len(made.token_ids) == 14
         wanted = tiny.expected_logprobs(0, np.array([5, 6, 7]), made.token_ids, banned=tiny.EOS)
         assert np.abs(wanted - made.logprobs)[:-1].max() < 1e-4
-        assert engine.fakes[0].completions >= 2
+        assert engine.fake.completions >= 2
         await engine.close()
 
     run(main)
@@ -107,7 +107,7 @@ def test_a_stream_whose_tokens_all_came_is_good(fault: str, tmp_path: Path) -> N
         await engine.start()
         made = await engine.generate(tiny.request("a", max_tokens=6))
         assert made.finish_reason in ("stop", "length"), made.error
-        assert engine.fakes[0].completions == 1
+        assert engine.fake.completions == 1
         await engine.close()
 
     run(main)
@@ -123,9 +123,7 @@ def test_a_cut_stream_goes_on_from_its_tokens(tmp_path: Path) -> None:
         whole = await engine.generate(tiny.request("b", seed=3, max_tokens=14, min_tokens=14))
         assert cut.token_ids[:PIECE].tolist() == whole.token_ids[:PIECE].tolist()
         assert cut.logprobs[:PIECE].tolist() == whole.logprobs[:PIECE].tolist()
-        assert (
-            engine.fakes[0]._number == 4
-        )  # the probe, the cut request, its rest, the whole request
+        assert engine.fake._number == 4  # the probe, the cut request, its rest, the whole request
         await engine.close()
 
     run(main)
@@ -161,7 +159,7 @@ def test_a_refusal_is_not_retried(tmp_path: Path) -> None:
         await engine.start()
         made = await engine.generate(tiny.request("a", max_tokens=6))
         assert made.finish_reason == "error"
-        assert engine.fakes[0].completions == 1
+        assert engine.fake.completions == 1
         await engine.close()
 
     run(main)
@@ -197,7 +195,7 @@ def test_a_held_stream_does_not_time_out(tmp_path: Path) -> None:
         assert stream.timeout.when() is not None
         await engine.abort("a")
         assert (await task).finish_reason == "abort"
-        assert engine.fakes[0].calls.count("/pause") == engine.fakes[0].calls.count("/resume") == 1
+        assert engine.fake.calls.count("/pause") == engine.fake.calls.count("/resume") == 1
         await engine.close()
 
     run(main)
@@ -208,7 +206,7 @@ def test_a_pause_that_was_left_behind_is_ended_at_the_start(tmp_path: Path) -> N
         engine = ServedEngine(tmp_path, rl=True)
         await engine.start()
         await engine.pause("keep")
-        other = OpenAIEngine(OpenAIOptions(urls=(engine.fakes[0].url,)), fetch=tiny.fetch)
+        other = OpenAIEngine(OpenAIOptions(urls=(engine.fake.url,)), fetch=tiny.fetch)
         await other.start()
         assert (await other.generate(tiny.request("a"))).finish_reason != "error"
         await other.close()
@@ -222,7 +220,7 @@ def test_vllm_calls_are_made_in_their_order(tmp_path: Path) -> None:
         engine = ServedEngine(tmp_path, rl=True)
         await engine.start()
         await engine.update_weights(1, tiny.handle(1))
-        assert engine.fakes[0].calls == [
+        assert engine.fake.calls == [
             "/is_paused", "/pause", "/start_weight_update", "/update_weights",
             "/finish_weight_update", "/resume",
         ]  # fmt: skip
@@ -279,33 +277,6 @@ def test_a_server_that_refuses_weights_is_not_used_on(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_server_that_goes_away_is_left_for_the_other(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = ServedEngine(tmp_path, servers=2)
-        await engine.start()
-        engine.fakes[0].go_away()
-        made = await engine.generate_many([tiny.request(str(i), max_tokens=4) for i in range(6)])
-        assert {m.finish_reason for m in made} <= {"stop", "length"}
-        assert engine.fakes[1].completions == 6
-        await engine.close()
-
-    run(main)
-
-
-def test_load_is_spread_and_rollouts_stick(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = ServedEngine(tmp_path, servers=2)
-        await engine.start()
-        await engine.generate_many([tiny.request(str(i), max_tokens=4) for i in range(8)])
-        assert [fake.completions for fake in engine.fakes] == [4, 4]
-        owner = engine._servers.owner["3"]
-        await engine.generate(tiny.request("3", response=[9, 9], max_tokens=6))
-        assert engine._servers.owner["3"] is owner
-        await engine.close()
-
-    run(main)
-
-
 def test_raw_logprobs_are_refused_where_they_would_be_wrong(tmp_path: Path) -> None:
     async def main() -> None:
         engine = ServedEngine(tmp_path, raw_logprobs=True)
@@ -338,6 +309,13 @@ def test_a_wrong_option_is_refused(option: dict[str, str], message: str) -> None
 
 
 def test_no_server_says_so() -> None:
-    engine = OpenAIEngine(OpenAIOptions(urls=("http://127.0.0.1:9",)), fetch=tiny.fetch)
+    engine = OpenAIEngine(
+        OpenAIOptions(urls=("http://127.0.0.1:9",), backoff_s=0.0), fetch=tiny.fetch
+    )
     with pytest.raises(EngineError, match="of no use"):
         asyncio.run(engine.start())
+
+
+def test_an_engine_has_one_server() -> None:
+    with pytest.raises(UserError, match="got 2 URLs for one engine, allowed: one"):
+        OpenAIEngine(OpenAIOptions(urls=("http://a", "http://b")), fetch=tiny.fetch)

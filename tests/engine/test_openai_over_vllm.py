@@ -15,7 +15,7 @@ import pytest
 from engine_contract import CHECKS, assert_true_logprobs
 
 from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
-from penstock.engine.openai.http_client import HttpError
+from penstock.engine.openai.server import HttpError
 from penstock.engine.openai.server_weights import VllmCalls
 from stages import tiny_policy as tiny
 from stages.engine_case import LACKS, EngineCase
@@ -108,26 +108,22 @@ def test_contract(check: str, case: EngineCase) -> None:
     CHECKS[check](case)
 
 
-def test_a_server_that_was_lost_is_asked_what_it_holds(case: EngineCase) -> None:
-    """A real server reports the label of its weights; with another label it gets the newest again."""
+def test_a_server_says_which_weights_it_holds(case: EngineCase) -> None:
+    """A real server reports the label of its weights; a fresh process has another label."""
     engine, loop = case.shared, case.loop
     assert isinstance(engine, OpenAIEngine)
     assert loop is not None
 
     async def main() -> None:
-        server, loader, source = engine._servers.all[0], engine._loader, tiny.handle(1)
+        server, loader, source = engine._server, engine._loader, tiny.handle(1)
         assert isinstance(loader, VllmCalls)
         await engine.update_weights(1, source)
         assert await loader.holds(server, 1, source.digest)
         assert not await loader.holds(server, 1, tiny.handle(2).digest)
-        for name in ("", "default"):  # unchanged, then as after a restart
-            if name:
-                await server.client.post("/update_weight_version", {"new_version": name})
-            engine._servers.lose(server, "for a test")
-            made = await engine.generate(tiny.request(f"a{name}", [7, 8, 9]))
-            assert_true_logprobs(case, made, [7, 8, 9])
-            assert await loader.holds(server, 1, source.digest)
-            assert not await server.is_paused()
+        await server.post("/update_weight_version", {"new_version": "default"})
+        assert not await loader.holds(server, 1, source.digest)
+        made = await engine.generate(tiny.request("a", [7, 8, 9]))
+        assert_true_logprobs(case, made, [7, 8, 9])
         await engine.update_weights(0, tiny.handle(0))
 
     loop.run(main())
@@ -145,9 +141,9 @@ def test_the_server_refuses_weights_that_are_not_those_announced(
         loader = engine._loader
         assert isinstance(loader, VllmCalls)
         source = tiny.handle(1)
-        prepared = await loader.prepare(1, source, dict(tiny.fetch(tiny.handle(2))))
+        prepared = await loader.prepare(source, dict(tiny.fetch(tiny.handle(2))))
         async with engine._holding(loader):
             with pytest.raises(HttpError, match="500"):
-                await loader.load(engine._servers.all[0], prepared)
+                await loader.load(engine._server, prepared)
 
     loop.run(main())

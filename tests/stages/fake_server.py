@@ -78,6 +78,9 @@ class FakeServer:
     def die(self) -> None:
         """Close open connections, too."""
         self.go_away()
+        self.close_connections()
+
+    def close_connections(self) -> None:
         for writer in self._writers:
             writer.transport.abort()
 
@@ -284,36 +287,34 @@ def _send_raw(writer: asyncio.StreamWriter, status: int, data: bytes) -> None:
 
 
 class ServedEngine(OpenAIEngine):
-    """An openai engine that starts its own fake servers."""
+    """An openai engine that starts its own fake server."""
 
     def __init__(
         self,
         folder: Path,
         *faults: str,
-        servers: int = 1,
         streams: bool = True,
         rl: bool = False,
         raw_logprobs: bool = False,
         **options: object,
     ) -> None:
-        self._fake = lambda: FakeServer(*faults, streams=streams, rl=rl, raw_logprobs=raw_logprobs)
-        self.fakes: list[FakeServer] = []
-        self._count = servers
+        self._new_fake = lambda: FakeServer(
+            *faults, streams=streams, rl=rl, raw_logprobs=raw_logprobs
+        )
+        self.fake: FakeServer | None = None
         reload = {} if rl else {
             "reload_path": "/update_weights_from_disk", "weights_folder": str(folder)
         }  # fmt: skip
-        self._make = lambda urls: OpenAIOptions(urls=urls, backoff_s=0.0, **reload, **options)
+        self._make = lambda url: OpenAIOptions(urls=(url,), backoff_s=0.0, **reload, **options)
 
     async def start(self) -> None:
-        for fake in self.fakes:
-            await fake.close()
-        self.fakes = [self._fake() for _ in range(self._count)]
-        for fake in self.fakes:
-            await fake.start()
-        super().__init__(self._make(tuple(fake.url for fake in self.fakes)), fetch=tiny.fetch)
+        if self.fake is not None:
+            await self.fake.close()
+        self.fake = self._new_fake()
+        await self.fake.start()
+        super().__init__(self._make(self.fake.url), fetch=tiny.fetch)
         await super().start()
 
     async def close(self) -> None:
         await super().close()
-        for fake in self.fakes:
-            await fake.close()
+        await self.fake.close()

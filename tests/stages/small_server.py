@@ -25,12 +25,12 @@ class SmallServer:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            size = next(
+            sizes = [
                 int(line.split(":")[1])
                 for line in head.splitlines()
                 if line.lower().startswith("content-length")
-            )
-            body = json.loads(await reader.readexactly(size) or b"{}")
+            ]
+            body = json.loads(await reader.readexactly(sum(sizes)) or b"{}")
             path = head.split()[1].partition("?")[0]
             if path == "/v1/completions":
                 await self._stream(body, writer)

@@ -87,7 +87,7 @@ def test_two_runs_of_one_program_keep_their_processes_apart() -> None:
 def test_only_our_own_processes_are_started_early() -> None:
     with early_workers(config_with("launch.kind=inline")):
         assert not EARLY.get()
-    many = config_with("launch.num_producers=1000", "engine.name=openai")
+    many = config_with("launch.num_producers=1000", "engine.name=vllm")
     with early_workers(many):
         assert list(EARLY.get()) == ["trainer"]
 

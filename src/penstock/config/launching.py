@@ -102,12 +102,16 @@ class LaunchConfig(Section):
     """Wait before a worker's second restart in the window; doubles with each further restart."""
 
     def kind_of(self, number: int) -> ProducerKindConfig | None:
-        """Return the kind of an engine; None: it is as [engine] and [launch.producers] say."""
+        """The kind of an engine; None: it is as [engine] and [launch.producers] say."""
+        return self.kind_and_position(number)[0]
+
+    def kind_and_position(self, number: int) -> tuple[ProducerKindConfig | None, int]:
+        """The kind of an engine, and its number among the engines of that kind."""
         for kind in self.producer_kinds:
             if number < kind.count:
-                return kind
+                return kind, number
             number -= kind.count
-        return None
+        return None, number
 
     def place_of(self, number: int) -> ProducersConfig:
         """Return what one engine needs of its node."""

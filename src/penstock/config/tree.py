@@ -373,12 +373,15 @@ class Config(Section):
         return _overlay(base, settings.tasks[task].sampling, f"eval.tasks.{task}.sampling")
 
     def of_engine(self, number: int) -> Config:
-        """Return the config of one engine: [engine] with the fields of its kind laid over it."""
-        kind = self.launch.kind_of(number)
-        if kind is None:
-            return self
-        place = self.launch.producer_kinds.index(kind)
-        return self.model_copy(update={"engine": self.engine_of_kind(place)})
+        """The config of one engine: [engine] with the fields of its kind laid over it, and its server."""
+        kind, position = self.launch.kind_and_position(number)
+        engine = self.engine
+        if kind is not None:
+            engine = self.engine_of_kind(self.launch.producer_kinds.index(kind))
+        if len(urls := _servers(engine)) > position:
+            options = engine.options | {"urls": [urls[position]]}
+            engine = engine.model_copy(update={"options": options})
+        return self.model_copy(update={"engine": engine})
 
     def engine_of_kind(self, place: int) -> EngineConfig:
         """Return [engine] with the fields of one of launch.producer_kinds laid over it."""
@@ -386,10 +389,10 @@ class Config(Section):
         return _overlay(self.engine, fields, f"launch.producer_kinds[{place}].engine")
 
     def engine_kinds(self) -> list[EngineConfig]:
-        """Return [engine] as each kind of engine has it."""
+        """[engine] as each kind of engine has it."""
         kinds = self.launch.producer_kinds
-        own = [self.engine] if sum(k.count for k in kinds) < self.launch.num_producers else []
-        return own + [self.engine_of_kind(place) for place in range(len(kinds))]
+        plain = [self.engine] if sum(k.count for k in kinds) < self.launch.num_producers else []
+        return plain + [self.engine_of_kind(place) for place in range(len(kinds))]
 
     def pool_engine(self) -> EngineConfig:
         """Return [engine] as the pool reads it: if engines differ, each is asked how many slots it has."""
@@ -427,6 +430,24 @@ class Config(Section):
         }
         merged = {name: shared | task for name, task in evaluations.items()}
         return given | {"eval": given["eval"] | {"tasks": merged}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_servers(cls, given: Any) -> Any:
+        """Without launch.num_producers, the openai engine has one engine for each of its servers."""
+        try:
+            engine, launch = given["engine"], given.get("launch", {})
+            kinds = sum(kind.get("count", 1) for kind in launch.get("producer_kinds", ()))
+            if engine["name"] != "openai" or "num_producers" in launch:
+                return given
+            count = kinds + len(engine["options"]["urls"])
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+        ):  # nothing to count; a wrong type is named later
+            return given
+        return given | {"launch": launch | {"num_producers": max(1, count)}}
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -497,7 +518,29 @@ def _check_sync(config: Config, task: str, produce: ProduceConfig) -> None:
             )
 
 
+def _servers(engine: EngineConfig) -> list[str]:
+    """The servers of an openai engine; empty for other engines, and for its one default server."""
+    urls = engine.options.get("urls") if engine.name == "openai" else None
+    return urls if isinstance(urls, list) else []
+
+
+def _check_servers(config: Config) -> None:
+    """Refuse openai engines that are not as many as their servers."""
+    counts = [(kind.count, place) for place, kind in enumerate(config.launch.producer_kinds)]
+    plain = config.launch.num_producers - sum(count for count, _ in counts)
+    for engines, place in [*counts, (plain, None)]:
+        engine = config.engine if place is None else config.engine_of_kind(place)
+        servers = max(1, len(_servers(engine)))
+        if engine.name == "openai" and engines > 0 and engines != servers:
+            key = "num_producers" if place is None else f"producer_kinds[{place}].count"
+            raise ValueError(
+                f"launch.{key}: got {engines} engines, allowed: {servers}, one for each server of "
+                "engine.options.urls"
+            )
+
+
 def _check_kinds(config: Config) -> None:
+    _check_servers(config)
     for place, kind in enumerate(config.launch.producer_kinds):
         config.engine_of_kind(place)
         if "update" in kind.engine:

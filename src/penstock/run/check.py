@@ -17,12 +17,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from penstock.config import Config, SamplingConfig
-from penstock.config.plugins import load
 from penstock.config.source import with_overrides
 from penstock.data.context import context_length
 from penstock.data.identity import MACHINE, measure
 from penstock.data.sampler import Sampler
-from penstock.engine import ENGINES
 from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams
 from penstock.files import ScratchFolder
 from penstock.inspection.findings import Observed, find
@@ -31,11 +29,12 @@ from penstock.reward import build_reward
 from penstock.rollout.agent import AgentLoop
 from penstock.rollout.agent.build import build_agent
 from penstock.rollout.agent.function import FunctionAgent
-from penstock.run.job import no_weights, open_trainer, serve_agents
+from penstock.run.job import open_trainer, serve_agents
 from penstock.run.run_data import RunData, count_steps
 from penstock.store.journal import Journal
 from penstock.store.space import available_mib, checkpoint_bytes, size_text
 from penstock.types import Batch, Finding, Group, Status
+from penstock.workers.inline import start_engine
 
 _PROMPTS = 3
 _FEW = 4  # responses to a prompt on a machine that would take too long for all of them
@@ -154,9 +153,7 @@ def _look(config: Config, data: RunData) -> Rehearsal:
 async def _sample(seen: Rehearsal, data: RunData) -> None:
     config, each = seen.config, max(1, _PROMPTS // len(data.train))
     async with AsyncExitStack() as closing:
-        engine_class = load("engine.name", config.engine.name, ENGINES)
-        engine = engine_class.from_config(config, fetch=no_weights, index=0)
-        await engine.start()
+        engine = await start_engine(config)
         closing.push_async_callback(engine.close)
         scratch = closing.enter_context(ScratchFolder.new("check"))
         journal = Journal.open(scratch / "journal.db")

@@ -21,7 +21,6 @@ from penstock.data.context import context_length
 from penstock.data.identity import OVERLAP, TOTAL_STEPS, measure
 from penstock.data.overlap import count_overlap
 from penstock.data.sampler import Sampler
-from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
 from penstock.inspection.findings.live import LiveFindings
@@ -52,10 +51,11 @@ from penstock.store.run_folder import RunFolder
 from penstock.store.space import available_mib
 from penstock.training.algo.method import run_settings
 from penstock.training.algo.settings import keep_group
-from penstock.types import Batch, Rollout, StepReport, WeightHandle
+from penstock.types import Batch, Rollout, StepReport
 from penstock.waits import WaitKind, Waits
 from penstock.workers import LAUNCHERS
 from penstock.workers.control import Control
+from penstock.workers.inline import start_engine
 from penstock.workers.offline_trainer import offline_trainer
 from penstock.workers.supervise.trainer import TrainerPart
 from penstock.workers.watchdog import Watchdog, watched
@@ -371,9 +371,7 @@ async def open_evaluation(
     """Start an engine and load the evaluation tasks, without a trainer."""
     async with AsyncExitStack() as closing:
         data = await RunData.read(config, with_training=False)
-        engine_class = load("engine.name", config.engine.name, ENGINES)
-        engine: InferenceEngine = engine_class.from_config(config, fetch=no_weights, index=0)
-        await engine.start()
+        engine = await start_engine(config)
         closing.push_async_callback(engine.close)
         endpoint = await serve_agents(config.eval.tasks.values(), closing)
         yield engine, _eval_tasks(config, data, Waits(), closing, endpoint)
@@ -401,11 +399,6 @@ async def check_agents(config: Config) -> dict[str, list[CheckResult]]:
         )
         for name, task in tasks.items()
     }
-
-
-def no_weights(handle: WeightHandle) -> Iterable:
-    """Stand for the weight sync of an engine that only samples."""
-    raise AssertionError(f"an engine that only samples gets no weights, got {handle}")
 
 
 async def _producer(

@@ -12,14 +12,17 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.config import Config
 from penstock.config.plugins import load
 from penstock.engine import ENGINES
+from penstock.engine.protocol import Fetch, InferenceEngine
+from penstock.types import WeightHandle
 from penstock.waits import Waits
-from penstock.workers.assemble import assemble
+from penstock.workers.assemble import all_or_first_error, assemble
 from penstock.workers.part_factories import TrainerService
+from penstock.workers.pool.pool import EnginePool
 from penstock.workers.rpc_server import RpcServer, append_to_log
 from penstock.workers.supervise.activity import activity_of
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
@@ -66,12 +69,47 @@ class ThreadWorker:
         await self._server.close()
 
 
+def _engines(config: Config, fetch: Fetch, callbacks: SupervisionCallbacks) -> list[Supervised]:
+    """One engine, because more would share the interpreter; for servers, one each."""
+
+    async def spawn(number: int) -> ThreadWorker:
+        settings = config.of_engine(number)
+        engine_class = load("engine.name", settings.engine.name, ENGINES)
+        return await ThreadWorker.start(
+            f"engine-{number}",
+            lambda: engine_class.from_config(settings, fetch=fetch, index=number),
+        )
+
+    count = config.launch.num_producers if config.engine.name == "openai" else 1
+    return [
+        Supervised(f"engine-{number}", partial(spawn, number), config.launch, callbacks)
+        for number in range(count)
+    ]
+
+
+async def start_engine(config: Config) -> InferenceEngine:
+    """Start the engine of this process without a trainer, with the weights of its model."""
+    callbacks = SupervisionCallbacks(waits=Waits())
+    engines = _engines(config, _no_weights, callbacks)
+    try:
+        await all_or_first_error(*(engine.start() for engine in engines))
+    except BaseException:
+        await asyncio.gather(*(engine.close() for engine in engines))
+        raise
+    pool = EnginePool(engines, callbacks.waits, slots=config.engine.max_slots)
+    await pool.start()
+    return pool
+
+
+def _no_weights(handle: WeightHandle) -> NoReturn:
+    raise AssertionError(f"an engine that only samples gets no weights, got {handle}")
+
+
 async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
-    """Build trainer and engine in this process."""
+    """Build the trainer and its engine, or one engine for each server, in this process."""
     from penstock.weights.in_process import InProcessSync
 
-    sync, config = InProcessSync(), config.of_engine(0)
-    engine_class = load("engine.name", config.engine.name, ENGINES)
+    sync = InProcessSync()
     callbacks = SupervisionCallbacks(waits=Waits(), log=partial(append_to_log, log_folder))
 
     async def spawn_trainer() -> ThreadWorker:
@@ -79,24 +117,20 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
             "trainer", lambda: TrainerService(config, total_steps, sync)
         )
 
-    async def spawn_engine() -> ThreadWorker:
-        return await ThreadWorker.start(
-            "engine-0", lambda: engine_class.from_config(config, fetch=sync.fetch, index=0)
-        )
-
     trainer = Supervised("trainer", spawn_trainer, config.launch, callbacks)
-    engine = Supervised("engine-0", spawn_engine, config.launch, callbacks)
+    engines = _engines(config, sync.fetch, callbacks)
 
     async def clean_up() -> None:
         sync.close()
 
     try:
         await trainer.start()  # engine after trainer, because concurrent imports race
-        await engine.start()
+        for engine in engines:
+            await engine.start()
     except BaseException:
-        await trainer.close()
+        await asyncio.gather(*(worker.close() for worker in (trainer, *engines)))
         await clean_up()
         raise
     return assemble(
-        "inline", trainer, [engine], clean_up, callbacks, "in_process", settings=config.engine
+        "inline", trainer, engines, clean_up, callbacks, "in_process", settings=config.engine
     )

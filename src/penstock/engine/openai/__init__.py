@@ -1,5 +1,5 @@
-"""One engine over one or more servers that speak /v1/completions with token ids.
+"""An engine over a server that speaks /v1/completions with token ids; several servers are several engines.
 
-`engine.py` follows requests and updates, `servers.py` knows which servers are up, `server_weights.py` sends
-them weights, `completions.py` and `http_client.py` are the wire. No Python of the server is imported.
+`engine.py` follows requests and updates, `server_weights.py` sends weights, `completions.py` reads answers
+and `server.py` is the wire. No Python of the server is imported.
 """

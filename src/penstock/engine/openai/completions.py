@@ -1,7 +1,7 @@
 """Bodies and answers of /v1/completions, as the openai engine uses it.
 
 Token ids both ways (`return_token_ids`, which vLLM and SGLang offer); text is never read. An answer comes
-whole (`read_completion`) or in chunks that are checked one by one (`CompletionChunks`).
+in chunks that are checked one by one; a whole answer is its only chunk.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class WrongAnswer(Exception):
 
 
 def completion_body(model: str, request: GenerationRequest) -> dict[str, Any]:
-    """Return the body of a request; a partial response joins the prompt and shortens the limits."""
-    sampling, made = request.sampling, len(request.response_ids)
+    """The body of a request; a partial response joins the prompt and shortens the limits."""
+    sampling, tokens = request.sampling, len(request.response_ids)
     body: dict[str, Any] = {
         "model": model,
         "prompt": [*request.prompt_ids.tolist(), *request.response_ids.tolist()],
-        "max_tokens": sampling.max_tokens - made,
-        "min_tokens": max(0, sampling.min_tokens - made),
+        "max_tokens": sampling.max_tokens - tokens,
+        "min_tokens": max(0, sampling.min_tokens - tokens),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "seed": (request.seed + made) % (1 << 31),
+        "seed": (request.seed + tokens) % (1 << 31),
         "logprobs": 0,
         "return_token_ids": True,
         "skip_special_tokens": False,
@@ -43,7 +43,7 @@ def completion_body(model: str, request: GenerationRequest) -> dict[str, Any]:
 
 
 def probe_body(model: str) -> dict[str, Any]:
-    """Ask for one token with top_k = 1: its log-prob is 0 only if the server counts filters in."""
+    """A request for one token with top_k = 1: its log-prob is 0 only if the server counts filters in."""
     return {
         "model": model,
         "prompt": [2, 3],
@@ -56,7 +56,7 @@ def probe_body(model: str) -> dict[str, Any]:
 
 
 def is_unfiltered(sampling: SamplingParams) -> bool:
-    """Return whether raw log-probs equal those of the sampling distribution."""
+    """Whether raw log-probs equal those of the sampling distribution."""
     return (
         sampling.temperature in (0.0, 1.0)
         and sampling.top_p == 1.0
@@ -65,19 +65,8 @@ def is_unfiltered(sampling: SamplingParams) -> bool:
     )
 
 
-def read_completion(answer: Any, most: int) -> tuple[list[int], list[float], FinishReason]:
-    """Return ids, log-probs and finish reason; raise `WrongAnswer` if the answer is malformed."""
-    ids, logprobs, reason = _choice(answer)
-    _check_counts(ids, logprobs, most)
-    if not ids:
-        raise WrongAnswer("got no tokens, allowed: at least 1")
-    if reason not in ("stop", "length"):
-        raise WrongAnswer(f"finish_reason: got {reason!r}, allowed: stop, length")
-    return ids, logprobs, reason
-
-
 class CompletionChunks:
-    """Reads the chunks of one streamed completion; checks them against the request and each other."""
+    """Reads the chunks of one completion; checks them against the request and each other."""
 
     def __init__(self, most: int) -> None:
         self._most, self._tokens = most, 0
@@ -107,7 +96,7 @@ class CompletionChunks:
     def end(self) -> FinishReason:
         """Return the finish reason, after the last chunk."""
         if self._reason is None:
-            raise WrongAnswer("got a stream without finish_reason")
+            raise WrongAnswer("got a completion without finish_reason")
         if not self._tokens and self._reason != "abort":
             raise WrongAnswer("got no tokens, allowed: at least 1")
         return self._reason

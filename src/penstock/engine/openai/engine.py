@@ -1,17 +1,17 @@
-"""One or more servers that speak /v1/completions with token ids and log-probs, as an engine.
+"""A server that speaks /v1/completions with token ids and log-probs, as an engine.
 
-With several URLs, the least loaded server takes a request; a request id that was used before returns to its
-last server. Answers are streamed if the server can, so that an abort returns the tokens so far and a broken
-stream continues elsewhere from its tokens. New weights are sent by vLLM's calls for RL, or as a safetensors
-folder and a reload call; without either the engine refuses updates and serves evaluation only. A server
-that was lost serves again only with the newest weights (`servers.py` defines a loss).
+Answers are streamed if the server can, so that an abort returns the tokens so far and a broken stream
+continues from its tokens. New weights are sent by vLLM's calls for RL, or as a safetensors folder and a
+reload call; without either the engine refuses updates and serves evaluation only. The engine ends when its
+server is lost, because a server that comes back may hold other weights: supervision starts the engine
+again, and the pool gives it the newest weights. Several servers are several engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,10 +25,8 @@ from penstock.engine.openai.completions import (
     completion_body,
     is_unfiltered,
     probe_body,
-    read_completion,
 )
-from penstock.engine.openai.http_client import HttpError, JsonClient
-from penstock.engine.openai.servers import Server, Servers
+from penstock.engine.openai.server import HttpError, Server
 from penstock.engine.protocol import (
     EngineStats,
     Fetch,
@@ -47,38 +45,35 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.engine.openai.server_weights import PreparedWeights, WeightLoader
 
-_PATH = "/v1/completions"
-
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class OpenAIOptions:
     """[engine.options] of the openai engine."""
 
-    urls: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    urls: tuple[str, ...] = ("http://127.0.0.1:8000",)  # one for each engine
     model: str = ""  # the server's name for the model; empty: the first it lists
     api_key_variable: str = ""  # environment variable that holds the key
     timeout_s: float = 600.0  # longest wait for a token, or for an answer
-    retries: int = 3  # further tries of one request
-    backoff_s: float = 0.5  # wait before the second try or a lost server's next one; doubles
+    retries: int = 3  # further tries of one request, or of the first calls at the start
+    backoff_s: float = 0.5  # wait before the second try; doubles
     max_model_len: int = 0  # most tokens of a request; 0: the server's limit
     reload_path: str = ""  # e.g. /update_weights_from_disk (SGLang); vLLM servers need none
     weights_folder: str = ""  # where new weights are written; servers must see it too
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        given = dict(check_options(cls, cls.__dataclass_fields__, config.engine.options))
-        if "urls" in given:
-            given["urls"] = tuple(given["urls"])
-        return cls(**given)
+        options = dict(check_options(cls, cls.__dataclass_fields__, config.engine.options))
+        if "urls" in options:
+            options["urls"] = tuple(options["urls"])
+        return cls(**options)
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
     """One streamed answer; its timeout ends it, also when it is cut to continue after an update."""
 
-    server: Server
     timeout: asyncio.Timeout
-    has_stop_strings: bool
+    can_be_cut: bool
     cut: bool = False
     over: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,97 +90,102 @@ class _Stream:
 class OpenAIEngine:
     """See `InferenceEngine`.
 
-    A pause with mode `keep` uses the servers' own pause if all have one (vLLM in its development mode).
+    A pause with mode `keep` uses the server's own pause if it has one (vLLM in its development mode).
     Otherwise it cuts the streams, which continue from their tokens after `resume`, but waits for responses
     with stop strings.
     """
 
     def __init__(self, options: OpenAIOptions, *, fetch: Fetch) -> None:
-        if not options.urls:
-            raise UserError("engine.options.urls: got none, allowed: at least one URL")
+        if len(options.urls) != 1:
+            raise UserError(
+                f"engine.options.urls: got {len(options.urls)} URLs for one engine, allowed: one"
+            )
         key = from_environment("engine.options.api_key_variable", options.api_key_variable)
         self._options, self._fetch = options, fetch
-        clients = [JsonClient(url, options.timeout_s, key) for url in options.urls]
-        self._servers = Servers(clients, self._restore, self._end_streams, options.backoff_s)
+        self._server = Server(options.urls[0], options.timeout_s, key)
         self._requests = RemoteRequests()
         self._streams: set[_Stream] = set()
-        self._sending = asyncio.Event()  # set: admitted requests may be sent to a server
+        self._sending = asyncio.Event()  # set: admitted requests may be sent to the server
         self._model, self._longest = options.model, options.max_model_len
         self._raw_logprobs = self._streaming = self._native_pause = False
         self._loader: WeightLoader | None = None
         self._updating = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+        self._same_process = asyncio.Event()  # not set: the server may have been started again
         self._paused: PauseMode | None = None
         self._held_natively = False
         self._version, self._digest = 0, ""
-        # None: it serves the weights it started with
-        self._latest: tuple[int, WeightHandle] | None = None
+        self._failed = False  # the newest answer was a fault: the server may be lost
         self._end_reason = "it was not started"
 
     @classmethod
     def from_config(cls, config: Config, *, fetch: Fetch, index: int = 0) -> Self:
         return cls(OpenAIOptions.from_config(config), fetch=fetch)
 
-    # ---- start: what the servers can do
+    # ---- start: what the server can do
 
     async def start(self) -> None:
-        """Find the model and learn what the servers can do; every server must answer."""
-        raw, self._streaming, self._native_pause = [], True, True
-        self._servers.reset()
-        for server in self._servers.all:
-            client = server.client
+        """Find the model and learn what the server can do; a server that does not answer is tried again."""
+        await self._stop_watching()
+        for failures in range(self._options.retries + 1):
             try:
-                await self._find_model(client)
-                own_pause = await server.has_own_pause()
-                raw.append(abs(await self._probe(client)) > 1e-4)
-            except (HttpError, WrongAnswer, KeyError) as error:
-                raise EngineError(
-                    f"engine openai: {client.base_url} is of no use: {error}"
-                ) from error
-            self._native_pause = self._native_pause and own_pause
-        self._raw_logprobs = any(raw)
+                await self._learn()
+                break
+            except (HttpError, WrongAnswer, TimeoutError, LookupError, AttributeError) as error:
+                retryable = isinstance(error, HttpError) and error.retryable
+                if not retryable or failures == self._options.retries:
+                    reason = f"{self._server.url} is of no use: {error}"
+                    raise EngineError(f"engine openai: {reason}") from error
+            await asyncio.sleep(self._options.backoff_s * 2**failures)
         self._loader = self._find_loader()
-        self._paused, self._held_natively, self._end_reason = None, False, ""
-        self._version, self._digest, self._latest = 0, "", None
+        self._paused, self._held_natively, self._failed = None, False, False
+        self._version, self._digest, self._end_reason = 0, "", ""
+        self._open_gates()
+
+    def _open_gates(self) -> None:
+        self._same_process.set()
         self._sending.set()
         self._requests.gate.set()
 
-    async def _find_model(self, client: JsonClient) -> None:
-        listed = (await client.get("/v1/models")).get("data", [])
-        chosen = next((m for m in listed if not self._model or m["id"] == self._model), None)
-        if chosen is None:
+    async def _learn(self) -> None:
+        models = (await self._server.get("/v1/models")).get("data", [])
+        names = [model["id"] for model in models]
+        model = next((m for m in models if not self._model or m["id"] == self._model), None)
+        if model is None:
             raise UserError(
                 f"engine.options.model: got {self._model!r}, allowed: "
-                f"{', '.join(m['id'] for m in listed) or 'none, as the server lists no model'}"
+                f"{', '.join(names) or 'none, as the server lists no model'}"
             )
-        self._model = chosen["id"]
-        self._longest = self._longest or int(chosen.get("max_model_len") or 1 << 20)
-
-    async def _probe(self, client: JsonClient) -> float:
-        """Return the log-prob of a certain token; note whether streams carry token ids."""
-        body, chunks, found = probe_body(self._model), CompletionChunks(1), []
+        self._model = model["id"]
+        self._longest = self._longest or int(model.get("max_model_len") or 1 << 20)
+        self._native_pause = await self._server.has_pause()
         try:
-            async with (
-                asyncio.timeout(self._options.timeout_s),
-                aclosing(client.stream(_PATH, {**body, **STREAMED})) as events,
-            ):
-                async for event in events:
-                    found += chunks.read(event)[1]
-            chunks.end()
+            logprob, self._streaming = await self._probe(STREAMED), True
         except (HttpError, WrongAnswer, TimeoutError):
-            self._streaming = False
-            _, found, _ = read_completion(await client.post(_PATH, body), 1)
-        return found[0]
+            logprob, self._streaming = await self._probe({}), False
+        self._raw_logprobs = abs(logprob) > 1e-4
+
+    async def _probe(self, more: dict[str, Any]) -> float:
+        """Return the log-prob of a token whose probability is 1 after top_k."""
+        chunks, logprobs = CompletionChunks(1), []
+        body = {**probe_body(self._model), **more}
+        async with (
+            asyncio.timeout(self._options.timeout_s),
+            aclosing(self._server.completions(body)) as events,
+        ):
+            async for event in events:
+                logprobs += chunks.read(event)[1]
+        chunks.end()
+        return logprobs[0]
 
     def _find_loader(self) -> WeightLoader | None:
-        from penstock.engine.openai.server_weights import ReloadCall, VllmCalls, on_this_machine
+        from penstock.engine.openai.server_weights import ReloadCall, VllmCalls
 
-        options = self._options
-        if options.reload_path and options.weights_folder:
-            return ReloadCall(options.weights_folder, options.reload_path)
-        if self._native_pause and (
-            options.weights_folder or all(map(on_this_machine, options.urls))
-        ):
-            return VllmCalls(options.weights_folder)
+        folder, path = self._options.weights_folder, self._options.reload_path
+        if path and folder:
+            return ReloadCall(folder, path)
+        if self._native_pause and (folder or self._server.is_on_this_machine):
+            return VllmCalls(folder)
         return None
 
     def _check(self, request: GenerationRequest) -> None:
@@ -213,72 +213,41 @@ class OpenAIEngine:
     async def _follow(self, remote: RemoteRequest) -> Generation:
         """Try until an answer comes or the tries are used up; a cut for an update is not a try."""
         reason, failures = "", 0
-        while failures <= self._options.retries:
+        while failures <= self._options.retries and not self._end_reason:
             if failures:
                 await asyncio.sleep(self._options.backoff_s * 2 ** (failures - 1))
             request, before = _continued(remote), len(remote.ids)
             if len(request.response_ids) >= request.sampling.max_tokens:
                 return remote.generation("length")
+            await self._sending.wait()
             try:
-                ended = await self._send(remote, request)
-                if ended is not None:
-                    return remote.generation(ended)
+                finish_reason = await self._receive(remote, request)
+                self._failed = False
+                await self._same_process.wait()
+                if finish_reason is not None and not self._end_reason:
+                    return remote.generation(finish_reason)
             except (HttpError, WrongAnswer) as error:
-                reason, failures = str(error), failures + 1
+                reason, failures, self._failed = str(error), failures + 1, True
                 if isinstance(error, WrongAnswer):
                     remote.truncate(before)  # no token of this answer can be trusted
                 elif request.sampling.stop:
                     remote.truncate(0)  # a stop string could span the break
                 if isinstance(error, HttpError) and not error.retryable:
                     break
-        return remote.generation("error", reason)
+        return remote.generation("error", self._end_reason or reason)
 
-    async def _send(self, remote: RemoteRequest, request: GenerationRequest) -> FinishReason | None:
-        """Send a request to one server, once; return None if it was cut and must continue."""
-        while True:
-            server = await self._servers.choose(request.request_id)
-            await self._sending.wait()
-            if server.ready:  # it was not lost during the wait
-                break
-        epoch = server.epoch
-        server.outstanding += request.num_tokens
-        try:
-            receive = self._receive_stream if self._streaming else self._receive_whole
-            ended = await receive(server, remote, request)
-            server.faults = 0
-            return ended
-        except (HttpError, WrongAnswer) as error:
-            self._servers.failed(request.request_id, server, epoch, error)
-            raise
-        finally:
-            server.outstanding -= request.num_tokens
-
-    async def _receive_whole(
-        self, server: Server, remote: RemoteRequest, request: GenerationRequest
-    ) -> FinishReason:
-        version, left = self._version, request.sampling.max_tokens - len(request.response_ids)
-        epoch = server.epoch
-        answer = await server.client.post(_PATH, self._body(request))
-        _check_epoch(server, epoch)
-        ids, logprobs, ended = read_completion(answer, left)
-        self._requests.add(remote, ids, logprobs, version)
-        return ended
-
-    async def _receive_stream(
-        self, server: Server, remote: RemoteRequest, request: GenerationRequest
+    async def _receive(
+        self, remote: RemoteRequest, request: GenerationRequest
     ) -> FinishReason | None:
-        """Return the finish reason, or None if the stream was cut and must continue."""
+        """Send a request once; return the finish reason, or None if the stream was cut to continue."""
         chunks = CompletionChunks(request.sampling.max_tokens - len(request.response_ids))
         stream: _Stream | None = None
-        epoch = server.epoch
         try:
             async with asyncio.timeout(self._options.timeout_s) as timeout:
-                stream = _Stream(server, timeout, bool(request.sampling.stop))
+                stream = _Stream(timeout, self._streaming and not request.sampling.stop)
                 self._streams.add(stream)
-                body = {**self._body(request), **STREAMED}
-                async with aclosing(server.client.stream(_PATH, body)) as events:
+                async with aclosing(self._server.completions(self._body(request))) as events:
                     async for event in events:
-                        _check_epoch(server, epoch)
                         ids, logprobs = chunks.read(event)
                         self._requests.add(remote, ids, logprobs, self._version)
                         stream.end_at(self._deadline())
@@ -290,9 +259,8 @@ class OpenAIEngine:
         except TimeoutError:
             if stream is not None and stream.cut:
                 return None
-            _check_epoch(server, epoch)
-            waited = f"no token within {self._options.timeout_s:g} s"
-            raise HttpError(f"{server.client.base_url}: {waited}") from None
+            waited = self._end_reason or f"no token within {self._options.timeout_s:g} s"
+            raise HttpError(f"{self._server.url}: {waited}") from None
         finally:
             if stream is not None:
                 self._streams.discard(stream)
@@ -300,12 +268,14 @@ class OpenAIEngine:
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         body = completion_body(self._model, request)
+        if self._streaming:
+            body |= STREAMED
         if self._native_pause:  # vLLM: keeps weights apart in the prefix cache
             body["cache_salt"] = f"v{self._version}"
         return body
 
     def _deadline(self) -> float | None:
-        """Return when a silent stream fails; None (never) while a server's own pause holds it."""
+        """When a silent stream fails; None (never) while the server's own pause holds it."""
         if self._held_natively:
             return None
         return asyncio.get_running_loop().time() + self._options.timeout_s
@@ -334,40 +304,39 @@ class OpenAIEngine:
         """Stop generation; running requests continue after `_release`."""
         if natively and not self._held_natively:
             self._sending.clear()
-            self._held_natively = True  # set first, because a restored server follows this flag
-            try:
-                await self._pause_all(True)
-            except EngineError:
-                self._held_natively = False
-                raise
+            await self._set_paused(True)
+            self._held_natively = True
             for stream in self._streams:
                 stream.end_at(None)
-        elif self._streaming and not natively:
-            self._sending.clear()
+        elif not natively:
+            if self._streaming:
+                self._sending.clear()
             streams = list(self._streams)
             for stream in streams:
-                if not stream.has_stop_strings:
+                if stream.can_be_cut:
                     stream.cut = True
                     stream.end_now()
-            await asyncio.gather(*(stream.ended.wait() for stream in streams))
-        elif not natively:
-            await self._requests.wait_running()
+            if self._streaming:
+                await asyncio.gather(*(stream.ended.wait() for stream in streams))
+            else:
+                await self._requests.wait_running()
 
     async def _release(self) -> None:
         if self._held_natively:
+            await self._set_paused(False)
             self._held_natively = False
-            await self._pause_all(False)
             for stream in self._streams:
                 stream.end_at(self._deadline())
         self._sending.set()
         self._requests.gate.set()
 
-    async def _pause_all(self, paused: bool) -> None:
+    async def _set_paused(self, paused: bool) -> None:
         try:
-            await self._servers.call_all(lambda server: server.set_paused(paused))
+            await self._server.set_paused(paused)
         except HttpError as error:
             action = "pause" if paused else "resume"
-            raise EngineError(f"engine openai: {action} failed: {error}") from error
+            await self._end(f"{action} failed: {error}")
+            raise EngineError(f"engine openai: {self._end_reason}") from error
 
     # ---- weights
 
@@ -383,109 +352,116 @@ class OpenAIEngine:
 
         async with self._updating:
             weights = await asyncio.to_thread(checked_weights, self._fetch, source)
-            prepared = await loader.prepare(version, source, weights)
+            prepared = await loader.prepare(source, weights)
             try:
-                await self._watch_all()
+                await self._watch()
                 async with self._holding(loader):
-                    self._latest = (version, source)  # from now on for restored servers, too
                     await self._load(loader, prepared)
                     self._version, self._digest = version, source.digest
             finally:
                 prepared.release()
         return source.digest
 
-    async def _watch_all(self) -> None:
-        """Watch every server, so that none can restart unnoticed with other weights."""
-        try:
-            await self._servers.wait_ready()
-            await self._servers.call_all(self._servers.watch)
-        except HttpError as error:
-            raise EngineError(f"engine openai: {error}") from error
-
     async def _load(self, loader: WeightLoader, prepared: PreparedWeights) -> None:
-        """Load into every ready server; end the engine if one refuses, as its weights are unknown."""
+        """Load into the server; end the engine if it refuses, as its weights are unknown then."""
         try:
-            await self._servers.call_all(lambda server: loader.load(server, prepared))
+            await loader.load(self._server, prepared)
         except HttpError as error:
-            self._end_reason = f"weights {prepared.version} were not loaded: {error}"
-            await self._requests.abort_all()
-            raise EngineError(f"engine openai: {self._end_reason}") from error
-
-    async def _restore(self, server: Server) -> None:
-        """Bring a lost server to the newest weights and to the pause state of the others."""
-        await server.check_health()
-        try:
-            await self._find_model(server.client)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise EngineError(f"its list of models is malformed: {error!r}") from error
-        paused = self._native_pause and await server.is_paused()
-        held: tuple[int, WeightHandle] | None = None
-        while held is not self._latest or paused is not self._held_natively:
-            if held is not self._latest and self._latest is not None:
-                held = self._latest
-                paused = await self._restore_weights(server, held) or paused
-            else:
-                paused = self._held_natively
-                await server.set_paused(paused)
-
-    async def _restore_weights(self, server: Server, newest: tuple[int, WeightHandle]) -> bool:
-        from penstock.engine.openai.server_weights import restore_weights
-
-        assert self._loader is not None, "weights were loaded before, by this loader"
-        await self._servers.watch(server)
-        return await restore_weights(self._loader, server, self._fetch, newest)
-
-    def _end_streams(self, server: Server) -> None:
-        for stream in self._streams:
-            if stream.server is server:
-                stream.end_now()
+            await self._end(f"weights {prepared.version} were not loaded: {error}")
+        if self._end_reason:
+            raise EngineError(f"engine openai: {self._end_reason}")
 
     @asynccontextmanager
     async def _holding(self, loader: WeightLoader) -> AsyncIterator[None]:
         """Hold requests during a load, unless a pause holds them already."""
         self._requests.gate.clear()
-        try:
-            if self._paused is None or loader.native_pause:
-                await self._hold(loader.native_pause)
-        except EngineError:
-            self._sending.set()
-            self._requests.gate.set()
-            raise
+        if self._paused is None or loader.native_pause:
+            await self._hold(loader.native_pause)
         yield
         if self._paused is None:
             await self._release()
 
+    # ---- loss of the server
+
+    async def _watch(self) -> None:
+        """Keep an idle connection to a server that gets weights, so that it cannot restart unnoticed."""
+        if self._watching is not None:
+            return
+        try:
+            reader, writer = await self._server.connect()
+        except HttpError as error:
+            await self._end(str(error))
+            raise EngineError(f"engine openai: {self._end_reason}") from error
+        self._watching = asyncio.create_task(self._wait_closed(reader, writer))
+
+    async def _wait_closed(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Consumes nothing, produces the end of the engine; waits for the connection, woken when it closes.
+
+        A server that still reports our weights has only closed an idle connection.
+        """
+        try:
+            while True:
+                with suppress(OSError):
+                    await reader.read(1)
+                self._same_process.clear()
+                writer.close()
+                reader, writer = await self._server.connect()
+                async with self._updating:
+                    assert self._loader is not None, "weights were loaded before, by this loader"
+                    if not await self._loader.holds(self._server, self._version, self._digest):
+                        raise HttpError(f"{self._server.url}: it was started again")
+                self._same_process.set()
+        except HttpError as error:
+            self._watching = None
+            await self._end(f"the server is lost: {error}")
+        finally:
+            writer.close()
+
+    async def _end(self, reason: str) -> None:
+        """End the engine: every request fails with the reason, until the engine is started again."""
+        self._end_reason = reason
+        self._open_gates()
+        for stream in self._streams:
+            stream.end_now()
+        await self._stop_watching()
+
+    async def _stop_watching(self) -> None:
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.wait([watching])
+
+    # ---- the rest of the protocol
+
     async def sleep(self) -> None:
-        """Do nothing: the servers manage their own memory."""
+        """Do nothing: the server manages its own memory."""
 
     async def wake(self) -> None:
         """Do nothing, like `sleep`."""
 
     async def stats(self) -> EngineStats:
+        if self._failed and not self._end_reason:
+            try:
+                await self._server.check_health()
+            except HttpError as error:
+                await self._end(f"the server is lost: {error}")
         if self._end_reason:
             raise EngineError(f"engine openai: {self._end_reason}")
-        try:
-            await self._servers.wait_ready()
-        except HttpError as error:
-            raise EngineError(f"engine openai: {error}") from error
         paused, live = self._paused is not None, self._streaming
         return self._requests.stats(self._version, self._digest, paused=paused, live=live)
 
     async def close(self) -> None:
         self._end_reason = "it was closed"
         await self._requests.abort_all()
-        await self._servers.close()
-
-
-def _check_epoch(server: Server, epoch: int) -> None:
-    """Raise HttpError if the server was lost since: another process may answer, with other weights."""
-    if server.epoch != epoch:
-        raise HttpError(f"{server.url}: it was lost during the request: {server.reason}")
+        await self._stop_watching()
+        await self._server.close()
 
 
 def _continued(remote: RemoteRequest) -> GenerationRequest:
-    """Return the request with the tokens so far as part of its response."""
+    """The request with the tokens so far as part of its response."""
     if not remote.ids:
         return remote.request
-    made = np.concatenate([remote.request.response_ids, np.array(remote.ids, np.int32)])
-    return replace(remote.request, response_ids=made)
+    tokens = np.concatenate([remote.request.response_ids, np.array(remote.ids, np.int32)])
+    return replace(remote.request, response_ids=tokens)

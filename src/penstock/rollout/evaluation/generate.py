@@ -51,7 +51,7 @@ async def _generate(
     chat = ChatTemplate(tokenizer)
     requests = _requests(config, prompts, num_generations, raw, chat)
     engine = load("engine.name", config.engine.name, ENGINES).from_config(
-        config, fetch=_no_weights, index=0
+        config.of_engine(0), fetch=_no_weights, index=0
     )
     await engine.start()
     try:
