@@ -240,13 +240,16 @@ LINE = {"messages": {"role": "user", "content": "1+1"}, "gt_answer": "2"}
         (["produce.is_valid_sample=json:nothing"], "json has no 'nothing'"),
         (
             ["produce.strategy=sync", "produce.over_sample_threshold=0.5"],
-            "tasks.train: produce.over_sample_threshold got 0.5 with strategy sync, allowed: 0.0",
+            "produce.over_sample_threshold: got 0.5 with strategy sync, allowed: 0.0",
         ),
         (
             ["produce.strategy=sync", "produce.enable_partial_rollout=true"],
-            "enable_partial_rollout got True with strategy sync, allowed: False",
+            "enable_partial_rollout: got True with strategy sync, allowed: False",
         ),
-        (["produce.strategy=sync", "produce.max_staleness=2"], "max_staleness got 2 with strategy"),
+        (
+            ["produce.strategy=sync", "produce.max_staleness=2"],
+            "max_staleness: got 2 with strategy",
+        ),
         (["algorithm.name=ppo2"], "algorithm.name: got 'ppo2'"),
         (["engine.name=tgi"], "engine.name: got 'tgi'"),
         (["track.trackers=['mlflow']"], "track.trackers: got 'mlflow'"),

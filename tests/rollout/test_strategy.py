@@ -18,6 +18,7 @@ from penstock.rollout import (
     strategy_config,
 )
 from penstock.types import Group, Rollout, Status, VersionSegment, expand_segments
+from penstock.workers.ray.agents import ActorCalls
 from stages.fake_agent_loop import FakeAgentLoop
 from stages.producing import ProducerStage, on_virtual_time, turns
 from stages.rollouts import finish_rollout, make_prompt
@@ -352,7 +353,7 @@ def test_partial_rollouts_go_on_and_finished_members_stay(
     on_virtual_time(main)
 
 
-def test_a_ray_actor_looks_like_a_local_loop(tmp_path: Path) -> None:
+def test_a_ray_actor_serves_as_an_agent_loop(tmp_path: Path) -> None:
     class Method:
         def __init__(self, function: object) -> None:
             self._function = function
@@ -370,7 +371,7 @@ def test_a_ray_actor_looks_like_a_local_loop(tmp_path: Path) -> None:
     async def main() -> None:
         loop = FakeAgentLoop()
         stage = ProducerStage(
-            tmp_path, AsyncProduceStrategyConfig(), batch=1, agent_loop=Actor(loop)
+            tmp_path, AsyncProduceStrategyConfig(), batch=1, agent_loop=ActorCalls(Actor(loop))
         )
         stage.progress.target_samples["t"] = 1
         task = asyncio.create_task(stage.strategy.produce_batch(stage.ctx))

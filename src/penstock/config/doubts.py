@@ -59,9 +59,7 @@ def _places(launch: LaunchConfig) -> Iterator[str]:
 
 
 def _generates_during_updates(produce: ProduceConfig) -> bool:
-    return produce.strategy != "sync" and (
-        produce.max_staleness > 0 or produce.over_sample_threshold > 0
-    )
+    return produce.staleness_bound > 0 or produce.over_sample_threshold > 0
 
 
 def _without_effect(config: Config, produce: ProduceConfig) -> list[str]:

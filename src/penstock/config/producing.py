@@ -91,6 +91,23 @@ class ProduceSettings(Section):
             raise ValueError(f"got {name!r}, allowed: 'async' or 'sync', or your own module:Class")
         return name
 
+    @model_validator(mode="after")
+    def _refuse_run_ahead(self) -> Self:
+        """Refuse what strategy sync would ignore; the default of max_staleness is for async."""
+        fields = type(self).model_fields
+        for name in RUN_AHEAD if self.strategy == "sync" else ():
+            value = getattr(self, name)
+            if value and value != fields[name].default:
+                raise ValueError(
+                    f"{name} got {value!r} with strategy sync, allowed: {type(value)(0)!r}"
+                )
+        return self
+
+    @property
+    def staleness_bound(self) -> int:
+        """`max_staleness`; 0 with strategy sync."""
+        return 0 if self.strategy == "sync" else self.max_staleness
+
 
 _FUNCTIONS = {
     "is_valid_sample_fn": "is_valid_sample",

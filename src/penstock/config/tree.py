@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.config.launching import LaunchConfig
-from penstock.config.producing import RUN_AHEAD, ProduceConfig, ProduceSettings, SamplingConfig
+from penstock.config.producing import ProduceConfig, SamplingConfig
 from penstock.config.section import Section, first_mistake
 
 
@@ -407,7 +407,7 @@ class Config(Section):
         newer ones, and a step waits for the responses that the next step could not train any more.
         """
         tasks = [self.task_produce(task) for task in self.tasks]
-        return all(one.strategy != "sync" and one.max_staleness > 0 for one in tasks)
+        return all(produce.staleness_bound > 0 for produce in tasks)
 
     def publishes_after(self, step: int, total_steps: int) -> bool:
         """Return whether the weights of this step are published to the engines."""
@@ -488,7 +488,8 @@ def _check_tasks(config: Config) -> None:
     for name in config.tasks:
         if ":" in name or "/" in name:
             raise ValueError(f"tasks: got the name {name!r}, allowed: names without ':' and '/'")
-        sampling, produce = config.task_sampling(name), config.task_produce(name)
+        config.task_produce(name)  # raises for wrong fields
+        sampling = config.task_sampling(name)
         if sampling.min_tokens > sampling.max_tokens:
             raise ValueError(
                 f"tasks.{name}: sampling.min_tokens got {sampling.min_tokens}, "
@@ -498,23 +499,6 @@ def _check_tasks(config: Config) -> None:
             raise ValueError(
                 f"tasks.{name}: sampling.temperature got 0, allowed: above 0 for training "
                 "(greedy groups have no variance)"
-            )
-        _check_sync(config, name, produce)
-
-
-def _check_sync(config: Config, task: str, produce: ProduceConfig) -> None:
-    """Refuse what a sync strategy would ignore; the default of max_staleness is for async."""
-    if produce.strategy != "sync":
-        return
-    ignored = {name: getattr(produce, name) for name in RUN_AHEAD}
-    given = "max_staleness" in config.tasks[task].produce
-    if not given and produce.max_staleness == ProduceSettings.model_fields["max_staleness"].default:
-        del ignored["max_staleness"]
-    for name, value in ignored.items():
-        if value:
-            raise ValueError(
-                f"tasks.{task}: produce.{name} got {value!r} with strategy sync, allowed: "
-                f"{type(value)(0)!r}"
             )
 
 

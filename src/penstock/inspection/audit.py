@@ -154,9 +154,7 @@ def _era_bounds(era: Era) -> EraBounds:
     config = era.config
     settings = {name: config.task_produce(name) for name in config.tasks}
     thresholds = {
-        name: calculate_stale_threshold(
-            0 if produce.strategy == "sync" else produce.max_staleness, config.sync.every_steps
-        )
+        name: calculate_stale_threshold(produce.staleness_bound, config.sync.every_steps)
         for name, produce in settings.items()
     }
     return EraBounds(

@@ -7,28 +7,25 @@ data; knows no engine and no trainer, and weights only by their version number.
 from __future__ import annotations
 
 from penstock.data.sampler import Sampler
-from penstock.rollout.context import (
-    AgentLoop,
-    IsValidSample,
-    ProduceBatchStatus,
-    ProduceContext,
-    ShouldContinue,
-    default_is_valid_sample_fn,
-    default_should_continue_fn,
-)
+from penstock.rollout.account import ProducerSnapshot, ProducerWait, TaskSnapshot
+from penstock.rollout.agent_loop import AgentLoop
+from penstock.rollout.group_runner import IsValidSample, ProduceContext
 from penstock.rollout.producer import Producer, ProduceTask
 from penstock.rollout.progress import ProduceProgress, TaskShares
 from penstock.rollout.replay_buffer import ReplayBuffer
-from penstock.rollout.snapshot import ProducerSnapshot, ProducerWait, TaskSnapshot
 from penstock.rollout.strategy import (
     STRATEGIES,
     AsyncProduceStrategy,
     AsyncProduceStrategyConfig,
+    ProduceBatchStatus,
     ProduceStrategy,
     ProduceStrategyConfig,
+    ShouldContinue,
     SyncProduceStrategy,
     SyncProduceStrategyConfig,
     calculate_stale_threshold,
+    default_is_valid_sample_fn,
+    default_should_continue_fn,
     strategy_config,
 )
 

@@ -1,8 +1,15 @@
-"""Runs the groups of one task: draws, generates, retries and lands each of them; pauses them all.
+"""The groups of one task: its context, and the runner that draws, generates, retries, lands and pauses them.
+
+The producer makes one `ProduceContext` per task and updates its step and version; the strategy and the
+group runner read it.
 
 Every launched group is one asyncio task that ends by landing its own group: completed, refused, aborted,
 or failed for good. An error in a group stays in that group. Only a journal that cannot write, the loss of
 all engines and the limits on failures and refusals end the run: that error is kept in `fault` for whoever waits.
+
+One claim decides who lands a group: its own asyncio task when the group came back, or a pause that gives
+up on it. A group is drawn and added under the lock under which a pause claims all groups. So no group is
+landed twice and none is lost.
 """
 
 from __future__ import annotations
@@ -10,23 +17,108 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
 
 from penstock.config import ProduceSettings
-from penstock.data.sampler import PromptsExhausted, rollout_seed
-from penstock.errors import EnginesLost, PenstockError, RunError, TooManyFailures
+from penstock.data.sampler import PromptsExhausted, Sampler, rollout_seed
+from penstock.errors import EnginesLost, PenstockError, RunError, TooManyFailures, UserError
 from penstock.rollout.account import TaskAccount
-from penstock.rollout.context import IsValidSample, ProduceContext
-from penstock.rollout.pending import PendingGroup, PendingSet
+from penstock.rollout.agent_loop import AgentLoop
+from penstock.rollout.progress import ProduceProgress
+from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.rollout.signal import Signal
+from penstock.store.journal import Journal
 from penstock.types import Group, Rollout, Status
+
+IsValidSample = Callable[[list[Rollout]], bool]
 
 _ABORT_AGAIN_S = 5.0
 _CANCEL_WAIT_S = 5.0
 _LONGEST_BACKOFF_S = 30.0
 _FAILURES_BEFORE_HOLD = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class ProduceContext:
+    """The state of one task: everything that its strategy reads."""
+
+    agent_loop: AgentLoop
+    sampler: Sampler
+    replay_buffer: ReplayBuffer
+    journal: Journal
+    progress: ProduceProgress
+    runner: GroupRunner | None = None  # of the task's strategy
+    task_name: str
+    task_batch_size: int  # groups of this task in one step
+    train_step: int  # the step to produce for
+    model_step: int  # policy version of the weights that generate
+    update_event: asyncio.Event  # set: stop launching, because of new weights or a pause
+
+    @property
+    def consumer_step(self) -> int:
+        """The step that is trained next."""
+        return self.progress.next_consumer_step
+
+    @property
+    def target_abs(self) -> int:
+        """The groups that the task owes since the start of the run."""
+        return self.progress.target(self.task_name)
+
+    def should_abort(self) -> bool:
+        """Return whether new weights or a pause ask for the end of `produce_batch`."""
+        return self.update_event.is_set()
+
+    def completed(self) -> int:
+        """Count the completed groups in the buffer."""
+        return self.replay_buffer.count_now(self.task_name, Status.COMPLETED)
+
+    def available(self) -> int:
+        """Count the groups that were trained or are completed, to compare with `target_abs`."""
+        return self.progress.consumed(self.task_name) + self.completed()
+
+    def put(self, group: Group, *, is_tail: bool) -> None:
+        """Put a group into the buffer; a tail group goes to the front."""
+        self.replay_buffer.put_now(group, priority=int(is_tail), train_step=self.consumer_step)
+
+    # -- for a strategy that generates by itself ------------------------------------------------
+
+    async def expired_count(self) -> int:
+        return self.replay_buffer.count_now(self.task_name, Status.EXPIRED)
+
+    async def available_count(self) -> int:
+        return self.available()
+
+    async def sample_group(self, *, from_expired_pool: bool = False) -> Group:
+        """Draw a group to generate: an aborted one, or a fresh prompt; from the expired ones first if asked.
+
+        The group is in flight until `put_generated_group` takes it. Waits for: the end of a pause.
+        """
+        first = (Status.EXPIRED,) if from_expired_pool else ()
+        return await self._group_runner().draw(self, (*first, Status.ABORTED))
+
+    async def generate_group(
+        self, group: Group, *, enable_partial_rollout: bool | None = None
+    ) -> Group:
+        """Generate and score a group; an error fails its unfinished members. None: as [produce] says."""
+        await self._group_runner().generate(self, group, enable_partial_rollout)
+        return group
+
+    async def put_generated_group(self, group: Group) -> bool:
+        """Journal, count and buffer a group; return whether it may be trained.
+
+        A completed group that the validity rule refuses is dropped. An aborted group waits for its next
+        try, a failed one too, until it has had `max_tries`.
+        """
+        return await self._group_runner().land(self, group)
+
+    def _group_runner(self) -> GroupRunner:
+        if self.runner is None:
+            raise UserError(
+                "context: got no runner, allowed: ProduceContext(..., runner=strategy.runner)"
+            )
+        return self.runner
 
 
 class FailurePolicy:
@@ -73,13 +165,23 @@ class FailurePolicy:
         return max(0.0, self._hold_until - now)
 
 
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """A group that is being generated, by its own asyncio task or by the strategy that drew it."""
+
+    group: Group
+    oldest_version: int  # version of the oldest token that the group will have when it lands
+    is_tail: bool  # tried `max_tries` times: steps wait for it
+    is_claimed: bool = False  # a caller records the group's outcome, and then removes it
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
 class GroupRunner:
     """Owns the groups of one task that are in flight, and counts the outcomes of the others."""
 
     def __init__(self, settings: ProduceSettings, is_valid_sample_fn: IsValidSample) -> None:
         self._settings = settings
         self._is_valid_sample_fn = is_valid_sample_fn
-        self.pending = PendingSet()
         self.failures = FailurePolicy(settings)
         self.changed = Signal()
         self.drawn = 0  # fresh prompts, over the whole run
@@ -87,50 +189,82 @@ class GroupRunner:
         self.counters: Counter[str] = Counter()  # events that lost no group: retries, aborts, ...
         self.account = TaskAccount()
         self.fault: BaseException | None = None
+        self._in_flight: dict[str, _InFlight] = {}
+        self._drawing = asyncio.Lock()
         self._refused_in_a_row = 0
-        self._aborting = False  # a pause is under way that waits for no response
-        self.halted = False  # the producer is paused: a strategy that generates by itself waits
+        self._is_closed = False  # a pause is under way: draw nothing
+        self._is_aborting = False  # and it waits for no response
+        self._is_halted = False  # the producer is paused: a strategy that generates by itself waits
 
-    # -- launching ----------------------------------------------------------------------------
+    def __len__(self) -> int:
+        """The number of groups in flight."""
+        return len(self._in_flight)
+
+    def oldest_version(self, *, tail_only: bool) -> int | None:
+        """Return the smallest version that a group in flight will carry; None without groups."""
+        entries = self._in_flight.values()
+        versions = (entry.oldest_version for entry in entries if entry.is_tail or not tail_only)
+        return min(versions, default=None)
+
+    def raise_fault(self) -> None:
+        """Raise the error that ends the run, if a landing group met one."""
+        if self.fault is not None:
+            raise self.fault
+
+    # -- drawing ------------------------------------------------------------------------------
 
     async def launch(self, ctx: ProduceContext, statuses: tuple[Status, ...], cap: int) -> bool:
         """Draw and start one group; return False if there is no room, no prompt or a pause.
 
         Buffered groups of `statuses` come before fresh prompts. At most `cap` groups are in flight.
         """
-        if not ctx.replay_buffer.room(ctx.task_name, reserved=len(self.pending)):
+        if not ctx.replay_buffer.room(ctx.task_name, reserved=len(self)):
             return False
-
         try:
-            return await self.pending.schedule(
-                cap=cap,
-                draw=lambda: self._draw_entry(ctx, statuses),
-                run=lambda entry: self._generate(ctx, entry),
-            )
+            entry = await self._draw(ctx, statuses, cap)
         except PromptsExhausted:
-            if not len(self.pending):
+            if not len(self):
                 raise
             return False  # the groups in flight may still fill the batch
+        if entry is None:
+            return False
+        name = f"generate {entry.group.group_id}"
+        entry.task = asyncio.create_task(self._run(ctx, entry), name=name)
+        return True
 
-    async def _draw_entry(self, ctx: ProduceContext, statuses: tuple[Status, ...]) -> PendingGroup:
-        group = await self._draw(ctx, statuses)
-        is_tail = self._is_tail(group)
-        self._renew(ctx, group)
-        return PendingGroup(group, _oldest_version(group, ctx.model_step), is_tail)
+    async def draw(self, ctx: ProduceContext, statuses: tuple[Status, ...]) -> Group:
+        """Draw one group, in flight until `land` gets it. Waits for: the end of a pause."""
+        while True:
+            seen = self.changed.count
+            if not self._is_halted:
+                entry = await self._draw(ctx, statuses)
+                if entry is not None:
+                    return entry.group
+            await self.changed.wait_after(seen)
 
-    async def _draw(self, ctx: ProduceContext, statuses: tuple[Status, ...]) -> Group:
-        resumed = ctx.replay_buffer.take_now(ctx.task_name, Status.INIT)
-        if resumed is not None:  # it was in flight when the run was interrupted
-            ctx.journal.retried(resumed, "resumed")
-            return resumed
-        group = await ctx.sampler.sample(ctx.task_name, statuses)
-        if group.tries == 0 and group.status is Status.INIT:
-            self.drawn += 1
-            ctx.journal.drawn(group)
-        else:
-            self.counters["retried"] += 1
-            ctx.journal.retried(group, group.status.value)
-        return group
+    async def _draw(
+        self, ctx: ProduceContext, statuses: tuple[Status, ...], cap: int | None = None
+    ) -> _InFlight | None:
+        """Draw a group and add it; return None during a pause or with `cap` groups in flight."""
+        async with self._drawing:
+            if self._is_closed or (cap is not None and len(self) >= cap):
+                return None
+            group = ctx.replay_buffer.take_now(ctx.task_name, Status.INIT)
+            if group is not None:  # it was in flight when the run was interrupted
+                ctx.journal.retried(group, "resumed")
+            else:
+                group = await ctx.sampler.sample(ctx.task_name, statuses)
+                if group.tries == 0 and group.status is Status.INIT:
+                    self.drawn += 1
+                    ctx.journal.drawn(group)
+                else:
+                    self.counters["retried"] += 1
+                    ctx.journal.retried(group, group.status.value)
+            is_tail = self._is_tail(group)
+            self._renew(ctx, group)
+            entry = _InFlight(group, _oldest_version(group, ctx.model_step), is_tail)
+            self._in_flight[group.group_id] = entry
+            return entry
 
     def _is_tail(self, group: Group) -> bool:
         """Return whether the group had `max_tries` tries, so that steps wait for it."""
@@ -155,90 +289,102 @@ class GroupRunner:
         group.error = ""
         group.tries += 1
 
+    def _claim(self, entry: _InFlight) -> bool:
+        """Return True to exactly one caller, which lands the group and then removes it."""
+        if entry.is_claimed:
+            return False
+        entry.is_claimed = True
+        return True
+
+    async def _claim_all(self) -> list[_InFlight]:
+        """Claim and return every group that nobody has claimed yet."""
+        async with self._drawing:
+            return [entry for entry in self._in_flight.values() if self._claim(entry)]
+
+    def _remove(self, entry: _InFlight) -> None:
+        assert entry.is_claimed, "only a claimed group may be removed"
+        del self._in_flight[entry.group.group_id]
+        self.changed.notify()
+
     # -- one group ----------------------------------------------------------------------------
 
-    async def _generate(self, ctx: ProduceContext, entry: PendingGroup) -> None:
+    async def _run(self, ctx: ProduceContext, entry: _InFlight) -> None:
         """Run one launched group to its end: generate, retry after failures, land."""
+        group, failures = entry.group, 0
         try:
-            failures = 0
-            while await self._attempt(ctx, entry, failures):
-                failures += 1
-                await self._back_off(failures)
-                if self.pending.closed or self.fault:  # a pause, or the end of the run
-                    await self._abort_instead_of_retry(ctx, entry)
-                    return
-                if entry.landing:
+            while True:
+                if self._is_aborting:  # a pause came before the first step of this asyncio task
+                    group.abort_unfinished()
+                else:
+                    await self.generate(ctx, group)
+                if not self._claim(entry):
                     return  # a pause has taken the group back
-                ctx.journal.retried(entry.group, "failed")
-                self.counters["retried"] += 1
-                self._renew(ctx, entry.group)
+                failures += 1
+                if not await self._land_or_retry(ctx, entry, failures):
+                    return
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # else the run would wait for this group for ever
             self.fault = self.fault or error
-        finally:
             self.changed.notify()
 
-    async def _attempt(self, ctx: ProduceContext, entry: PendingGroup, failures: int) -> bool:
-        """Generate the group once; return True if it failed and may be retried."""
-        group = entry.group
-        if self._aborting:  # a pause came before the first step of this asyncio task
-            group.abort_unfinished()
-        else:
-            await self._call_agent(ctx, group)
-        if not self.pending.claim(entry):
-            return False
-        try:
-            is_refused = await self._is_refused(ctx, group)
-            if group.status is Status.FAILED and failures + 1 < self._settings.max_tries:
-                await self._count_failure(ctx, group)
-                self.pending.release(entry, _oldest_version(group, ctx.model_step))
-                return True
-            await self._land(ctx, group, entry.tail, is_refused)
-        finally:
-            if entry.landing:
-                self.pending.remove(entry)
-        return False
-
-    async def _call_agent(
+    async def generate(
         self, ctx: ProduceContext, group: Group, partial: bool | None = None
     ) -> None:
         """Call the agent loop; its errors fail the group's unfinished members, lost engines the run."""
         lengths_before = [len(rollout.response_ids) for rollout in group.rollouts]
-        todo = sum(rollout.status is not Status.COMPLETED for rollout in group.rollouts)
+        unfinished = sum(rollout.status is not Status.COMPLETED for rollout in group.rollouts)
         if partial is None:
             partial = self._settings.enable_partial_rollout
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            returned = await _call(
-                ctx.agent_loop,
-                "generate_group",
-                group.rollouts,
-                enable_partial_rollout=partial,
+            returned = await ctx.agent_loop.generate_group(
+                group.rollouts, enable_partial_rollout=partial
             )
             _accept(group, returned)
             _check_versions(group, lengths_before)
         except EnginesLost:
             raise
-        except Exception as error:
+        except Exception as error:  # a user's loop: its fault is the outcome of the group
             reason = f"{type(error).__name__}: {error}"
             for rollout in group.rollouts:
                 if rollout.status not in (Status.COMPLETED, Status.FAILED):
                     rollout.fail(reason)
         self.account.group_times_s.append(loop.time() - started)
-        made = group.num_response_tokens - sum(lengths_before)
-        ctx.progress.add_produced(ctx.task_name, todo, max(0, made))
+        tokens = group.num_response_tokens - sum(lengths_before)
+        ctx.progress.add_produced(ctx.task_name, unfinished, max(0, tokens))
+
+    async def _land_or_retry(self, ctx: ProduceContext, entry: _InFlight, failures: int) -> bool:
+        """Land a claimed group; return True if it failed and its next try is due."""
+        group = entry.group
+        try:
+            is_refused = await self._is_refused(ctx, group)
+            if group.status is Status.FAILED and failures < self._settings.max_tries:
+                await self._count_failure(ctx, group)
+                await self._back_off(failures)
+                if not self._is_closed and not self.fault:
+                    ctx.journal.retried(group, "failed")
+                    self.counters["retried"] += 1
+                    self._renew(ctx, group)
+                    entry.oldest_version = _oldest_version(group, ctx.model_step)
+                    entry.is_claimed = False
+                    return True
+                group.abort_unfinished()
+            await self._land(ctx, entry, is_refused)
+            return False
+        finally:
+            if entry.is_claimed:
+                self._remove(entry)
 
     async def _is_refused(self, ctx: ProduceContext, group: Group) -> bool:
         """Ask the validity rule, once and only for completed groups; its errors fail the group."""
         if group.status is not Status.COMPLETED:
             return False
-        is_valid = ctx.is_valid_sample_fn or self._is_valid_sample_fn
         try:
-            answer = is_valid(group.rollouts)
+            answer = self._is_valid_sample_fn(group.rollouts)
             return not (await answer if inspect.isawaitable(answer) else answer)
-        except Exception as error:
+        except Exception as error:  # a user's rule: its fault is the outcome of the group
             for rollout in group.rollouts:
                 rollout.fail(f"validity rule: {type(error).__name__}: {error}")
             return False
@@ -247,61 +393,68 @@ class GroupRunner:
         """Wait before the next try; a pause ends the wait."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.failures.backoff_s(failures)
-        while (left := until - loop.time()) > 0 and not self.pending.closed and not self.fault:
+        while (left := until - loop.time()) > 0 and not self._is_closed and not self.fault:
             await self.changed.wait_after(self.changed.count, left)
-
-    async def _abort_instead_of_retry(self, ctx: ProduceContext, entry: PendingGroup) -> None:
-        if self.pending.claim(entry):
-            entry.group.abort_unfinished()
-            await self._land_aborted(ctx, entry.group)
-            self.pending.remove(entry)
 
     # -- landing ------------------------------------------------------------------------------
 
-    async def _land(
-        self, ctx: ProduceContext, group: Group, is_tail: bool, is_refused: bool
-    ) -> None:
+    async def land(self, ctx: ProduceContext, group: Group) -> bool:
+        """Record the outcome of a group that `draw` returned; return whether it may be trained."""
+        entry = self._in_flight.get(group.group_id)
+        if entry is None or entry.group is not group or not self._claim(entry):
+            return False  # a pause has given up on the group and put it back
+        try:
+            is_refused = await self._is_refused(ctx, group)
+            if group.status is Status.FAILED and not self._is_tail(group):
+                await self._count_failure(ctx, group)
+                group.abort_unfinished()
+            elif group.status is Status.INIT:  # it was never generated
+                group.abort_unfinished()
+            await self._land(ctx, entry, is_refused)
+            return group.status is Status.COMPLETED
+        finally:
+            self._remove(entry)
+
+    async def _land(self, ctx: ProduceContext, entry: _InFlight, is_refused: bool) -> None:
+        group = entry.group
         self.account.landed(group)
         if group.status is Status.FAILED:
             await self._count_failure(ctx, group)
             self.dropped["failed"] += 1
             ctx.journal.dropped(group, "failed", detail=group.error)
-        elif group.status is not Status.COMPLETED:
+            return
+        if group.status is not Status.COMPLETED:
             await self._land_aborted(ctx, group)
-        else:
-            self.failures.succeeded()
-            ctx.progress.add_rewards(
-                ctx.task_name, (r.score.value for r in group.rollouts if r.score is not None)
-            )
-            if is_refused:
-                await self._land_refused(ctx, group)
-            else:
-                self._refused_in_a_row = 0
-                await self._put(ctx, group, is_tail)
+            return
+        self.failures.succeeded()
+        rewards = [rollout.score.value for rollout in group.rollouts if rollout.score is not None]
+        ctx.progress.add_rewards(ctx.task_name, rewards)
+        if is_refused:
+            await self._land_refused(ctx, group, rewards)
+            return
+        self._refused_in_a_row = 0
+        await ctx.journal.landed(group)  # in the buffer once it is durable
+        ctx.put(group, is_tail=entry.is_tail)
 
-    async def _land_refused(self, ctx: ProduceContext, group: Group) -> None:
+    async def _land_aborted(self, ctx: ProduceContext, group: Group) -> None:
+        self.counters["aborted"] += 1
+        await ctx.journal.landed(group)
+        ctx.put(group, is_tail=self._is_tail(group))
+
+    async def _land_refused(self, ctx: ProduceContext, group: Group, rewards: list[float]) -> None:
         group.move_to(Status.FILTERED)
         self.dropped["filtered"] += 1
         self.counters["filtered"] += 1
         await ctx.journal.filtered(group)
         self._refused_in_a_row += 1
-        if self._refused_in_a_row >= self._settings.max_refused_in_a_row:
-            rewards = sorted({r.score.value for r in group.rollouts if r.score is not None})
+        allowed = self._settings.max_refused_in_a_row
+        if self._refused_in_a_row >= allowed:
             raise RunError(
                 f"task {ctx.task_name}: the validity rule refused {self._refused_in_a_row} groups "
-                "in a row, allowed: fewer than produce.max_refused_in_a_row = "
-                f"{self._settings.max_refused_in_a_row}; rewards of the last one: "
-                f"{', '.join(f'{value:g}' for value in rewards)}"
+                f"in a row, allowed: fewer than produce.max_refused_in_a_row = {allowed}; "
+                f"rewards of the last one: "
+                f"{', '.join(f'{value:g}' for value in sorted(set(rewards)))}"
             )
-
-    async def _land_aborted(self, ctx: ProduceContext, group: Group) -> None:
-        self.counters["aborted"] += 1
-        await self._put(ctx, group, self._is_tail(group))
-
-    async def _put(self, ctx: ProduceContext, group: Group, is_tail: bool) -> None:
-        """Journal a group, and put it into the buffer once it is durable."""
-        await ctx.journal.landed(group)
-        ctx.put(group, is_tail=is_tail)
 
     async def _count_failure(self, ctx: ProduceContext, group: Group) -> None:
         """Journal a failed attempt with its reason; raise TooManyFailures if the run must stop."""
@@ -311,110 +464,61 @@ class GroupRunner:
         await ctx.journal.failed(group)
         self.failures.failed(ctx.task_name, group.error, asyncio.get_running_loop().time())
 
-    # -- for a strategy that generates by itself (see `ProduceContext`) ------------------------
-
-    async def draw(self, ctx: ProduceContext, statuses: tuple[Status, ...]) -> Group:
-        """Draw one group, in flight until `land` gets it. Waits for: the end of a pause."""
-        while True:
-            seen = self.changed.count
-            if not self.halted:
-                group = await self.pending.hold(lambda: self._draw_entry(ctx, statuses))
-                if group is not None:
-                    return group
-            await self.changed.wait_after(seen)
-
-    async def generate(self, ctx: ProduceContext, group: Group, *, partial: bool | None) -> Group:
-        """Call the agent loop once; return the group, with errors as failed members."""
-        await self._call_agent(ctx, group, partial)
-        return group
-
-    async def land(self, ctx: ProduceContext, group: Group) -> bool:
-        """Record the outcome of a group that `draw` returned; return whether it may be trained."""
-        entry = self.pending.claim_of(group)
-        if entry is None:
-            return False  # a pause has given up on the group and put it back
-        try:
-            is_refused = await self._is_refused(ctx, group)
-            if group.status is Status.FAILED and group.tries < self._settings.max_tries:
-                await self._count_failure(ctx, group)
-                group.abort_unfinished()
-            elif group.status is Status.INIT:  # it was never generated
-                group.abort_unfinished()
-            await self._land(ctx, group, entry.tail, is_refused)
-            return group.status is Status.COMPLETED
-        finally:
-            self.pending.remove(entry)
-            self.changed.notify()
-
     # -- pause and cancel ---------------------------------------------------------------------
 
-    async def pause(self, ctx: ProduceContext) -> float:
-        """Abort all groups and wait for them to land; return the seconds it took.
+    def halt(self, is_halted: bool) -> None:
+        """Let draws of a strategy that generates by itself wait, or let them continue."""
+        self._is_halted = is_halted
+        self.changed.notify()
 
-        A request to abort runs beside the wait and is sent again every few seconds, also if none was
+    async def pause(self, ctx: ProduceContext, *, abort: bool = True) -> float:
+        """Launch nothing and wait until all groups have landed; return the seconds it took.
+
+        abort: the agent loop is told to stop; otherwise the groups are generated to their end. The
+        request to abort runs beside the wait and is sent again every few seconds, also if none was
         answered. At `pause_timeout_s` the groups that are left go back to the buffer as ABORTED with the
         tokens they have.
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
-        deadline = started + self._settings.pause_timeout_s
-        requests: list[asyncio.Task[None]] = []
-        with self._closed(aborting=True):
-            try:
-                while len(self.pending) and loop.time() < deadline and self.fault is None:
-                    requests.append(asyncio.create_task(self._abort_once(ctx), name="abort groups"))
-                    await self._until_empty(min(loop.time() + _ABORT_AGAIN_S, deadline))
-                left = await self.pending.claim_all()
-                self.counters["pause_timeouts"] += len(left)
-                await self._take_back(ctx, left)
-            finally:
-                unanswered = [request for request in requests if not request.done()]
-                self.counters["abort_timeouts"] += len(unanswered)
-                await _cancel(unanswered)
+        with self._closed(aborting=abort):
+            if abort:
+                await self._abort_all(ctx, started + self._settings.pause_timeout_s)
+            else:
+                await self._until_empty()
         return loop.time() - started
 
-    async def drain(self) -> float:
-        """Launch nothing more and wait until all groups have landed; return the seconds it took."""
+    async def _abort_all(self, ctx: ProduceContext, deadline: float) -> None:
         loop = asyncio.get_running_loop()
-        started = loop.time()
-        with self._closed(aborting=False):
-            while len(self.pending) and self.fault is None:
-                await self.changed.wait_after(self.changed.count)
-        return loop.time() - started
-
-    @contextmanager
-    def _closed(self, *, aborting: bool) -> Iterator[None]:
-        """Schedule nothing inside the block; with `aborting`, groups that have not begun are aborted."""
-        self.pending.closed, self._aborting = True, aborting
-        self.changed.notify()
+        requests: list[asyncio.Task[None]] = []
         try:
-            yield
+            while len(self) and loop.time() < deadline and self.fault is None:
+                requests.append(asyncio.create_task(self._abort_once(ctx), name="abort groups"))
+                await self._until_empty(min(loop.time() + _ABORT_AGAIN_S, deadline))
+            entries = await self._claim_all()
+            self.counters["pause_timeouts"] += len(entries)
+            await _cancel([entry.task for entry in entries])
+            for entry in entries:
+                await self._take_back(ctx, entry)
         finally:
-            self.pending.closed = self._aborting = False
-            self.changed.notify()
+            unanswered = [request for request in requests if not request.done()]
+            self.counters["abort_timeouts"] += len(unanswered)
+            await _cancel(unanswered)
 
     async def _abort_once(self, ctx: ProduceContext) -> None:
         try:
-            await _call(ctx.agent_loop, "pause")
-        except Exception:  # the agent loop cannot abort: wait for the pause's time-out
+            await ctx.agent_loop.pause()
+        except Exception:  # a user's loop that cannot abort: wait for the pause's time-out
             self.counters["abort_errors"] += 1
 
-    async def _until_empty(self, until: float) -> None:
-        loop = asyncio.get_running_loop()
-        while len(self.pending) and self.fault is None and (left := until - loop.time()) > 0:
-            await self.changed.wait_after(self.changed.count, left)
-
-    async def _take_back(self, ctx: ProduceContext, entries: list[PendingGroup]) -> None:
-        """Cancel claimed groups and land them as ABORTED with the tokens they have."""
-        await _cancel_tasks(entries)
-        for entry in entries:
-            entry.group.abort_unfinished()
-            try:
-                await self._land_aborted(ctx, entry.group)
-            except PenstockError as error:
-                self.fault = self.fault or error
-            self.pending.remove(entry)
-        self.changed.notify()
+    async def _take_back(self, ctx: ProduceContext, entry: _InFlight) -> None:
+        """Land a claimed group as ABORTED with the tokens it has."""
+        entry.group.abort_unfinished()
+        try:
+            await self._land_aborted(ctx, entry.group)
+        except PenstockError as error:
+            self.fault = self.fault or error
+        self._remove(entry)
 
     async def cancel(self, ctx: ProduceContext) -> None:
         """Stop all groups without asking the agent loop and put them back as they were issued.
@@ -422,32 +526,40 @@ class GroupRunner:
         Their tries and seeds are those of before the launch; the journal still has them in flight.
         """
         with self._closed(aborting=True):
-            entries = await self.pending.claim_all()
-            await _cancel_tasks(entries)
+            entries = await self._claim_all()
+            await _cancel([entry.task for entry in entries])
             for entry in entries:
                 entry.group.abort_unfinished()
                 entry.group.tries -= 1
                 ctx.replay_buffer.put_now(entry.group)
-                self.pending.remove(entry)
+                self._remove(entry)
             await self._until_empty(asyncio.get_running_loop().time() + _CANCEL_WAIT_S)
 
+    @contextmanager
+    def _closed(self, *, aborting: bool) -> Iterator[None]:
+        """Draw nothing inside the block; with `aborting`, groups that have not begun are aborted."""
+        self._is_closed, self._is_aborting = True, aborting
+        self.changed.notify()
+        try:
+            yield
+        finally:
+            self._is_closed = self._is_aborting = False
+            self.changed.notify()
 
-async def _call(target: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of a local object or of a Ray actor."""
-    bound = getattr(target, method)
-    remote = getattr(bound, "remote", None)
-    return await (bound if remote is None else remote)(*args, **kwargs)
+    async def _until_empty(self, until: float = float("inf")) -> None:
+        """Wait until no group is in flight, at most until that time of the event loop."""
+        loop = asyncio.get_running_loop()
+        while len(self) and self.fault is None and (left := until - loop.time()) > 0:
+            timeout_s = left if left < float("inf") else None
+            await self.changed.wait_after(self.changed.count, timeout_s)
 
 
-async def _cancel_tasks(entries: list[PendingGroup]) -> None:
-    await _cancel([entry.task for entry in entries if entry.task is not None])
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
+async def _cancel(tasks: list[asyncio.Task[None]] | list[asyncio.Task[None] | None]) -> None:
+    running = [task for task in tasks if task is not None]
+    for task in running:
         task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=_CANCEL_WAIT_S)
+    if running:
+        await asyncio.wait(running, timeout=_CANCEL_WAIT_S)
 
 
 def _oldest_version(group: Group, model_step: int) -> int:
@@ -458,10 +570,10 @@ def _oldest_version(group: Group, model_step: int) -> int:
 
 def _accept(group: Group, returned: list[Rollout]) -> None:
     """Take over what the agent loop returned: the same rollouts, each with a final status."""
-    asked = [rollout.rollout_id for rollout in group.rollouts]
-    given = [rollout.rollout_id for rollout in returned]
-    if asked != given:
-        raise RunError(f"agent loop: got rollouts {given}, allowed: {asked}")
+    expected = [rollout.rollout_id for rollout in group.rollouts]
+    got = [rollout.rollout_id for rollout in returned]
+    if got != expected:
+        raise RunError(f"agent loop: got rollouts {got}, allowed: {expected}")
     group.rollouts = list(returned)
     for rollout in group.rollouts:
         rollout.prompt = group.prompt

@@ -1,10 +1,9 @@
 """The producer runs the tasks ahead of the trainer and hands out one batch per step.
 
     Producer                  version of the weights, pause, steps, each task's share of a batch
-      ProduceTask             what the caller gives: name, weight, strategy, agent loop, sampler
-        ProduceContext        the state of the task: step, version, batch size
-        ProduceStrategy       when to launch groups; reads one AsyncProduceStrategyConfig
-          GroupRunner         the groups in flight, their retries, drops and counts
+      ProduceContext          the state of one task: step, version, batch size
+      ProduceStrategy         when to launch groups of the task, and which are too old
+        GroupRunner           the groups in flight, their retries, drops and counts
     ReplayBuffer, Journal     groups that landed; shared by all tasks
 
 Tasks do not wait for each other. Knows no engine and no trainer.
@@ -15,24 +14,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.data.sampler import PromptsExhausted, Sampler
 from penstock.errors import RunError, UserError
-from penstock.rollout.context import AgentLoop, ProduceBatchStatus, ProduceContext
+from penstock.rollout.account import ProducerSnapshot, ProducerWait, TaskSnapshot
+from penstock.rollout.agent_loop import AgentLoop
+from penstock.rollout.group_runner import ProduceContext
 from penstock.rollout.progress import ProduceProgress, TaskShares
 from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.rollout.signal import Signal
-from penstock.rollout.snapshot import ProducerSnapshot, ProducerWait, TaskSnapshot
-from penstock.rollout.strategy import ProduceStrategy
+from penstock.rollout.strategy import ProduceBatchStatus, ProduceStrategy
 from penstock.store.journal import InFlightRecord, Journal
 from penstock.types import Batch, Group, Status, staleness
 from penstock.waits import WaitKind, Waits, loop_time
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, frozen=True, kw_only=True)
 class ProduceTask:
-    """One task as the caller gives it to a producer, which adds its state."""
+    """One task as the caller gives it to a producer."""
 
     name: str
     weight: float
@@ -40,20 +40,23 @@ class ProduceTask:
     agent_loop: AgentLoop
     sampler: Sampler
     num_skipped_long: int = 0  # prompts of the dataset that were left out as too long
-    ctx: ProduceContext = field(init=False, repr=False)
 
-    def has_work(self) -> bool:
-        """Return whether a group in flight may still complete."""
-        return self.strategy.pending_task_count() > 0
 
-    async def pause(self, *, abort: bool) -> float:
-        """Abort the groups in flight or let them finish; return the seconds until all have landed."""
-        if abort:
-            return await self.strategy.pause_produce(self.ctx)
-        return await self.strategy.drain_produce(self.ctx)
+class _TaskState:
+    """A task of a producer: its strategy, its context, and where it stands."""
 
-    def needs_weights(self, step: int, version: int) -> bool:
-        """Return whether groups of weights `version` would be too old for a step."""
+    def __init__(self, task: ProduceTask, ctx: ProduceContext) -> None:
+        self.name = task.name
+        self.strategy = task.strategy
+        self.runner = task.strategy.runner
+        self.ctx = ctx
+        self.exhausted: PromptsExhausted | None = None  # set when no fresh prompt is left
+        self.idle_since_change: int | None = None  # the change count that the task sleeps on
+        self._num_skipped_long = task.num_skipped_long
+
+    def needs_weights(self, step: int) -> bool:
+        """Return whether groups of the weights in force would be too old for a step."""
+        version = self.ctx.model_step
         too_old = staleness(step, version) >= self.strategy.stale_threshold
         return too_old or self.strategy.is_model_expired(step, version)
 
@@ -78,7 +81,7 @@ class ProduceTask:
         """Put back a group that was in flight, with the tries and seeds it had."""
         group = record.group
         if group is None:
-            group = self.sampler.group_of(record.cursor, record.prompt)
+            group = self.ctx.sampler.group_of(record.cursor, record.prompt)
         elif group.status is Status.COMPLETED:  # the group had expired before it was issued again
             group.move_to(Status.EXPIRED)
         else:
@@ -88,18 +91,17 @@ class ProduceTask:
 
     def read_metrics(self, counted: dict[str, float]) -> dict[str, float]:
         """Return the figures of the task since the last call; `counted` is its share of the progress."""
-        runner = self.strategy.runner
         return {
             "samples": counted["produced_samples"],
             "tokens": counted["produced_tokens"],
             "reward_sum": counted["raw_rewards_sum"],
             "reward_count": counted["raw_rewards_count"],
-            "prompts_skipped_long": float(self.num_skipped_long),
-            **runner.account.read(runner.counters),
+            "prompts_skipped_long": float(self._num_skipped_long),
+            **self.runner.account.read(self.runner.counters),
         }
 
     def snapshot(self) -> TaskSnapshot:
-        buffer, runner = self.ctx.replay_buffer, self.strategy.runner
+        buffer, runner = self.ctx.replay_buffer, self.runner
         counts = {status: buffer.count_now(self.name, status) for status in Status}
         return TaskSnapshot(
             name=self.name,
@@ -143,10 +145,9 @@ class Producer:
         self._waits = waits or Waits(clock)
         self._groups_per_step = groups_per_step
         self._changed = Signal()
-        self._tasks = list(tasks)
+        self._weights = {task.name: task.weight for task in tasks}
+        self._tasks = [self._state_of(task) for task in tasks]
         self._shares = self._new_shares(first_step=progress.next_consumer_step)
-        for task in self._tasks:
-            self._add(task)
         self._resumed_batch: Batch | None = None
         self._paused = False
         self._stopping = False
@@ -158,25 +159,25 @@ class Producer:
         self._pause_s = 0.0  # since the metrics were read
 
     def _new_shares(self, first_step: int = 1) -> TaskShares:
-        weights = {task.name: task.weight for task in self._tasks}
-        return TaskShares(weights, self._groups_per_step, first_step=first_step)
+        return TaskShares(self._weights, self._groups_per_step, first_step=first_step)
 
-    def _add(self, task: ProduceTask) -> None:
+    def _state_of(self, task: ProduceTask) -> _TaskState:
         self.progress.add_task(task.name)
         task.strategy.changed.forward_to(self._changed)
-        task.ctx = ProduceContext(
+        ctx = ProduceContext(
             agent_loop=task.agent_loop,
             sampler=task.sampler,
             replay_buffer=self._buffer,
-            task_batch_size=0,
-            task_name=task.name,
-            train_step=self.progress.next_consumer_step,
-            update_event=asyncio.Event(),
-            model_step=self.model_version,
-            progress=self.progress,
             journal=self._journal,
+            progress=self.progress,
             runner=task.strategy.runner,
+            task_name=task.name,
+            task_batch_size=0,
+            train_step=self.progress.next_consumer_step,
+            model_step=self.model_version,
+            update_event=asyncio.Event(),
         )
+        return _TaskState(task, ctx)
 
     # -- running ahead ------------------------------------------------------------------------
 
@@ -197,11 +198,11 @@ class Producer:
             self._fault = error
             raise
         finally:
-            for one in running:
-                one.cancel()
+            for production in running:
+                production.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             for task in self._tasks:
-                await task.strategy.runner.cancel(task.ctx)
+                await task.runner.cancel(task.ctx)
             self._ended = True
             self._changed.notify()
 
@@ -210,7 +211,7 @@ class Producer:
         self._stopping = True
         self._interrupt()
 
-    async def _run_task(self, task: ProduceTask) -> None:
+    async def _run_task(self, task: _TaskState) -> None:
         """Produce for one task as far ahead as allowed.
 
         Consumes prompts, produces landed groups. Waits for: resume, new weights, a step to be consumed.
@@ -222,7 +223,7 @@ class Producer:
             if waits_for:
                 await self._idle(task, seen, waits_for)
 
-    async def _produce(self, task: ProduceTask) -> str:
+    async def _produce(self, task: _TaskState) -> str:
         """Call the strategy once; return what the task waits for next, "" for nothing."""
         ctx = task.ctx
         if self._paused:
@@ -231,12 +232,12 @@ class Producer:
             return "nothing: the last step is taken"
         ctx.update_event.clear()
         self._aim(task)
-        if task.needs_weights(ctx.train_step, self.model_version):
+        if task.needs_weights(ctx.train_step):
             return f"weights newer than version {self.model_version}"
         try:
             status = await task.strategy.produce_batch(ctx)
         except PromptsExhausted as ended:
-            ctx.exhausted = ended
+            task.exhausted = ended
             return "nothing: it has no prompts left"
         if status is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT:
             return ""
@@ -247,32 +248,33 @@ class Producer:
             return f"step {ctx.train_step} to be consumed"
         return f"weights newer than version {self.model_version}"
 
-    def _aim(self, task: ProduceTask) -> None:
+    def _aim(self, task: _TaskState) -> None:
         """Set the task's step, version and target as far as the staleness bound allows now."""
         ctx, strategy = task.ctx, task.strategy
         next_step = self.progress.next_consumer_step
         step = strategy.furthest_step(self.model_version, next_step)
         if self._last_step is not None:
             step = min(step, self._last_step)
-        ctx.train_step, ctx.model_step = step, self.model_version
+        ctx.train_step = step
         ctx.task_batch_size = self._shares.at(next_step).get(task.name, 0)
-        if not task.needs_weights(step, self.model_version):
+        if not task.needs_weights(step):
             self.progress.ensure_target_upto(step, self._shares.at, task.name)
 
-    async def _idle(self, task: ProduceTask, seen: int, what: str) -> None:
+    async def _idle(self, task: _TaskState, seen: int, what: str) -> None:
         """Wait until something has changed since `seen`."""
-        task.ctx.idle_since_change = seen
+        task.idle_since_change = seen
         self._measure_idle_time()
         who = f"produce {task.name}"
         with self._waiting(who, what), self._waits.wait(who, WaitKind.WAIT, what):
             await self._changed.wait_after(seen)
-        task.ctx.idle_since_change = None
+        task.idle_since_change = None
         self._measure_idle_time()
 
     def _measure_idle_time(self) -> None:
         """Count the time in which nothing is in flight and no task could launch a group."""
         idle = all(
-            task.ctx.idle_since_change is not None and not task.has_work() for task in self._tasks
+            task.idle_since_change is not None and not task.strategy.pending_task_count()
+            for task in self._tasks
         )
         now = self._clock()
         if idle and self._idle_since is None:
@@ -306,7 +308,13 @@ class Producer:
         self._interrupt()
         what = "the groups that were aborted" if abort else "the groups in flight"
         with self._waiting("update", what), self._waits.wait("update", WaitKind.WAIT, what):
-            seconds = max(await asyncio.gather(*(task.pause(abort=abort) for task in self._tasks)))
+            pauses = (
+                task.strategy.pause_produce(task.ctx)
+                if abort
+                else task.runner.pause(task.ctx, abort=False)
+                for task in self._tasks
+            )
+            seconds = max(await asyncio.gather(*pauses))
         self._pause_s += seconds
         return seconds
 
@@ -319,8 +327,7 @@ class Producer:
     def _halt(self, halted: bool) -> None:
         self._paused = halted
         for task in self._tasks:
-            task.strategy.runner.halted = halted
-            task.strategy.changed.notify()
+            task.runner.halt(halted)
 
     # -- consuming ----------------------------------------------------------------------------
 
@@ -370,8 +377,8 @@ class Producer:
     def _raise_if_hopeless(self, step: int, shares: dict[str, int]) -> None:
         """Raise a RunError if no task will produce the missing groups."""
         for task in self._tasks:
-            ctx, short = task.ctx, shares.get(task.name, 0) - task.ctx.completed()
-            if short <= 0 or task.has_work():
+            short = shares.get(task.name, 0) - task.ctx.completed()
+            if short <= 0 or task.strategy.pending_task_count():
                 continue
             line = (
                 f"step {step}: {short} groups of task {task.name} are missing and nothing will "
@@ -379,17 +386,17 @@ class Producer:
             )
             if self._ended:
                 raise RunError(line + "the producer was stopped")
-            if ctx.idle_since_change != self._changed.count:
+            if task.idle_since_change != self._changed.count:
                 continue  # the task has not looked at the newest change yet
-            if ctx.exhausted is not None:
-                raise RunError(line + str(ctx.exhausted))
-            needs_weights = ctx.train_step < step or task.needs_weights(step, self.model_version)
+            if task.exhausted is not None:
+                raise RunError(line + str(task.exhausted))
+            needs_weights = task.ctx.train_step < step or task.needs_weights(step)
             if not self._paused and not needs_weights:
                 raise RunError(line + "should_continue_fn stopped before the batch was full")
 
     def _raise_fault(self) -> None:
         for task in self._tasks:
-            task.strategy.raise_fault()
+            task.runner.raise_fault()
         if self._fault is not None:
             raise self._fault
 
@@ -461,11 +468,11 @@ class Producer:
             consumed = taken.get(name, 0)
             progress.consumed_samples[name] = progress.target_samples[name] = consumed
             progress.target_upto[name] = begun
-            runner = task.strategy.runner
+            runner = task.runner
             runner.drawn = counts.get(name, {}).get("drawn", 0)
             runner.dropped.clear()
             runner.dropped.update(drops.get(name, {}))
-            task.sampler.start_from(cursors.get(name, 0))
+            task.ctx.sampler.start_from(cursors.get(name, 0))
         for group in unfinished.buffered:
             if group.task in tasks:
                 tasks[group.task].put_back(group)

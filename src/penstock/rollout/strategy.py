@@ -1,37 +1,50 @@
 """When to launch groups, and which groups are too old.
 
 Sync and async are one loop: sync is async without run-ahead, staleness and oversampling. A strategy
-launches groups until the target of its task is available; its group runner generates and lands them.
-It trains nothing and does not decide when a step is taken.
+decides how many groups of its task are in flight; its group runner draws, generates and lands them. It
+trains nothing and does not decide when a step is taken.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any, Self
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from penstock.config import ProduceConfig, ProduceSettings
 from penstock.config.plugins import load
-from penstock.config.producing import RUN_AHEAD
 from penstock.errors import UserError
-from penstock.rollout.context import (
-    IsValidSample,
-    ProduceBatchStatus,
-    ProduceContext,
-    ShouldContinue,
-    default_is_valid_sample_fn,
-    default_should_continue_fn,
-)
-from penstock.rollout.group_runner import GroupRunner
+from penstock.rollout.group_runner import GroupRunner, IsValidSample, ProduceContext
 from penstock.types import Status, staleness
+
+ShouldContinue = Callable[[int, int], bool]
 
 STRATEGIES = {
     "async": "penstock.rollout.strategy:AsyncProduceStrategy",
     "sync": "penstock.rollout.strategy:SyncProduceStrategy",
 }
+
+
+class ProduceBatchStatus(StrEnum):
+    """Why `produce_batch` returned."""
+
+    NORMAL = "normal"  # the target is reached
+    UPDATE_WEIGHT_AND_ABORT = "update_weight_and_abort"  # the update event is set
+    EXPIRED_BATCH = "expired_batch"  # the step is already too far ahead of the weights
+
+
+def default_is_valid_sample_fn(samples: list[Any], **kwargs: Any) -> bool:
+    """Accept every group."""
+    return True
+
+
+def default_should_continue_fn(completed_count: int, batch_size: int, **kwargs: Any) -> bool:
+    """Continue until the batch is full."""
+    return completed_count < batch_size
 
 
 def calculate_stale_threshold(max_staleness: int, sync_weights_interval: int = 1) -> int:
@@ -57,13 +70,12 @@ class ProduceStrategyConfig(ProduceSettings):
     ) -> ProduceStrategy:
         """Build the strategy that `strategy` names.
 
-        rollout_controller: an object, or a Ray actor of one, that wants to know whether aborted responses
-        continue; its `set_enable_partial_rollout` is called once.
+        rollout_controller: an object that wants to know whether aborted responses continue; its
+        `set_enable_partial_rollout` is called once.
         """
         strategy = load_strategy(self.strategy)
         if rollout_controller is not None:
-            tell = rollout_controller.set_enable_partial_rollout
-            getattr(tell, "remote", tell)(self.enable_partial_rollout)
+            rollout_controller.set_enable_partial_rollout(self.enable_partial_rollout)
         return strategy(self, sync_weights_interval=sync_weights_interval)
 
 
@@ -76,27 +88,18 @@ class SyncProduceStrategyConfig(ProduceStrategyConfig):
 
     strategy: str = "sync"
 
-    @model_validator(mode="after")
-    def _refuse_run_ahead(self) -> Self:
-        for name in RUN_AHEAD:
-            if value := getattr(self, name):
-                raise ValueError(f"{name}: got {value!r} with strategy sync, allowed: 0 or false")
-        return self
-
 
 def strategy_config(
     produce: ProduceConfig, is_valid_sample_fn: IsValidSample = default_is_valid_sample_fn
 ) -> ProduceStrategyConfig:
     """Return the settings that a [produce] table gives to a strategy."""
     fields = {name: getattr(produce, name) for name in ProduceSettings.model_fields}
+    fields["max_staleness"] = produce.staleness_bound
     fields["is_valid_sample_fn"] = is_valid_sample_fn
     if produce.should_continue:
         fields["should_continue_fn"] = load("produce.should_continue", produce.should_continue, {})
-    if produce.strategy != "sync":
-        return AsyncProduceStrategyConfig(**fields)
-    return SyncProduceStrategyConfig(
-        **{name: value for name, value in fields.items() if name not in RUN_AHEAD}
-    )
+    is_sync = produce.strategy == "sync"
+    return (SyncProduceStrategyConfig if is_sync else AsyncProduceStrategyConfig)(**fields)
 
 
 class ProduceStrategy:
@@ -105,8 +108,6 @@ class ProduceStrategy:
     Consumes prompts and groups to retry, produces landed groups. Waits for: landings, the update event,
     the end of a back-off. Woken by: `changed`.
     """
-
-    runs_ahead = True  # may produce for steps after the one that is consumed next
 
     def __init__(self, config: ProduceStrategyConfig, *, sync_weights_interval: int = 1) -> None:
         self.config = config
@@ -125,13 +126,11 @@ class ProduceStrategy:
 
     def furthest_step(self, model_step: int, next_consumer_step: int) -> int:
         """Return the last step to produce for with these weights."""
-        if not self.runs_ahead:
-            return next_consumer_step
         return max(model_step + self.stale_threshold, next_consumer_step)
 
     def pending_task_count(self) -> int:
         """Return the number of groups in flight."""
-        return len(self.runner.pending)
+        return len(self.runner)
 
     def should_wait_for_stragglers(self, train_step: int) -> bool:
         """Return whether a group in flight would expire if `train_step` did not wait for it.
@@ -141,13 +140,8 @@ class ProduceStrategy:
         `max_tries` times.
         """
         tail_only = self.config.over_sample_threshold > 0
-        oldest = self.runner.pending.oldest_version(tail_only=tail_only)
+        oldest = self.runner.oldest_version(tail_only=tail_only)
         return oldest is not None and staleness(train_step + 1, oldest) >= self.stale_threshold
-
-    def raise_fault(self) -> None:
-        """Raise the error that ends the run, if a landing group met one."""
-        if self.runner.fault is not None:
-            raise self.runner.fault
 
     # -- producing ----------------------------------------------------------------------------
 
@@ -159,12 +153,13 @@ class ProduceStrategy:
             return ProduceBatchStatus.EXPIRED_BATCH
         loop = asyncio.get_running_loop()
         started = loop.time()
-        wake = asyncio.ensure_future(ctx.update_event.wait())
-        wake.add_done_callback(self._wake_on_update)
+        # done: the event was set, even if it was cleared since
+        update = asyncio.ensure_future(ctx.update_event.wait())
+        update.add_done_callback(self._wake_on_update)
         try:
-            return await self._produce(ctx, loop, wake)
+            return await self._produce(ctx, update)
         finally:
-            wake.cancel()
+            update.cancel()
             ctx.progress.produce_time_s += loop.time() - started
             self.runner.account.produce_s += loop.time() - started
 
@@ -173,25 +168,21 @@ class ProduceStrategy:
             self.changed.notify()
 
     async def _produce(
-        self,
-        ctx: ProduceContext,
-        loop: asyncio.AbstractEventLoop,
-        update: asyncio.Future[Any],  # done: the event was set, even if it was cleared since
+        self, ctx: ProduceContext, update: asyncio.Future[Any]
     ) -> ProduceBatchStatus:
         self.expire(ctx)
         statuses, extra = self.plan(ctx)
         while True:
             seen = self.changed.count
-            self.raise_fault()
+            self.runner.raise_fault()
             if ctx.should_abort() or update.done():
                 return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
             self.expire(ctx)
-            available = ctx.progress.consumed(ctx.task_name) + ctx.completed()
-            missing = ctx.progress.target(ctx.task_name) - available
+            missing = ctx.target_abs - ctx.available()
             completed = max(0, ctx.task_batch_size - missing)
             if not self.config.should_continue_fn(completed, ctx.task_batch_size):
                 return ProduceBatchStatus.NORMAL
-            hold_s = self.runner.failures.hold_s(loop.time())
+            hold_s = self.runner.failures.hold_s(asyncio.get_running_loop().time())
             allowed = missing + extra
             if hold_s == 0 and await self.runner.launch(ctx, statuses, allowed):
                 continue
@@ -206,8 +197,8 @@ class ProduceStrategy:
             statuses.append(Status.ABORTED)
         expired = ctx.replay_buffer.expire_now(
             ctx.task_name,
-            train_step=ctx.progress.next_consumer_step if train_step is None else train_step,
-            stale_threshold=ctx.stale_threshold or self.stale_threshold,
+            train_step=ctx.consumer_step if train_step is None else train_step,
+            stale_threshold=self.stale_threshold,
             tail_tries=self.config.max_tries,
             statuses=statuses,
         )
@@ -233,21 +224,15 @@ class ProduceStrategy:
                 return True
             first = buffer.first_entry(ctx.task_name, Status.EXPIRED)
             if first is not None:  # too few for a tail batch, but they must not starve
-                waited = ctx.progress.next_consumer_step - first[1]
+                waited = ctx.consumer_step - first[1]
                 if waited >= self.config.max_tries * self.stale_threshold:
                     return True
         firsts = (buffer.first_entry(ctx.task_name, s) for s in (Status.EXPIRED, Status.ABORTED))
         return any(first is not None and first[0] > 0 for first in firsts)
 
-    # -- pausing ------------------------------------------------------------------------------
-
     async def pause_produce(self, ctx: ProduceContext) -> float:
         """Abort all groups and wait for them to land; return the seconds it took."""
         return await self.runner.pause(ctx)
-
-    async def drain_produce(self, ctx: ProduceContext) -> float:
-        """Wait for all groups to land; return the seconds it took."""
-        return await self.runner.drain()
 
 
 def load_strategy(name: str) -> type[ProduceStrategy]:
@@ -265,19 +250,20 @@ class AsyncProduceStrategy(ProduceStrategy):
     """Run ahead of the trainer as far as the staleness bound allows."""
 
 
-class SyncProduceStrategy(ProduceStrategy):
-    """Produce exactly the groups of the next step.
+class SyncProduceStrategy(AsyncProduceStrategy):
+    """The async strategy at staleness 0, for one step at a time.
 
     Groups of the weights in force never expire: the producer calls a sync strategy only with weights
     that are new enough.
     """
 
-    runs_ahead = False
-
     def is_model_expired(self, train_step: int, model_step: int) -> bool:
         return False
 
+    def furthest_step(self, model_step: int, next_consumer_step: int) -> int:
+        return next_consumer_step
+
     def expire(self, ctx: ProduceContext, train_step: int | None = None) -> None:
         """Expire only groups of older weights, such as those of an async run that is resumed as sync."""
-        step = ctx.progress.next_consumer_step if train_step is None else train_step
+        step = ctx.consumer_step if train_step is None else train_step
         super().expire(ctx, min(step, ctx.model_step + 1))

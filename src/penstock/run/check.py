@@ -118,8 +118,7 @@ class Rehearsal:
         tokens = (_trained_tokens(groups) - prompts) * share
         tokens += prompts * config.train.groups_per_step / max(1, len(groups))
         training = (self.token_s or 0.0) * tokens / config.launch.num_consumers + self.digest_s
-        in_turn = config.launch.colocate or config.produce.strategy == "sync"
-        in_turn = in_turn or config.produce.max_staleness == 0
+        in_turn = config.launch.colocate or config.produce.staleness_bound == 0
         return generating, training, generating + training if in_turn else max(generating, training)
 
 

@@ -6,7 +6,7 @@ agent is one file here and one line in `AGENTS`: a loop's class, or a function t
 
 from __future__ import annotations
 
-from penstock.rollout.context import AgentLoop
+from penstock.rollout.agent_loop import AgentLoop
 
 __all__ = ["AGENTS", "AgentLoop"]
 

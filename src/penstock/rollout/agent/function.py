@@ -27,7 +27,7 @@ from penstock.rollout.agent.endpoint import Endpoint
 from penstock.rollout.agent.session import TOOL_THREADS, Function, Limits, Model, Recorder, Session
 from penstock.rollout.agent.single_turn import annealed_temperature
 from penstock.rollout.agent.task import Task
-from penstock.rollout.context import AgentLoop
+from penstock.rollout.agent_loop import AgentLoop
 from penstock.store.journal.calls import ToolResult
 from penstock.types import ModelCall, Rollout, Score, Status
 

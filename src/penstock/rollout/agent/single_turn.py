@@ -17,7 +17,7 @@ from penstock.config import SamplingConfig
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
 from penstock.errors import EnginesLost
 from penstock.reward.protocol import Reward
-from penstock.rollout.context import AgentLoop
+from penstock.rollout.agent_loop import AgentLoop
 from penstock.types import Prompt, Rollout, Status
 
 _NOT_SEARCHED = 31  # failed groups to skip before requests are sent one by one again

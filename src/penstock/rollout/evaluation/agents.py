@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import EngineError
-from penstock.rollout.context import AgentLoop
+from penstock.rollout.agent_loop import AgentLoop
 from penstock.types import ModelCall, Rollout, Status
 
 TRIES = 3  # of a rollout that fails

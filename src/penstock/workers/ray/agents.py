@@ -29,6 +29,16 @@ from penstock.workers.supervise.worker import Worker
 _CLOSE_TIMEOUT_S = 5.0
 
 
+class ActorCalls:
+    """A user's Ray actor as a plain object: an agent loop, or a rollout controller, in Python."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._actor, method).remote
+
+
 class Question(NamedTuple):
     """A call of the engine that waits for the driver."""
 
