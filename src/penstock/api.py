@@ -79,8 +79,8 @@ class Run:
         from penstock.store.journal import Journal
 
         with closing(Journal.open(self._folder.journal, readonly=True)) as journal:
-            found = find_rollouts(journal, where=where, step=step, task=task, limit=limit)
-        return [one.plain() for one in found]
+            rollouts = find_rollouts(journal, where=where, step=step, task=task, limit=limit)
+        return [rollout.plain() for rollout in rollouts]
 
     @property
     def model_path(self) -> Path:
@@ -157,17 +157,16 @@ def train(
         "run.name": name,
     }
     rewards, objects = name_rewards(reward)
-    with _written({task: data, judged: eval_data}) as (given, files):
-        named |= {
-            f"{task}.rewards": rewards,
-            f"{task}.columns": columns,
-            f"{task}.data_options": data_options,
-            f"{task}.system_prompt": system_prompt,
-        }
-        if eval_data is not None:
-            named |= {f"{judged}.rewards": rewards, f"{judged}.columns": columns}
-        with _python_objects(objects), _rows_named(files):
-            return _train(config, {**named, **given, **(settings or {})}, files, trust)
+    named |= {
+        f"{task}.rewards": rewards,
+        f"{task}.columns": columns,
+        f"{task}.data_options": data_options,
+        f"{task}.system_prompt": system_prompt,
+    }
+    if eval_data is not None:
+        named |= {f"{judged}.rewards": rewards, f"{judged}.columns": columns}
+    with _inputs({task: data, judged: eval_data}, objects) as (sources, files):
+        return _train(config, {**named, **sources, **(settings or {})}, files, trust)
 
 
 def _train(
@@ -198,8 +197,7 @@ def resume(
     from penstock.run import entry
 
     folder = _folder(run)
-    objects = _objects_again(folder.config(), reward)
-    with _python_objects(objects):
+    with _inputs({}, _objects_again(folder.config(), reward)):
         words = _overrides(settings or {})
         entry.resume(folder, words, accept_changes=accept_changes, trusted=trust)
     return Run(folder)
@@ -240,10 +238,10 @@ def evaluate(
     }
     if data is None and reward is not None:
         objects = _objects_again(_folder(model).config(), reward)
-    with _written({"eval.tasks.heldout": data}) as (given, files):
+    with _inputs({"eval.tasks.heldout": data}, objects) as (sources, _):
         if data is not None:
             task: dict[str, Any] = {
-                "data": given["eval.tasks.heldout.data"],
+                "data": sources["eval.tasks.heldout.data"],
                 "rewards": rewards,
                 "columns": columns,
                 "data_options": data_options,
@@ -253,10 +251,7 @@ def evaluate(
             named["eval.tasks"] = {"heldout": chosen}
         words = _overrides({**named, **(settings or {})})
         folder = None if out is None else Path(out)
-        with _python_objects(objects), _rows_named(files):
-            return outside_a_loop(
-                lambda: evaluate_model(_source(model), words, folder, trusted=trust)
-            )
+        return outside_a_loop(lambda: evaluate_model(_source(model), words, folder, trusted=trust))
 
 
 def generate(
@@ -285,9 +280,9 @@ def generate(
     sampling = type(config.sampling)(**{**config.sampling.model_dump(), **chosen})
     config = config.model_copy(update={"sampling": sampling})  # no task is trained: greedy is fine
     preflight.check_engine(config)
-    asked = [prompts] if isinstance(prompts, str) else list(prompts)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
     return outside_a_loop(
-        lambda: generate_samples(config, asked, num_generations=num_generations, raw=raw)
+        lambda: generate_samples(config, texts, num_generations=num_generations, raw=raw)
     )
 
 
@@ -310,11 +305,10 @@ def score(
         raise UserError(f"reward: got {len(rewards or [])} rewards, allowed: one")
     source = str(responses.path) if isinstance(responses, Run) else responses
     chosen = {**rewards[0].get("options", {}), **(options or {})}
-    with ScratchFolder.new("score") as scratch, _written({"score": source}) as (given, files):
-        path, out, quiet = Path(given["score.data"]), scratch / "scored.jsonl", console(quiet=True)
-        with _python_objects(objects), _rows_named(files):
-            kind = rewards[0]["type"]
-            outside_a_loop(lambda: score_file(path, kind, out, chosen, console=quiet))
+    with ScratchFolder.new("score") as scratch, _inputs({"score": source}, objects) as (sources, _):
+        path, kind, out = Path(sources["score.data"]), rewards[0]["type"], scratch / "scored.jsonl"
+        quiet = console(quiet=True)
+        outside_a_loop(lambda: score_file(path, kind, out, chosen, console=quiet))
         return _read_lines(out)
 
 
@@ -327,11 +321,11 @@ def name_rewards(reward: Reward | None) -> tuple[list[dict[str, Any]] | None, di
         return None, {}
     rewards: list[dict[str, Any]] = []
     objects: dict[str, Any] = {}
-    for one in reward if isinstance(reward, list | tuple) else [reward]:
-        table = dict(one) if isinstance(one, Mapping) else {"type": one}
+    for entry in reward if isinstance(reward, list | tuple) else [reward]:
+        table = dict(entry) if isinstance(entry, Mapping) else {"type": entry}
         target = table.get("type")
         if not isinstance(target, str):
-            table["type"] = _importable(target) or _give(target, objects)
+            table["type"] = _importable(target) or _named(target, objects)
         rewards.append(table)
     return rewards, objects
 
@@ -341,20 +335,21 @@ def _importable(target: Any) -> str:
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
     if module in (None, "__main__") or not str(name).isidentifier():
         return ""
-    found = sys.modules.get(str(module))
-    is_same = getattr(found, name, None) is target
-    return f"{module}:{name}" if is_same and getattr(found, "__spec__", None) else ""
+    imported = sys.modules.get(str(module))
+    is_same = getattr(imported, name, None) is target
+    return f"{module}:{name}" if is_same and getattr(imported, "__spec__", None) else ""
 
 
-def _give(target: Any, objects: dict[str, Any]) -> str:
+def _named(target: Any, objects: dict[str, Any]) -> str:
+    """Add the object under a name of its own; return what a config calls it."""
     from penstock.config.plugins import PYTHON
 
     if not callable(target) and not hasattr(target, "score"):
         raise UserError(
             f"reward: got {target!r}, allowed: a name, a function, a dict with type, or a list of these"
         )
-    own = str(getattr(target, "__name__", type(target).__name__))
-    base = own if own.isidentifier() else "reward"
+    base = str(getattr(target, "__name__", type(target).__name__))
+    base = base if base.isidentifier() else "reward"
     name = next(
         n
         for n in (base, *(f"{base}_{i}" for i in range(2, 1000)))
@@ -369,49 +364,51 @@ def _objects_again(config: Config, reward: Reward | None) -> dict[str, Any]:
     from penstock.config.plugins import PYTHON
 
     tasks = (*config.tasks.values(), *config.eval.tasks.values())
-    types = dict.fromkeys(one.type for task in tasks for one in task.rewards)
+    types = dict.fromkeys(entry.type for task in tasks for entry in task.rewards)
     wanted = [name.removeprefix(PYTHON) for name in types if name.startswith(PYTHON)]
     if reward is None:
         return {}
-    _, given = name_rewards(reward)
-    targets = list(given.values())
+    _, objects = name_rewards(reward)
+    targets = list(objects.values())
     if len(targets) != len(wanted):
         raise UserError(
             f"reward: got {len(targets)} Python functions, allowed: {len(wanted)}, as the run has "
             f"({', '.join(wanted) or 'its rewards have names, which a config can change'})"
         )
-    by_name = given if given.keys() == set(wanted) else dict(zip(wanted, targets, strict=True))
-    return dict(by_name)
-
-
-@contextmanager
-def _python_objects(objects: Mapping[str, Any]) -> Iterator[None]:
-    from penstock.config import plugins
-
-    with plugins.given(objects):
-        yield
+    return objects if objects.keys() == set(wanted) else dict(zip(wanted, targets, strict=True))
 
 
 # -- data --------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _written(
-    sources: Mapping[str, Data | None],
+def _inputs(
+    sources: Mapping[str, Data | None], objects: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, str], list[Path]]]:
-    """Give each source as the value of its `data` key; rows are first written to a scratch file."""
+    """Give each source as the value of its `data` key, and the files that rows were written to.
+
+    Within it a config may name the Python objects, and an error about rows names no scratch file.
+    """
+    from penstock.config import plugins
     from penstock.files import ScratchFolder
 
-    with ScratchFolder.new("rows") as scratch:
-        given, files = dict[str, str](), list[Path]()
+    with ScratchFolder.new("rows") as scratch, plugins.given(objects):
+        settings, files = dict[str, str](), list[Path]()
         for key, source in sources.items():
             if isinstance(source, str | Path):
-                given[f"{key}.data"] = str(source)
+                settings[f"{key}.data"] = str(source)
             elif source is not None:
                 files.append(scratch / f"{key}.jsonl")
-                given[f"{key}.data"] = str(files[-1])
+                settings[f"{key}.data"] = str(files[-1])
                 _write_rows(files[-1], source)
-        yield given, files
+        try:
+            yield settings, files
+        except UserError as error:
+            text = str(error)
+            for path in files:
+                text = text.replace(f"data {path} line", "data from Python, row")
+                text = text.replace(f"'{path}'", "rows from Python")
+            raise UserError(text) if text != str(error) else error from None
 
 
 def _write_rows(path: Path, source: Any) -> None:
@@ -446,19 +443,6 @@ def _rows(source: Any) -> Iterable[Any]:
             "datasets.Dataset or a data frame"
         )
     return source
-
-
-@contextmanager
-def _rows_named(files: Sequence[Path]) -> Iterator[None]:
-    """Let an error about rows that were given not name the scratch file."""
-    try:
-        yield
-    except UserError as error:
-        text = str(error)
-        for path in files:
-            text = text.replace(f"data {path} line", "data from Python, row")
-            text = text.replace(f"'{path}'", "rows from Python")
-        raise UserError(text) if text != str(error) else error from None
 
 
 # -- settings and runs -------------------------------------------------------------------------

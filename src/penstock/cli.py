@@ -11,19 +11,22 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
 from rich.text import Text
 
 from penstock import __version__
-from penstock.config import Section
+from penstock.config import Config, Section
 from penstock.config.source import explain, load_config
 from penstock.errors import PenstockError, StopRequested, UserError
 from penstock.files import console, say
 from penstock.inspection.dashboard.command import dashboard
 from penstock.run.twin.command import simulate
+
+if TYPE_CHECKING:
+    from penstock.store.run_folder import RunFolder
 
 app = typer.Typer(
     name="penstock",
@@ -58,6 +61,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as train.lr=1e-5."),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Trust = Annotated[
     bool,
     typer.Option("--trust", help="Allow what a run of another user would execute or connect to."),
@@ -70,6 +74,26 @@ def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     if len(files) > 1:
         raise UserError(f"arguments: got {len(files)} config files {files}, allowed: at most one")
     return (files[0] if files else None), [word for word in words if "=" in word]
+
+
+def _trusted_config(
+    arguments: list[str] | None, *, trust: bool = False, with_tasks: bool = True
+) -> Config:
+    """Return the config of a command that may execute what it names."""
+    path, overrides = _split(arguments)
+    loaded = load_config(path, overrides)
+    if with_tasks:
+        loaded.require_tasks()
+    from penstock.store.trust import check_config
+
+    check_config(path, loaded.config, trust=trust)
+    return loaded.config
+
+
+def _folder(run: str) -> RunFolder:
+    from penstock.store.run_folder import find
+
+    return find(run)
 
 
 def _show_version(value: bool) -> None:
@@ -93,14 +117,10 @@ def train(arguments: Arguments = None, trust: Trust = False) -> None:
     """Train a policy. Without a config: the demo, on this machine's CPU."""
     if sys.stderr.isatty():  # a large dataset takes a while to check
         say("checking the config and the data", error=True)
-    path, overrides = _split(arguments)
-    loaded = load_config(path, overrides)
-    loaded.require_tasks()
+    settings = _trusted_config(arguments, trust=trust)
     from penstock.run import entry
-    from penstock.store.trust import check_config
 
-    check_config(path, loaded.config, trust=trust)
-    entry.train(loaded.config)
+    entry.train(settings)
 
 
 @app.command(rich_help_panel="Run")
@@ -118,9 +138,8 @@ def resume(
 ) -> None:
     """Continue a run after a stop or a crash: load the newest checkpoint, redo the journalled steps."""
     from penstock.run import entry
-    from penstock.store.run_folder import find
 
-    entry.resume(find(run), overrides or [], accept_changes=accept_changes, trusted=trust)
+    entry.resume(_folder(run), overrides or [], accept_changes=accept_changes, trusted=trust)
 
 
 @app.command(rich_help_panel="Run")
@@ -138,10 +157,9 @@ def replay(
     With --algo or KEY=VALUE: make a new run that trains on the recorded rollouts and generates nothing.
     """
     from penstock.run.session import replay_run
-    from penstock.store.run_folder import find
 
     words = overrides or []
-    replay_run(find(run), to_step=to, algorithm=algo, overrides=words, trusted=trust)
+    replay_run(_folder(run), to_step=to, algorithm=algo, overrides=words, trusted=trust)
 
 
 @app.command(rich_help_panel="Run")
@@ -152,10 +170,9 @@ def scale(
     ],
 ) -> None:
     """Change the number of engines of a run that is under way."""
-    from penstock.store.run_folder import find
     from penstock.workers.control import scale_run
 
-    say(scale_run(find(run).path, setting))
+    say(scale_run(_folder(run).path, setting))
 
 
 @app.command("eval", rich_help_panel="Run")
@@ -179,19 +196,18 @@ def evaluate(
 @app.command(rich_help_panel="Look")
 def audit(
     run: Run,
-    json_out: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_out: Json = False,
 ) -> None:
     """Check from the journal that nothing was lost, trained twice or too stale; exit 1 if it was."""
     from penstock.inspection.audit import audit_run
-    from penstock.store.run_folder import find
 
-    raise typer.Exit(audit_run(find(run), as_json=json_out))
+    raise typer.Exit(audit_run(_folder(run), as_json=json_out))
 
 
 @app.command(rich_help_panel="Look")
 def runs(
     folder: Annotated[Path, typer.Argument(help="The folder that holds the runs.")] = Path("runs"),
-    json_out: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    json_out: Json = False,
 ) -> None:
     """List the runs of a folder: how far each is, what it reached, how many findings it has."""
     from penstock.inspection.runs import list_runs, print_runs
@@ -203,27 +219,25 @@ def runs(
 def compare(
     first: Annotated[str, typer.Argument(metavar="A", help="A run folder, or its name in runs/.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Another run.")],
-    json_out: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    json_out: Json = False,
 ) -> None:
     """Compare two runs prompt by prompt: which is better, by how much, with a 95 % interval."""
     from penstock.inspection.compare import compare as compared
     from penstock.inspection.compare import print_comparison
-    from penstock.store.run_folder import find
 
-    a, b = find(first), find(second)
+    a, b = _folder(first), _folder(second)
     print_comparison(a, b, compared(a, b), console(), as_json=json_out)
 
 
 @app.command(rich_help_panel="Look")
 def doctor(
     run: Run,
-    json_out: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+    json_out: Json = False,
 ) -> None:
     """Print what is wrong with a run, how it shows and which setting to change; exit 1 if anything is."""
     from penstock.inspection.doctor import examine
-    from penstock.store.run_folder import find
 
-    raise typer.Exit(examine(find(run), console(), as_json=json_out))
+    raise typer.Exit(examine(_folder(run), console(), as_json=json_out))
 
 
 @app.command(rich_help_panel="Run")
@@ -238,9 +252,8 @@ def backup(
 ) -> None:
     """Copy a run, also one that is under way: its journal, newest checkpoint, settings and logs."""
     from penstock.inspection.backup import back_up
-    from penstock.store.run_folder import find
 
-    say(back_up(find(run), target))
+    say(back_up(_folder(run), target))
 
 
 @app.command(rich_help_panel="Run")
@@ -260,9 +273,8 @@ def export(
 ) -> None:
     """Write a run's newest model, its tokenizer and a model card made from the journal to a folder."""
     from penstock.inspection.export import export_run, push_to_hub
-    from penstock.store.run_folder import find
 
-    folder = export_run(find(run), to, adapter=adapter)
+    folder = export_run(_folder(run), to, adapter=adapter)
     say(folder)
     if push is not None:
         say(push_to_hub(folder, push, public=public))
@@ -280,9 +292,8 @@ def report(
 ) -> None:
     """Write one HTML file with curves, timeline, staleness, lengths and samples."""
     from penstock.inspection.report import write_report
-    from penstock.store.run_folder import find
 
-    say(write_report([find(run) for run in runs], out))
+    say(write_report([_folder(run) for run in runs], out))
 
 
 @app.command(rich_help_panel="Look")
@@ -294,9 +305,8 @@ def timeline(
 ) -> None:
     """Print the idle share of every worker; write a trace for Perfetto (ui.perfetto.dev)."""
     from penstock.inspection.timeline import summary_lines, write_trace
-    from penstock.store.run_folder import find
 
-    folder = find(run)
+    folder = _folder(run)
     for line in summary_lines(folder):
         say(line)
     say(write_trace(folder, out))
@@ -311,15 +321,12 @@ def rollouts(
     step: Annotated[int | None, typer.Option(help="Only samples that this step trained.")] = None,
     task: Annotated[str | None, typer.Option(help="Only of this task, or of eval/NAME.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most samples to print.")] = 20,
-    json_out: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per line.")
-    ] = False,
+    json_out: Json = False,
 ) -> None:
     """Print samples: text, rewards, weight versions, the step that trained them or why none did."""
     from penstock.inspection.rollout_viewer import show_rollouts
-    from penstock.store.run_folder import find
 
-    show_rollouts(find(run), where=where, step=step, task=task, limit=limit, as_json=json_out)
+    show_rollouts(_folder(run), where=where, step=step, task=task, limit=limit, as_json=json_out)
 
 
 @app.command(rich_help_panel="Look")
@@ -334,13 +341,10 @@ def generate(
     """Sample from a config's model and print every token with its log-probability."""
     from penstock.rollout.evaluation.generate import describe, generate_samples
     from penstock.run import preflight
-    from penstock.store.trust import check_config
 
-    path, overrides = _split(arguments)
-    loaded = load_config(path, overrides).config
-    check_config(path, loaded)
-    preflight.check_engine(loaded)
-    for line in describe(generate_samples(loaded, prompt, num_generations=samples, raw=raw)):
+    settings = _trusted_config(arguments, with_tasks=False)
+    preflight.check_engine(settings)
+    for line in describe(generate_samples(settings, prompt, num_generations=samples, raw=raw)):
         say(line)
 
 
@@ -370,9 +374,9 @@ def init(
 
     asks = sys.stdin.isatty()
 
-    def ask(question: str, given: Any, default: Any) -> Any:
-        if given is not None or not asks:
-            return default if given is None else given
+    def ask(question: str, answer: Any, default: Any) -> Any:
+        if answer is not None or not asks:
+            return default if answer is None else answer
         return typer.prompt(question, default=default, type=type(default), err=True)
 
     model = ask("Model: a folder, a hub name, or demo", model, "demo")
@@ -396,18 +400,13 @@ def init(
 @app.command(rich_help_panel="Prepare")
 def check(arguments: Arguments = None, trust: Trust = False) -> None:
     """Rehearse a run on three prompts: sample, score, train once; estimate memory and time. Keeps nothing."""
-    path, overrides = _split(arguments)
-    loaded = load_config(path, overrides)
-    loaded.require_tasks()
+    settings = _trusted_config(arguments, trust=trust)
     from penstock.run import preflight
-    from penstock.store.trust import check_config
 
-    check_config(path, loaded.config, trust=trust)
-    preflight.check(loaded.config)
-    from penstock.run.check import rehearse
-    from penstock.run.check_text import print_rehearsal
+    preflight.check(settings)
+    from penstock.run.check import print_rehearsal, rehearse
 
-    raise typer.Exit(print_rehearsal(console(), rehearse(loaded.config)))
+    raise typer.Exit(print_rehearsal(console(), rehearse(settings)))
 
 
 @app.command(rich_help_panel="Prepare")
@@ -516,17 +515,16 @@ def agent_check(arguments: Arguments = None, trust: Trust = False) -> None:
     import asyncio
 
     from penstock.run.job import check_agents
-    from penstock.store.trust import check_config
 
-    path, overrides = _split(arguments)
-    loaded = load_config(path, overrides).config
-    check_config(path, loaded, trust=trust)
-    found = asyncio.run(check_agents(loaded))
-    for task, findings in found.items():
-        for one in findings:
-            why = f": {one.detail}" if one.detail else ""
-            say(f"{one.verdict:<4} {task}: {one.name}{why}")
-    raise typer.Exit(any(one.verdict == "FAIL" for own in found.values() for one in own))
+    verdicts = asyncio.run(check_agents(_trusted_config(arguments, trust=trust, with_tasks=False)))
+    for task, findings in verdicts.items():
+        for finding in findings:
+            why = f": {finding.detail}" if finding.detail else ""
+            say(f"{finding.verdict:<4} {task}: {finding.name}{why}")
+    has_failed = any(
+        finding.verdict == "FAIL" for findings in verdicts.values() for finding in findings
+    )
+    raise typer.Exit(has_failed)
 
 
 S = TypeVar("S", bound=Section)

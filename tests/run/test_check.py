@@ -18,8 +18,7 @@ from penstock.config.source import load_config
 from penstock.data.identity import MACHINE
 from penstock.engine.protocol import GenerationRequest
 from penstock.run import check
-from penstock.run.check import Rehearsal
-from penstock.run.check_text import print_rehearsal
+from penstock.run.check import Rehearsal, print_rehearsal
 from stages.tiny_run import SUMS, CrashServer
 
 SMALL = [

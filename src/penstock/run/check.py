@@ -15,6 +15,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from penstock.config import Config, SamplingConfig
 from penstock.config.source import with_overrides
@@ -25,6 +28,8 @@ from penstock.engine.protocol import GenerationRequest, InferenceEngine, Samplin
 from penstock.files import ScratchFolder
 from penstock.inspection.findings import Observed, find
 from penstock.inspection.findings.observed import WINDOW
+from penstock.inspection.summary import duration
+from penstock.inspection.track.console import finding_table
 from penstock.reward import build_reward
 from penstock.rollout.agent import AgentLoop
 from penstock.rollout.agent.build import build_agent
@@ -33,7 +38,7 @@ from penstock.run.job import open_trainer, serve_agents
 from penstock.run.run_data import RunData, count_steps
 from penstock.store.journal import Journal
 from penstock.store.space import available_mib, checkpoint_bytes, size_text
-from penstock.types import Batch, Finding, Group, Status
+from penstock.types import Batch, Finding, Group, Rollout, Status
 from penstock.workers.inline import start_engine
 
 _PROMPTS = 3
@@ -43,6 +48,8 @@ _MEASURED_S = 5.0  # what may be spent on each measurement, after a first pass t
 _SAMPLING_S = 6.0  # a machine that would sample longer makes fewer and shorter responses
 _UPDATE_S = 15.0  # what a first update of two responses may promise for all; they take about half
 _TRIED_TOKENS, _FEWEST_TOKENS = 3, 16
+_SHOWN = 3  # responses of each prompt: the best, the worst, one between
+_CHARACTERS = 1200  # of a text that is shown
 _TRIED_RESPONSES = 24  # more at once take no longer for each of them
 
 
@@ -71,7 +78,7 @@ class Rehearsal:
     @property
     def errors(self) -> list[str]:
         rollouts = (rollout for group in self.groups for rollout in group.rollouts)
-        return [one.error for one in rollouts if one.status is Status.FAILED]
+        return [rollout.error for rollout in rollouts if rollout.status is Status.FAILED]
 
     @property
     def mean_length(self) -> float:
@@ -249,9 +256,13 @@ async def _generate(
     }
     started = time.monotonic()
     await asyncio.gather(
-        *(agents[name][0].generate_group(one.rollouts) for name in groups for one in groups[name])
+        *(
+            agents[name][0].generate_group(group.rollouts)
+            for name, drawn in groups.items()
+            for group in drawn
+        )
     )
-    return [one for own in groups.values() for one in own], time.monotonic() - started
+    return [group for drawn in groups.values() for group in drawn], time.monotonic() - started
 
 
 async def _train(seen: Rehearsal) -> None:
@@ -287,7 +298,7 @@ async def _train(seen: Rehearsal) -> None:
             await update(1, pair)
             enough = [first] if seen.cut else seen.groups
             await update(2, enough if is_short(enough, _UPDATE_S) else pair)
-            fits = all(one.status is Status.COMPLETED for one in seen.measured)
+            fits = all(group.status is Status.COMPLETED for group in seen.measured)
             if seen.measured and fits and is_short(seen.measured, 2 * _MEASURED_S):
                 await update(3, seen.measured)
 
@@ -295,12 +306,12 @@ async def _train(seen: Rehearsal) -> None:
 def _trained_tokens(groups: Sequence[Group]) -> int:
     """Return the tokens that an update computes: each prompt once, and every response."""
     return sum(
-        len(group.prompt.token_ids) + sum(len(one.response_ids) for one in group.rollouts)
+        len(group.prompt.token_ids) + sum(len(rollout.response_ids) for rollout in group.rollouts)
         for group in groups
     )
 
 
-def placement(seen: Rehearsal) -> Iterator[str]:
+def _placement(seen: Rehearsal) -> Iterator[str]:
     """Yield which part runs on which device."""
     config, launch = seen.config, seen.config.launch
     gpus = json.loads(seen.facts[MACHINE])["gpus"]
@@ -323,7 +334,7 @@ def placement(seen: Rehearsal) -> Iterator[str]:
     yield f"engine ({config.engine.name}) on {engines}"
 
 
-def memory(seen: Rehearsal) -> Iterator[str]:
+def _memory(seen: Rehearsal) -> Iterator[str]:
     """Yield what the parts need, from the size of the model, and what the machine has left."""
     written = checkpoint_bytes(seen.config)
     if written:
@@ -332,3 +343,88 @@ def memory(seen: Rehearsal) -> Iterator[str]:
         yield f"the trainer's peak in this check {peak:,.0f} MiB"
     if (left := available_mib()) is not None:
         yield f"{left:,.0f} MiB of main memory are available"
+
+
+# ---- what the command prints
+
+
+def print_rehearsal(console: Console, seen: Rehearsal) -> int:
+    """Print what was seen; return 1 if a response could not be sampled or scored, else 0."""
+    for group in seen.groups:
+        _print_group(console, seen.prompts[group.group_id], group)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for task, lengths in seen.lengths.items():
+        table.add_row(f"tasks.{task}", Text(lengths))
+    for task, here in seen.cut.items():
+        run = seen.config.task_sampling(task)
+        said = (
+            f"{here.num_generations} responses a prompt of at most {here.max_tokens} tokens here, "
+            f"{run.num_generations} of {run.max_tokens} in the run: this machine is slow"
+        )
+        table.add_row("", Text(said))
+    table.add_row("placement", Text("; ".join(_placement(seen))))
+    table.add_row("memory", Text("; ".join(_memory(seen))))
+    if seen.groups and not seen.errors:
+        table.add_row("a step", Text(_step(seen)))
+        table.add_row("the run", Text(_run(seen)))
+    console.print(table)
+    if seen.errors:
+        console.print()
+        said = f"{len(seen.errors)} responses failed, the first one: "
+        console.print(Text.assemble((said, "bold red"), seen.errors[0]), soft_wrap=True)
+    if findings := seen.findings():
+        console.print()
+        console.print(Text("If the run stays like these prompts:", style="dim"))
+        console.print(finding_table(findings))
+    return int(bool(seen.errors))
+
+
+def _print_group(console: Console, prompt: str, group: Group) -> None:
+    expected = "" if group.prompt.gt_answer is None else f"   expected {group.prompt.gt_answer}"
+    console.print(Text.assemble((group.group_id, "bold"), (expected, "dim")))
+    console.print(Text(_clip(prompt), style="cyan"), soft_wrap=True)
+    ranked = sorted(group.rollouts, key=_worth, reverse=True)
+    shown = ranked if len(ranked) <= _SHOWN else [ranked[0], ranked[len(ranked) // 2], ranked[-1]]
+    for rollout in shown:
+        console.print(
+            Text.assemble((f"  {_judged(rollout)}  ", "bold"), _clip(rollout.text) or "(empty)"),
+            soft_wrap=True,
+        )
+    console.print()
+
+
+def _worth(rollout: Rollout) -> float:
+    return float("-inf") if rollout.score is None else rollout.score.value
+
+
+def _judged(rollout: Rollout) -> str:
+    if rollout.score is None:
+        return "failed"
+    cut = ", cut off" if rollout.finish_reason == "length" else ""
+    note = f", {rollout.score.note}" if rollout.score.note else ""
+    return f"reward {rollout.score.value:g} ({len(rollout.response_ids)} tokens{cut}{note})"
+
+
+def _clip(text: str) -> str:
+    return (
+        text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]} [cut: {len(text)} characters]"
+    )
+
+
+def _step(seen: Rehearsal) -> str:
+    generating, training, both = seen.seconds_per_step()
+    tokens = (
+        seen.mean_length * seen.config.train.groups_per_step * seen.config.sampling.num_generations
+    ) * seen.stretch
+    said = f"{tokens:,.0f} tokens are generated in {duration(generating)}"
+    if seen.token_s is None:
+        return f"at least {duration(both)}: {said}; training was not measured"
+    return f"about {duration(both)}: {said} and trained in {duration(training)}"
+
+
+def _run(seen: Rehearsal) -> str:
+    seconds = seen.seconds_per_step()[2] * seen.total_steps
+    length = "are as long as they may be" if seen.stretch > 1 else "keep their length"
+    return f"{seen.total_steps} steps, about {duration(seconds)} without evaluations, if responses {length}"
