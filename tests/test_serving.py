@@ -82,10 +82,10 @@ async def ask(port: int, path: bytes, data: bytes = b"") -> bytes:
 def test_requests_are_answered_and_refusals_are_json(caplog: pytest.LogCaptureFixture) -> None:
     async def main(server: AppServer, port: int) -> None:
         assert await ask(port, b"answer") == b'200 {"size":0}'
-        assert await ask(port, b"refuse") == b'429 {"error":"full"}'
+        assert await ask(port, b"refuse") == b'429 {"error": "full"}'
         assert (await ask(port, b"nothing"))[:3] == b"404"
         assert caplog.records == []
-        assert await ask(port, b"fail") == b'500 {"error":"the server failed"}'
+        assert await ask(port, b"fail") == b'500 {"error": "the server failed"}'
         assert [record.message for record in caplog.records] == ["the server failed a request"]
 
     serve(main)

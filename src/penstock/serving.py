@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import json
 import logging
 import re
 import signal
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,7 +24,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -187,12 +188,19 @@ def make_app(routes: Sequence[BaseRoute], *, middleware: Sequence[Middleware] = 
     )
 
 
+def json_response(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """JSON in ASCII, so that text with half a character (a lone surrogate) can be sent too."""
+    return Response(json.dumps(value), status, headers, media_type="application/json")
+
+
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code in (429, 503):
         headers["Retry-After"] = "1"
-    return JSONResponse({"error": error.detail}, error.status_code, headers)
+    return json_response({"error": error.detail}, error.status_code, headers)
 
 
 async def _nobody(request: Request, error: Exception) -> Response:
@@ -201,7 +209,7 @@ async def _nobody(request: Request, error: Exception) -> Response:
 
 async def _fail(request: Request, error: Exception) -> Response:
     _log.error("the server failed a request", exc_info=error)
-    return JSONResponse({"error": "the server failed"}, 500)
+    return json_response({"error": "the server failed"}, 500)
 
 
 class NoForeignPages:
@@ -219,10 +227,10 @@ class NoForeignPages:
         if name not in self._names and not _is_address(name.strip("[]")):
             allowed = "localhost, an IP address, or the option hosts"
             reason = f"host: got {name[:100]!r}, allowed: {allowed}"
-            response = JSONResponse({"error": reason}, 421)
+            response = json_response({"error": reason}, 421)
         elif any(origin.lower() != f"http://{host}" for origin in headers.getlist("origin")):
             reason = "origin: got that of a web page, allowed: none"
-            response = JSONResponse({"error": reason}, 403)
+            response = json_response({"error": reason}, 403)
         await response(scope, receive, send)
 
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from penstock.config import Config, EvalConfig, SamplingConfig, TaskDataConfig
 from penstock.config.plugins import load
@@ -40,7 +40,6 @@ from penstock.rollout import (
 )
 from penstock.rollout.agent.build import agent_maker, build_agent, check_agent, try_agent
 from penstock.rollout.agent.check import CheckResult
-from penstock.rollout.agent.endpoint import Endpoint
 from penstock.rollout.agent.function import FunctionAgent, Interrupted
 from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask, choose_problems
@@ -60,6 +59,9 @@ from penstock.workers.offline_trainer import offline_trainer
 from penstock.workers.supervise.trainer import TrainerPart
 from penstock.workers.watchdog import Watchdog, watched
 from penstock.workers.workers import Workers
+
+if TYPE_CHECKING:
+    from penstock.rollout.agent.endpoint import Endpoint
 
 
 class BatchSource(Protocol):
@@ -307,6 +309,8 @@ async def serve_agents(tasks: Iterable[TaskDataConfig], closing: AsyncExitStack)
     """Start the HTTP endpoint if one of the tasks has an agent that may ask it."""
     if all(task.agent == "single_turn" for task in tasks):
         return None
+    from penstock.rollout.agent.endpoint import Endpoint  # lazily: most runs serve no agents
+
     endpoint = Endpoint()
     closing.push_async_callback(endpoint.close)
     await endpoint.start()

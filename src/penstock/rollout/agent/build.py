@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import SamplingConfig, TaskConfig, TaskDataConfig, plugins
 from penstock.config.plugins import check_name
@@ -17,7 +17,6 @@ from penstock.reward.protocol import Reward
 from penstock.rollout.agent import AGENTS, AgentLoop, gym, tools
 from penstock.rollout.agent.bridge import Bridge
 from penstock.rollout.agent.check import AgentCheck, CheckResult
-from penstock.rollout.agent.endpoint import Endpoint
 from penstock.rollout.agent.function import (
     OWN_OPTIONS,
     AgentSettings,
@@ -29,6 +28,9 @@ from penstock.rollout.agent.function import (
 from penstock.rollout.agent.process import Command, Pool, read_command, read_python, read_size
 from penstock.rollout.agent.session import Function, Limits, Recorder
 from penstock.types import Prompt
+
+if TYPE_CHECKING:
+    from penstock.rollout.agent.endpoint import Endpoint
 
 _MADE: dict[str, tuple[str, ...]] = {"tools": tools.OPTIONS, "gym": gym.OPTIONS}  # own options
 _OUTSIDE = ("python", "processes")  # options of a function that runs in processes of its own
@@ -155,6 +157,8 @@ async def try_agent(
             f"{where}.agent: got {task.agent!r}, allowed: a function, tools, gym, command"
         )
     function, options = _function(where, task)
+    from penstock.rollout.agent.endpoint import Endpoint  # lazily: most runs serve no agents
+
     endpoint = Endpoint()
     await endpoint.start()
     try:

@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,11 +20,13 @@ from penstock.data.chat import ChatTemplate
 from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.rollout.agent.bridge import Bridge
-from penstock.rollout.agent.endpoint import Endpoint
 from penstock.rollout.agent.function import AgentSettings, FunctionAgent, Interrupted, Placed
 from penstock.rollout.agent.session import Function
 from penstock.store.journal.calls import ToolResult
 from penstock.types import Group, ModelCall, Prompt, Rollout, Score, Status, VersionSegment
+
+if TYPE_CHECKING:
+    from penstock.rollout.agent.endpoint import Endpoint
 
 _WORDS = ("7", "yes", "I do not know.", "higher", "<answer>12</answer>", "4 + 5 = 9", "no")
 _ODD = ("\u202e\u0000 \U0001f600 \ufffd e\u0301", "x" * 5000, "", "\n\n\n", '{"a": [')

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.rollout.agent.tree import CallTree, arguments_of, text_of
@@ -27,7 +27,7 @@ class BadRequest(PenstockError):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Asked:
+class ChatRequest:
     """What a request asks for, in any dialect."""
 
     messages: list[dict[str, Any]]
@@ -38,178 +38,172 @@ class Asked:
     body: Mapping[str, Any]
 
 
-class Dialect(Protocol):
-    """One form of request and answer."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Dialect:
+    """One form of request and response, as functions."""
 
-    def read(self, body: Any, notes: Notes) -> Asked:
-        """Return what the request asks for; raise BadRequest."""
-
-    def write(
-        self, asked: Asked, calls: Sequence[ModelCall], tree: CallTree, notes: Notes
-    ) -> dict[str, Any]:
-        """Return the answer's body."""
-
-    def events(self, asked: Asked, shown: Mapping[str, Any]) -> list[Event]:
-        """Return the answer as a stream of events."""
-
-    def error(self, message: str, code: str) -> dict[str, Any]:
-        """Return the body of a refusal."""
+    read: Callable[[Any, Notes], ChatRequest]  # raises BadRequest
+    write: Callable[[ChatRequest, Sequence[ModelCall], CallTree, Notes], dict[str, Any]]
+    events: Callable[[ChatRequest, Mapping[str, Any]], list[Event]]  # the response as a stream
+    error: Callable[[str, str], dict[str, Any]]  # of a message and its code
 
 
-class Chat:
-    """POST /v1/chat/completions."""
-
-    def read(self, body: Any, notes: Notes) -> Asked:
-        body = _table(body)
-        messages = _tables(body, "messages")
-        number = 1 if body.get("n") is None else body["n"]
-        if not isinstance(number, int) or not 1 <= number <= _MOST_CHOICES:
-            raise BadRequest(f"n: got {number!r}, allowed: 1 to {_MOST_CHOICES}")
-        return Asked(
-            messages=messages,
-            tools=_tables(body, "tools", optional=True),
-            max_tokens=_limit(body, "max_completion_tokens", "max_tokens"),
-            n=number,
-            stream=bool(body.get("stream")),
-            body=body,
-        )
-
-    def write(
-        self, asked: Asked, calls: Sequence[ModelCall], tree: CallTree, notes: Notes
-    ) -> dict[str, Any]:
-        shown = {
-            "id": f"chatcmpl-{calls[0].number}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": "policy",
-            "choices": [self._choice(asked, number, call) for number, call in enumerate(calls)],
-            "usage": _usage(calls, tree, "prompt_tokens", "completion_tokens"),
-        }
-        if asked.body.get("return_token_ids"):  # as vLLM names it
-            shown["prompt_token_ids"] = _context(calls[0], tree)
-        return shown
-
-    def _choice(self, asked: Asked, number: int, call: ModelCall) -> dict[str, Any]:
-        message = {**call.answer, "content": call.answer["content"] or None}
-        choice: dict[str, Any] = {"index": number, "message": message}
-        choice["finish_reason"] = _ending(call)
-        if asked.body.get("return_token_ids"):
-            choice["token_ids"] = call.token_ids.tolist()
-        if asked.body.get("logprobs"):
-            pairs = zip(call.token_ids.tolist(), call.logprobs.tolist(), strict=True)
-            content = [
-                {"token": str(token), "logprob": logprob, "bytes": None, "top_logprobs": []}
-                for token, logprob in pairs
-            ]
-            choice["logprobs"] = {"content": content, "refusal": None}
-        return choice
-
-    def events(self, asked: Asked, shown: Mapping[str, Any]) -> list[Event]:
-        head = {key: value for key, value in shown.items() if key not in ("choices", "usage")}
-        head["object"] = "chat.completion.chunk"
-        chunks: list[dict[str, Any]] = []
-        for choice in shown["choices"]:
-            message, where = choice["message"], {"index": choice["index"]}
-            delta = {key: value for key, value in message.items() if value is not None}
-            if "tool_calls" in delta:
-                calls = enumerate(message["tool_calls"])
-                delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
-            said = {key: choice[key] for key in ("token_ids", "logprobs") if key in choice}
-            chunks.append({"choices": [{**where, **said, "delta": delta, "finish_reason": None}]})
-            end = {"delta": {}, "finish_reason": choice["finish_reason"]}
-            chunks.append({"choices": [{**where, **end}]})
-        options = asked.body.get("stream_options")
-        if isinstance(options, Mapping) and options.get("include_usage"):
-            chunks.append({"choices": [], "usage": shown["usage"]})
-        return [*(("", {**head, **chunk}) for chunk in chunks), ("", "[DONE]")]
-
-    def error(self, message: str, code: str) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": message,
-                "type": "invalid_request_error",
-                "param": None,
-                "code": code or None,
-            }
-        }
+# -- POST /v1/chat/completions --------------------------------------------------------------------
 
 
-class Responses:
-    """POST /v1/responses. `previous_response_id` continues a conversation of the same session."""
+def _chat_read(body: Any, notes: Notes) -> ChatRequest:
+    body = _table(body)
+    messages = _tables(body, "messages")
+    number = 1 if body.get("n") is None else body["n"]
+    if not isinstance(number, int) or not 1 <= number <= _MOST_CHOICES:
+        raise BadRequest(f"n: got {number!r}, allowed: 1 to {_MOST_CHOICES}")
+    return ChatRequest(
+        messages=messages,
+        tools=_tables(body, "tools", optional=True),
+        max_tokens=_limit(body, "max_completion_tokens", "max_tokens"),
+        n=number,
+        stream=bool(body.get("stream")),
+        body=body,
+    )
 
-    def read(self, body: Any, notes: Notes) -> Asked:
-        body = _table(body)
-        before = body.get("previous_response_id")
-        history = notes.get(str(before), []) if before else []
-        if before and not history:
-            raise BadRequest(f"previous_response_id: got {before!r}, allowed: one of this session")
-        given = body.get("input")
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            raise BadRequest("input: allowed: text, or a list of objects")
-        messages = [*history, *_from_items(items)]
-        if body.get("instructions"):
-            messages = [m for m in messages if m.get("role") != "system"]
-            messages.insert(0, {"role": "system", "content": body["instructions"]})
-        tools = [
-            {"type": "function", "function": {k: tool[k] for k in _FUNCTION if k in tool}}
-            for tool in _tables(body, "tools", optional=True)
-            if tool.get("type") == "function"
+
+def _chat_write(
+    request: ChatRequest, calls: Sequence[ModelCall], tree: CallTree, notes: Notes
+) -> dict[str, Any]:
+    shown = {
+        "id": f"chatcmpl-{calls[0].number}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": "policy",
+        "choices": [_choice(request, number, call) for number, call in enumerate(calls)],
+        "usage": _usage(calls, tree, "prompt_tokens", "completion_tokens"),
+    }
+    if request.body.get("return_token_ids"):  # as vLLM names it
+        shown["prompt_token_ids"] = _context(calls[0], tree)
+    return shown
+
+
+def _choice(request: ChatRequest, number: int, call: ModelCall) -> dict[str, Any]:
+    message = {**call.answer, "content": call.answer["content"] or None}
+    choice: dict[str, Any] = {"index": number, "message": message}
+    choice["finish_reason"] = _ending(call)
+    if request.body.get("return_token_ids"):
+        choice["token_ids"] = call.token_ids.tolist()
+    if request.body.get("logprobs"):
+        pairs = zip(call.token_ids.tolist(), call.logprobs.tolist(), strict=True)
+        content = [
+            {"token": str(token), "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in pairs
         ]
-        return Asked(
-            messages=messages,
-            tools=tools,
-            max_tokens=_limit(body, "max_output_tokens"),
-            stream=bool(body.get("stream")),
-            body=body,
-        )
+        choice["logprobs"] = {"content": content, "refusal": None}
+    return choice
 
-    def write(
-        self, asked: Asked, calls: Sequence[ModelCall], tree: CallTree, notes: Notes
-    ) -> dict[str, Any]:
-        (call,) = calls
-        name = f"resp_{call.number}"
-        notes[name] = [*asked.messages, call.answer]
-        is_cut = _ending(call) == "length"
-        usage = _usage(calls, tree, "input_tokens", "output_tokens")
-        return {
-            "id": name,
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": "policy",
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "error": None,
-            "instructions": asked.body.get("instructions"),
-            "metadata": {},
-            "output": _items(call),
-            "parallel_tool_calls": True,
-            "temperature": None,
-            "top_p": None,
-            "tool_choice": "auto",
-            "tools": list(asked.body.get("tools") or ()),
-            "usage": {
-                **usage,
-                "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens_details": {"reasoning_tokens": 0},
-            },
+
+def _chat_events(request: ChatRequest, shown: Mapping[str, Any]) -> list[Event]:
+    head = {key: value for key, value in shown.items() if key not in ("choices", "usage")}
+    head["object"] = "chat.completion.chunk"
+    chunks: list[dict[str, Any]] = []
+    for choice in shown["choices"]:
+        message, where = choice["message"], {"index": choice["index"]}
+        delta = {key: value for key, value in message.items() if value is not None}
+        if "tool_calls" in delta:
+            calls = enumerate(message["tool_calls"])
+            delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
+        said = {key: choice[key] for key in ("token_ids", "logprobs") if key in choice}
+        chunks.append({"choices": [{**where, **said, "delta": delta, "finish_reason": None}]})
+        end = {"delta": {}, "finish_reason": choice["finish_reason"]}
+        chunks.append({"choices": [{**where, **end}]})
+    options = request.body.get("stream_options")
+    if isinstance(options, Mapping) and options.get("include_usage"):
+        chunks.append({"choices": [], "usage": shown["usage"]})
+    return [*(("", {**head, **chunk}) for chunk in chunks), ("", "[DONE]")]
+
+
+def _chat_error(message: str, code: str) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": message,
+            "type": "invalid_request_error",
+            "param": None,
+            "code": code or None,
         }
+    }
 
-    def events(self, asked: Asked, shown: Mapping[str, Any]) -> list[Event]:
-        begun = {**shown, "status": "in_progress", "output": [], "usage": None}
-        found: list[dict[str, Any]] = [
-            {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")
-        ]
-        for number, item in enumerate(shown["output"]):
-            found += _item_events(number, item)
-        found.append({"type": f"response.{shown['status']}", "response": dict(shown)})
-        return [
-            (event["type"], {**event, "sequence_number": number})
-            for number, event in enumerate(found)
-        ]
 
-    def error(self, message: str, code: str) -> dict[str, Any]:
-        return Chat().error(message, code)
+# -- POST /v1/responses. `previous_response_id` continues a conversation of the same session ------
+
+
+def _responses_read(body: Any, notes: Notes) -> ChatRequest:
+    body = _table(body)
+    before = body.get("previous_response_id")
+    history = notes.get(str(before), []) if before else []
+    if before and not history:
+        raise BadRequest(f"previous_response_id: got {before!r}, allowed: one of this session")
+    content = body.get("input")
+    items = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise BadRequest("input: allowed: text, or a list of objects")
+    messages = [*history, *_from_items(items)]
+    if body.get("instructions"):
+        messages = [m for m in messages if m.get("role") != "system"]
+        messages.insert(0, {"role": "system", "content": body["instructions"]})
+    tools = [
+        {"type": "function", "function": {k: tool[k] for k in _FUNCTION if k in tool}}
+        for tool in _tables(body, "tools", optional=True)
+        if tool.get("type") == "function"
+    ]
+    return ChatRequest(
+        messages=messages,
+        tools=tools,
+        max_tokens=_limit(body, "max_output_tokens"),
+        stream=bool(body.get("stream")),
+        body=body,
+    )
+
+
+def _responses_write(
+    request: ChatRequest, calls: Sequence[ModelCall], tree: CallTree, notes: Notes
+) -> dict[str, Any]:
+    (call,) = calls
+    name = f"resp_{call.number}"
+    notes[name] = [*request.messages, call.answer]
+    is_cut = _ending(call) == "length"
+    usage = _usage(calls, tree, "input_tokens", "output_tokens")
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": "policy",
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "instructions": request.body.get("instructions"),
+        "metadata": {},
+        "output": _items(call),
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
+        "tool_choice": "auto",
+        "tools": list(request.body.get("tools") or ()),
+        "usage": {
+            **usage,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+
+
+def _responses_events(request: ChatRequest, shown: Mapping[str, Any]) -> list[Event]:
+    begun = {**shown, "status": "in_progress", "output": [], "usage": None}
+    events: list[dict[str, Any]] = [
+        {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")
+    ]
+    for number, item in enumerate(shown["output"]):
+        events += _item_events(number, item)
+    events.append({"type": f"response.{shown['status']}", "response": dict(shown)})
+    return [
+        (event["type"], {**event, "sequence_number": number}) for number, event in enumerate(events)
+    ]
 
 
 _FUNCTION = ("name", "description", "parameters")
@@ -248,13 +242,14 @@ def _from_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _items(call: ModelCall) -> list[dict[str, Any]]:
     """Return an answer as the output items of a response."""
-    answer, found = call.answer, []
+    answer = call.answer
+    items: list[dict[str, Any]] = []
     if answer.get("reasoning_content"):
         summary = [{"type": "summary_text", "text": answer["reasoning_content"]}]
-        found.append({"type": "reasoning", "id": f"rs_{call.number}", "summary": summary})
+        items.append({"type": "reasoning", "id": f"rs_{call.number}", "summary": summary})
     if answer["content"] or not answer.get("tool_calls"):
         text = {"type": "output_text", "text": answer["content"], "annotations": [], "logprobs": []}
-        found.append(
+        items.append(
             {
                 "type": "message",
                 "id": f"msg_{call.number}",
@@ -264,7 +259,7 @@ def _items(call: ModelCall) -> list[dict[str, Any]]:
             }
         )
     for tool in answer.get("tool_calls") or ():
-        found.append(
+        items.append(
             {
                 "type": "function_call",
                 "id": f"fc_{tool['id']}",
@@ -274,7 +269,7 @@ def _items(call: ModelCall) -> list[dict[str, Any]]:
                 "status": "completed",
             }
         )
-    return found
+    return items
 
 
 def _item_events(number: int, item: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -306,82 +301,85 @@ def _item_events(number: int, item: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-class Messages:
-    """POST /v1/messages, as Anthropic's clients send it."""
+# -- POST /v1/messages, as Anthropic's clients send it --------------------------------------------
 
-    def read(self, body: Any, notes: Notes) -> Asked:
-        body = _table(body)
-        messages: list[dict[str, Any]] = []
-        if body.get("system"):
-            messages.append({"role": "system", "content": text_of({"content": body["system"]})})
-        for message in _tables(body, "messages"):
-            messages += _from_blocks(message)
-        tools = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.get("name"),
-                    "description": tool.get("description", ""),
-                    "parameters": tool.get("input_schema", {}),
-                },
-            }
-            for tool in _tables(body, "tools", optional=True)
-        ]
-        return Asked(
-            messages=messages,
-            tools=tools,
-            max_tokens=_limit(body, "max_tokens"),
-            stream=bool(body.get("stream")),
-            body=body,
-        )
 
-    def write(
-        self, asked: Asked, calls: Sequence[ModelCall], tree: CallTree, notes: Notes
-    ) -> dict[str, Any]:
-        (call,) = calls
-        answer = call.answer
-        content: list[dict[str, Any]] = []
-        if answer["content"] or not answer.get("tool_calls"):
-            content.append({"type": "text", "text": answer["content"]})
-        for tool in answer.get("tool_calls") or ():
-            name = tool["function"]["name"]
-            content.append(
-                {"type": "tool_use", "id": tool["id"], "name": name, "input": arguments_of(tool)}
-            )
-        reason = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-        usage = _usage(calls, tree, "input_tokens", "output_tokens")
-        return {
-            "id": f"msg_{call.number}",
-            "type": "message",
-            "role": "assistant",
-            "model": "policy",
-            "content": content,
-            "stop_reason": reason[_ending(call)],
-            "stop_sequence": None,
-            "usage": {key: usage[key] for key in ("input_tokens", "output_tokens")},
+def _messages_read(body: Any, notes: Notes) -> ChatRequest:
+    body = _table(body)
+    messages: list[dict[str, Any]] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": text_of({"content": body["system"]})})
+    for message in _tables(body, "messages"):
+        messages += _from_blocks(message)
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.get("name"),
+                "description": tool.get("description", ""),
+                "parameters": tool.get("input_schema", {}),
+            },
         }
+        for tool in _tables(body, "tools", optional=True)
+    ]
+    return ChatRequest(
+        messages=messages,
+        tools=tools,
+        max_tokens=_limit(body, "max_tokens"),
+        stream=bool(body.get("stream")),
+        body=body,
+    )
 
-    def events(self, asked: Asked, shown: Mapping[str, Any]) -> list[Event]:
-        start = {**shown, "content": [], "stop_reason": None}
-        found: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
-        for number, block in enumerate(shown["content"]):
-            empty: dict[str, Any] = {"type": "text", "text": ""}
-            delta = {"type": "text_delta", "text": block.get("text", "")}
-            if block["type"] == "tool_use":
-                empty = {**block, "input": {}}
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            where = {"index": number}
-            found.append({"type": "content_block_start", **where, "content_block": empty})
-            found.append({"type": "content_block_delta", **where, "delta": delta})
-            found.append({"type": "content_block_stop", **where})
-        end = {"stop_reason": shown["stop_reason"], "stop_sequence": None}
-        found.append({"type": "message_delta", "delta": end, "usage": shown["usage"]})
-        found.append({"type": "message_stop"})
-        return [(event["type"], event) for event in found]
 
-    def error(self, message: str, code: str) -> dict[str, Any]:
-        kind = "authentication_error" if code == "invalid_api_key" else "invalid_request_error"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+def _messages_write(
+    request: ChatRequest, calls: Sequence[ModelCall], tree: CallTree, notes: Notes
+) -> dict[str, Any]:
+    (call,) = calls
+    answer = call.answer
+    content: list[dict[str, Any]] = []
+    if answer["content"] or not answer.get("tool_calls"):
+        content.append({"type": "text", "text": answer["content"]})
+    for tool in answer.get("tool_calls") or ():
+        name = tool["function"]["name"]
+        content.append(
+            {"type": "tool_use", "id": tool["id"], "name": name, "input": arguments_of(tool)}
+        )
+    reason = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+    usage = _usage(calls, tree, "input_tokens", "output_tokens")
+    return {
+        "id": f"msg_{call.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": "policy",
+        "content": content,
+        "stop_reason": reason[_ending(call)],
+        "stop_sequence": None,
+        "usage": {key: usage[key] for key in ("input_tokens", "output_tokens")},
+    }
+
+
+def _messages_events(request: ChatRequest, shown: Mapping[str, Any]) -> list[Event]:
+    start = {**shown, "content": [], "stop_reason": None}
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
+    for number, block in enumerate(shown["content"]):
+        empty: dict[str, Any] = {"type": "text", "text": ""}
+        delta = {"type": "text_delta", "text": block.get("text", "")}
+        if block["type"] == "tool_use":
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        where = {"index": number}
+        events.append({"type": "content_block_start", **where, "content_block": empty})
+        events.append({"type": "content_block_delta", **where, "delta": delta})
+        events.append({"type": "content_block_stop", **where})
+    end = {"stop_reason": shown["stop_reason"], "stop_sequence": None}
+    events.append({"type": "message_delta", "delta": end, "usage": shown["usage"]})
+    events.append({"type": "message_stop"})
+    return [(event["type"], event) for event in events]
+
+
+def _messages_error(message: str, code: str) -> dict[str, Any]:
+    kind = "authentication_error" if code == "invalid_api_key" else "invalid_request_error"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _from_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -414,13 +412,6 @@ def _from_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*results, said]
 
 
-DIALECTS: dict[str, Dialect] = {
-    "/v1/chat/completions": Chat(),
-    "/v1/responses": Responses(),
-    "/v1/messages": Messages(),
-}
-
-
 def _table(body: Any) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
         raise BadRequest(f"body: got {type(body).__name__}, allowed: a JSON object")
@@ -429,12 +420,12 @@ def _table(body: Any) -> Mapping[str, Any]:
 
 def _tables(body: Mapping[str, Any], key: str, *, optional: bool = False) -> list[dict[str, Any]]:
     """Return a list of tables under a key."""
-    found = body.get(key)
-    if optional and not found:
+    tables = body.get(key)
+    if optional and not tables:
         return []
-    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
-        raise BadRequest(f"{key}: got {type(found).__name__}, allowed: a list of objects")
-    return found
+    if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
+        raise BadRequest(f"{key}: got {type(tables).__name__}, allowed: a list of objects")
+    return tables
 
 
 def _limit(body: Mapping[str, Any], *keys: str) -> int | None:
@@ -462,6 +453,19 @@ def _context(call: ModelCall, tree: CallTree) -> list[int]:
     return ids[: len(ids) - len(call.token_ids)].tolist()
 
 
-def _usage(calls: Sequence[ModelCall], tree: CallTree, given: str, made: str) -> dict[str, int]:
+def _usage(calls: Sequence[ModelCall], tree: CallTree, prompt_key: str, sampled_key: str) -> dict[str, int]:
     prompt, sampled = len(_context(calls[0], tree)), sum(len(call.token_ids) for call in calls)
-    return {given: prompt, made: sampled, "total_tokens": prompt + sampled}
+    return {prompt_key: prompt, sampled_key: sampled, "total_tokens": prompt + sampled}
+
+
+DIALECTS = {
+    "/v1/chat/completions": Dialect(
+        read=_chat_read, write=_chat_write, events=_chat_events, error=_chat_error
+    ),
+    "/v1/responses": Dialect(
+        read=_responses_read, write=_responses_write, events=_responses_events, error=_chat_error
+    ),
+    "/v1/messages": Dialect(
+        read=_messages_read, write=_messages_write, events=_messages_events, error=_messages_error
+    ),
+}

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from penstock.config import SamplingConfig
 from penstock.config.plugins import place_of
@@ -23,13 +23,15 @@ from penstock.reward.call_threads import CallThreads
 from penstock.reward.protocol import Reward
 from penstock.reward.user import as_score
 from penstock.rollout.agent.bridge import Bridge
-from penstock.rollout.agent.endpoint import Endpoint
 from penstock.rollout.agent.session import TOOL_THREADS, Function, Limits, Model, Recorder, Session
 from penstock.rollout.agent.single_turn import annealed_temperature
 from penstock.rollout.agent.task import Task
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.store.journal.calls import ToolResult
 from penstock.types import ModelCall, Rollout, Score, Status
+
+if TYPE_CHECKING:
+    from penstock.rollout.agent.endpoint import Endpoint
 
 _TIMES = ("timeout_s", "turn_timeout_s", "tool_timeout_s")
 _LONGEST_S = (600.0, 300.0, 60.0)  # of rollout, turn and tool, if the options name none
