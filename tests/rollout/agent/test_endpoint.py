@@ -68,7 +68,9 @@ def test_a_size_that_is_no_number_is_refused(size: str) -> None:
     async def main(endpoint: Endpoint) -> None:
         host, port = endpoint.base_url.removeprefix("http://").split("/")[0].split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {size}\r\n\r\n"
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {size}\r\n\r\n"
+        )
         writer.write(head.encode("latin-1"))
         assert (await reader.readuntil(b"\r\n")).split()[1] == b"400"
         writer.close()

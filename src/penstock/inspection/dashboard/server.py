@@ -26,7 +26,6 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import (
     FileResponse,
-    JSONResponse,
     RedirectResponse,
     Response,
     StreamingResponse,
@@ -42,7 +41,15 @@ from penstock.inspection.dashboard.shown_run import ShownRun, ShownRuns
 from penstock.inspection.dashboard.views import VIEWS, comparison
 from penstock.inspection.report.data import read_run
 from penstock.inspection.report.page import render
-from penstock.serving import AppServer, NoForeignPages, is_loopback, listen, make_app, stop_signal
+from penstock.serving import (
+    AppServer,
+    NoForeignPages,
+    is_loopback,
+    json_response,
+    listen,
+    make_app,
+    stop_signal,
+)
 
 TOKEN_VARIABLE = "PENSTOCK_DASHBOARD_TOKEN"
 _COOKIE = "penstock"
@@ -87,12 +94,12 @@ class _Gate:
     def _refusal(self, request: Request) -> Response | None:
         """The response to who may not look; the token of the address is exchanged for a cookie."""
         if request.headers.get("sec-fetch-site") == "cross-site" and request.url.path != "/":
-            return JSONResponse({"error": "allowed: the dashboard's own page"}, 403)
+            return json_response({"error": "allowed: the dashboard's own page"}, 403)
         if not self._token or self._is_token(request.cookies.get(_COOKIE, "")):
             return None
         if not self._is_token(request.query_params.get("token", "")):
             reason = "token: allowed: the address that penstock dashboard printed"
-            return JSONResponse({"error": reason}, 401)
+            return json_response({"error": reason}, 401)
         response = RedirectResponse("/", 303)
         response.set_cookie(_COOKIE, self._token.decode(), httponly=True, samesite="strict")
         return response

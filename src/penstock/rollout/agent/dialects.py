@@ -453,7 +453,9 @@ def _context(call: ModelCall, tree: CallTree) -> list[int]:
     return ids[: len(ids) - len(call.token_ids)].tolist()
 
 
-def _usage(calls: Sequence[ModelCall], tree: CallTree, prompt_key: str, sampled_key: str) -> dict[str, int]:
+def _usage(
+    calls: Sequence[ModelCall], tree: CallTree, prompt_key: str, sampled_key: str
+) -> dict[str, int]:
     prompt, sampled = len(_context(calls[0], tree)), sum(len(call.token_ids) for call in calls)
     return {prompt_key: prompt, sampled_key: sampled, "total_tokens": prompt + sampled}
 
