@@ -91,6 +91,13 @@ def test_requests_are_answered_and_refusals_are_json(caplog: pytest.LogCaptureFi
     serve(main)
 
 
+def test_a_request_needs_no_host() -> None:
+    async def main(server: AppServer, port: int) -> None:
+        assert await ask(port, b"", b"GET /answer HTTP/1.1\r\n\r\n") == b'200 {"size":0}'
+
+    serve(main)
+
+
 def test_bodies_are_bounded_in_size_and_time() -> None:
     async def main(server: AppServer, port: int) -> None:
         head = b"POST /answer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"

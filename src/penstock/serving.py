@@ -96,6 +96,14 @@ class _Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
 
+    def data_received(self, data: bytes) -> None:
+        """Read on; a request without a Host, as hand-written clients send it, has an empty one."""
+        head, end, rest = data.partition(b"\r\n\r\n")
+        begins = self.is_idle and not self.conn.trailing_data[0]
+        if end and begins and b"\r\nhost:" not in head.lower():
+            data = head + b"\r\nHost:" + end + rest
+        super().data_received(data)
+
     @property
     def is_idle(self) -> bool:
         """Whether no request is being answered."""
