@@ -1,4 +1,4 @@
-"""Measure what one slow engine costs a pool, on a virtual clock, for docs/cluster.md.
+"""Measure what one slow engine costs a pool, on a virtual clock, for docs/workers.md.
 
 Two or more engines of 64 slots, one of them slower; groups of 8 responses with log-normal lengths. "sync" is
 the mean of 8 batches, "async" a closed loop of callers over the first three quarters of the groups. Prints

@@ -10,7 +10,7 @@ Each run is predicted twice: from its own profile, and from that of the async ru
 `--keep FOLDER` keeps the runs, and takes those that are there instead of training again.
 `--demo` adds two runs of the demo with its real engine; `--engines --demo` runs nothing else. `--scale` measures the simulation of a
 large cluster instead. `--cluster` prints what clusters of H200 would do in 100 steps with a 0.5B model, from the figures that docs/engines.md, docs/algorithms.md and
-docs/cluster.md measured on one; `--times 14` makes every one of them so much slower, as for a model of so many times the
+docs/weights.md measured on one; `--times 14` makes every one of them so much slower, as for a model of so many times the
 parameters: an assumption, not a measurement.
 """
 

@@ -1,4 +1,4 @@
-"""docs/engines.md agrees with the contract tests and the options."""
+"""docs/engines.md and docs/vllm.md agree with the contract tests and the options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.vllm.options import VllmOptions
 from stages.engine_case import CAPABILITIES, LACKS
 
-DOC = (Path(__file__).parents[2] / "docs" / "engines.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+DOC = (DOCS / "engines.md").read_text("utf-8")
 
 
 def test_the_capability_table_is_true() -> None:
@@ -30,9 +31,10 @@ def test_the_capability_table_is_true() -> None:
 
 
 def test_every_option_is_documented() -> None:
+    pages = DOC + (DOCS / "vllm.md").read_text("utf-8")
     for name in (
         *TransformersOptions.OPTION_NAMES,
         *VllmOptions.OPTION_NAMES,
         *OpenAIOptions.__dataclass_fields__,
     ):
-        assert f"`{name}`" in DOC, name
+        assert f"`{name}`" in pages, name

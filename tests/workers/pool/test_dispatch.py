@@ -142,7 +142,7 @@ def test_an_engine_several_times_slower_than_the_fastest_is_named() -> None:
 
 
 def chosen_by_a_look_at_all(dispatcher: Dispatcher, one: Work) -> int | None:
-    """Return the engine that the rules of docs/cluster.md choose, found the long way."""
+    """Return the engine that the rules of docs/workers.md choose, found the long way."""
     members, common = dispatcher.members, dispatcher.room.slots
     alone = sum(not member.retired for member in members) == 1
     fill = 0.5 if dispatcher._fill is None else dispatcher._fill

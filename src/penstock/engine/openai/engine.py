@@ -345,7 +345,7 @@ class OpenAIEngine:
         if loader is None:
             raise EngineError(
                 "engine openai: got new weights for a server that takes none, allowed: evaluation only; "
-                "to train, start vLLM with its calls for RL (docs/engines.md), or set "
+                "to train, start vLLM with its calls for RL (docs/vllm.md), or set "
                 "engine.options.reload_path and weights_folder if the server loads from disk"
             )
         from penstock.weights.model_weights import checked_weights

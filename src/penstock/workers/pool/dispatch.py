@@ -3,7 +3,7 @@
 The requests of one prompt are one `Work`. Work is bound to an engine only when that engine has room for
 it; until then it waits here, first come first served, so that a slow engine takes no more than it can
 finish. Among engines with room, work goes to the one that would finish its outstanding tokens
-first; running work is never moved (docs/cluster.md has the measurements). Makes no calls: `pool.py`
+first; running work is never moved (docs/workers.md has the measurements). Makes no calls: `pool.py`
 acts.
 """
 
