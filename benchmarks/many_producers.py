@@ -29,6 +29,7 @@ from instant_engine import FACTORY, cpu_s
 
 from penstock.config import LaunchConfig, SamplingConfig
 from penstock.data.sampler import Sampler
+from penstock.reward.protocol import Reward
 from penstock.rollout import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.rollout.replay_buffer import ReplayBuffer
@@ -43,7 +44,7 @@ from penstock.workers.supervise.worker import Worker
 GROUPS_PER_STEP, GENERATIONS = 128, 8
 
 
-class Even:
+class Even(Reward):
     """A reward that costs nothing."""
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from penstock.reward.protocol import Reward
 from penstock.types import Prompt, Rollout, Score
 
 ODD_REWARD = f"{__file__}:odd_reward"  # as a config names it
@@ -14,7 +15,7 @@ def odd_reward(rollout: Rollout, prompt: Prompt) -> float:
     return float(int(rollout.response_ids.sum()) % 5) / 4
 
 
-class CountingReward:
+class CountingReward(Reward):
     """Scores 1.0; `fail(rollout)` may return a reason to raise instead."""
 
     def __init__(self, fail: Callable[[Rollout], str] = lambda rollout: "") -> None:

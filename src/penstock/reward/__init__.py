@@ -51,9 +51,9 @@ def check(rewards: Sequence[RewardConfig]) -> None:
 
 
 def fields_read(rewards: Sequence[RewardConfig]) -> dict[str, str]:
-    """Return the fields of the data that these rewards cannot do without, and which reward reads each."""
+    """The fields of the data that these rewards cannot do without, and which reward reads each."""
     parts = build_reward(rewards, max_tokens=1).parts
-    return {field: part.name for part in parts for field in getattr(part.reward, "fields", ())}
+    return {field: part.name for part in parts for field in part.reward.fields}
 
 
 def _unique(type_name: str, taken: list[str]) -> str:

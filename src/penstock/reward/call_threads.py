@@ -17,8 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.errors import RewardError
 
-class CallTimeout(Exception):
+
+class CallTimeout(RewardError):
     """The call ran longer than its time-out."""
 
 
@@ -94,11 +96,14 @@ class CallThreads:
             with self._lock:
                 self._workers.discard(worker)
             if not call.outcome.done():
-                call.outcome.set_exception(CallTimeout())
+                call.outcome.set_exception(self._late())
             self._start_worker()
         if starts:
             wait_s = min(starts) + self._timeout_s - now
             self._timer = self.loop.call_later(wait_s, self._give_up_late_calls)
+
+    def _late(self) -> CallTimeout:
+        return CallTimeout(f"no result after {self._timeout_s:g} s (timeout_s)")
 
     def _work(self, worker: _Worker) -> None:
         """Consumes calls, produces outcomes; waits in the queue, woken by each call. Ends when given up."""

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from penstock.config.secrets import from_environment
 from penstock.reward.extraction import Extract, python_block
-from penstock.reward.protocol import ValueOptions
+from penstock.reward.protocol import Reward, ValueOptions
 from penstock.reward.sandbox.client import TOKEN_VARIABLE, VerificationClient
 from penstock.reward.sandbox.inside.judging import PASS
 from penstock.reward.sandbox.pool import SandboxPool
@@ -44,7 +44,7 @@ class CodeOptions(ValueOptions):
     """Limits of sandboxes on this machine; see docs/rewards.md."""
 
 
-class CodeReward:
+class CodeReward(Reward):
     """Consumes finished rollouts, runs their programs, produces a Score with a code per test."""
 
     Options = CodeOptions

@@ -11,6 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from penstock.config import Section
+from penstock.reward.protocol import Reward
 from penstock.types import Prompt, Rollout, Score
 
 
@@ -23,7 +24,7 @@ class SoftOverlongOptions(Section):
     """The limit in tokens; 0: sampling.max_tokens."""
 
 
-class SoftOverlong:
+class SoftOverlong(Reward):
     """Gives 0 up to `limit - buffer` tokens, then falls linearly to -scale at the limit."""
 
     Options = SoftOverlongOptions
@@ -44,9 +45,6 @@ class SoftOverlong:
         note = f"{length} of {self._limit} tokens" if share else ""
         return Score(value=-self._scale * share if share else 0.0, note=note)
 
-    async def close(self) -> None:
-        """Do nothing: there are no workers."""
-
 
 class LengthOptions(Section):
     target_tokens: int = Field(0, ge=0)
@@ -65,7 +63,7 @@ class LengthOptions(Section):
         return self
 
 
-class LengthShaping:
+class LengthShaping(Reward):
     """Gives `scale` at the target length and falls linearly to 0 at `span_tokens` from it."""
 
     Options = LengthOptions
@@ -82,6 +80,3 @@ class LengthShaping:
         if self._settings.shape == "below":
             distance = max(0, distance)
         return Score(value=self._settings.scale * max(0.0, 1.0 - abs(distance) / self._span))
-
-    async def close(self) -> None:
-        """Do nothing: there are no workers."""

@@ -14,7 +14,7 @@ from penstock.errors import RewardError
 from penstock.reward.equality import decide
 from penstock.reward.extraction import Extract, boxed_answer, tagged_answer
 from penstock.reward.math_pool import MathPool
-from penstock.reward.protocol import ValueOptions
+from penstock.reward.protocol import Reward, ValueOptions
 from penstock.types import Prompt, Rollout, Score
 
 
@@ -46,7 +46,7 @@ class BoxedOptions(AnswerOptions):
     pass
 
 
-class MathAnswer:
+class MathAnswer(Reward):
     """Consumes finished rollouts, produces Scores; a subclass says where the answer is."""
 
     lowest_when_truncated = True

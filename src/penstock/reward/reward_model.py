@@ -20,6 +20,7 @@ from pydantic import Field
 from penstock.config import Section
 from penstock.errors import RewardError
 from penstock.reward.line_process import LineProcess, ProcessGone, ProcessSlow
+from penstock.reward.protocol import Reward
 from penstock.types import Prompt, Rollout, Score
 
 
@@ -50,7 +51,7 @@ class RewardModelOptions(Section):
     """Run Python code that comes with the model."""
 
 
-class RewardModel:
+class RewardModel(Reward):
     """Consumes finished rollouts, produces the model's scores."""
 
     Options = RewardModelOptions

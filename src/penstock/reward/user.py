@@ -1,7 +1,8 @@
-"""A user's own function as a reward: sync or async, of one rollout or of a whole group.
+"""A user's function or object as a reward.
 
-The function's parameters choose how it is called (`signature.py`); keyword options come from the config.
-It runs in a thread, so that slow code does not block the event loop (`call_threads.py`).
+A function is sync or async, of one rollout or of a whole group; its parameters choose how it is called
+(`signature.py`); keyword options come from the config. It runs in a thread, so that slow code does not
+block the event loop (`call_threads.py`). An object needs no more than `score` and `close`.
 """
 
 from __future__ import annotations
@@ -11,18 +12,34 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.errors import RewardError, UserError
-from penstock.reward.call_threads import CallThreads, CallTimeout
+from penstock.reward.call_threads import CallThreads
+from penstock.reward.protocol import Reward
 from penstock.reward.signature import Shape, read_signature
 from penstock.types import Prompt, Rollout, Score
 
+T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 60.0
 NUM_THREADS = 8
 
 
-class UserFunction:
+class UserObject(Reward):
+    """An object with `score` and `close` of a class that is no Reward."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        score: Score = await self._target.score(rollout, prompt)
+        return score
+
+    async def close(self) -> None:
+        await self._target.close()
+
+
+class UserFunction(Reward):
     """Consumes rollouts, calls the user's function, produces Scores."""
 
     def __init__(
@@ -42,61 +59,35 @@ class UserFunction:
         self._is_chat = is_chat
         self.fields = self._signature.reads  # of the data; every record must have them
         self.needs_group = self._signature.shape in (Shape.GROUP, Shape.TRL)
-        if self.needs_group:
-            self.score_group = self._score_group
         self._threads: CallThreads | None = None  # begun by the first call
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         """Call the function for one rollout."""
-        return self.score_of(await self._end(self.begin(rollout, prompt)))
+        return await self.begin(rollout, prompt)
 
-    def begin(self, rollout: Rollout, prompt: Prompt) -> asyncio.Future[Any]:
-        """Begin the call for one rollout; `score_of` its result, or `fault_of` its error, is the outcome."""
-        return self._begin(self._signature.of_one(rollout, prompt))
+    def begin(self, rollout: Rollout, prompt: Prompt) -> asyncio.Future[Score]:
+        """Begin the call for one rollout, in a thread."""
+        read = _verl_score if self._signature.shape is Shape.VERL else as_score
+        return self._begin(self._signature.of_one(rollout, prompt), read)
 
-    def score_of(self, value: Any) -> Score:
-        """Return what the function returned as a score; raise a RewardError if it is none."""
-        return _verl_score(value) if self._signature.shape is Shape.VERL else as_score(value)
-
-    async def _score_group(
+    async def score_group(
         self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
     ) -> list[Score]:
         """Call the function once for the whole group; it gives one value per rollout."""
-        is_trl = self._signature.shape is Shape.TRL
-        if is_trl:
+        if not self.needs_group:
+            return await super().score_group(rollouts, prompts)
+        if self._signature.shape is Shape.TRL:
             arguments = self._signature.of_trl(rollouts, prompts[0], is_chat=self._is_chat)
-        else:
-            arguments = self._signature.of_group(rollouts, prompts[0])
-        result = await self._end(self._begin(arguments))
-        if callable(to_list := getattr(result, "tolist", None)):  # a tensor or an array
-            result = to_list()
-        if not isinstance(result, Sequence) or isinstance(result, str):
-            raise RewardError(
-                f"got {type(result).__name__}, allowed: a list, one value per rollout"
-            )
-        return [
-            Score(value=0.0, note="not judged") if is_trl and value is None else as_score(value)
-            for value in result
-        ]
+            return await self._begin(arguments, _trl_scores)
+        return await self._begin(self._signature.of_group(rollouts, prompts[0]), _scores)
 
-    def _begin(self, given: Mapping[str, Any]) -> asyncio.Future[Any]:
+    def _begin(self, given: Mapping[str, Any], read: Callable[[Any], T]) -> asyncio.Future[T]:
+        """Begin a call; `read` makes scores of what the function returns."""
         arguments = {**given, **self._options}
         if self._threads is None or self._threads.loop is not asyncio.get_running_loop():
             name = f"reward-{self.name}"
             self._threads = CallThreads(name, NUM_THREADS, self._timeout_s)
-        return self._threads.submit(partial(_run, self._function, arguments))
-
-    async def _end(self, call: asyncio.Future[Any]) -> Any:
-        try:
-            return await call
-        except CallTimeout as late:
-            raise self.fault_of(late) from None
-
-    def fault_of(self, error: Exception) -> Exception:
-        """Return the error of a call in the user's words."""
-        if isinstance(error, CallTimeout):
-            return RewardError(f"no result after {self._timeout_s:g} s (timeout_s)")
-        return error
+        return self._threads.submit(partial(_run, self._function, arguments, read))
 
     async def close(self) -> None:
         """End the threads; a hanging one does not keep the process alive."""
@@ -105,10 +96,10 @@ class UserFunction:
             self._threads = None
 
 
-def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def _run(function: Callable[..., Any], arguments: Mapping[str, Any], read: Callable[[Any], T]) -> T:
     try:
         result = function(**arguments)
-        return asyncio.run(_finish(result)) if inspect.isawaitable(result) else result
+        return read(asyncio.run(_finish(result)) if inspect.isawaitable(result) else result)
     except Exception:
         raise
     except BaseException as error:  # SystemExit ends the call, not the run
@@ -125,6 +116,25 @@ def _read_timeout(name: str, value: Any) -> float:
             f"reward {name}: option timeout_s: got {value!r}, allowed: a number above 0"
         )
     return float(value)
+
+
+def _values(result: Any) -> Sequence[Any]:
+    """The values that a function of a whole group returned."""
+    if callable(to_list := getattr(result, "tolist", None)):  # a tensor or an array
+        result = to_list()
+    if not isinstance(result, Sequence) or isinstance(result, str):
+        raise RewardError(f"got {type(result).__name__}, allowed: a list, one value per rollout")
+    return result
+
+
+def _scores(result: Any) -> list[Score]:
+    return [as_score(value) for value in _values(result)]
+
+
+def _trl_scores(result: Any) -> list[Score]:
+    """The scores of TRL's form: None for a response says nothing of it."""
+    silent = Score(value=0.0, note="not judged")
+    return [silent if value is None else as_score(value) for value in _values(result)]
 
 
 def _verl_score(value: Any) -> Score:

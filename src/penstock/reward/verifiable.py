@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from penstock.config import RewardConfig, Section
+from penstock.config import RewardConfig
 from penstock.config.plugins import place_of
 from penstock.errors import RewardError, UserError
 from penstock.reward.options import check_option_names, read_options
 from penstock.reward.protocol import Reward
-from penstock.reward.user import UserFunction
+from penstock.reward.user import UserFunction, UserObject
 from penstock.types import Prompt, Rollout, Score
 from penstock.waits import OpenWait, WaitKind, Waits
-
-GroupScorer = Callable[[Sequence[Rollout], Sequence[Prompt]], Awaitable[list[Score]]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,16 +33,6 @@ class Part:
     weight: float
     reward: Reward
 
-    @property
-    def score_group(self) -> GroupScorer | None:
-        """The part's method that judges a whole group; None if it judges rollouts one by one."""
-        return getattr(self.reward, "score_group", None)
-
-    @property
-    def needs_group(self) -> bool:
-        """Whether the part needs all rollouts of a group to judge one."""
-        return bool(getattr(self.reward, "needs_group", False))
-
 
 def make_part(
     name: str, target: Any, config: RewardConfig, max_tokens: int, *, is_chat: bool = False
@@ -53,9 +41,9 @@ def make_part(
     reward: Reward
     if isinstance(target, type):
         reward = _build_class(name, target, config, max_tokens)
-    elif inspect.iscoroutinefunction(getattr(target, "score", None)) and hasattr(target, "close"):
+    elif _has_score(target) and hasattr(target, "close"):
         check_option_names(name, config.options, [])
-        reward = target
+        reward = target if isinstance(target, Reward) else UserObject(target)
     elif callable(target):
         reward = UserFunction(name, target, config.options, is_chat=is_chat)
     else:
@@ -63,26 +51,32 @@ def make_part(
             f"reward: got {config.type!r}, which is a {type(target).__name__}, "
             "allowed: a function or a class with score()"
         )
-    if config.weight < 0 and getattr(reward, "lowest_when_truncated", False):
+    if config.weight < 0 and reward.lowest_when_truncated:
         raise UserError(f"reward {name}: weight got {config.weight}, allowed: 0 or more")
     return Part(name, config.weight, reward)
 
 
 def _build_class(name: str, target: type, config: RewardConfig, max_tokens: int) -> Reward:
-    model = getattr(target, "Options", None)
-    if isinstance(model, type) and issubclass(model, Section):
-        return target(read_options(name, model, config.options), max_tokens=max_tokens)
-    if not inspect.iscoroutinefunction(getattr(target, "score", None)):
+    if issubclass(target, Reward) and target.Options is not None:
+        make: Callable[..., Reward] = target
+        return make(read_options(name, target.Options, config.options), max_tokens=max_tokens)
+    if not _has_score(target):
         raise UserError(
             f"reward: got {config.type!r}, allowed: a class with `async def score(rollout, prompt)`"
         )
     parameters = inspect.signature(target).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         check_option_names(name, config.options, [parameter.name for parameter in parameters])
-    return target(**config.options)
+    made = target(**config.options)
+    return made if isinstance(made, Reward) else UserObject(made)
 
 
-class VerifiableReward:
+def _has_score(target: Any) -> bool:
+    """Whether a user's class or object is a reward; the one place that asks."""
+    return inspect.iscoroutinefunction(getattr(target, "score", None))
+
+
+class VerifiableReward(Reward):
     """Consumes finished rollouts, produces the weighted sum of its parts."""
 
     def __init__(
@@ -92,17 +86,13 @@ class VerifiableReward:
         if not parts:
             raise UserError("rewards: got none, allowed: at least one")
         self.parts = tuple(parts)
+        self.needs_group = any(part.reward.needs_group for part in parts)
         self._waits, self._lane = waits or Waits(), lane
-
-    @property
-    def needs_group(self) -> bool:
-        """Whether some part judges whole groups only: then call `score_group`, not `score`."""
-        return any(part.needs_group for part in self.parts)
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         """Judge one rollout as soon as it is finished."""
         if self.needs_group:
-            names = ", ".join(part.name for part in self.parts if part.needs_group)
+            names = ", ".join(part.name for part in self.parts if part.reward.needs_group)
             raise RewardError(
                 f"rollout {rollout.rollout_id}: reward {names} judges whole groups; "
                 "call score_group with all rollouts of the group"
@@ -127,14 +117,13 @@ class VerifiableReward:
         part = self.parts[0]
         if len(self.parts) == 1 and isinstance(part.reward, UserFunction) and not self.needs_group:
             return await self._score_calls(part, part.reward, pairs)
-        each = (self.score(rollout, prompt) for rollout, prompt in pairs)
-        return await asyncio.gather(*each, return_exceptions=True)
+        return await super().score_each(rollouts, prompts)
 
     async def _score_calls(
         self, part: Part, function: UserFunction, pairs: Sequence[tuple[Rollout, Prompt]]
     ) -> list[Score | BaseException]:
         """Begin all calls, then wait for them in order; each is open as a wait until its answer."""
-        calls: list[asyncio.Future[Any]] = []
+        calls: list[asyncio.Future[Score]] = []
         outcomes: list[Score | BaseException] = []
         now = self._waits.clock()
         try:
@@ -142,12 +131,11 @@ class VerifiableReward:
                 calls.append(self._begin_call(function, rollout, prompt, now))
             for call, (rollout, _) in zip(calls, pairs, strict=True):
                 try:
-                    value = await call
+                    score = _checked(await call)
                 except Exception as error:  # the edge of one rollout: a fault is named and isolated
-                    fault = function.fault_of(error)
-                    outcomes.append(_named(fault, part.name, rollout.rollout_id))
+                    outcomes.append(_named(error, part.name, rollout.rollout_id))
                 else:
-                    outcomes.append(self._judged(part, function, value, rollout.rollout_id))
+                    outcomes.append(self._sum([score]))
         finally:
             for call in calls:
                 call.cancel()  # after a stop; those that are done stay as they are
@@ -155,7 +143,7 @@ class VerifiableReward:
 
     def _begin_call(
         self, function: UserFunction, rollout: Rollout, prompt: Prompt, now: float
-    ) -> asyncio.Future[Any]:
+    ) -> asyncio.Future[Score]:
         # of no task: it ends with its call, not with what this task opens next
         lane = self._lane
         wait = self._waits.begin(lane, WaitKind.REWARD, rollout.rollout_id, lane, now)
@@ -167,23 +155,10 @@ class VerifiableReward:
         call.add_done_callback(partial(_close_wait, wait))
         return call
 
-    def _judged(
-        self, part: Part, function: UserFunction, value: Any, rollout_id: str
-    ) -> Score | BaseException:
-        """Return the score of what the function returned; an error if that is no score."""
-        try:
-            score = function.score_of(value)
-        except Exception as error:
-            return _named(error, part.name, rollout_id)
-        try:
-            return self._sum([_checked(score, part.name, rollout_id)])
-        except RewardError as error:
-            return error
-
     async def score_group(
         self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
     ) -> list[Score]:
-        """Judge the finished rollouts of one group; parts with `score_group` get all at once."""
+        """Judge the finished rollouts of one group; parts that need the group get all at once."""
         if len(rollouts) != len(prompts):
             raise ValueError(
                 f"score_group: got {len(rollouts)} rollouts and {len(prompts)} prompts, "
@@ -251,31 +226,25 @@ async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
 async def _score_part(part: Part, rollout: Rollout, prompt: Prompt) -> Score:
     try:
-        score = await part.reward.score(rollout, prompt)
+        return _checked(await part.reward.score(rollout, prompt))
     except Exception as error:  # the edge of one rollout: a fault is named and isolated
         raise _named(error, part.name, rollout.rollout_id) from error
-    return _checked(score, part.name, rollout.rollout_id)
 
 
 async def _score_column(
     part: Part, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
 ) -> list[Score]:
-    if part.score_group is None:
+    if not part.reward.needs_group:
         pairs = zip(rollouts, prompts, strict=True)
         return await _gather([_score_part(part, rollout, prompt) for rollout, prompt in pairs])
     ids = ", ".join(rollout.rollout_id for rollout in rollouts)
     try:
-        scores = await part.score_group(rollouts, prompts)
+        scores = [_checked(score) for score in await part.reward.score_group(rollouts, prompts)]
+        if len(scores) != len(rollouts):
+            raise RewardError(f"got {len(scores)} scores, allowed: {len(rollouts)}")
     except Exception as error:  # the edge of one group: a fault is named and isolated
         raise _named(error, part.name, ids) from error
-    if len(scores) != len(rollouts):
-        raise RewardError(
-            f"rollout {ids}: reward {part.name}: got {len(scores)} scores, allowed: {len(rollouts)}"
-        )
-    return [
-        _checked(score, part.name, rollout.rollout_id)
-        for score, rollout in zip(scores, rollouts, strict=True)
-    ]
+    return scores
 
 
 def _named(error: Exception, part: str, rollout_id: str) -> RewardError:
@@ -285,9 +254,7 @@ def _named(error: Exception, part: str, rollout_id: str) -> RewardError:
     return kind(f"rollout {rollout_id}: reward {part}: {said}")
 
 
-def _checked(score: Score, part: str, rollout_id: str) -> Score:
+def _checked(score: Score) -> Score:
     if not math.isfinite(score.value):
-        raise RewardError(
-            f"rollout {rollout_id}: reward {part}: got the value {score.value}, allowed: a finite number"
-        )
+        raise RewardError(f"got the value {score.value}, allowed: a finite number")
     return score

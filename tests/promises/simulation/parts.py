@@ -18,6 +18,7 @@ from zlib import crc32
 
 from penstock.engine.protocol import EngineStats
 from penstock.errors import DigestMismatch, StopRequested, WeightsGone, WrongStep
+from penstock.reward.protocol import Reward
 from penstock.types import Batch, Group, Prompt, Rollout, Score, StepReport, WeightHandle, staleness
 from penstock.weights.digest import FORM
 from stages.paced_engine import PacedEngine
@@ -43,7 +44,7 @@ def digest_after(digest: str, groups: tuple[Group, ...], bits: str = "") -> str:
     return FORM + made.hexdigest()[:16]
 
 
-class SimReward:
+class SimReward(Reward):
     """Scores by the tokens alone, after a moment."""
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:

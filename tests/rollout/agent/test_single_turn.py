@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from penstock.config import AnnealConfig, SamplingConfig
 from penstock.data.sampler import Sampler
+from penstock.reward.protocol import Reward
 from penstock.rollout.agent.single_turn import SingleTurn, annealed_temperature
 from penstock.run.twin.virtual_time import VirtualClock
-from penstock.types import Group, Rollout, Score, Status, expand_segments
+from penstock.types import Group, Prompt, Rollout, Score, Status, expand_segments
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
 from stages.rollouts import make_prompts
@@ -166,7 +168,7 @@ def test_the_temperature_is_annealed_by_policy_version() -> None:
     run(main())
 
 
-class RankReward:
+class RankReward(Reward):
     """Compares the members of a group: the first gets 0, the next 1, and so on."""
 
     needs_group = True
@@ -175,7 +177,12 @@ class RankReward:
         self.calls: list[int] = []
         self.broken = False
 
-    async def score_group(self, rollouts: list[Rollout], prompts: list[object]) -> list[Score]:
+    async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
+        raise AssertionError("a member of a group is not judged alone")
+
+    async def score_group(
+        self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
+    ) -> list[Score]:
         self.calls.append(len(rollouts))
         if self.broken:
             raise RuntimeError("503")

@@ -80,7 +80,7 @@ def test_the_death_of_an_engine_that_was_set_aside_is_told_and_it_comes_back() -
     asyncio.run(run())
 
 
-class Blocked:
+class Blocked(Reward):
     """A reward that answers when the test allows it."""
 
     def __init__(self) -> None:

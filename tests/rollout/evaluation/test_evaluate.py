@@ -15,6 +15,7 @@ from rich.console import Console
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.errors import RunError
 from penstock.inspection.summary import print_evaluations
+from penstock.reward.protocol import Reward
 from penstock.rollout.evaluation.evaluate import (
     EvalTask,
     append_summary,
@@ -52,7 +53,7 @@ class ScriptedEngine:
         )
 
 
-class EvenIsRight:
+class EvenIsRight(Reward):
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         right = int(rollout.text) % 2 == 0
         return Score(float(right), format_ok=True, answer_ok=right)
@@ -111,7 +112,7 @@ def test_a_failed_request_is_a_wrong_answer_and_is_counted(tmp_path: Path) -> No
     } <= set(lines[0])
 
 
-class HalfOfAll:
+class HalfOfAll(Reward):
     """A reward of a number: it judges no answer."""
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:

@@ -19,6 +19,7 @@ from penstock.config import SamplingConfig
 from penstock.data.chat import ChatTemplate
 from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Generation, GenerationRequest
+from penstock.reward.protocol import Reward
 from penstock.rollout.agent.bridge import Bridge
 from penstock.rollout.agent.function import AgentSettings, FunctionAgent, Interrupted, Placed
 from penstock.rollout.agent.session import Function
@@ -217,14 +218,11 @@ class AgentCheck:
         return ""
 
 
-class _NoReward:
+class _NoReward(Reward):
     """Stands in for the task's rewards, which need no check here."""
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         return Score(0.0)
-
-    async def close(self) -> None:
-        """Do nothing."""
 
 
 def _difference(first: Played, second: Played) -> str:

@@ -69,7 +69,7 @@ class SingleTurn(AgentLoop):
         for rollout in todo:
             self._prepare(rollout, enable_partial_rollout)
         await self._generate([rollout for rollout in todo if not rollout.is_finished])
-        if getattr(self._reward, "needs_group", False):
+        if self._reward.needs_group:
             await self._score_together(rollouts)
         else:
             await self._score_each([rollout for rollout in todo if rollout.is_finished])
@@ -199,12 +199,7 @@ class SingleTurn(AgentLoop):
         """Ask for the scores that are missing, each by itself; an error fails its rollout."""
         missing = [rollout for rollout in rollouts if rollout.score is None]
         prompts = [cast(Prompt, rollout.prompt) for rollout in missing]  # the group has set them
-        score_each = getattr(self._reward, "score_each", None)
-        if score_each is not None:
-            outcomes = await score_each(missing, prompts)
-        else:
-            calls = map(self._reward.score, missing, prompts)
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        outcomes = await self._reward.score_each(missing, prompts)
         for rollout, outcome in zip(missing, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 rollout.fail(f"reward: {type(outcome).__name__}: {outcome}")
@@ -223,9 +218,9 @@ class SingleTurn(AgentLoop):
                 if rollout.status is Status.INIT:
                     rollout.move_to(Status.ABORTED)  # finished, but it waits for the others
             return
-        prompts = [rollout.prompt for rollout in rollouts]
+        prompts = [cast(Prompt, rollout.prompt) for rollout in rollouts]
         try:
-            scores = await self._reward.score_group(rollouts, prompts)  # type: ignore[attr-defined]
+            scores = await self._reward.score_group(rollouts, prompts)
         except Exception as error:
             for rollout in rollouts:
                 rollout.fail(f"reward: {type(error).__name__}: {error}")

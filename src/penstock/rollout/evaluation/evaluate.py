@@ -197,13 +197,13 @@ async def _score_problem(
     task: EvalTask, rollouts: Sequence[Rollout], problem: Prompt
 ) -> list[Score]:
     """Score the answers to one problem: together if the reward compares them, else one by one."""
-    if not getattr(task.reward, "needs_group", False):
+    if not task.reward.needs_group:
         return await asyncio.gather(*(_score(task, rollout, problem) for rollout in rollouts))
     finished = [rollout for rollout in rollouts if rollout.status is not Status.FAILED]
     scores: dict[str, Score] = {}
     if finished:
         try:
-            made = await task.reward.score_group(finished, [problem] * len(finished))  # type: ignore[attr-defined]
+            made = await task.reward.score_group(finished, [problem] * len(finished))
             scores = {r.rollout_id: score for r, score in zip(finished, made, strict=True)}
         except Exception as error:  # the edge of one group: a failure is counted, not fatal
             for rollout in finished:

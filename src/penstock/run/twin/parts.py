@@ -23,6 +23,7 @@ from penstock.engine.protocol import (
     PauseMode,
     SamplingParams,
 )
+from penstock.reward.protocol import Reward
 from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask
 from penstock.run.twin.models import DecodeModel, Rows, TrainModel
@@ -126,7 +127,7 @@ class DriverTime:
             await asyncio.sleep(self._free_at - now)
 
 
-class VirtualReward:
+class VirtualReward(Reward):
     """Scores a group together, so that a million groups cost no task for each response."""
 
     needs_group = True
@@ -137,7 +138,9 @@ class VirtualReward:
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         return (await self.score_group([rollout], [prompt]))[0]
 
-    async def score_group(self, rollouts: list[Rollout], prompts: list[Prompt]) -> list[Score]:
+    async def score_group(
+        self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
+    ) -> list[Score]:
         await self._driver.spend(self._recorded.size)
         longest = self._seconds.longest(self._recorded.size)
         if longest:
@@ -145,8 +148,6 @@ class VirtualReward:
         _, cursor, first = place_of(rollouts[0].rollout_id)
         rewards = self._recorded.group(cursor).rewards
         return [Score(rewards[first + place]) for place in range(len(rollouts))]
-
-    async def close(self) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
