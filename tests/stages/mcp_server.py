@@ -13,9 +13,9 @@ from typing import Any
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 TOOLS = [
     {"name": "add", "description": "Add two numbers.", "inputSchema": NUMBERS},
-    {"name": "pid", "description": "Return the process id."},
+    {"name": "pid", "description": "Return the process id.", "inputSchema": {"type": "object"}},
     {"name": "fail", "description": "Fail.", "inputSchema": {"type": "object"}},
-    {"name": "die", "description": "End the server."},
+    {"name": "die", "description": "End the server.", "inputSchema": {"type": "object"}},
 ]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import select
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,69 +18,25 @@ from penstock.errors import UserError
 from penstock.rollout.agent.build import check_agent
 from penstock.rollout.agent.tools import make
 from penstock.store.journal.calls import ToolResult
-from stages import mcp_server
+from stages import mcp_server, sdk_server
 from stages.agent_parts import play, tool_call
 
 FILE = str(Path(mcp_server.__file__))
 SERVER = {"command": [sys.executable, FILE]}
 
 
-class Handler(BaseHTTPRequestHandler):
-    """The same server behind a URL; it answers a call by a stream of events."""
-
-    ended: list[str]
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if "id" not in request:
-            self._send(202, "text/plain", b"")
-            return
-        if request["method"] != "initialize":
-            assert self.headers["Mcp-Session-Id"] == "s1"
-            assert self.headers["MCP-Protocol-Version"] == "2025-03-26"  # the server's own
-            assert self.headers["Authorization"] == "Bearer secret"
-        told = {"jsonrpc": "2.0", "id": request["id"]}
-        result = mcp_server.answer(request["method"], request.get("params", {}))
-        assert result is not None
-        if request["method"] == "initialize":
-            result["protocolVersion"] = "2025-03-26"
-        told["result"] = result
-        data = json.dumps(told).encode()
-        if request["method"] == "tools/call":
-            event = b'data: {"jsonrpc": "2.0", "method": "notifications/progress"}\n\n'
-            self._send(200, "text/event-stream", event + b"event: message\ndata: " + data + b"\n\n")
-        else:
-            self._send(200, "application/json", data)
-
-    def do_DELETE(self) -> None:
-        self.ended.append(self.headers["Mcp-Session-Id"])
-        self._send(200, "text/plain", b"")
-
-    def _send(self, status: int, kind: str, data: bytes) -> None:
-        self.send_response(status)
-        for name, value in {
-            "Content-Type": kind,
-            "Content-Length": str(len(data)),
-            "Mcp-Session-Id": "s1",
-        }.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None: ...
+SDK_SERVER = [sys.executable, sdk_server.__file__]
 
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server of the SDK behind a URL."""
     monkeypatch.setenv("MCP_TOKEN", "secret")
-    Handler.ended = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/mcp"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with subprocess.Popen([*SDK_SERVER, "0"], stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        line = next(line for line in server.stderr if "running on" in line)
+        yield re.findall(r"http://\S+", line)[0] + "/mcp"
+        server.kill()
 
 
 def test_the_tools_of_a_process_are_described_and_called() -> None:
@@ -99,12 +53,47 @@ def test_the_tools_of_a_process_are_described_and_called() -> None:
     assert not Path(f"/proc/{pid}").exists()  # it ended with the rollout
 
 
-def test_the_tools_of_a_url_are_called_and_its_session_is_ended(url: str) -> None:
+def test_the_tools_of_a_url_are_called_with_its_token(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     function = make("o", {"mcp": [{"url": url, "token_variable": "MCP_TOKEN"}]})
     rollout, kept, _ = play(function, tool_call("add", a=2, b=3), "5", reward=True)
     assert (rollout.error, rollout.text) == ("", "5")
     assert kept.tools == [("begun", "add"), ("done", "5")]
-    assert Handler.ended == ["s1"]
+    monkeypatch.setenv("MCP_TOKEN", "another")
+    rollout, _, _ = play(function, "never said", reward=True)
+    assert f"MCP server {url}: " in rollout.error
+
+
+def test_a_url_that_ends_in_a_call_fails_the_rollout(url: str) -> None:
+    function = make("o", {"mcp": [{"url": url, "token_variable": "MCP_TOKEN"}]})
+    for _ in ("it dies", "it is dead"):
+        rollout, _, prompts = play(function, tool_call("die"), "never said", reward=True)
+        assert f"ServerFault: MCP server {url}: " in rollout.error
+    assert not prompts
+
+
+def test_a_server_of_the_sdk_is_called_over_its_pipes() -> None:
+    function = make("o", {"mcp": [{"command": SDK_SERVER}]})
+    rollout, kept, prompts = play(
+        function, tool_call("add", a=2, b=3), tool_call("add", a=2), "5", reward=True
+    )
+    assert (rollout.error, rollout.text) == ("", "5")
+    assert '"description": "Add two numbers."' in prompts[0]
+    assert [what for what, _ in kept.tools] == ["begun", "done", "begun", "failed"]
+    assert "ToolRefused" in kept.tools[3][1]
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'penstock\[mcp\]'"):
+        make("o", {"mcp": [SERVER]})
+
+
+def test_an_error_of_the_rollout_is_told_as_it_is() -> None:
+    """The SDK's task groups do not wrap it."""
+    rollout, _, _ = play(make("o", {"mcp": [SERVER]}), reward=True)  # the policy has nothing to say
+    assert "IndexError: pop from empty list" in rollout.error
 
 
 def test_functions_and_servers_work_together(tmp_path: Path) -> None:

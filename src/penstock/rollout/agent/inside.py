@@ -1,11 +1,11 @@
 """Runs inside an agent's own process, under any Python 3.9 or newer: standard library only.
 
-    python inside.py PIPE serve FILE.py:FUNCTION    one JSON line per rollout in, one out
-    python inside.py PIPE exec COMMAND ...          become the command
+    python inside.py DRIVER serve FILE.py:FUNCTION    one JSON line per rollout in, one out
+    python inside.py DRIVER exec COMMAND ...          become the command
 
-The process and those it starts end with the driver, also if that is killed: it holds the other end of
-PIPE. What the function prints goes to stderr. Before and after a tool call the process asks the driver,
-a line out and a line in. `use_tool` is the one order of a tool call, in the driver too.
+The process and those it starts end with the driver, whose process id is DRIVER, also if that is killed.
+What the function prints goes to stderr. Before and after a tool call the process asks the driver, a line
+out and a line in. `use_tool` is the one order of a tool call, in the driver too.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
-import ctypes
 import functools
 import importlib
 import importlib.util
 import inspect
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -28,22 +28,19 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-SET_PARENT_DEATH_SIGNAL = 1
 
-
-def end_with_driver(pipe: int) -> None:
-    """Fork a guardian that kills this process and those it starts when the driver closes its end of a pipe.
-
-    The kernel closes that end when the driver is killed. The guardian itself ends with this process.
-    """
+def end_with_driver(driver: int) -> None:
+    """Fork a guardian that kills the process group when the driver, or this process, has ended."""
+    ends = [os.pidfd_open(driver), os.pidfd_open(os.getpid())]
+    if os.getppid() != driver:
+        sys.exit("the driver has ended")
     if os.fork():
-        os.close(pipe)
+        for end in ends:
+            os.close(end)
         return
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     for descriptor in (0, 1, 2):
         os.close(descriptor)
-    os.read(pipe, 1)
+    select.select(ends, [], [])
     os.killpg(0, signal.SIGKILL)
 
 

@@ -133,10 +133,17 @@ class Command:
             await process.kill()
 
 
-@functools.cache
-def _life_line() -> tuple[int, int]:
-    """Return a pipe whose other end only this process holds: its end is the end of this process."""
-    return os.pipe()
+def guarded(python: str, *words: str) -> tuple[str, ...]:
+    """Return the command line of a process that ends, with those it starts, when this one has ended."""
+    return (python, str(INSIDE), str(os.getpid()), *words)
+
+
+def last_line(errors: IO[bytes]) -> str:
+    """Return the last line that a process wrote to the file of its stderr."""
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, size - 2000))
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else "it wrote no message"
 
 
 class Process:
@@ -150,10 +157,8 @@ class Process:
         cls, python: str, words: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> Process:
         errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
-        pipe, _ = _life_line()
         made = await asyncio.create_subprocess_exec(
-            *(python, str(INSIDE), str(pipe), *words),
-            pass_fds=(pipe,),
+            *guarded(python, *words),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
@@ -193,10 +198,7 @@ class Process:
 
     def last_words(self) -> str:
         """Return the last line that the process wrote to stderr."""
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - 2000))
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else "it wrote no message"
+        return last_line(self._errors)
 
     async def kill(self) -> None:
         """Kill the process and those that it started, and close its pipes."""
