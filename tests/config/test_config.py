@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tomllib
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from penstock.config import Config, foreign_words
+from penstock.config import Config
 from penstock.config.doubts import doubts
 from penstock.config.listing import config_lines
 from penstock.config.source import LoadedConfig, load_config, to_toml, valid_keys, validate
+from penstock.config.unknown_keys import FOREIGN, REMOVED
 from penstock.errors import UserError
 from penstock.run import preflight
 
@@ -52,8 +54,20 @@ def test_every_field_has_a_line_of_doc() -> None:
 
 
 def test_words_of_other_systems_lead_to_keys_that_exist() -> None:
-    assert set(foreign_words.KEYS.values()) <= set(valid_keys())
-    assert not set(foreign_words.KEYS) & {key.rsplit(".")[-1] for key in valid_keys()}
+    assert set(FOREIGN.values()) <= set(valid_keys())
+    assert not set(FOREIGN) & {key.rsplit(".")[-1] for key in valid_keys()}
+
+
+@pytest.mark.parametrize("pattern", REMOVED)
+def test_a_removed_key_is_answered_with_what_to_do_instead(pattern: str) -> None:
+    assert not [key for key in valid_keys() if fnmatchcase(key, pattern)]
+    keys = [pattern.replace("*", "")]
+    if pattern.startswith("*"):
+        keys.append(pattern.replace("*", "tasks.train."))
+    for key in keys:
+        with pytest.raises(UserError) as caught:
+            load_config(None, [f"{key}=1"])
+        assert str(caught.value) == f"{key}: this key was removed; {REMOVED[pattern]}"
 
 
 def test_overrides_win_over_the_file_and_origins_say_so(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from penstock.engine.openai.http_client import JsonClient
 
 from penstock import cli
 from penstock.config import Config
@@ -150,7 +149,3 @@ def test_a_variable_that_is_not_set_is_named(
     setting = f"tasks.train.rewards=[{{type='code', options={options}}}]"
     assert penstock(monkeypatch, "train", setting) == 2
     assert "token_variable: got 'NOT_SET'" in capsys.readouterr().err
-
-
-def test_a_client_does_not_show_its_key() -> None:
-    assert SECRET not in repr(JsonClient("http://host", 1.0, SECRET))

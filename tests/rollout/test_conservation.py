@@ -118,7 +118,6 @@ class ProducingMachine(RuleBasedStateMachine):
     ) -> None:
         common = {
             "max_failure_share": 1.0,
-            "retry_backoff_s": 0.1,
             "pause_timeout_s": 12.0,
             "is_valid_sample_fn": self.is_valid,
         }

@@ -16,6 +16,7 @@ from penstock.rollout import (
     ProduceContext,
     ProduceStrategy,
     SyncProduceStrategyConfig,
+    group_runner,
     strategy_config,
 )
 from penstock.types import Rollout
@@ -232,9 +233,13 @@ def test_a_raising_validity_rule_fails_its_groups_and_stops_the_run(tmp_path: Pa
 # -- never a hang --------------------------------------------------------------------------------
 
 
-def test_filters_that_refuse_everything_end_the_run(tmp_path: Path) -> None:
+def test_filters_that_refuse_everything_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_runner, "MAX_REFUSED_IN_A_ROW", 50)
+
     async def main() -> None:
-        config = SyncProduceStrategyConfig(max_refused_in_a_row=50)
+        config = SyncProduceStrategyConfig()
         stage = ProducerStage(
             tmp_path, config, agent_loop=single_turn(FakeEngine()), is_valid=lambda rollouts: False
         )

@@ -15,6 +15,7 @@ from penstock.rollout import (
     ProduceProgress,
     SyncProduceStrategyConfig,
     calculate_stale_threshold,
+    group_runner,
     strategy_config,
 )
 from penstock.types import Group, Rollout, Status, VersionSegment, expand_segments
@@ -250,11 +251,15 @@ def test_validity_is_asked_once_and_only_of_completed_groups(tmp_path: Path) -> 
     on_virtual_time(main)
 
 
-def test_raw_rewards_are_counted_before_filtering_and_read_once(tmp_path: Path) -> None:
+def test_raw_rewards_are_counted_before_filtering_and_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_runner, "MAX_REFUSED_IN_A_ROW", 1)
+
     async def main() -> None:
         stage = ProducerStage(
             tmp_path,
-            SyncProduceStrategyConfig(max_refused_in_a_row=1),
+            SyncProduceStrategyConfig(),
             batch=1,
             is_valid=lambda _: False,
         )

@@ -7,6 +7,7 @@ import torch
 
 from penstock.config import TrainConfig
 from penstock.errors import UserError
+from penstock.training import consumer as consumer_module
 from penstock.training.optimizer import (
     LossScale,
     Masters,
@@ -147,8 +148,11 @@ def test_weights_beyond_float16_are_refused() -> None:
     Masters(model, torch.bfloat16, sharding=Sharding(Ranks()))
 
 
-def test_an_overflow_skips_the_update_counts_it_and_is_saved(saved_model, tmp_path) -> None:
-    settings = {"model": {"dtype": "float16"}, "train": {"max_bad_updates": 1}}
+def test_an_overflow_skips_the_update_counts_it_and_is_saved(
+    saved_model, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(consumer_module, "MAX_BAD_UPDATES", 1)
+    settings = {"model": {"dtype": "float16"}}
     first, second = batches(2)
     consumer = from_disk(saved_model, **settings)
     consumer.loss_scale.factor = 2.0**40

@@ -95,11 +95,9 @@ class LaunchConfig(Section):
     start_timeout_s: float = Field(300.0, gt=0)
     """Longest wait for a worker to start and load its model."""
     max_restarts: int = Field(3, ge=0)
-    """Most restarts of a dead worker within restart_window_s; 0: it is never restarted."""
-    restart_window_s: float = Field(600.0, gt=0)
-    """Time over which max_restarts counts."""
+    """Most restarts of a dead worker within ten minutes; 0: it is never restarted."""
     restart_backoff_s: float = Field(1.0, ge=0)
-    """Wait before a worker's second restart in the window; doubles with each further restart."""
+    """Wait before a worker's second restart within ten minutes; doubles with each further restart."""
 
     def kind_of(self, number: int) -> ProducerKindConfig | None:
         """The kind of an engine; None: it is as [engine] and [launch.producers] say."""
@@ -130,8 +128,8 @@ class LaunchConfig(Section):
             try:
                 places.append(_over(self.producers, kind.place))
             except ValidationError as error:
-                said = first_mistake(error, ProducersConfig)
-                raise ValueError(f"producer_kinds[{place}].place.{said}") from None
+                where = f"producer_kinds[{place}].place"
+                raise ValueError(first_mistake(error, ProducersConfig, where)) from None
         allowed = (_where(self.consumers), _where(RoleConfig()))
         if self.colocate and any(_where(place) not in allowed for place in places):
             raise ValueError(

@@ -74,15 +74,9 @@ class ProduceSettings(Section):
     max_tries: int = Field(3, ge=1)
     """Failures after which a group is dropped; aborts or expiries after which steps wait for it."""
     max_failure_share: float = Field(0.5, gt=0, le=1)
-    """Share of failures among the last `failure_window` attempts above which the run stops."""
-    failure_window: int = Field(32, ge=1)
-    """Attempts over which max_failure_share is taken."""
-    retry_backoff_s: float = Field(0.1, ge=0)
-    """Wait before a failed group is retried; doubles with each further failure."""
+    """Share of failures among the last 32 attempts above which the run stops."""
     pause_timeout_s: float = Field(60.0, gt=0)
     """Longest wait for running groups when generation is paused."""
-    max_refused_in_a_row: int = Field(1000, ge=1)
-    """Finished groups refused in a row by the validity rule after which the run stops."""
 
     @field_validator("strategy")
     @classmethod

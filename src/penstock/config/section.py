@@ -7,6 +7,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from penstock.config.unknown_keys import removed_key
+
 _PLAIN = {  # what pydantic says -> what a reader of TOML knows
     "a valid dictionary": "a table",
     "a valid list": "a list",
@@ -55,11 +57,14 @@ def allowed(error: ErrorDetails) -> str:
     return words
 
 
-def first_mistake(error: ValidationError, table: type[BaseModel]) -> str:
-    """Return the first mistake in a table: its key, what was given, what is allowed."""
+def first_mistake(error: ValidationError, table: type[BaseModel], place: str) -> str:
+    """Return the first mistake in the table at `place`: its key, what was given, what is allowed."""
     first = error.errors()[0]
     if first["type"] == "value_error":
-        return first["msg"].removeprefix("Value error, ")
-    keys = f"the keys {', '.join(table.model_fields)}"
-    said = keys if first["type"] == "extra_forbidden" else allowed(first)
-    return f"{key_of(first)} got {first['input']!r}, allowed: {said}"
+        return f"{place}.{first['msg'].removeprefix('Value error, ')}"
+    key, said = f"{place}.{key_of(first)}", allowed(first)
+    if first["type"] == "extra_forbidden":
+        if answer := removed_key(key):
+            return answer
+        said = f"the keys {', '.join(table.model_fields)}"
+    return f"{key} got {first['input']!r}, allowed: {said}"

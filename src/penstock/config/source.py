@@ -6,7 +6,6 @@ key, what was given, what is allowed, and the nearest valid key for a misspelt o
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +17,10 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from penstock.config import Config, foreign_words
+from penstock.config import Config
 from penstock.config.secrets import refuse_secrets
 from penstock.config.section import allowed, key_of
+from penstock.config.unknown_keys import nearest_key, removed_key
 from penstock.errors import UserError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # TOML takes none of them as they are
@@ -161,12 +161,10 @@ def _unknown_key(key: str, value: Any, tree: type[BaseModel]) -> str:
     valid = list(valid_keys(tree))
     if isinstance(value, dict) and len(value) == 1:  # a table that is not known, with one key
         key = f"{key}.{next(_leaves(value))[0]}"
-    known = foreign_words.KEYS.get(key.rsplit(".", 1)[-1].lower()) if tree is Config else None
-    near = [known] if known else difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    if not near:  # a misspelt table, or the right name in the wrong table
-        last = key.rsplit(".", 1)[-1]
-        near = [k for k in valid if k.rsplit(".", 1)[-1] == last][:1]
-    hint = f"; did you mean {near[0]}?" if near else ""
+    if tree is Config and (answer := removed_key(key)):
+        return answer
+    near = nearest_key(key, valid, with_foreign=tree is Config)
+    hint = f"; did you mean {near}?" if near else ""
     words = "a key that `penstock config` lists" if tree is Config else ", ".join(valid)
     return f"unknown key {key!r}, allowed: {words}{hint}"
 

@@ -231,8 +231,6 @@ class TrainConfig(Section):
     masters: Literal["dithered", "plain"] = "dithered"
     """Where float32 masters of bfloat16 or float16 weights start; dithered: anywhere in the weight's rounding cell,
     so that small updates arrive; plain: at the weight. See docs/precision.md."""
-    max_bad_updates: int = Field(3, ge=1)
-    """Updates skipped in a row for a non-finite gradient after which the run stops."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False
@@ -312,8 +310,6 @@ class TrackConfig(Section):
     """console | tensorboard | wandb | `module:Class`; metrics.jsonl is always written."""
     rollouts_every_steps: int = Field(20, ge=0)
     """Updates between samples written to rollouts.jsonl; 0: never."""
-    rollouts_per_log: int = Field(4, ge=1)
-    """Groups written each time."""
     project: str = "penstock"
     """Project name for W&B."""
 
@@ -475,7 +471,7 @@ def _overlay(base: S, fields: dict[str, Any], key: str) -> S:
     try:
         return type(base).model_validate({**base.model_dump(), **fields})
     except ValidationError as error:
-        raise ValueError(f"{key}.{first_mistake(error, type(base))}") from None
+        raise ValueError(first_mistake(error, type(base), key)) from None
 
 
 def _check_tasks(config: Config) -> None:

@@ -38,6 +38,9 @@ _ABORT_AGAIN_S = 5.0
 _CANCEL_WAIT_S = 5.0
 _LONGEST_BACKOFF_S = 30.0
 _FAILURES_BEFORE_HOLD = 8
+FAILURE_WINDOW = 32  # attempts over which produce.max_failure_share is taken
+RETRY_BACKOFF_S = 0.1  # before the first retry of a failed group; doubles with each further failure
+MAX_REFUSED_IN_A_ROW = 1000  # groups refused by the validity rule, after which the run stops
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +133,7 @@ class FailurePolicy:
 
     def __init__(self, settings: ProduceSettings) -> None:
         self._settings = settings
-        self._recent: deque[bool] = deque(maxlen=settings.failure_window)  # True: failed
+        self._recent: deque[bool] = deque(maxlen=FAILURE_WINDOW)  # True: failed
         self._failures_in_a_row = 0
         self._hold_until = 0.0
         self.last_reason = ""  # of the newest failure
@@ -157,7 +160,7 @@ class FailurePolicy:
 
     def backoff_s(self, failures: int) -> float:
         """Return the wait before the next try of a group that failed `failures` times."""
-        wait_s = self._settings.retry_backoff_s * 2.0 ** (failures - 1)
+        wait_s = RETRY_BACKOFF_S * 2.0 ** (failures - 1)
         return float(min(wait_s, _LONGEST_BACKOFF_S))
 
     def hold_s(self, now: float) -> float:
@@ -447,12 +450,10 @@ class GroupRunner:
         self.counters["filtered"] += 1
         await ctx.journal.filtered(group)
         self._refused_in_a_row += 1
-        allowed = self._settings.max_refused_in_a_row
-        if self._refused_in_a_row >= allowed:
+        if self._refused_in_a_row >= MAX_REFUSED_IN_A_ROW:
             raise RunError(
                 f"task {ctx.task_name}: the validity rule refused {self._refused_in_a_row} groups "
-                f"in a row, allowed: fewer than produce.max_refused_in_a_row = {allowed}; "
-                f"rewards of the last one: "
+                f"in a row, allowed: fewer than {MAX_REFUSED_IN_A_ROW}; rewards of the last one: "
                 f"{', '.join(f'{value:g}' for value in sorted(set(rewards)))}"
             )
 

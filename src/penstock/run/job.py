@@ -271,7 +271,6 @@ def join_parts(
         rollout_log=RolloutLog(
             folder.path / "rollouts.jsonl",
             every_steps=config.track.rollouts_every_steps,
-            num_groups=config.track.rollouts_per_log,
             note=lambda text: job.tracker.note(text),
         ),
         findings=LiveFindings(folder, config, total_steps, last_failure=lambda: job.last_failure()),

@@ -76,6 +76,8 @@ from penstock.training.update import Outcome, UpdateStep
 from penstock.types import Batch, StepReport
 from penstock.weights.offload import HostOffload
 
+MAX_BAD_UPDATES = 3  # skipped in a row for a non-finite loss or gradient, after which the run stops
+
 
 @dataclass(slots=True, kw_only=True)
 class _BatchInTraining:
@@ -481,11 +483,10 @@ class Consumer:
             overflowed = bool(np.isfinite(loss())) and self.loss_scale.overflowed(finite)
             if not overflowed:
                 self.bad_updates_in_a_row = 0 if finite else self.bad_updates_in_a_row + 1
-            limit = self.config.train.max_bad_updates
-            if self.bad_updates_in_a_row >= limit:
+            if self.bad_updates_in_a_row >= MAX_BAD_UPDATES:
                 raise RunError(
-                    f"training: {limit} updates in a row had a non-finite loss or gradient "
-                    "(train.max_bad_updates); lower train.lr or look at the rewards"
+                    f"training: {MAX_BAD_UPDATES} updates in a row had a non-finite loss or gradient; "
+                    "lower train.lr or look at the rewards"
                 )
             return norm, finite
 

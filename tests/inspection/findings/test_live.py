@@ -117,7 +117,6 @@ def test_a_reward_that_fails_is_found_with_its_error(
         "failing",
         f"tasks.train.rewards=[{{type='{reward}:score'}}]",
         "produce.max_failure_share=1",
-        "produce.retry_backoff_s=0",
     )
     assert code == 0, server.output()
     code, said = doctor(monkeypatch, capsys, str(run.path))

@@ -133,7 +133,7 @@ class RolloutLog:
     """rollouts.jsonl: the first groups of every n-th batch, for a person to read."""
 
     def __init__(
-        self, path: Path, *, every_steps: int, num_groups: int, note: Note = print_note
+        self, path: Path, *, every_steps: int, num_groups: int = 4, note: Note = print_note
     ) -> None:
         self._file = LineFile(path, note)
         self._every_steps = every_steps

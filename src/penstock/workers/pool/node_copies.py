@@ -22,7 +22,12 @@ from penstock.config import LaunchConfig
 from penstock.errors import PartFailed, PenstockError, RunError, WeightsGone, WorkerDied
 from penstock.types import WeightHandle
 from penstock.waits import loop_time
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, call_worker
+from penstock.workers.supervise.supervised import (
+    RESTART_WINDOW_S,
+    Supervised,
+    SupervisionCallbacks,
+    call_worker,
+)
 from penstock.workers.supervise.worker import Worker
 
 Spawn = Callable[[str, str, str], Awaitable[Worker]]  # name, node, folder of its predecessor
@@ -295,7 +300,7 @@ class NodeCopies:
     def _count_end(self, node: str) -> int:
         now, ends = loop_time(), self._ends[node]
         ends.append(now)
-        while ends[0] < now - self._settings.restart_window_s:
+        while ends[0] < now - RESTART_WINDOW_S:
             ends.popleft()
         return len(ends)
 

@@ -29,6 +29,7 @@ Spawn = Callable[[], Awaitable[Worker]]
 Call = Callable[..., Awaitable[Any]]  # call("method", *args) of one worker
 Prepare = Callable[[Call], Awaitable[None]]
 _LONGEST_BACKOFF_S = 60.0
+RESTART_WINDOW_S = 600.0  # over which launch.max_restarts counts
 _SAME_FAULTS = 3  # a worker that dies of one error so often in a row is given up
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 CALLS = {  # the kind of wait that a method of a worker opens; any other is a short question
@@ -261,7 +262,7 @@ class Supervised:
         """Count an end of the worker; False if the window holds too many, or the same fault again."""
         now = loop_time()
         for times in (self._ends, self._faults):
-            while times and times[0] < now - self._settings.restart_window_s:
+            while times and times[0] < now - RESTART_WINDOW_S:
                 times.popleft()
         if self.prepare is None or len(self._ends) >= self._settings.max_restarts:
             return False
@@ -284,7 +285,7 @@ class Supervised:
             return f"{times} and is given up (traceback: {self._log})"
         return (
             f"{reason}; {self.name} was started again {len(self._ends)} times within "
-            f"{self._settings.restart_window_s:g} s (launch.max_restarts = "
+            f"{RESTART_WINDOW_S:g} s (launch.max_restarts = "
             f"{self._settings.max_restarts}) and is given up"
         )
 

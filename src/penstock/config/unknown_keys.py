@@ -1,8 +1,22 @@
-"""Words of TRL's and verl's settings, and the key that means the same here; for suggestions only."""
+"""What is said of a key that the config does not have: a removed one, a word of another system, a misspelt one."""
 
 from __future__ import annotations
 
-KEYS = {
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+# Keys that were removed (`*` stands for any text), and what to do instead.
+REMOVED = {
+    "*produce.failure_window": "leave it out: max_failure_share is taken over the last 32 attempts",
+    "*produce.retry_backoff_s": "leave it out: the first retry waits 0.1 s, each further one twice as long",
+    "*produce.max_refused_in_a_row": "leave it out: the run stops after 1000 refused groups in a row",
+    "train.max_bad_updates": "leave it out: the run stops after 3 skipped updates in a row",
+    "launch.restart_window_s": "leave it out: launch.max_restarts counts over the last 600 s",
+    "track.rollouts_per_log": "leave it out: 4 groups are written each time; `penstock rollouts` shows all",
+}
+# Words of TRL's and verl's settings, and the key that means the same here.
+FOREIGN = {
     "model_name_or_path": "model.path",
     "model_name": "model.path",
     "torch_dtype": "model.dtype",
@@ -95,3 +109,20 @@ KEYS = {
     "n_gpus_per_node": "launch.num_consumers",
     "nnodes": "launch.kind",
 }
+
+
+def removed_key(key: str) -> str:
+    """Say what to do instead of a key that was removed; empty if it was not."""
+    advice = (advice for pattern, advice in REMOVED.items() if fnmatchcase(key, pattern))
+    return next((f"{key}: this key was removed; {text}" for text in advice), "")
+
+
+def nearest_key(key: str, valid: Sequence[str], *, with_foreign: bool) -> str:
+    """The valid key that an unknown one probably means; empty if none is near."""
+    last = key.rsplit(".", 1)[-1]
+    if with_foreign and last.lower() in FOREIGN:
+        return FOREIGN[last.lower()]
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    if not near:  # a misspelt table, or the right name in the wrong table
+        near = [other for other in valid if other.rsplit(".", 1)[-1] == last]
+    return near[0] if near else ""
