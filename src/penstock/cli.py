@@ -290,7 +290,7 @@ def report(
         Path | None, typer.Option(help="The HTML file; default: RUN/report.html.")
     ] = None,
 ) -> None:
-    """Write one HTML file with curves, timeline, staleness, lengths and samples."""
+    """Write the dashboard's page of these runs as one HTML file: curves, samples, timeline, settings."""
     from penstock.inspection.report import write_report
 
     say(write_report([_folder(run) for run in runs], out))

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -17,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import UserError
+from penstock.inspection.compare import TRAINING, first_and_last
 from penstock.inspection.dashboard import shown_run, views
-from penstock.inspection.dashboard.pairs import TRAINING, read_pairs
 from penstock.inspection.dashboard.server import TOKEN_VARIABLE, serve
 from penstock.inspection.dashboard.shown_run import ShownRun, ShownRuns, odd_file
-from penstock.inspection.report.data import RunRecord, read_run
+from penstock.inspection.record import RunRecord, read_run
 from penstock.inspection.runs import RunLine
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder, _take_lock
@@ -134,14 +135,13 @@ def test_a_value_is_read_again_only_after_a_change_and_a_rest(
 # -- views -------------------------------------------------------------------------------------
 
 
-def test_the_overview_is_the_record_of_the_report(client: Client, folder: Path) -> None:
+def test_the_overview_is_the_record_of_the_run(client: Client, folder: Path) -> None:
     found = client.read(path_of(client, "a", "overview"))
     record = read_run(RunFolder(folder / "a"))
     assert found["curves"] == record.curves
     assert found["steps"] == record.steps == [1, 2, 3, 4]
     assert {int(k): v for k, v in found["staleness"].items()} == record.staleness
     assert found["figures"]["dropped"] == 3
-    assert found["samples"] == []
 
 
 def test_a_long_run_is_thinned_and_keeps_its_means_and_extremes() -> None:
@@ -204,17 +204,14 @@ def test_the_first_and_the_last_answer_to_a_prompt_are_paired(folder: Path, tmp_
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         (runs / "a" / "eval" / f"heldout-step-{step}.jsonl").write_text(text)
     with serving(runs) as client:
-        path = path_of(client, "a", "pairs")
-        found = client.read(path)
-        assert (found["source"], found["all"]) == ("heldout", 3)
-        assert (found["better"], found["worse"]) == (1, 1)
-        [pair] = found["pairs"]
-        assert (pair["first"]["prompt"], pair["steps"]) == ("question 0", [0, 4])
-        assert pair["last"]["response"] == "answer at 4"
-        [pair] = client.read(f"{path}?order=worse")["pairs"]
-        assert pair["first"]["prompt"] == "question 1"
-        assert len(client.read(f"{path}?order=all")["pairs"]) == 3
-        assert client.read(f"{path}?source=training%20prompts")["all"] == 0
+        [found] = client.read(path_of(client, "a", "pairs"))["comparisons"]
+    assert (found["task"], found["pairs"]) == ("heldout", 3)
+    assert (found["second_wins"], found["first_wins"]) == (1, 1)
+    better, worse, equal = found["examples"]
+    assert [answer["step"] for answer in better] == [0, 4]
+    assert better[0]["prompt"] == "question 0"
+    assert better[1]["response"] == "answer at 4"
+    assert (worse[0]["prompt"], equal[0]["prompt"]) == ("question 1", "question 2")
 
 
 def test_prompts_that_were_trained_twice_are_paired(folder: Path, tmp_path: Path) -> None:
@@ -223,9 +220,10 @@ def test_prompts_that_were_trained_twice_are_paired(folder: Path, tmp_path: Path
         database.execute(
             "UPDATE group_rows SET prompt_id = 'addition:0' WHERE step = 4 AND position = 0"
         )
-    [pair] = read_pairs(run, TRAINING)
-    assert pair.steps == (1, 4)
-    assert pair.first.prompt == pair.last.prompt
+    [found] = first_and_last(run)
+    [(first, last)] = found.examples
+    assert (found.task, first.step, last.step) == (TRAINING, 1, 4)
+    assert first.prompt == last.prompt
 
 
 def test_the_journal_view_balances_and_names_the_newest_events(client: Client) -> None:
@@ -342,33 +340,31 @@ def test_a_run_may_go_while_it_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_pages_of_others_are_refused(client: Client, headers: dict[str, str], status: int) -> None:
-    for path in ("/events", "/api/compare?runs=a", "/static/app.js"):
+    for path in ("/events", "/api/compare?runs=a", "/api/run/x/overview"):
         assert client.ask(path, **headers)[0] == status
 
 
 def test_only_reading_is_possible_and_unknown_paths_are_refused(client: Client) -> None:
     assert client.ask("/", "POST", Content_Length="0")[0] == 405
     assert client.ask("/", "DELETE")[0] == 405
-    paths = ("/static/../server.py", "/static/x", "/api/run/..%2Fa/overview", "/report/nope", "/a")
+    paths = ("/static/app.js", "/../server.py", "/api/run/..%2Fa/overview", "/report/nope", "/a")
     assert [client.ask(path)[0] for path in paths] == [404] * len(paths)
 
 
 def test_the_page_allows_no_script_but_its_own(client: Client) -> None:
     status, body, headers = client.ask("/")
     assert status == 200
-    policy = headers["Content-Security-Policy"]
-    assert "default-src 'none'; script-src 'self'" in policy
+    assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+    [policy] = re.findall(r'Content-Security-Policy" content="([^"]*)"', body.decode())
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
     assert headers["X-Content-Type-Options"] == "nosniff"
-    assert b"http" not in body.replace(b"http-equiv", b"")  # works without a network
-    for name in (b"app.js", b"page.css", b"icon.svg"):
-        assert client.ask(f"/static/{name.decode()}")[0] == 200
-        assert name in body
+    assert "default-src 'none'" in client.ask("/api/compare")[2]["Content-Security-Policy"]
 
 
 def test_with_a_token_only_its_holder_looks(folder: Path) -> None:
     with serving(folder, "s3cret") as client:
-        for path in ("/", "/events", "/static/app.js", "/?token=wrong"):
+        for path in ("/", "/events", "/api/run/x/overview", "/?token=wrong"):
             assert client.ask(path)[0] == 401
         status, _, headers = client.ask("/?token=s3cret")
         assert (status, headers["Location"]) == (303, "/")

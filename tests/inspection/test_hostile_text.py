@@ -13,9 +13,17 @@ from penstock import cli, files
 from penstock.inspection.track.logs import NoteLog
 from penstock.inspection.track.trackers import RunInfo
 from penstock.store.run_folder import RunFolder
-from stages.browser import BROWSER, open_page
+from stages.browser import BROWSER, LivePage
 from stages.hostile_run import MARKUP, PAYLOAD, TERMINAL, make_hostile_run
 
+VIEWS = {
+    "compare/0,1": "svg[data-chart]",
+    "run/0/overview": "svg[data-chart]",
+    "run/0/samples": ".group",
+    "run/0/journal": ".events tr",
+    "run/0/timeline": "canvas",
+    "run/0/settings": ".config",
+}
 UNSEEN = re.compile(r"[^\n\t\x20-\x7e\u00a0-\u2029\u202f-\U0010ffff]")
 
 
@@ -127,14 +135,22 @@ def test_the_report_of_a_hostile_run_is_drawn_and_runs_no_script_of_it(
 ) -> None:
     out = tmp_path / "report.html"
     assert penstock(monkeypatch, "report", str(run.path), str(run.path), "--out", str(out)) == 0
-    page = open_page(out, tmp_path / "profile")
-    assert (page.root.get("data-ready"), page.root.get("data-error")) == ("yes", None)
-    assert "data-pwned" not in page.root
-    tags = {tag for tag, _ in page.elements}
-    assert not tags & {"img", "iframe", "a", "base", "object", "embed", "link"}
-    assert sum(tag == "script" for tag, _ in page.elements) == 2  # the data and our own
-    assert all(not name.startswith("on") for _, given in page.elements for name in given)
-    for field in ("prompt", "response", "said", "tool-call", "role"):
-        assert any(MARKUP in text for text in page.texts[field]), field
-    everything = "".join(text for texts in page.texts.values() for text in texts)
+    everything = ""
+    with LivePage(tmp_path / "profile") as browser:
+        for part, drawn in VIEWS.items():
+            browser.open("about:blank")
+            browser.open(f"{out.as_uri()}#/{part}")
+            browser.until(f"document.querySelectorAll('#page {drawn}').length > 0")
+            page = browser.shown()
+            assert (page.root.get("data-ready"), page.root.get("data-error")) == ("yes", None)
+            assert "data-pwned" not in page.root
+            tags = {tag for tag, _ in page.elements}
+            assert not tags & {"img", "iframe", "base", "object", "embed"}
+            assert all(link["href"].startswith("#/") for link in page.all("a"))
+            assert sum(tag == "script" for tag, _ in page.elements) == 2  # the data and our own
+            assert all(not name.startswith("on") for _, given in page.elements for name in given)
+            everything += browser.value("document.getElementById('page').textContent")
+            if part.endswith("samples"):
+                for field in ("prompt", "said", "tool-call", "role"):
+                    assert any(MARKUP in text for text in page.texts[field]), field
     assert everything.count("javascript:") >= 8  # shown as text, in every place that has it

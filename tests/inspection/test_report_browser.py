@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from penstock.inspection.dashboard.views import spread_groups
+from penstock.inspection.record import read_run
 from penstock.inspection.report import write_report
-from penstock.inspection.report.data import read_run
-from penstock.inspection.report.page import render
 from penstock.store.run_folder import RunFolder
 from stages.browser import BROWSER, LivePage, Page
 from stages.made_run import GROUP_SIZE, make_run, metrics_of
@@ -40,6 +39,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePage]:
 @pytest.fixture(scope="module")
 def page(made: RunFolder, browser: LivePage) -> Page:
     return browser.dump(write_report([made]))
+
+
+def view(browser: LivePage, report: Path, tab: str, drawn: str) -> Page:
+    """One view of a report, once `drawn` is in it."""
+    browser.open("about:blank")
+    browser.open(f"{report.absolute().as_uri()}#/run/0/{tab}")
+    browser.until(f"document.querySelectorAll({json.dumps(drawn)}).length > 0")
+    return browser.shown()
 
 
 def test_the_page_is_ready_without_an_error(page: Page) -> None:
@@ -97,34 +104,23 @@ def test_drawn_histograms_and_fates_are_the_journals(page: Page, made: RunFolder
     assert (trained, finished) == (72 * GROUP_SIZE, 76 * GROUP_SIZE)
 
 
-def test_the_timeline_has_every_step(page: Page, made: RunFolder) -> None:
-    slots = [g for g in page.all("g") if "data-trainer-waited" in g]
+def test_every_step_shows_how_long_each_side_waited(page: Page, made: RunFolder) -> None:
     rows = metrics_of(made)
-    assert [int(slot["data-step"]) for slot in slots] == [row["step"] for row in rows]
-    for slot, row in zip(slots, rows, strict=True):
-        waited = row["time/consumer_wait_s"]
-        assert float(slot["data-trainer-waited"]) == pytest.approx(waited, rel=1e-5)
-        assert float(slot["data-trained"]) == pytest.approx(row["time/step_s"] - waited, rel=1e-5)
+    for side, name in (("trainer", "consumer"), ("producer", "producer")):
+        waits = {
+            row["step"]: min(1.0, row[f"time/{name}_wait_s"] / row["time/step_s"]) for row in rows
+        }
+        assert points(page, "waited", f"waited/{side}") == pytest.approx(waits, rel=1e-5)
 
 
-def test_no_text_of_a_run_becomes_markup(
-    made: RunFolder, tmp_path: Path, browser: LivePage
+def test_settings_and_a_run_without_a_timeline_are_shown(
+    made: RunFolder, browser: LivePage
 ) -> None:
-    hostile = "</script ><!--<script></script\t><img id=pwned src=x onerror='document.documentElement.dataset.pwned=1'>"
-    record = read_run(made)
-    record.name = hostile
-    record.config = record.missing = [hostile]
-    record.drops = {hostile: 1}
-    for sample in record.samples:
-        sample.update(
-            prompt=hostile, response=hostile, note=hostile, task=hostile, parts={hostile: 1}
-        )
-    (tmp_path / "page.html").write_text(render([record]))
-    page = browser.dump(tmp_path / "page.html")
-    assert page.root.get("data-ready") == "yes"
-    assert "data-pwned" not in page.root
-    assert not page.all("img")
-    assert hostile in page.texts["response"]
+    report = write_report([made])
+    page = view(browser, report, "settings", ".config")
+    assert "groups_per_step = 6" in "".join(page.texts["config card"])
+    page = view(browser, report, "timeline", ".lanes .absent")
+    assert "data-error" not in page.root
 
 
 def test_findings_stand_on_top_samples_are_grouped_and_no_chart_is_empty(
@@ -153,13 +149,15 @@ def test_findings_stand_on_top_samples_are_grouped_and_no_chart_is_empty(
     held_out = {line["step"]: line["reward"] for line in lines}
     assert points(page, "reward/mean", "eval/heldout") == pytest.approx(held_out)
     assert "absent" not in tags
+    page = view(browser, run.path / "report.html", "samples", ".group")
     groups = [attributes for attributes in page.all("article") if "data-group" in attributes]
-    shown = [div for div in page.all("div") if "data-rollout" in div]
-    assert len(groups) == 6
-    assert [div["data-rollout"].rpartition(".")[0] for div in shown[:GROUP_SIZE]] == [
-        groups[0]["data-group"]
-    ] * GROUP_SIZE
-    rewards = [float(div["data-reward"]) for div in shown[:GROUP_SIZE]]
+    assert len(groups) == 30
+    answers = browser.value(
+        "[...document.querySelector('.group').querySelectorAll('.sample')]"
+        ".map((sample) => [sample.dataset.rollout, +sample.dataset.reward])"
+    )
+    assert {name.rpartition(".")[0] for name, _ in answers} == {groups[0]["data-group"]}
+    rewards = [reward for _, reward in answers]
     assert rewards == sorted(rewards, reverse=True)
 
 
@@ -173,46 +171,50 @@ def test_several_runs_lie_over_each_other_and_one_may_be_empty(
     assert (page.root.get("data-ready"), page.root.get("data-error")) == ("yes", None)
     assert len(points(page, "reward/mean", "reward/mean", 0)) == 12
     assert len(points(page, "reward/mean", "reward/mean", 1)) == 7
+    settings = [row["data-setting"] for row in page.all("tr") if "data-setting" in row]
+    assert {"seed", "train.steps"} <= set(settings)
     assert "empty: metrics.jsonl is not there: no step was logged" in "".join(
         text for texts in page.texts.values() for text in texts
     )
 
 
-ACTIONS = """
-const set = (selector, value) => {
+SET = """
+window.set = (selector, value) => {
   const field = document.querySelector(selector);
-  if (field.type === "checkbox") field.checked = value; else field.value = value;
+  field.value = value;
   field.dispatchEvent(new Event("input", { bubbles: true }));
 };
-const note = (name, value) => document.documentElement.setAttribute("data-" + name, value);
-set('select[name="step"]', "12");
-set('input[name="reward-from"]', "0.5");
-note("kept", document.getElementById("sample-count").textContent.split(" ")[0]);
-set('input[type="range"]', "0.9");
-note("smooth", document.querySelectorAll("path.line.raw").length);
-document.querySelector(".theme").click();
-const picture = document.querySelector('svg[data-chart="reward/mean"]');
-const box = picture.getBoundingClientRect();
-picture.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 14, clientY: box.top + 20 }));
-note("tip", document.querySelector(".tip").innerText);
 """
 
 
-def test_filters_smoothing_theme_and_hover_values_work(
-    made: RunFolder, tmp_path: Path, browser: LivePage
-) -> None:
-    text = write_report([made], tmp_path / "page.html").read_text()
-    head, policy, rest = text.partition('<meta http-equiv="Content-Security-Policy"')
-    text = head + "<meta " + rest.replace("</body>", f"<script>{ACTIONS}</script></body>")
-    assert policy
-    (tmp_path / "page.html").write_text(text)
-    root = browser.dump(tmp_path / "page.html").root
-    samples = read_run(made).samples
-    right = Counter(s["step"] for s in samples if s["reward"] is not None and s["reward"] >= 0.5)
-    assert int(root["data-kept"]) == right[12]
-    assert int(root["data-smooth"]) >= 8
+def test_smoothing_theme_and_hover_values_work(made: RunFolder, browser: LivePage) -> None:
+    view(browser, write_report([made]), "overview", 'svg[data-chart="reward/mean"]')
+    tip = browser.value(
+        """(() => {
+          const picture = document.querySelector('svg[data-chart="reward/mean"]');
+          const box = picture.getBoundingClientRect();
+          picture.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 14, clientY: box.top + 20 }));
+          return document.querySelector(".tip").innerText;
+        })()"""
+    )
+    assert "step 12" in tip
+    assert f"{metrics_of(made)[-1]['reward/mean']:.4g}"[:4] in tip
+    browser.value(f"(() => {{ {SET} set('input[type=range]', '0.9'); }})()")
+    assert browser.value("document.querySelectorAll('path.line.raw').length") >= 8
+    browser.value("document.getElementById('theme').click()")
+    root = browser.shown().root
     assert root["data-theme"] in ("light", "dark")
-    last = metrics_of(made)[-1]["reward/mean"]
-    assert "step 12" in root["data-tip"]
-    assert f"{last:.4g}"[:4] in root["data-tip"]
     assert "data-error" not in root
+
+
+def test_samples_are_chosen_by_step_outcome_and_words(made: RunFolder, browser: LivePage) -> None:
+    view(browser, write_report([made]), "samples", ".group")
+    groups = spread_groups(made)["groups"]
+    of_step = [group for group in groups if group["answers"][0]["step"] == 12]
+    browser.value(f"(() => {{ {SET} set('input[name=step]', '12'); }})()")
+    browser.until(f"document.querySelectorAll('.group').length === {len(of_step)}")
+    browser.value("set('input[name=step]', ''), set('select[name=state]', 'dropped')")
+    browser.until("document.querySelectorAll('.group.dropped').length === 3")
+    browser.value("set('input[name=words]', 'words that no answer has')")
+    browser.until("document.querySelectorAll('.group').length === 0")
+    assert "data-error" not in browser.shown().root

@@ -44,7 +44,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = {name: value or "" for name, value in attrs}
         self.elements.append((tag, found))
-        if tag not in ("meta", "input", "br"):
+        if tag not in ("meta", "link", "input", "br"):
             self._open.append(found.get("class", ""))
 
     def handle_endtag(self, tag: str) -> None:
@@ -125,6 +125,10 @@ class LivePage:
               document.readyState === "complete" ? drawn() : addEventListener("load", drawn);
             })"""
         )
+        return self.shown()
+
+    def shown(self) -> Page:
+        """Return what the page shows now."""
         return Page(self.value("document.documentElement.outerHTML"))
 
     def resize(self, width: int, height: int) -> None:

@@ -19,8 +19,7 @@ from penstock.data.source import HUB
 from penstock.errors import PenstockError, RunError, UserError
 from penstock.files import visible
 from penstock.inspection.audit import take_audit
-from penstock.inspection.report.data import RunRecord, read_run
-from penstock.inspection.report.figures import take_figures
+from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.track.console import draw_curves
 from penstock.store import trust
 from penstock.store.checkpoint import Checkpoint, CheckpointStore

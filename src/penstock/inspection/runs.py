@@ -36,6 +36,7 @@ class RunLine:
     held_out: str = ""  # "heldout accuracy 0.344 -> 0.977"
     findings: int = 0
     changed_at: float = 0.0  # seconds since 1970
+    note: str = ""  # why its files cannot be read
 
 
 def list_runs(folder: Path) -> list[RunLine]:
@@ -54,6 +55,16 @@ def read_line(folder: RunFolder) -> RunLine:
     if folder.metrics.exists():
         changed = max(changed, folder.metrics.stat().st_mtime)
     line = RunLine(name=folder.name, state="stopped", changed_at=changed)
+    try:
+        _fill(line, folder)
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        # damage can put anything anywhere: one such run must not end the look at the others
+        line.state = "damaged"
+        line.note = f"its files cannot be read: {type(error).__name__}: {error}"
+    return line
+
+
+def _fill(line: RunLine, folder: RunFolder) -> None:
     rows = list(read_metrics(folder.metrics).values())
     line.steps = int(rows[-1]["step"]) if rows else 0
     line.rewards = tuple(_numbers(rows, "reward/mean"))
@@ -72,7 +83,6 @@ def read_line(folder: RunFolder) -> RunLine:
         line.state = "training"
     elif owner is Owner.KILLED and line.state == "stopped":
         line.state = "killed"
-    return line
 
 
 def _numbers(rows: Sequence[Row], name: str) -> list[float]:

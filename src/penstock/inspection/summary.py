@@ -14,8 +14,7 @@ from rich.text import Text
 
 from penstock import files
 from penstock.files import visible
-from penstock.inspection.report.data import RunRecord, read_run
-from penstock.inspection.report.figures import FigureChange, Figures, take_figures
+from penstock.inspection.record import FigureChange, Figures, RunRecord, read_run, take_figures
 from penstock.inspection.track.console import finding_table, sparkline
 from penstock.rollout.evaluation.evaluate import EvalResult
 from penstock.store.checkpoint import CheckpointStore
@@ -30,7 +29,7 @@ def print_summary(
 
     `seconds`: the time of this session, which began after `first_step`.
     """
-    record = read_run(folder, samples=False)
+    record = read_run(folder)
     figures = take_figures(record)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right", no_wrap=True)

@@ -1,9 +1,9 @@
 """Serves the dashboard: one page, its data as JSON, and a stream of changes.
 
-    GET /                      the page; GET /static/NAME: its scripts and styles
+    GET /                      the page, with its scripts and styles
     GET /events                changed runs, as server-sent events
     GET /api/...               what a view shows
-    GET /report/ID             the report of a run, made now
+    GET /report/ID             the same page with the data of one run in it, to keep
 
 Only reads. Web pages of others cannot use it: a foreign Host or Origin is refused. Bound to another address
 than this machine's own, it asks for a token.
@@ -24,14 +24,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import (
-    FileResponse,
-    RedirectResponse,
-    Response,
-    StreamingResponse,
-)
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config.secrets import from_environment
@@ -39,8 +33,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.files import say
 from penstock.inspection.dashboard.shown_run import ShownRun, ShownRuns
 from penstock.inspection.dashboard.views import VIEWS, comparison
-from penstock.inspection.report.data import read_run
-from penstock.inspection.report.page import render
+from penstock.inspection.report import page, report_page
 from penstock.serving import (
     AppServer,
     NoForeignPages,
@@ -56,22 +49,17 @@ _COOKIE = "penstock"
 _LOOK_EVERY_S = 1.0  # while a page is open: other processes write the runs
 _HEARTBEAT_S = 15.0
 _CONNECTIONS, _SILENT_S = 64, 60.0
+_MOST_COMPARED = 8  # the colours of the charts
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-# the report carries a policy of its own, with the hashes of its script and its style
-_REPORT_POLICY = {"Content-Security-Policy": "frame-ancestors 'none'"}
-_PAGE = Path(__file__).parent / "assets" / "index.html"
-_ASSETS: list[str | tuple[str, str]] = [
-    ("penstock.inspection.dashboard", "assets"),
-    ("penstock.inspection.report", "assets"),
-]
+# a page carries a policy of its own, with the hashes of its script and its style
+_PAGE_POLICY = {"Content-Security-Policy": "frame-ancestors 'none'"}
 
 
 class _Gate:
@@ -121,7 +109,6 @@ class Dashboard:
             Route("/report/{run}", self._report),
             Route("/api/compare", self._compare),
             Route("/api/run/{run}/{view}", self._view),
-            Mount("/static", StaticFiles(packages=_ASSETS)),
             Route("/", _page),
         ]
         gates = [Middleware(NoForeignPages, hosts=hosts), Middleware(_Gate, token=token)]
@@ -130,9 +117,7 @@ class Dashboard:
     # -- reading, in a thread --------------------------------------------------------------------
 
     def _report(self, request: Request) -> Response:
-        page = _read(lambda: render([read_run(self._run(request).folder)]))
-        body = page.encode("utf-8", "replace")
-        return Response(body, media_type="text/html", headers=_REPORT_POLICY)
+        return _html(_read(lambda: report_page([self._run(request).folder])))
 
     def _view(self, request: Request) -> Response:
         view = VIEWS.get(request.path_params["view"])
@@ -144,7 +129,7 @@ class Dashboard:
         return self.runs.find(request.path_params["run"])
 
     def _compare(self, request: Request) -> Response:
-        ids = request.query_params.get("runs", "").split(",")
+        ids = request.query_params.get("runs", "").split(",")[:_MOST_COMPARED]
         return _json(_read(lambda: comparison([self.runs.find(run).folder for run in ids])))
 
     # -- changes ---------------------------------------------------------------------------------
@@ -210,7 +195,12 @@ def _read(read: Callable[[], V]) -> V:
 
 
 async def _page(request: Request) -> Response:
-    return FileResponse(_PAGE)
+    return _html(page("Penstock dashboard"))
+
+
+def _html(text: str) -> Response:
+    body = text.encode("utf-8", "replace")
+    return Response(body, media_type="text/html", headers=_PAGE_POLICY)
 
 
 def _json(value: object) -> Response:

@@ -73,25 +73,20 @@ class ShownRun:
 
     def renew(self) -> bool:
         """Read the line of the list again if the run has changed; return whether the line did."""
-        odd = odd_file(self.folder.path)
-        line, wait = RunLine(name=self.folder.name, state="refused" if odd else "damaged"), 0.0
-        try:
-            if not odd:
-                line, wait = self.value("line", read_line)
-        except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
-            # damage can put anything anywhere: one such run must not end the look at the others
-            odd = f"its files cannot be read: {type(error).__name__}: {error}"
+        odd, wait = odd_file(self.folder.path), 0.0
+        if odd:
+            line = RunLine(name=self.folder.name, state="refused", note=odd)
+        else:
+            line, wait = self.value("line", read_line)
         if wait and self.line:
             return False
-        new = {
-            **asdict(line),
-            "id": self.id,
-            "rewards": _spread(line.rewards, _SPARKS),
-            "note": odd,
-            "version": "" if odd else self.version(),
-        }
+        new = self.line_of(line) | {"version": "" if odd else self.version()}
         changed, self.line = new != self.line, new
         return changed
+
+    def line_of(self, line: RunLine) -> dict[str, Any]:
+        """A run's line as the page shows it, with a short curve."""
+        return {**asdict(line), "id": self.id, "rewards": _spread(line.rewards, _SPARKS)}
 
 
 class ShownRuns:

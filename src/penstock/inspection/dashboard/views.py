@@ -1,4 +1,4 @@
-"""What each view of the dashboard shows of one run, as plain JSON values.
+"""What each view of a run's page shows, as plain JSON values: for the dashboard, and embedded in a report.
 
 Long curves are thinned here: a point stands for a stretch of steps, with their mean, smallest and
 largest value. Journals are read in one snapshot each, through their public views.
@@ -16,11 +16,9 @@ from typing import Any
 
 from penstock.config.changes import flat
 from penstock.errors import PenstockError, RunError, UserError
-from penstock.inspection.compare import compare
-from penstock.inspection.dashboard import pairs
+from penstock.inspection.compare import Comparison, compare, first_and_last
 from penstock.inspection.dashboard.shown_run import ShownRun
-from penstock.inspection.report.data import RunRecord, clip, clip_turns, read_run
-from penstock.inspection.report.figures import take_figures
+from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.rollout_viewer import message_text, views_of_group
 from penstock.inspection.timeline import Event, lanes, read_events, sessions, split_waits
 from penstock.inspection.track.logs import SESSION
@@ -29,7 +27,9 @@ from penstock.store.run_folder import RunFolder
 
 MOST_POINTS = 400  # of one curve
 GROUPS_AT_ONCE = 8
-MOST_COMPARED = 8  # the colours of the charts
+MAX_TEXT = 6000  # characters of a prompt or a response
+MAX_CONVERSATION = 30_000  # characters of an agent's conversation
+_SPREAD_TRAINED, _SPREAD_DROPPED, _SPREAD_ANSWERS = 30, 8, 8  # groups in a report, answers of each
 _SLOTS = 480  # of the timeline
 _NEWEST_EVENTS = 40
 _ORDERS = {
@@ -42,10 +42,9 @@ _STATES = ("trained", "taken", "buffered", "dropped")
 
 
 def overview(folder: RunFolder) -> dict[str, Any]:
-    """Return the record of the report without samples, with thinned curves and the key figures."""
-    record = read_run(folder, samples=False)
-    figures = asdict(take_figures(record))
-    shown = asdict(record) | {"figures": figures}
+    """The record of a run, with thinned curves and the key figures."""
+    record = read_run(folder)
+    shown = asdict(record) | {"figures": asdict(take_figures(record))}
     shown["steps"], shown["curves"], shown["spread"] = thin(record)
     return shown
 
@@ -82,44 +81,67 @@ def _short(value: float) -> float:
 # -- samples -----------------------------------------------------------------------------------
 
 
-def groups(folder: RunFolder, asked: Mapping[str, str]) -> dict[str, Any]:
-    """Return some groups with their answers, the best answer first; `asked` chooses and orders them."""
-    where, values = _conditions(asked)
-    order = _ORDERS.get(asked.get("order", ""), _ORDERS["newest"])
-    offset = _whole(asked.get("offset")) or 0
+def groups(folder: RunFolder, query: Mapping[str, str]) -> dict[str, Any]:
+    """Some groups with their answers, the best answer first; `query` chooses and orders them."""
+    where, values = _conditions(query)
+    order = _ORDERS.get(query.get("order", ""), _ORDERS["newest"])
+    offset = _whole(query.get("offset")) or 0
     with closing(Journal.look(folder.journal)) as journal, journal.snapshot():
         rows = journal.query(
             f"SELECT group_id FROM groups AS g WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?",
             [*values, GROUPS_AT_ONCE + 1, offset],
         )
-        (last,) = journal.query("SELECT MAX(step) FROM groups WHERE state = 'trained'")[0]
-        tasks = [name for (name,) in journal.query("SELECT DISTINCT task FROM groups")]
-        found, damaged = [], []
-        for (group_id,) in rows[:GROUPS_AT_ONCE]:
-            try:
-                found.append(_group(journal, group_id))
-            except RunError as error:
-                damaged.append(str(error))
-    return {
-        "groups": found,
-        "damaged": damaged,
-        "more": len(rows) > GROUPS_AT_ONCE,
-        "last_step": last,
-        "tasks": sorted(tasks),
-    }
+        shown = _groups(journal, rows[:GROUPS_AT_ONCE])
+    return shown | {"more": len(rows) > GROUPS_AT_ONCE}
 
 
-def _conditions(asked: Mapping[str, str]) -> tuple[str, list[object]]:
-    state = asked.get("state", "")
+def spread_groups(folder: RunFolder) -> dict[str, Any]:
+    """Groups at even distances over the whole run, dropped ones too: the samples of a report."""
+    with closing(Journal.look(folder.journal)) as journal, journal.snapshot():
+        trained = journal.query(
+            "SELECT group_id FROM groups WHERE state = 'trained' ORDER BY step, position"
+        )
+        dropped = journal.query(
+            "SELECT DISTINCT group_id FROM rollouts WHERE drop_reason IS NOT NULL ORDER BY group_id"
+        )
+        chosen = [*_spread(trained, _SPREAD_TRAINED), *_spread(dropped, _SPREAD_DROPPED)]
+        shown = _groups(journal, chosen)
+    for group in shown["groups"]:
+        del group["answers"][_SPREAD_ANSWERS:]
+    return shown | {"more": False}
+
+
+def _spread(items: Sequence[tuple], count: int) -> Sequence[tuple]:
+    """At most `count` items at even distances, with the first and the last."""
+    if len(items) <= count:
+        return items
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def _groups(journal: Journal, rows: Sequence[tuple]) -> dict[str, Any]:
+    """Groups by their ids, and what a reader can choose from; a damaged group is a sentence."""
+    (last,) = journal.query("SELECT MAX(step) FROM groups WHERE state = 'trained'")[0]
+    tasks = [name for (name,) in journal.query("SELECT DISTINCT task FROM groups")]
+    readable, damaged = [], []
+    for (group_id,) in rows:
+        try:
+            readable.append(_group(journal, group_id))
+        except RunError as error:
+            damaged.append(str(error))
+    return {"groups": readable, "damaged": damaged, "last_step": last, "tasks": sorted(tasks)}
+
+
+def _conditions(query: Mapping[str, str]) -> tuple[str, list[object]]:
+    state = query.get("state", "")
     conditions = ["num_tokens IS NOT NULL", f"state = '{state if state in _STATES else 'trained'}'"]
     values: list[object] = []
-    if (step := _whole(asked.get("step"))) is not None:
+    if (step := _whole(query.get("step"))) is not None:
         conditions.append("step = ?")
         values.append(step)
-    if task := asked.get("task"):
+    if task := query.get("task"):
         conditions.append("task = ?")
         values.append(task)
-    if words := asked.get("words"):
+    if words := query.get("words"):
         conditions.append(
             "EXISTS(SELECT 1 FROM rollouts AS r WHERE r.group_id = g.group_id"
             " AND instr(lower(r.text), ?))"
@@ -131,16 +153,37 @@ def _conditions(asked: Mapping[str, str]) -> tuple[str, list[object]]:
 def _group(journal: Journal, group_id: str) -> dict[str, Any]:
     samples = sorted(
         views_of_group(journal, group_id),
-        key=lambda one: math.inf if one.reward is None else -one.reward,
+        key=lambda sample: math.inf if sample.reward is None else -sample.reward,
     )
     answers = []
     for sample in samples:
         row = sample.plain()
         row |= {"fate": sample.fate, "response": clip(sample.response)}
         row["prompt"] = clip("\n".join(message_text(message) for message in sample.prompt))
-        clip_turns(row)
+        _clip_turns(row)
         answers.append(row)
     return {"group_id": group_id, "answers": answers}
+
+
+def clip(text: str) -> str:
+    """A text as long as a page may hold."""
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}\n[cut: {len(text)} characters]"
+
+
+def _clip_turns(row: dict[str, Any]) -> None:
+    """Shorten the conversation of a sample to what a page may hold; the last turn says what was left out."""
+    turns, left = row["turns"], MAX_CONVERSATION
+    for number, turn in enumerate(turns):
+        turn["text"] = clip(turn["text"])
+        for tool in turn["tools"]:
+            tool["name"], tool["arguments"] = clip(tool["name"]), clip(tool["arguments"])
+        left -= len(turn["text"]) + sum(
+            len(text) for tool in turn["tools"] for text in tool.values()
+        )
+        if left < 0:
+            words = f"[cut: {len(turns) - number - 1} further messages]"
+            row["turns"] = [*turns[: number + 1], {**turn, "text": words, "tools": []}]
+            return
 
 
 def _whole(text: str | None) -> int | None:
@@ -269,63 +312,57 @@ def _said(value: object) -> str:
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
-_COMPARED = (
-    *("task", "measure", "steps", "pairs", "first", "second"),
-    *("difference", "low", "high", "first_wins", "second_wins"),
-)
-
-
 def comparison(folders: Sequence[RunFolder]) -> dict[str, Any]:
     """The settings that differ among runs, and the first run against each other one."""
-    folders = folders[:MOST_COMPARED]
     rows: list[dict[str, Any]] = []
     for number, other in enumerate(folders[1:], start=1):
         try:
             results = compare(folders[0], other)
         except PenstockError:
             continue  # no prompt in common
-        for result in results:
-            row = {"run": number, "verdict": result.verdict}
-            row |= {name: getattr(result, name) for name in _COMPARED}
-            row["examples"] = [
-                [{"prompt": a.prompt, "response": a.response, "score": a.score} for a in pair]
-                for pair in result.examples
-            ]
-            rows.append(row)
+        rows += [_compared(result) | {"run": number} for result in results]
     return {"settings": differing_settings(folders), "comparisons": rows}
 
 
-def _shown_overview(run: ShownRun, query: dict[str, str]) -> dict[str, Any]:
+def _compared(result: Comparison) -> dict[str, Any]:
+    row = asdict(result) | {"verdict": result.verdict}
+    for pair in row["examples"]:
+        for answer in pair:
+            answer |= {name: clip(answer[name]) for name in ("prompt", "response")}
+    return row
+
+
+# -- the views by their names ------------------------------------------------------------------
+
+
+def _shown_overview(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
     value, wait = run.value("overview", overview)
     return {**value, "id": run.id, "again_in_s": wait}
 
 
-def _shown_samples(run: ShownRun, query: dict[str, str]) -> dict[str, Any]:
+def _shown_samples(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
     return groups(run.folder, query)
 
 
-def _shown_pairs(run: ShownRun, query: dict[str, str]) -> dict[str, Any]:
-    names = pairs.sources(run.folder)
-    source = query.get("source") if query.get("source") in names else names[0]
-    assert source is not None
-    value, wait = run.value(f"pairs {source}", lambda folder: pairs.read_pairs(folder, source))
-    offset = query.get("offset", "0")
-    page = pairs.page_of(value, query.get("order", "better"), int(offset[:9] or 0))
-    return {**page, "source": source, "sources": names, "again_in_s": wait}
+def _shown_pairs(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
+    value, wait = run.value("pairs", first_and_last)
+    return {"comparisons": [_compared(result) for result in value], "again_in_s": wait}
 
 
-def _shown_journal(run: ShownRun, query: dict[str, str]) -> dict[str, Any]:
+def _shown_journal(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
     value, wait = run.value("journal", journal_state)
     return {**value, "again_in_s": wait}
 
 
-def _shown_timeline(run: ShownRun, query: dict[str, str]) -> dict[str, Any]:
+def _shown_timeline(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
     worked, wait = run.value("worked", read_worked)
     start, end = (float(query.get(name) or 0) for name in ("from", "to"))
     return {**timeline(worked, start, end), "again_in_s": wait}
 
 
-VIEWS: dict[str, Callable[[ShownRun, dict[str, str]], dict[str, Any]]] = {
+View = Callable[[ShownRun, Mapping[str, str]], dict[str, Any]]
+
+VIEWS: dict[str, View] = {
     "overview": _shown_overview,
     "samples": _shown_samples,
     "pairs": _shown_pairs,

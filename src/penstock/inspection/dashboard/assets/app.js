@@ -1,11 +1,11 @@
-// The page: which view is open, what the server tells, and the keys.
+// The page: which view is open, where its data comes from, and the keys.
 
-const MOST_COMPARED = 8;
-const byId = (id) => document.getElementById(id);
 const state = { lines: new Map(), complete: false, filter: "", cursor: null, open: null, tab: "overview", chosen: [] };
 let current = null; // the open view: { node, update }
 
+// A view's data: of the report, or of the server. Nothing if there is a problem, which the page then shows.
 async function read(path) {
+  if (saved) return readSaved(path);
   try {
     const reply = await fetch(path, { credentials: "same-origin" });
     const found = await reply.json();
@@ -15,6 +15,14 @@ async function read(path) {
     setLive("lost");
   }
   return null;
+}
+
+function readSaved(path) {
+  const [name, query] = path.split("?");
+  const answer = saved.answers[name];
+  if (answer.error) showProblem(answer.error);
+  if (answer.error) return null;
+  return name.endsWith("/samples") ? { ...answer, groups: chosenGroups(answer.groups, new URLSearchParams(query)) } : answer;
 }
 
 // Return a `read` for one view: only its newest question is answered, whichever answer comes last.
@@ -33,7 +41,7 @@ function showProblem(text) {
 }
 
 function setLive(kind) {
-  const texts = { live: "live", lost: "connection lost, trying again", connecting: "connecting" };
+  const texts = { live: "live", lost: "connection lost, trying again", connecting: "connecting", saved: `report, ${saved?.written}` };
   byId("live").textContent = texts[kind];
   byId("live").className = `live ${kind}`;
 }
@@ -52,9 +60,9 @@ function route() {
   document.body.dataset.pane = line ? "run" : "list";
   if (line) state.cursor = line.id;
   drawList();
-  document.title = line ? `${line.name} · Penstock` : "Penstock dashboard";
+  if (!saved) document.title = line ? `${line.name} · Penstock` : "Penstock dashboard";
   if (!line) return showNothing();
-  if (line.note) return byId("page").replaceChildren(html("p", { class: "absent" }, line.note));
+  if (line.state === "refused") return byId("page").replaceChildren(html("p", { class: "absent" }, line.note));
   current = VIEWS[state.tab](line.id);
   byId("page").replaceChildren(runHead(line), current.node);
   byId("page").scrollTop = 0;
@@ -75,7 +83,7 @@ function showComparison(ids) {
   state.chosen = ids;
   state.open = null;
   document.body.dataset.pane = "run";
-  document.title = "Comparison · Penstock";
+  if (!saved) document.title = "Comparison · Penstock";
   drawList();
   current = compareView(ids);
   byId("page").replaceChildren(current.node);
@@ -181,12 +189,12 @@ function switchTheme() {
   const root = document.documentElement;
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
-  localStorage.setItem("theme", root.dataset.theme);
+  if (!saved) localStorage.setItem("theme", root.dataset.theme);
   current?.draw?.();
 }
 
 function start() {
-  const theme = localStorage.getItem("theme");
+  const theme = saved ? null : localStorage.getItem("theme"); // a file may have no storage
   if (theme) document.documentElement.dataset.theme = theme;
   document.body.append(tip);
   byId("filter").addEventListener("input", (event) => setFilter(event.target.value));
@@ -205,8 +213,22 @@ function start() {
       current?.draw?.();
     });
   });
-  setLive("connecting");
-  listen();
+  if (saved) showSaved();
+  else {
+    setLive("connecting");
+    listen();
+  }
+}
+
+function showSaved() {
+  setLive("saved");
+  Object.assign(state, { lines: new Map(saved.lines.map((line) => [line.id, line])), complete: true });
+  const ids = saved.lines.map((line) => line.id);
+  document.body.classList.toggle("alone", ids.length === 1);
+  if (ids.length > 1) state.chosen = ids;
+  if (ids.length > 1 && !location.hash) location.replace(`#/compare/${ids.join(",")}`);
+  else route();
+  document.documentElement.dataset.ready = "yes";
 }
 
 window.addEventListener("error", (event) => {

@@ -18,7 +18,7 @@ function compareView(ids) {
 
 function settingTable(names, rows) {
   if (!rows.length) return html("p", { class: "quiet-text" }, "None: the runs have the same settings.");
-  const head = html("tr", {}, html("th", {}, ""), ...names.map((name, i) => html("th", { scope: "col" }, html("span", { class: `run-name run-${i}` }, html("span", { class: `swatch run-${i}` }), name))));
+  const head = html("tr", {}, html("th", {}, ""), ...names.map((name, i) => html("th", { scope: "col" }, html("span", { class: `run-name run-${i % MOST_COMPARED}` }, html("span", { class: `swatch run-${i % MOST_COMPARED}` }), name))));
   const body = rows.map((row) => html("tr", { "data-setting": row.key }, html("th", { scope: "row", class: "mono" }, row.key), ...row.values.map((value) => html("td", { class: value ? "mono" : "unset" }, value || "not set"))));
   return html("div", { class: "scroll flush" }, html("table", { class: "runs differ" }, html("thead", {}, head), html("tbody", {}, ...body)));
 }
@@ -39,24 +39,15 @@ function comparisonCard(names, one) {
       "article",
       { class: "group walk" },
       html("header", {}, html("pre", { class: "prompt" }, first.prompt)),
-      html("div", { class: "sides" }, exampleSide(names[0], 0, first), exampleSide(b, one.run, second)),
+      html("div", { class: "sides" }, answerSide(names[0], "run-0", first), answerSide(b, `run-${one.run % MOST_COMPARED}`, second)),
     ),
   );
   return section(
     `${names[0]} against ${b}: ${one.task}`,
     null,
     html("p", { class: "verdict" }, verdict, html("span", { class: "soft" }, ` · ${one.measure} ${number(one.first)} and ${number(one.second)}, difference ${sign(one.difference)} (95 % interval ${sign(one.low)} to ${sign(one.high)})`)),
-    html("div", { class: `wins run-${one.run}` }, ...parts),
+    html("div", { class: `wins run-${one.run % MOST_COMPARED}` }, ...parts),
     html("p", { class: "quiet-text" }, `${one.pairs} prompts that both answered: ${b} wins ${one.second_wins}, ${names[0]} wins ${one.first_wins}, ${ties} equal`),
     html("div", { class: "pairs" }, ...examples),
-  );
-}
-
-function exampleSide(name, index, one) {
-  return html(
-    "div",
-    { class: `side run-${index}` },
-    html("p", { class: "facts" }, html("span", { class: `swatch run-${index}` }), ` ${name} `, html("span", { class: `score ${one.score > 0 ? "good" : "poor"}` }, number(one.score))),
-    html("pre", { class: "response" }, one.response || "(empty)"),
   );
 }

@@ -28,7 +28,7 @@ function heldOutNow(line) {
 }
 
 function runRow(line) {
-  const box = html("input", { type: "checkbox", "aria-label": `choose ${line.name} for a comparison`, title: "Compare (x)" });
+  const box = html("input", { type: "checkbox", disabled: saved ? "" : null, "aria-label": `choose ${line.name} for a comparison`, title: "Compare (x)" });
   box.checked = state.chosen.includes(line.id);
   box.addEventListener("input", () => choose(line.id));
   const steps = line.total_steps ? `${line.steps} / ${line.total_steps}` : String(line.steps);
@@ -89,6 +89,7 @@ function moveCursor(by) {
 }
 
 function choose(id) {
+  if (saved) return; // a report compares all of its runs
   if (state.chosen.includes(id)) state.chosen = state.chosen.filter((one) => one !== id);
   else state.chosen = [...state.chosen, id].slice(-MOST_COMPARED);
   drawList();

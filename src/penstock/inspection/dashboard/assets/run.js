@@ -9,7 +9,7 @@ const TABS = [
   ["settings", "Settings"],
 ];
 
-// The sections of the report read these.
+// The sections of a view read these.
 let runs = [];
 let several = false;
 const shownRuns = () => runs.filter((run) => run.shown);
@@ -28,7 +28,7 @@ document.addEventListener("input", (event) => {
 });
 
 function runHead(line) {
-  const report = html("a", { class: "button", href: `/report/${line.id}`, target: "_blank", rel: "noopener" }, "Report");
+  const report = saved ? null : html("a", { class: "button", href: `/report/${line.id}`, target: "_blank", rel: "noopener" }, "Report");
   const tabs = TABS.map(([name, text], i) =>
     html("a", { href: `#/run/${line.id}/${name}`, class: state.tab === name ? "on" : "", title: `${text} (${i + 1})`, "aria-current": state.tab === name ? "page" : false }, text),
   );
@@ -66,10 +66,10 @@ function overviewView(run, get = () => read(`/api/run/${run}/overview`).then((fo
       ].filter(Boolean),
     );
     const names = CHARTS.filter((chart) => pointsOf(chart).some((point) => point.y !== 0)).map((chart) => chart.name);
-    const shape = JSON.stringify([names, runs.map((one) => one.id)]);
+    const shape = JSON.stringify([names, dataShown().map((chart) => chart.title), runs.map((one) => one.id)]);
     if (shape !== drawn) {
       figures.length = 0;
-      charts.replaceChildren(...(names.length ? [learningSection()] : []));
+      charts.replaceChildren(...[names.length ? learningSection() : null, dataSection()].filter(Boolean));
       drawn = shape;
     }
     redraw();
@@ -77,7 +77,9 @@ function overviewView(run, get = () => read(`/api/run/${run}/overview`).then((fo
     if (again) waiting = setTimeout(load, 1000 * again);
   }
   load();
-  return { node: html("div", {}, top, charts), update: load };
+  // a report can be read from top to bottom
+  const samples = saved && run ? section("Samples", null, samplesView(run).node) : null;
+  return { node: html("div", {}, top, charts, samples), update: load };
 }
 
 // -- journal ------------------------------------------------------------------------------------
@@ -113,26 +115,18 @@ function weightTable(weights) {
 }
 
 function journalView(run) {
-  const top = html("div", {}, reading());
-  const middle = html("div", {});
-  const bottom = html("div", {});
+  const node = html("div", {}, reading());
   let waiting = 0;
   async function load() {
     clearTimeout(waiting);
-    const [found, record] = await Promise.all([read(`/api/run/${run}/journal`), read(`/api/run/${run}/overview`)]);
-    if (!found || !record || !top.isConnected) return;
-    takeRuns([record]);
-    top.replaceChildren(section("Groups", null, ...flow(found.counts)));
-    figures.length = 0;
-    middle.replaceChildren(...[dataSection()].filter(Boolean));
+    const found = await read(`/api/run/${run}/journal`);
+    if (!found || !node.isConnected) return;
     const engines = found.weights.length ? section("Weights", null, html("div", { class: "card" }, weightTable(found.weights))) : null;
-    bottom.replaceChildren(...[engines, section("Newest events", null, eventTable(found.events))].filter(Boolean));
-    redraw();
-    const again = Math.max(found.again_in_s, record.again_in_s);
-    if (again) waiting = setTimeout(load, 1000 * again);
+    node.replaceChildren(...[section("Groups", null, ...flow(found.counts)), engines, section("Newest events", null, eventTable(found.events))].filter(Boolean));
+    if (found.again_in_s) waiting = setTimeout(load, 1000 * found.again_in_s);
   }
   load();
-  return { node: html("div", {}, top, middle, bottom), update: load };
+  return { node, update: load };
 }
 
 // -- timeline -----------------------------------------------------------------------------------
@@ -168,12 +162,12 @@ function drawLanes(body, found, zoom, whole, note, range) {
   body.replaceChildren();
   if (!found.lanes.length) return absent(body);
   whole.hidden = !range.to;
-  note.textContent = `${clock(found.start)} to ${clock(found.end)} of ${duration(found.total)}${found.sessions > 1 ? `, in ${found.sessions} sessions` : ""}. Drag over a part to see it larger.`;
+  note.textContent = `${clock(found.start)} to ${clock(found.end)} of ${duration(found.total)}${found.sessions > 1 ? `, in ${found.sessions} sessions` : ""}.${saved ? "" : " Drag over a part to see it larger."}`;
   for (const lane of found.lanes) {
     const canvas = html("canvas", { class: "lane-strip", "data-lane": lane.name, height: LANE });
     body.append(html("div", { class: "lane-row" }, html("div", { class: "lane-name" }, html("b", {}, lane.name), html("span", { class: "soft" }, lane.verdict)), canvas));
     paintLane(canvas, lane, found);
-    dragToZoom(canvas, found, zoom);
+    if (!saved) dragToZoom(canvas, found, zoom);
   }
   body.append(clockAxis(body, found));
 }
@@ -219,6 +213,13 @@ function dragToZoom(canvas, found, zoom) {
     if (from !== null && Math.abs(to - from) > 0.01) zoom(when(Math.min(from, to)), when(Math.max(from, to)));
     from = null;
   });
+}
+
+// Round moments: whole seconds, minutes or hours.
+function clockMarks(total, count) {
+  const steps = [0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400];
+  const step = steps.find((one) => total / one <= count) || 86400 * Math.ceil(total / 86400 / count);
+  return Array.from({ length: Math.floor(total / step) + 1 }, (_, i) => i * step);
 }
 
 function clockAxis(body, found) {

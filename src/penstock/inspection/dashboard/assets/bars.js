@@ -1,7 +1,4 @@
-// Charts made of rectangles: histograms, the pipeline's timeline, and the outcomes of the groups.
-
-const MOST_SLOTS = 400; // a longer run's timeline is drawn in so many slots of several steps
-const NARROW_SLOT = 6; // pixels
+// Charts made of rectangles, and tables: histograms, the outcomes of the groups, the figures of each task.
 
 // Trained groups by staleness; runs side by side.
 function drawStaleness(body, width, runs) {
@@ -98,91 +95,6 @@ function shareAxes(x, y, width, height) {
     svg("text", { class: "tick", x: MARGIN.left - 8, y: y(mark) + 3.5, "text-anchor": "end" }, `${number(100 * mark)} %`),
   ]);
   return [...lines, ...named];
-}
-
-// One run's steps laid along the clock: what the trainer did, and how long the producer waited.
-function drawTimeline(body, width, run) {
-  const slots = timeSlots(run);
-  if (!slots.length) return absent(body);
-  const total = slots.at(-1).end;
-  const x = scale(0, total, 1, width - 1);
-  const lane = 26;
-  const second = lane + 54; // top of the producer's lane
-  const height = second + lane + 22;
-  const picture = svg("svg", { width, height, role: "img", "data-chart": "timeline", "data-run": run.index });
-  const marks = clockMarks(total, width / 90);
-  picture.append(
-    laneTitle("Trainer", run.figures.trainer_waited, 14, width),
-    laneTitle("Producer", run.figures.producer_waited, second - 8, width),
-    ...marks.map((mark) => svg("line", { class: "grid", x1: x(mark), x2: x(mark), y1: second + lane, y2: second + lane + 5 })),
-    ...marks.map((mark) => svg("text", { class: "tick", x: x(mark), y: height - 4, "text-anchor": mark === 0 ? "start" : "middle" }, mark === 0 ? "0" : clock(mark))),
-  );
-  for (const slot of slots) {
-    const group = svg(
-      "g",
-      { class: "slot", "data-step": slot.step, "data-trained": slot.busy, "data-trainer-waited": slot.trainer, "data-producer-waited": slot.producer },
-      ...laneParts("train", slot, slot.trainer, x, 22, lane, true),
-      ...laneParts("produce", slot, slot.producer, x, second, lane, false),
-    );
-    hover(group, () => [
-      slot.steps > 1 ? `steps ${slot.step} to ${slot.step + slot.steps - 1}` : `step ${slot.step}`,
-      [
-        ["train", "trained", duration(slot.busy)],
-        ["wait", "trainer waited", duration(slot.trainer)],
-        ["wait", "producer waited", duration(slot.producer)],
-      ],
-    ]);
-    picture.append(group);
-  }
-  body.append(picture);
-}
-
-// A wide slot is cut along the clock (the trainer waits first, then trains); in one too narrow for that
-// the height of the waiting part is its share.
-function laneParts(kind, slot, waited, x, top, lane, waitsFirst) {
-  const share = Math.min(1, waited / (slot.end - slot.start || 1));
-  const wide = x(slot.end) - x(slot.start) > NARROW_SLOT;
-  const [from, to] = [x(slot.start), x(slot.end) - (wide ? 1 : 0)];
-  const rect = (name, left, right, height) =>
-    svg("rect", { class: name, x: left.toFixed(2), y: top, width: Math.max(0, right - left).toFixed(2), height: height.toFixed(2) });
-  if (!wide) return [rect(kind, from, to + 0.3, lane), rect("wait", from, to + 0.3, lane * share)];
-  const cut = waitsFirst ? from + (to - from) * share : to - (to - from) * share;
-  if (waitsFirst) return [rect("wait", from, cut, lane), rect(kind, cut, to, lane)];
-  return [rect(kind, from, cut, lane), rect("wait", cut, to, lane)];
-}
-
-// Round moments: whole seconds, minutes or hours.
-function clockMarks(total, count) {
-  const steps = [0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400];
-  const step = steps.find((one) => total / one <= count) || 86400 * Math.ceil(total / 86400 / count);
-  return Array.from({ length: Math.floor(total / step) + 1 }, (_, i) => i * step);
-}
-
-function laneTitle(name, waited, y, width) {
-  const label = svg("text", { class: "lane", x: 1, y }, name);
-  const share = svg("text", { class: "lane share", x: width - 1, y, "text-anchor": "end" }, `waited ${percent(waited)} of the time`);
-  return svg("g", {}, label, share);
-}
-
-function timeSlots(run) {
-  const seconds = run.curves["time/step_s"];
-  if (!seconds) return [];
-  const trainer = run.curves["time/consumer_wait_s"] || [];
-  const producer = run.curves["time/producer_wait_s"] || [];
-  const each = Math.ceil(seconds.length / MOST_SLOTS);
-  const slots = [];
-  let clock = 0;
-  seconds.forEach((length, i) => {
-    if (i % each === 0) slots.push({ step: run.steps[i], steps: 0, start: clock, end: clock, trainer: 0, producer: 0, busy: 0 });
-    const slot = slots.at(-1);
-    clock += length || 0;
-    slot.end = clock;
-    slot.steps += 1;
-    slot.trainer += trainer[i] || 0;
-    slot.producer += producer[i] || 0;
-    slot.busy += Math.max(0, (length || 0) - (trainer[i] || 0));
-  });
-  return slots;
 }
 
 // Every drawn group has one outcome, so the widths add up to the whole bar.

@@ -1,7 +1,7 @@
-"""Read a run folder into one plain record: what the report and the closing summary show.
+"""What a run folder holds, as one plain record with its key figures: for the page and the closing summary.
 
-What is missing, cut off or damaged becomes a sentence in `missing`, never an exception, because a report
-is needed most when a run went wrong. Computes no figures (`figures.py`) and no page (`page.py`).
+What is missing, cut off or damaged becomes a sentence in `missing`, never an exception, because a look
+is needed most when a run went wrong. Samples are read by the page's views.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,6 @@ from penstock.config.source import to_toml
 from penstock.errors import PenstockError, RunError
 from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
-from penstock.inspection.rollout_viewer import message_text, views_of_group
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 from penstock.types import Finding
@@ -43,11 +42,6 @@ CURVES = (
     "time/consumer_wait_s",
     "time/producer_wait_s",
 )
-MAX_TRAINED_GROUPS = 30
-MAX_DROPPED_GROUPS = 8
-MAX_PER_GROUP = 8
-MAX_TEXT = 6000  # characters of a prompt or a response that are embedded
-MAX_CONVERSATION = 30_000  # characters of an agent's conversation
 MAX_LENGTH_BINS = 400
 _OVER_STEPS: dict[str, Callable[[list[float]], float]] = {  # figures of a task that are no counts
     "temperature": lambda values: values[-1],
@@ -59,7 +53,7 @@ _OVER_STEPS: dict[str, Callable[[list[float]], float]] = {  # figures of a task 
 
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """What the report shows of a run, in plain values."""
+    """What the page shows of a run, in plain values."""
 
     name: str
     path: str
@@ -76,20 +70,17 @@ class RunRecord:
     groups: dict[str, int] = field(default_factory=dict)  # state -> groups
     drops: dict[str, int] = field(default_factory=dict)  # reason -> groups
     accounts: dict[str, dict[str, float]] = field(default_factory=dict)  # task -> figure -> value
-    samples: list[dict[str, Any]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
 
-def read_run(folder: RunFolder, *, samples: bool = True) -> RunRecord:
-    """Read everything that the folder has, or all but the samples; return the record."""
+def read_run(folder: RunFolder) -> RunRecord:
+    """The record of everything that the folder has."""
     record = RunRecord(name=folder.path.resolve().name, path=str(folder.path))
     config = _read_config(folder, record)
     _read_metrics(folder, record)
     if _at(config, "eval", "tasks") != {} or (folder.evaluations / "summary.jsonl").exists():
         _read_evaluations(folder, record)
-    _read_journal(folder, record, samples)
-    if samples and not record.samples:
-        _read_rollout_log(folder, record)
+    _read_journal(folder, record)
     if config and record.steps:
         record.findings = find(read_observed(folder))
     return record
@@ -170,17 +161,15 @@ def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:
         record.evaluations.setdefault(task, []).append(row)
 
 
-def _read_journal(folder: RunFolder, record: RunRecord, samples: bool) -> None:
+def _read_journal(folder: RunFolder, record: RunRecord) -> None:
     if not folder.journal.is_file():
         record.missing.append(
-            f"{folder.journal.name} is not there: no histograms, no drops, fewer samples"
+            f"{folder.journal.name} is not there: no histograms, no drops, no samples"
         )
         return
     try:
         with closing(Journal.look(folder.journal)) as journal:
             _read_histograms(journal, record)
-            if samples:
-                _read_samples(journal, record)
     except (PenstockError, TypeError, ValueError) as error:  # damage can put any type anywhere
         record.missing.append(f"{folder.journal.name} could not be read to its end: {error}")
 
@@ -206,73 +195,6 @@ def _read_histograms(journal: Journal, record: RunRecord) -> None:
         " WHERE finish_reason IN ('stop', 'length') GROUP BY 1 ORDER BY 1",
         (record.length_bin, record.length_bin),
     )
-
-
-def _read_samples(journal: Journal, record: RunRecord) -> None:
-    """Add samples: whole groups spread evenly over the steps, and dropped groups."""
-    trained = journal.query(
-        "SELECT group_id FROM groups WHERE state = 'trained' ORDER BY step, position"
-    )
-    dropped = journal.query(
-        "SELECT DISTINCT group_id FROM rollouts WHERE drop_reason IS NOT NULL ORDER BY group_id"
-    )
-    chosen = _spread(trained, MAX_TRAINED_GROUPS) + _spread(dropped, MAX_DROPPED_GROUPS)
-    damaged = []
-    for (group_id,) in chosen:
-        try:
-            samples = views_of_group(journal, group_id)[:MAX_PER_GROUP]
-        except RunError as error:
-            damaged.append(str(error))
-            continue
-        for sample in samples:
-            row = sample.plain() | {"fate": sample.fate}
-            row["prompt"] = clip("\n".join(message_text(m) for m in sample.prompt))
-            row["response"] = clip(sample.response)
-            clip_turns(row)
-            record.samples.append(row)
-    if damaged:
-        record.missing.append(f"{len(damaged)} groups were left out of the samples: {damaged[0]}")
-
-
-def _spread(items: list[Any], count: int) -> list[Any]:
-    """Return at most `count` items at even distances, with the first and the last."""
-    if len(items) <= count:
-        return items
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
-
-
-def _read_rollout_log(folder: RunFolder, record: RunRecord) -> None:
-    """Add samples from rollouts.jsonl, which has fewer of them, when there is no journal."""
-    rows = _read_lines(folder.path / "rollouts.jsonl", record, "no samples were logged")
-    record.samples = [_logged_sample(r) for r in _spread(rows, MAX_TRAINED_GROUPS * MAX_PER_GROUP)]
-
-
-def _logged_sample(row: dict[str, Any]) -> dict[str, Any]:
-    messages, parts, versions = row.get("prompt"), row.get("parts"), row.get("versions")
-    prompt = (
-        [message_text(m) for m in messages if isinstance(m, dict)]
-        if isinstance(messages, list)
-        else []
-    )
-    step, answer = row.get("step"), row.get("gt_answer")
-    return {
-        "rollout_id": str(row.get("rollout_id", "")),
-        "group_id": str(row.get("group_id", "")),
-        "task": str(row.get("task", "")),
-        "prompt": clip("\n".join(prompt)),
-        "response": clip(str(row.get("response", ""))),
-        "gt_answer": None if answer is None else str(answer),
-        "reward": _number(row.get("reward")),
-        "parts": {k: _number(v) for k, v in parts.items()} if isinstance(parts, dict) else {},
-        "note": "",
-        "versions": [(_number(v), 0) for v in versions] if isinstance(versions, list) else [],
-        "num_tokens": _number(row.get("response_length")),
-        "finish_reason": str(row.get("finish_reason", "")),
-        "state": "trained",
-        "step": step if isinstance(step, int) else None,
-        "fate": f"trained in step {step}",
-        "turns": [],
-    }
 
 
 def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, Any]]:
@@ -312,26 +234,82 @@ def _number(value: Any) -> float | None:
     return float(f"{value:.7g}")
 
 
-def clip(text: str) -> str:
-    """Return a text as long as a page may hold."""
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}\n[cut: {len(text)} characters]"
-
-
-def clip_turns(row: dict[str, Any]) -> None:
-    """Shorten the conversation of a sample to what a page may hold; the last turn says what was left out."""
-    turns, left = row["turns"], MAX_CONVERSATION
-    for number, turn in enumerate(turns):
-        turn["text"] = clip(turn["text"])
-        for tool in turn["tools"]:
-            tool["name"], tool["arguments"] = clip(tool["name"]), clip(tool["arguments"])
-        left -= len(turn["text"]) + sum(
-            len(text) for tool in turn["tools"] for text in tool.values()
-        )
-        if left < 0:
-            words = f"[cut: {len(turns) - number - 1} further messages]"
-            row["turns"] = [*turns[: number + 1], {**turn, "text": words, "tools": []}]
-            return
-
-
 def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
+
+
+# -- key figures -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class FigureChange:
+    """A figure at the first and at the last step that has it."""
+
+    first: float
+    last: float
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Figures:
+    """Key figures; None where the run folder does not hold the value."""
+
+    steps: int
+    planned_steps: int | None
+    seconds: float | None  # time of all steps together
+    held_out: dict[str, FigureChange]  # by evaluation task
+    measures: dict[str, str]  # what it is by evaluation task: accuracy; reward if none was judged
+    reward: FigureChange | None
+    accuracy: FigureChange | None
+    tokens_per_s: float | None  # generated tokens per second of training time
+    largest_staleness: int | None
+    trainer_waited: float | None  # share of the time, 0 to 1
+    producer_waited: float | None
+    drawn: int | None  # number of groups
+    trained: int | None
+    dropped: int | None
+
+
+def take_figures(record: RunRecord) -> Figures:
+    """The key figures of a run."""
+    curves = record.curves
+    seconds = _total(curves.get("time/step_s"))
+    tokens = _total(curves.get("tokens/generated"))
+    largest = max((v for v in curves.get("staleness/max", ()) if v is not None), default=None)
+    known = bool(record.groups)
+    measures = {
+        task: "reward" if any(row["accuracy"] is None for row in rows) else "accuracy"
+        for task, rows in record.evaluations.items()
+    }
+    return Figures(
+        steps=len(record.steps),
+        planned_steps=record.planned_steps,
+        seconds=seconds,
+        held_out={
+            task: FigureChange(first=rows[0][measures[task]], last=rows[-1][measures[task]])
+            for task, rows in record.evaluations.items()
+        },
+        measures=measures,
+        reward=_change(curves.get("reward/mean")),
+        accuracy=_change(curves.get("accuracy/mean")),
+        tokens_per_s=tokens / seconds if tokens is not None and seconds else None,
+        largest_staleness=None if largest is None else round(largest),
+        trainer_waited=_share(_total(curves.get("time/consumer_wait_s")), seconds),
+        producer_waited=_share(_total(curves.get("time/producer_wait_s")), seconds),
+        drawn=sum(record.groups.values()) if known else None,
+        trained=record.groups.get("trained", 0) if known else None,
+        dropped=record.groups.get("dropped", 0) if known else None,
+    )
+
+
+def _change(values: Sequence[float | None] | None) -> FigureChange | None:
+    present = [value for value in values or () if value is not None]
+    return FigureChange(first=present[0], last=present[-1]) if present else None
+
+
+def _total(values: Sequence[float | None] | None) -> float | None:
+    return None if values is None else sum(value for value in values if value is not None)
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    """Part / whole, at most 1: a wait may begin before the step that it is counted in."""
+    return min(1.0, part / whole) if part is not None and whole else None

@@ -1,6 +1,10 @@
 "use strict";
-// Building blocks: elements, numbers, scales. Nothing here knows what a run is.
+// Building blocks: elements, numbers, scales.
 // Text only ever enters the page through textContent and attributes, never as markup.
+
+const byId = (id) => document.getElementById(id);
+const saved = JSON.parse(byId("data").textContent); // what a report holds; null: a server is asked
+const MOST_COMPARED = 8; // colours of runs
 
 const SVG_SPACE = "http://www.w3.org/2000/svg";
 

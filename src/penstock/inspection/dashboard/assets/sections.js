@@ -1,4 +1,4 @@
-// Sections that the report and the dashboard share: findings, key figures, curves, pipeline, data, settings.
+// Sections of a view: findings, key figures, curves, data.
 // They show the page's `runs`; `several` says whether it has more than one, and `view` how it draws.
 
 const CHARTS = [
@@ -114,30 +114,17 @@ function learningSection() {
   return section("Learning", html("div", { class: "controls" }, runLegend(), control), html("div", { class: "grid-learning" }, ...cards), note);
 }
 
-function pipelineSection() {
-  const timed = runs.filter((run) => timeSlots(run).length);
-  if (!timed.length) return null;
-  const timelines = timed.map((run) =>
-    card(several ? run.name : "Timeline", "Each step along the clock. The two lanes overlap when neither side waits.", (body, width) => {
-      body.append(key([["train block", "training"], ["produce block", "producing"], ["wait block", "waiting"]]));
-      drawTimeline(body, width, run);
-    }),
-  );
-  return section("Pipeline", null, html("div", { class: "stack" }, ...timelines));
-}
+const DATA = [
+  { title: "Staleness", text: "Trained groups by the age of their oldest token.", of: (run) => run.staleness, draw: drawStaleness },
+  { title: "Response lengths", text: "Trained against all that finished: a gap is a bias.", of: (run) => run.lengths, draw: drawLengths },
+  { title: "Groups", text: "Every group that was drawn, by its fate.", of: (run) => run.groups, draw: drawFates },
+  { title: "Tasks", text: "What each task produced over the run, aborted responses too.", of: (run) => run.accounts, draw: drawAccounts },
+];
+
+const dataShown = () => DATA.filter((chart) => runs.some((run) => Object.keys(chart.of(run)).length));
 
 function dataSection() {
-  const known = (holds) => runs.some(holds);
-  const cards = [
-    known((run) => Object.keys(run.staleness).length) &&
-      card("Staleness", "Trained groups by the age of their oldest token.", (body, width) => drawStaleness(body, width, shownRuns())),
-    known((run) => run.lengths.length) &&
-      card("Response lengths", "Trained against all that finished: a gap is a bias.", (body, width) => drawLengths(body, width, shownRuns())),
-    known((run) => Object.keys(run.groups).length) &&
-      card("Groups", "Every group that was drawn, by its fate.", (body, width) => drawFates(body, width, shownRuns())),
-    known((run) => Object.keys(run.accounts).length) &&
-      card("Tasks", "What each task produced over the run, aborted responses too.", (body, width) => drawAccounts(body, width, shownRuns())),
-  ].filter(Boolean);
+  const cards = dataShown().map((chart) => card(chart.title, chart.text, (body, width) => chart.draw(body, width, shownRuns())));
   if (!cards.length) return null;
   return section("Data", html("div", { class: "controls" }, runLegend()), html("div", { class: several ? "grid-data uneven" : "grid-data" }, ...cards));
 }
@@ -206,12 +193,10 @@ function keyFigures() {
   return html("div", { class: "tiles" }, ...tiles);
 }
 
-// Table of several runs: a row per run, with its figures and the settings that differ; a click hides a run.
+// Table of several runs: a row per run, with its figures; a click hides a run.
 function comparison() {
-  const settings = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
-  const differing = settings.filter((name) => new Set(runs.map((run) => run.settings[name])).size > 1);
   const columns = [...new Set(runs.flatMap((run) => figureRows(run).map(([name]) => name)))];
-  const head = ["Run", ...columns, ...differing].map((name) => html("th", { scope: "col" }, name));
+  const head = ["Run", ...columns].map((name) => html("th", { scope: "col" }, name));
   const body = runs.map((run) => {
     const values = Object.fromEntries(figureRows(run));
     const box = html("input", { type: "checkbox", checked: "" });
@@ -221,15 +206,7 @@ function comparison() {
     });
     const name = html("label", { class: "run-name" }, box, html("span", { class: `swatch run-${run.index}` }), run.name);
     const cells = columns.map((column) => html("td", {}, ...(values[column] || ["–"])));
-    return html("tr", {}, html("th", { scope: "row" }, name), ...cells, ...differing.map((setting) => html("td", {}, run.settings[setting] || "–")));
+    return html("tr", {}, html("th", { scope: "row" }, name), ...cells);
   });
   return html("div", { class: "scroll" }, html("table", { class: "runs" }, html("thead", {}, html("tr", {}, ...head)), html("tbody", {}, ...body)));
 }
-
-function configFolds() {
-  const folds = runs.filter((run) => run.config).map((run) =>
-    html("details", {}, html("summary", {}, several ? `Config of ${run.name}` : "Config"), html("p", { class: "quiet-text" }, run.path), html("pre", {}, run.config)),
-  );
-  return html("div", { class: "folds" }, ...folds);
-}
-
