@@ -111,7 +111,7 @@ def compare(title: str, versions: Iterator[Weights], make_nodes: Any) -> None:
                 handle = sync.publish(version, digest, weights.items())
                 started = time.perf_counter()
                 (copy,) = there.for_each(handle, 1)
-                taken.append((time.perf_counter() - started, there.sent()))
+                taken.append((time.perf_counter() - started, there.received()))
                 assert digest_of(reader.fetch(copy)) == digest, "the digest proves the result"
             changed = share_changed(before, weights)
             before = weights

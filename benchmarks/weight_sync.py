@@ -5,10 +5,10 @@
 This process is the trainer; every producer is a process that copies what it fetched into its own weights,
 as an engine does. `publish` is how long the trainer waits; `all` ends when the last producer has its copy.
 The share is that of memcpy: bytes / seconds / bandwidth. `collective` is `sync.kind=collective` on one
-machine; in `two nodes` all producers are on another node: two distributors with gloo over the loopback
-network between them, or NCCL (`two nodes, nccl`).
+machine; in `two nodes` all producers are on another node: two distributors with the loopback network
+between them.
 
-    python benchmarks/weight_sync.py --device cuda --paths shared_memory cuda_ipc "two nodes, nccl"
+    python benchmarks/weight_sync.py --device cuda --paths shared_memory cuda_ipc
 
 puts the weights of the trainer and of all producers on one GPU and compares with a copy on that GPU.
 
@@ -50,7 +50,7 @@ from penstock.workers.supervise.supervised import SupervisionCallbacks
 
 TENSOR_BYTES = 32 * 2**20
 PATHS = ("in_process", "shared_memory", "collective", "two nodes")
-GPU_PATHS = ("cuda_ipc", "two nodes, nccl")
+GPU_PATHS = ("cuda_ipc",)
 ROUNDS, WARM_UP = 6, 2  # the warm-up touches both weight buffers
 
 
@@ -172,16 +172,13 @@ class Nodes:
 
     def __init__(self, kind: str, producers: int, logs: Path) -> None:
         self._logs = logs
-        self._backend = "nccl" if kind.endswith("nccl") else "gloo"
         self._delta = kind.endswith("delta")
-        self._sender: ProcessWorker | None = None
+        self._num_received = 0
         self._loop = asyncio.new_event_loop()
         self.copies: NodeCopies | None = None
         if kind not in ("shared_memory", "cuda_ipc"):
             callbacks = SupervisionCallbacks(waits=Waits(), note=lambda text: None)
-            self.copies = NodeCopies(
-                self._spawn, LaunchConfig(), callbacks, sends_deltas=self._delta
-            )
+            self.copies = NodeCopies(self._spawn, LaunchConfig(), callbacks)
             for index in range(producers):
                 apart = f"node {index}" if kind == "nodes" else "other"
                 self.copies.place_engine(index, "here" if kind == "collective" else apart)
@@ -189,17 +186,19 @@ class Nodes:
     async def _spawn(self, name: str, node: str, folder: str) -> ProcessWorker:
         part = "penstock.workers.part_factories:distributor_part"
         log = self._logs / f"{name}.log"
-        given = (folder, node, "127.0.0.1", self._backend, self._delta)
+        settings = (folder, node, "127.0.0.1", self._delta)
         how: dict[str, Any] = {"log_path": log, "threads": 1, "timeout_s": 120}
-        worker = await ProcessWorker.start(name, part, *given, **how)
-        self._sender = worker if node == "here" else self._sender
-        return worker
+        return await ProcessWorker.start(name, part, *settings, **how)
 
-    def sent(self) -> int:
-        """Return the bytes of the newest sending."""
-        assert self._sender is not None
-        sent: tuple[int, int] = self._loop.run_until_complete(self._sender.call("sent"))
-        return sent[0]
+    def received(self) -> int:
+        """Return the bytes that the nodes have received since the last call."""
+        assert self.copies is not None
+        workers = self.copies.supervised.values()
+        before, self._num_received = (
+            self._num_received,
+            sum(self._loop.run_until_complete(worker.call("progress")) for worker in workers),
+        )
+        return self._num_received - before
 
     def for_each(self, handle: WeightHandle, producers: int) -> list[WeightHandle]:
         """Return the handle for each producer, once its node has a copy."""

@@ -30,7 +30,6 @@ OWNED = {
     "model/transfer.py _copiers": "`_copy_bytes` waits for every copy and raises its error",
     "workers/pool/loads.py Loads.together": "gathered, the first error raised; `_leave` keeps the late ones",
     "workers/pool/loads.py Loads._leave": "`_catch_up` restarts the engine on any error; `close` ends it",
-    "workers/pool/node_copies.py NodeCopies._answers": "gathered, errors returned",
     "rollout/agent_loop.py AgentLoop.generate_group.isolated": "awaited; its error fails the rollout",
     "rollout/producer.py Producer.run": "gathered; the first error is raised to the loop",
     "rollout/strategy.py ProduceStrategy.produce_batch": "waits for an event, cancelled at the end",
@@ -42,8 +41,8 @@ OWNED = {
     "workers/supervise/trainer.py RankGroup.ended": "gathered, the first end returned",
     "workers/watchdog.py watched": "its error is raised in the watched block",
     "training/consumer.py Consumer.__init__": "`train` reads the hashes, or raises before",
-    "weights/distributor.py _encoded": "results are read before the pool is closed",
-    "weights/distributor.py Link.each": "results are read in order, the first error raised",
+    "weights/distributor.py Distributor.__init__": "encoders; the first error is sent to the receiver",
+    "weights/distributor.py Distributor._receive": "results are read in order, the first error raised",
     # kept: a later call reads how they ended
     "rollout/agent/session.py Session.call": "shielded; the call that waits gets its error, `close` ends it",
     "store/checkpoint.py CheckpointStore.begin": "`settle` raises what `_write` does not explain",

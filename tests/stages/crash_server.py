@@ -36,7 +36,6 @@ from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import records, writer
 from penstock.weights.in_process import InProcessSync
 from penstock.workers.part_factories import TrainerService
-from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.processes import process_worker
 from penstock.workers.supervise.supervised import Supervised
@@ -122,12 +121,11 @@ class Points:
 
 
 SUPERVISED: dict[str, Supervised] = {}  # the workers of this driver by name
-DISTRIBUTORS: dict[str, Any] = {}  # those of a Ray cluster by name
 
 
 def pids_of(name: str) -> list[int]:
     """Return the processes of a worker, all ranks of a trainer; none while it is being restarted."""
-    worker: Any = SUPERVISED[name].worker if name in SUPERVISED else DISTRIBUTORS.get(name)
+    worker: Any = SUPERVISED[name].worker if name in SUPERVISED else None
     return [one.pid for one in getattr(worker, "_ranks", [worker]) if one is not None]
 
 
@@ -139,15 +137,6 @@ def know_workers() -> None:
         await start(supervised)
 
     Supervised.start = started  # type: ignore[method-assign]
-    start_distributor = NodeCopies._start
-
-    async def distributor_started(copies: NodeCopies, node: str) -> bool:
-        is_there = await start_distributor(copies, node)
-        if is_there:
-            DISTRIBUTORS[copies._names[node]] = copies._workers[node]
-        return is_there
-
-    NodeCopies._start = distributor_started  # type: ignore[method-assign]
 
 
 def write_down_folders(record: Path) -> None:

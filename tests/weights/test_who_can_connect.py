@@ -16,6 +16,7 @@ from penstock.compat.weight_broadcast import join_group
 from penstock.errors import UserError
 from penstock.training.parallel import ranks
 from penstock.weights.broadcast import WeightGroup, connect_store, is_loopback, open_store
+from penstock.weights.distributor import Distributor
 from penstock.workers.control import Control
 from penstock.workers.ports import port_of, reserve_port
 
@@ -53,6 +54,19 @@ def test_a_store_and_its_group_listen_on_their_address_alone() -> None:
         receiving = threads.submit(receiver.receive, [("w", "float32", [3])])
         sender.send([torch.ones(3)])
         assert torch.equal(receiving.result()["w"], torch.ones(3))
+
+
+def test_a_distributor_listens_on_its_address_and_serves_nobody_without_its_token() -> None:
+    before = listening()
+    distributor = Distributor(address="127.0.0.1")
+    assert listening() - before == {LOOPBACK}
+    endpoint = asyncio.run(distributor.endpoint())
+    for token in ("", endpoint.token[:-1], "ü"):
+        with socket.create_connection((endpoint.address, endpoint.port), 30.0) as link:
+            link.sendall(f"{token} {{}}\n".encode())
+            assert link.recv(1) == b""
+    asyncio.run(distributor.remove())
+    assert listening() == before
 
 
 def test_trainer_ranks_of_one_machine_listen_on_its_loopback_alone(

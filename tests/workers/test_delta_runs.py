@@ -107,5 +107,5 @@ def test_two_nodes_send_deltas_though_an_engine_and_a_distributor_are_killed(
     assert told is not None, output
     assert float(told[1]) < float(told[2]) / 2
     assert "engine-1: serves again" in output
-    assert output.count("distributor-1: passes weights on") == 2
+    assert "distributor-1: serves again" in output
     assert_equal(server, run, default)

@@ -151,10 +151,10 @@ for kind, method, arguments in (
     HANGS[kind] = (with_trainer(method, *arguments), f"trainer has not answered {kind} for 60 s")
 
 
-@hangs(WaitKind.COLLECTIVE, "distributor-2 has not answered collective for 60 s")
-async def a_group_that_does_not_meet(stage: WatchdogStage) -> None:
+@hangs(WaitKind.COLLECTIVE, "distributor-1 has not answered collective for 60 s")
+async def a_node_that_receives_nothing(stage: WatchdogStage) -> None:
     async def spawn(name: str, node: str, folder: str) -> SilentWorker:
-        return SilentWorker(name, folder="")
+        return SilentWorker(name, endpoint=None)
 
     callbacks = SupervisionCallbacks(waits=stage.waits, note=lambda text: None)
     copies = NodeCopies(spawn, LaunchConfig(), callbacks)

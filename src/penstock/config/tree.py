@@ -253,8 +253,6 @@ class SyncConfig(Section):
     stopped first, then continued (produce.enable_partial_rollout) or restarted; wait: they finish first, nothing new starts."""
     kind: str = "auto"
     """auto | in_process | shared_memory | cuda_ipc | collective | delta: collective, but only changed weights travel."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """Backend of `collective` and `delta` between nodes; nccl needs a GPU on every node."""
 
 
 # keys of a training task that an evaluation task takes over

@@ -13,6 +13,7 @@ REMOVED = {
     "*produce.max_refused_in_a_row": "leave it out: the run stops after 1000 refused groups in a row",
     "train.max_bad_updates": "leave it out: the run stops after 3 skipped updates in a row",
     "launch.restart_window_s": "leave it out: launch.max_restarts counts over the last 600 s",
+    "sync.backend": "leave it out: weights go from node to node over TCP",
     "track.rollouts_per_log": "leave it out: 4 groups are written each time; `penstock rollouts` shows all",
 }
 # Words of TRL's and verl's settings, and the key that means the same here.

@@ -1,10 +1,9 @@
 """Broadcast of weights within a process group: rank 0 sends, all other ranks receive.
 
-Used between the distributors of a run (`distributor.py`), from a vLLM engine to its
-workers, and between the processes of a user (`compat/weight_broadcast.py`). The group is
-independent of any other torch.distributed group of its members. gloo sends from host memory, NCCL
-from a GPU; tensors on another device are copied through a bucket. A dead member ends a transfer
-after `timeout_s`.
+Used from a vLLM engine to its workers, and between the processes of a user
+(`compat/weight_broadcast.py`). The group is independent of any other torch.distributed group of its
+members. gloo sends from host memory, NCCL from a GPU; tensors on another device are copied through a
+bucket. A dead member ends a transfer after `timeout_s`.
 """
 
 from __future__ import annotations
@@ -34,22 +33,19 @@ class WeightGroup:
         *,
         name: str = "penstock-weights",
         backend: str = "gloo",
-        address: str = "",
     ) -> None:
-        """`address`: the interface that gloo uses; empty: that of the host's name.
-
-        If the members meet on the loopback interface, gloo stays there too.
-        """
-        if not address and is_loopback(host := getattr(store, "host", "")):
-            address = host
+        """If the members meet on the loopback interface, gloo stays there too."""
+        host = getattr(store, "host", "")
         self._rank = rank
         self._store = store  # the members meet there, so it lives as long as the group
         self._device, self._staging = torch.device("cpu"), torch.empty(0, dtype=torch.uint8)
         if backend == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
         make = _nccl_group if backend == "nccl" else _gloo_group
-        own = dist.PrefixStore(name, store)
-        self._group = make(own, rank, world, timedelta(seconds=timeout_s), address)
+        limit = timedelta(seconds=timeout_s)
+        self._group = make(
+            dist.PrefixStore(name, store), rank, world, limit, host if is_loopback(host) else ""
+        )
 
     @classmethod
     def join(cls, rank: int, world: int, address: str, port: int, timeout_s: float) -> WeightGroup:
@@ -73,9 +69,9 @@ class WeightGroup:
         if tensor.numel():
             octets = tensor.view(-1).view(torch.uint8)
             for start in range(0, len(octets), BUCKET_BYTES):
-                self.broadcast_bucket(octets[start : start + BUCKET_BYTES])
+                self._broadcast_bucket(octets[start : start + BUCKET_BYTES])
 
-    def broadcast_bucket(self, octets: torch.Tensor) -> None:
+    def _broadcast_bucket(self, octets: torch.Tensor) -> None:
         """Send up to BUCKET_BYTES from rank 0, or fill them elsewhere; RuntimeError if a member is gone.
 
         One bucket at a time: others under way would keep the group of a dead member open until they
@@ -96,12 +92,6 @@ class WeightGroup:
         if not len(self._staging):
             self._staging = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=self._device)
         return self._staging[:size]
-
-    def leave(self) -> None:
-        """Leave a broken group, so that members that still wait in it fail too."""
-        if self._device.type == "cuda":
-            self._group.abort()
-        self._group = None  # gloo closes its connections with the last reference
 
 
 def open_store(

@@ -1,47 +1,59 @@
-"""A distributor: sends published weights to other machines, one copy over the network per machine.
+"""A distributor: brings published weights to its node, one copy over the network per node.
 
-Each node has one distributor, a process of its own. The distributor of a node that holds a
-publication sends it to another one (`broadcast.py`, a group of two), which receives it into weight
-buffers of its own node (`buffer.py`) and passes it on; its engines read the buffers as they would
-on the trainer's node, and decode meanwhile. Who sends to whom is decided by `workers/pool/node_copies.py`.
-Buckets travel over two connections in turn, because one core carries less than most links do. With
-NCCL there is one, and each bucket passes through a GPU of the distributor's node.
+Each node has one distributor, a process of its own. It receives a publication from the distributor of a
+node that holds it, into weight buffers of its own node (`buffer.py`), and serves it to others; engines read
+the buffers as they would on the trainer's node, and decode meanwhile. Who receives from whom is decided by
+`workers/pool/node_copies.py`.
 
-With `sync.kind = delta` only the difference to the weights that the receiver holds already is sent
-(`delta.py`), bucket by bucket; a bucket of which much changed is sent whole. A receiver keeps the
-delta to pass it on. Engines check the digest of what came out.
+The receiver connects, names the publication and the weights that it holds already, and gets one frame for
+each bucket: the whole bucket or, with `sync.kind = delta`, its difference to those weights (`delta.py`). It
+keeps the differences to pass them on. Engines check the digest of what came out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import json
 import os
+import secrets
+import socket
+import socketserver
+import struct
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.errors import RunError, UserError
+from penstock.errors import RunError, WeightsGone
 from penstock.files import ScratchFolder, weight_folder
 from penstock.types import WeightHandle
 from penstock.weights import delta
-from penstock.weights.broadcast import BUCKET_BYTES, WeightGroup, connect_store, open_store
+from penstock.weights.protocol import Endpoint
 from penstock.weights.shared_memory import SharedMemorySync, location_of
 
-T = TypeVar("T")
-THREADS = min(16, os.cpu_count() or 1)  # that make deltas
-Meeting = tuple[str, int]  # address and port at which the members of a group meet
+BUCKET_BYTES = 32 * 2**20
+_CONNECTIONS = 2  # that share the buckets of one copy, as one core carries less than most links do
+_ENCODERS = min(16, os.cpu_count() or 1)  # threads
+_MOST_REQUEST_BYTES = 1 << 16
+_FRAME = struct.Struct("<cQ")  # what follows, and its size
+_WHOLE, _DELTA, _GONE = b"W", b"D", b"G"  # a bucket, its delta, why the weights cannot be sent
 Identity = tuple[int, str]  # version and digest of weights
-_WHOLE = -1  # in the place of a delta's size: the whole bucket follows
-_CONNECTIONS = 2  # of two nodes, with gloo
+
+
+@dataclass(slots=True, frozen=True)
+class Version:
+    """Weights that this node holds, and the way to them from the version before."""
+
+    identity: Identity
+    octets: torch.Tensor
+    base: Identity | None = None
+    deltas: list[Future[bytes | None]] | None = None  # of each bucket; None: better sent whole
 
 
 class Distributor:
@@ -53,265 +65,223 @@ class Distributor:
         *,
         node: str = "",
         address: str = "127.0.0.1",
-        backend: str = "gloo",
         timeout_s: float = 10,
-        keeps_base: bool = False,
+        sends_deltas: bool = False,
     ) -> None:
-        """`folder`: that of a dead predecessor, whose weights are kept. `timeout_s`: of one bucket.
-
-        `keeps_base`: hold the newest weights for the difference to the next.
-        """
-        if backend == "nccl":
-            _prepare_nccl(node)
-        self._backend, self._node = backend, node
+        """`folder`: that of a dead predecessor, whose weights are kept. `timeout_s`: of one bucket."""
         self._folder = ScratchFolder(Path(folder)) if folder else weight_folder()
         self._sync = SharedMemorySync(self._folder.path, node=node)
-        self._address, self._timeout_s = address, timeout_s
-        self._store: Any = None
-        self._links: dict[str, tuple[str, Link]] = {}  # pair -> key and link of it
-        self._opening = threading.Lock()  # buffers are opened one at a time
-        self._one_at_a_time = threading.Lock() if backend == "nccl" else nullcontext()
-        self._keeps_base = keeps_base
-        self._held: tuple[Identity, torch.Tensor] | None = None  # the newest weights of this node
-        self._delta: Delta | None = None  # what leads to them
+        self._node, self._timeout_s = node, timeout_s
+        self._held: Version | None = None  # the newest weights of this node
+        self._holding = threading.Lock()
+        self._progress = 0  # grows with every bucket that was received
+        self._encoders = ThreadPoolExecutor(_ENCODERS) if sends_deltas else None
+        self._server = _Server(address, self._serve)
+        self._endpoint = Endpoint(
+            str(self._folder.path), address, self._server.port, secrets.token_hex(32)
+        )
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    async def folder(self) -> str:
-        return str(self._folder.path)
+    async def endpoint(self) -> Endpoint:
+        return self._endpoint
 
-    async def meeting(self) -> Meeting:
-        """Return where the group of this sender meets."""
-        if self._store is None:
-            self._store = open_store(self._address, self._timeout_s)
-        return self._address, self._store.port
-
-    async def send(
-        self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None = None
-    ) -> int:
-        """Send this node's copy, each bucket as soon as it is written; with `base`, what differs from it.
-
-        Return the number of bytes that were sent.
-        """
-        return await asyncio.to_thread(self._send, handle, key, meeting, base)
-
-    def _send(self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None) -> int:
-        with self._opening:
-            reader = self._sync.open_buffer(handle)
-        octets = reader.tensor(0, (handle.location["size"],), torch.uint8)
-        buckets = self._whole(octets, reader.wait_until_written)
-        if base is not None:
-            buckets = self._parts(handle, octets, base, reader.wait_until_written)
-        with self._joined(key, meeting, 0) as link:
-            sent = sum(link.each(partial(_send_parts, parts) for parts in buckets))
-        self._keep(handle, octets)
-        return sent
-
-    async def receive(
-        self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None = None
-    ) -> WeightHandle:
-        """Receive the weights of `handle`; return the handle of this node's copy."""
-        return await asyncio.to_thread(self._receive, handle, key, meeting, base)
-
-    def _receive(
-        self, handle: WeightHandle, key: str, meeting: Meeting, base: Identity | None
-    ) -> WeightHandle:
-        size = handle.location["size"]
-        held = None if base is None else self._base(base, size)
-        with self._opening:
-            writer = self._sync.begin_buffer(size)
-        made = Delta(base, _identity(handle), [])
-        try:
-            calls = (
-                partial(
-                    _receive_bucket,
-                    writer.bytes[start : start + BUCKET_BYTES],
-                    None if held is None else held[start : start + BUCKET_BYTES],
-                )
-                for start in range(0, size, BUCKET_BYTES)
-            )
-            with self._joined(key, meeting, 1) as link:
-                made.frames.extend(link.each(calls))
-            writer.mark_written(size)
-        finally:
-            writer.abandon()
-        self._keep(handle, writer.bytes, made if base is not None else None)
-        location = location_of(writer, handle.location["tensors"], size, self._node)
-        return replace(handle, location=location)
-
-    def _base(self, wanted: Identity, size: int) -> torch.Tensor:
-        """Return the weights that a delta builds on; raise a RunError if this node does not hold them."""
-        if self._held is None or self._held[0] != wanted or len(self._held[1]) != size:
-            raise RunError(f"weights of version {wanted[0]}, which a delta builds on, are not here")
-        return self._held[1]
-
-    def _keep(self, handle: WeightHandle, octets: torch.Tensor, made: Delta | None = None) -> None:
-        """Hold the newest weights, and the delta to them; a buffer that is held is not written again."""
-        held = self._held
-        if self._keeps_base and (held is None or held[0][0] <= handle.version):
-            self._held = (_identity(handle), octets)
-            self._delta = made or self._delta
+    async def progress(self) -> int:
+        """Return a number that changes with every bucket, for the watchdog."""
+        return self._progress
 
     async def remove(self) -> None:
         """Free this node's weights at the end of the run."""
-        self._held = self._delta = None
+        await asyncio.to_thread(self._server.shutdown)
+        self._server.server_close()
+        self._held = None
         self._sync.close()
         self._folder.remove()
 
-    @contextmanager
-    def _joined(self, key: str, meeting: Meeting, rank: int) -> Iterator[Link]:
-        """Yield the link of two; a member that sees the other one die leaves it and raises a RunError."""
-        pair, fault = key.rsplit("-", 1)[0], ""
-        try:
-            with self._one_at_a_time:
-                yield self._join(pair, key, meeting, rank)
-        except RunError:
-            self._leave(pair)
-            raise
-        except RuntimeError as error:  # torch raises this
-            fault = str(error).splitlines()[0]
-        if fault:
-            self._leave(pair)
-            raise RunError(f"sending {key} ended: {fault}")
+    # ---- the receiver
 
-    def _join(self, pair: str, key: str, meeting: Meeting, rank: int) -> Link:
-        """Return the link `key`; it takes the place of an earlier link of the same two."""
-        known = self._links.get(pair)
-        if known is not None and known[0] == key:
-            return known[1]
-        self._leave(pair)
-        store = connect_store(*meeting, self._timeout_s) if rank else self._store
-        how = {"backend": self._backend, "address": self._address}
-        link = Link(
-            WeightGroup(rank, 2, store, self._timeout_s, name=f"{key}.{number}", **how)
-            for number in range(1 if self._backend == "nccl" else _CONNECTIONS)
-        )
-        self._links[pair] = (key, link)
+    async def receive(self, source: WeightHandle, sender: Endpoint) -> tuple[WeightHandle, int]:
+        """Receive the weights of `source`; return the handle of this node's copy and the bytes that came.
+
+        Raise WeightsGone if the sender cannot read them, another RunError if it is not reached.
+        """
+        return await asyncio.to_thread(self._receive, source, sender)
+
+    def _receive(self, source: WeightHandle, sender: Endpoint) -> tuple[WeightHandle, int]:
+        size = source.location["size"]
+        base = self._held if self._held and len(self._held.octets) == size else None
+        with self._holding:
+            writer = self._sync.begin_buffer(size)
+        buckets = list(writer.bytes.split(BUCKET_BYTES))
+        bases = list(base.octets.split(BUCKET_BYTES)) if base else [None] * len(buckets)
+        deltas: list[Future[bytes | None]] = [Future() for _ in buckets]
+
+        def pull(first: int) -> int:
+            """Receive every so many-th bucket over a connection of its own; return the bytes that came."""
+            num_bytes = 0
+            with self._connected(source, sender, base, first) as link:
+                for number in range(first, len(buckets), _CONNECTIONS):
+                    size = _pull_bucket(link, buckets[number], bases[number], deltas[number])
+                    num_bytes += size
+                    self._progress += size
+            return num_bytes
+
+        try:
+            with ThreadPoolExecutor(_CONNECTIONS) as pool:
+                num_bytes = sum(pool.map(pull, range(_CONNECTIONS)))
+            writer.mark_written(size)
+        except (OSError, EOFError) as error:
+            raise RunError(f"no weights from {sender.address}: {error}") from error
+        finally:
+            writer.abandon()
+        if self._encoders is not None:
+            passed_on = (base.identity, deltas) if base else (None, None)
+            self._held = Version(_identity(source), writer.bytes, *passed_on)
+        location = location_of(writer, source.location["tensors"], size, self._node)
+        return replace(source, location=location), num_bytes
+
+    def _connected(
+        self, source: WeightHandle, sender: Endpoint, base: Version | None, first: int
+    ) -> socket.socket:
+        """Return a connection on which the sender has been asked for every so many-th bucket."""
+        link = socket.create_connection((sender.address, sender.port), self._timeout_s)
+        where = {key: source.location[key] for key in ("path", "number", "size", "device")}
+        request = {
+            "identity": _identity(source),
+            "location": where,
+            "base": base and base.identity,
+            "first": first,
+        }
+        link.sendall(f"{sender.token} {json.dumps(request)}\n".encode())
         return link
 
-    def _leave(self, pair: str) -> None:
-        if (known := self._links.pop(pair, None)) is not None:
-            known[1].leave()
+    # ---- the sender
 
-    def _whole(
-        self, octets: torch.Tensor, wait_until_written: Callable[[int], None]
-    ) -> Iterator[list[torch.Tensor]]:
-        for start in range(0, len(octets), BUCKET_BYTES):
-            bucket = octets[start : start + BUCKET_BYTES]
-            wait_until_written(start + len(bucket))
-            yield [bucket]
-
-    def _parts(
-        self,
-        handle: WeightHandle,
-        octets: torch.Tensor,
-        base: Identity,
-        wait_until_written: Callable[[int], None],
-    ) -> Iterator[list[torch.Tensor]]:
-        """Yield what is sent of each bucket: the size of its delta, then the delta or the whole bucket."""
-        known, frames = self._delta, []
-        if known is not None and (known.base, known.to) == (base, _identity(handle)):
-            made: Iterator[bytes | None] = iter(known.frames)
-        else:
-            made = _encoded(octets, self._base(base, len(octets)), wait_until_written)
-        for start, found in zip(range(0, len(octets), BUCKET_BYTES), made, strict=True):
-            frames.append(found)
-            size = torch.tensor([_WHOLE if found is None else len(found)]).view(torch.uint8)
-            if found is None:
-                yield [size, octets[start : start + BUCKET_BYTES]]
-            else:
-                yield [size, torch.frombuffer(bytearray(found), dtype=torch.uint8)]
-        self._delta = Delta(base, _identity(handle), frames)
-
-
-class Link:
-    """The connections of two distributors, each with a thread; buckets take them in turn."""
-
-    def __init__(self, groups: Iterable[WeightGroup]) -> None:
-        self._groups = list(groups)
-
-    def each(self, calls: Iterable[Callable[[WeightGroup], T]]) -> Iterator[T]:
-        """Call a function for each bucket, with its connection; yield the results in order.
-
-        An error ends the iteration when the buckets that are under way have ended.
-        """
-        threads = [ThreadPoolExecutor(1) for _ in self._groups]
-        under_way: deque[Future[T]] = deque()
+    def _serve(self, link: socket.socket) -> None:
+        """Send a receiver what it asks for; a receiver that is lost says so itself."""
+        link.settimeout(self._timeout_s)
+        with link.makefile("rb") as lines:
+            token, _, line = lines.readline(_MOST_REQUEST_BYTES).partition(b" ")
+        if not hmac.compare_digest(token, self._endpoint.token.encode()):
+            return
+        request = json.loads(line)
+        identity = (request["identity"][0], request["identity"][1])
         try:
-            for number, call in enumerate(calls):
-                place = number % len(threads)
-                under_way.append(threads[place].submit(call, self._groups[place]))
-                if len(under_way) > len(threads):
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for thread in threads:
-                thread.shutdown(cancel_futures=True)
+            for kind, octets in self._frames(identity, request):
+                link.sendall(_FRAME.pack(kind, len(octets)))
+                link.sendall(octets)
+        except WeightsGone as gone:
+            self._forget(identity)
+            text = str(gone).encode()
+            link.sendall(_FRAME.pack(_GONE, len(text)) + text)
 
-    def leave(self) -> None:
-        for group in self._groups:
-            group.leave()
+    def _frames(self, identity: Identity, request: dict[str, Any]) -> Iterator[tuple[bytes, Any]]:
+        """Yield the requested buckets, each as soon as it is written: its delta, or the whole."""
+        version, digest = identity
+        handle = WeightHandle(
+            version=version, digest=digest, kind="shared_memory", location=request["location"]
+        )
+        with self._holding:
+            reader = self._sync.open_buffer(handle)
+            octets = reader.tensor(0, (handle.location["size"],), torch.uint8)
+            self._hold(identity, octets, reader.wait_until_written)
+            held = self._held
+        deltas = None
+        if held and held.base and (held.identity, list(held.base)) == (identity, request["base"]):
+            deltas = held.deltas
+        buckets = octets.split(BUCKET_BYTES)
+        for number in range(request["first"], len(buckets), _CONNECTIONS):
+            reader.wait_until_written(min((number + 1) * BUCKET_BYTES, len(octets)))
+            encoded = deltas[number].result() if deltas else None
+            if encoded is None:
+                yield _WHOLE, memoryview(buckets[number].numpy())
+            else:
+                yield _DELTA, encoded
+
+    def _hold(
+        self, identity: Identity, octets: torch.Tensor, wait_until_written: Callable[[int], None]
+    ) -> None:
+        """Hold newer weights than before, and begin to encode the difference; nothing without deltas.
+
+        A buffer that is held is not written again; the older one is free once all is encoded.
+        """
+        held = self._held
+        if self._encoders is None or (held and held.identity[0] > identity[0]):
+            return
+        if held is None or len(held.octets) != len(octets):
+            self._held = Version(identity, octets)
+        elif held.identity != identity:
+            self._held = Version(
+                identity,
+                octets,
+                held.identity,
+                [
+                    self._encoders.submit(_encode, wait_until_written, held.octets, octets, start)
+                    for start in range(0, len(octets), BUCKET_BYTES)
+                ],
+            )
+
+    def _forget(self, identity: Identity) -> None:
+        """Hold weights no longer that were never written to the end."""
+        with self._holding:
+            if self._held and self._held.identity == identity:
+                self._held = None
 
 
-@dataclass(slots=True, frozen=True)
-class Delta:
-    """The way from one version to the next."""
+class _Server(socketserver.ThreadingTCPServer):
+    """Listens on one address of this node; each connection has a thread."""
 
-    base: Identity | None
-    to: Identity
-    frames: list[bytes | None]  # of each bucket; None: the whole bucket changed
+    daemon_threads = True
 
+    def __init__(self, address: str, serve: Callable[[socket.socket], None]) -> None:
+        self.address_family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        self._serve_connection = serve
+        super().__init__((address, 0), socketserver.BaseRequestHandler)
 
-def _encoded(
-    octets: torch.Tensor, base: torch.Tensor, wait_until_written: Callable[[int], None]
-) -> Iterator[bytes | None]:
-    """Yield the delta of each bucket; threads make those of the next ones meanwhile."""
-    ahead: deque[Future[bytes | None]] = deque()
-    with ThreadPoolExecutor(THREADS) as pool:
-        for start in range(0, len(octets), BUCKET_BYTES):
-            bucket, old = (all_[start : start + BUCKET_BYTES] for all_ in (octets, base))
-            wait_until_written(start + len(bucket))
-            ahead.append(pool.submit(delta.encode, old.numpy(), bucket.numpy()))
-            if len(ahead) > THREADS:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        self._serve_connection(request)
 
 
-def _send_parts(parts: list[torch.Tensor], group: WeightGroup) -> int:
-    """Send what belongs to one bucket; return its bytes."""
-    for octets in parts:
-        group.broadcast_bucket(octets)
-    return sum(map(len, parts))
-
-
-def _receive_bucket(
-    bucket: torch.Tensor, base: torch.Tensor | None, group: WeightGroup
+def _encode(
+    wait_until_written: Callable[[int], None], base: torch.Tensor, new: torch.Tensor, start: int
 ) -> bytes | None:
-    """Receive one bucket, with `base` by what differs from it; return its delta, or None if the whole bucket came."""
-    if base is None:
-        group.broadcast_bucket(bucket)
-        return None
-    size = torch.zeros(1, dtype=torch.int64)
-    group.broadcast_bucket(size.view(torch.uint8))
-    if (count := int(size)) == _WHOLE:
-        group.broadcast_bucket(bucket)
-        return None
-    found = torch.empty(count, dtype=torch.uint8)
-    group.broadcast_bucket(found)
+    old, bucket = (octets[start : start + BUCKET_BYTES] for octets in (base, new))
+    wait_until_written(start + len(bucket))
+    return delta.encode(old.numpy(), bucket.numpy())
+
+
+def _pull_bucket(
+    link: socket.socket, bucket: torch.Tensor, base: torch.Tensor | None, kept: Future[bytes | None]
+) -> int:
+    """Fill a bucket from the next frame, keep its delta to pass it on; return the bytes that came."""
+    kind, size = _FRAME.unpack(_read(link, bytearray(_FRAME.size)))
+    if kind == _WHOLE:
+        _read(link, bucket.numpy())
+        kept.set_result(None)
+        return int(size)
+    octets = bytes(_read(link, bytearray(size)))
+    if kind == _GONE:
+        raise WeightsGone(octets.decode())
+    assert base is not None, "a delta is sent to a receiver that named its base"
     bucket.copy_(base)
-    made = found.numpy().tobytes()
-    delta.apply(made, bucket.numpy().view(np.uint16))
-    return made
+    delta.apply(octets, bucket.numpy().view(np.uint16))
+    kept.set_result(octets)
+    return int(size)
+
+
+def _read(link: socket.socket, target: Any) -> Any:
+    """Fill `target` from the connection and return it."""
+    left = memoryview(target).cast("B")
+    while left:
+        count = link.recv_into(left)
+        if not count:
+            raise EOFError("the connection was closed")
+        left = left[count:]
+    return target
 
 
 def _identity(handle: WeightHandle) -> Identity:
     return handle.version, handle.digest
-
-
-def _prepare_nccl(node: str) -> None:
-    """Set what NCCL reads from the environment; for a process that does nothing else with NCCL."""
-    if not torch.cuda.is_available():
-        raise UserError("sync.backend: got nccl on a node without a visible GPU, allowed: gloo")
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait that times out raises
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # and does not end the process
-    os.environ.setdefault("NCCL_HOSTID", node)  # distributors of one machine count as two nodes

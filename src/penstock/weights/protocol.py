@@ -7,6 +7,7 @@ as a message. A sync moves bytes: it does not decide when to publish, and engine
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.types import WeightHandle
@@ -28,6 +29,16 @@ class WeightSync(Protocol):
 
     def close(self) -> None:
         """Free the memory."""
+
+
+@dataclass(slots=True, frozen=True)
+class Endpoint:
+    """Where the distributor of a node serves its weights to other nodes, and to whom."""
+
+    folder: str  # of the node's copies; the successor of a dead distributor serves them on
+    address: str
+    port: int
+    token: str
 
 
 class Announcing(WeightSync, Protocol):

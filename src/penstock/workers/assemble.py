@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -103,7 +104,9 @@ def assemble(
     if publishes is not None:
         part = ColocatedTrainer(trainer, engine, publishes, announces=announces)
     part.when_replaced = lambda handle: callbacks.replaced(handle.version, handle.digest)
-    supervised = {one.name: one for one in everyone}
+    supervised = ChainMap({one.name: one for one in everyone})
+    if copies is not None:
+        supervised.maps.append(copies.supervised)  # distributors are started later
 
     async def scale(count: int) -> str:
         before = engine.count

@@ -194,12 +194,12 @@ def engine_part(config: Config, index: int) -> InferenceEngine:
 
 
 def distributor_part(
-    folder: str, node: str, address: str, backend: str = "gloo", keeps_base: bool = False
+    folder: str, node: str, address: str, sends_deltas: bool = False
 ) -> Distributor:
     """Build a distributor, which sends weights from node to node."""
     from penstock.weights.distributor import Distributor
 
-    return Distributor(folder, node=node, address=address, backend=backend, keeps_base=keeps_base)
+    return Distributor(folder, node=node, address=address, sends_deltas=sends_deltas)
 
 
 def agent_part(config: Config, task: str, sampling: SamplingConfig, is_chat: bool) -> AgentPart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ class Workers:
     close: Callable[[], Awaitable[None]]
     description: str  # the place of every worker, in one line
     callbacks: SupervisionCallbacks  # the open waits, and where notes to the user go
-    supervised: dict[str, Supervised] = field(default_factory=dict)  # by worker name
+    supervised: MutableMapping[str, Supervised] = field(default_factory=dict)  # by worker name
     # changes the number of engines; returns what was done
     scale: Callable[[int], Awaitable[str]] | None = None
     # starts the actors of a task's agent loop; only Ray has it
@@ -55,7 +55,7 @@ class Workers:
         worker = self.supervised.get(name)
         if worker is None:
             return None
-        if name == "trainer":
+        if name == "trainer" or name.startswith("distributor"):
             return await worker.progress("progress")
         stats: EngineStats | None = await worker.progress("stats")
         if stats is not None and stats.paused and not self._is_asked(name):

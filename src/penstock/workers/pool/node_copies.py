@@ -1,40 +1,32 @@
 """One copy of the published weights on every node that has engines.
 
-The trainer writes the copy of its own node. Every other node gets its copy from a node that has
-one, through the distributors of both, and passes it on: a tree that forms by itself, as each copy
-goes to the next node that lacks one. A node depends on nobody but its sender: a node that is slow,
-dies or does not answer delays only itself, and one whose sender died asks another. A distributor is
-restarted a bounded number of times; engines keep decoding with the weights that they have
-meanwhile. On one machine none is started.
+The trainer writes the copy of its own node. The distributor of every other node receives its copy from a
+node that has one, and passes it on: a tree that forms by itself, as each copy goes to the next node that
+lacks one. A node that is slow, dies or does not answer delays only itself, and a node whose sender died
+receives from another. Distributors are supervised like engines; engines keep decoding with the weights that
+they have meanwhile. On one machine none is started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import partial
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from penstock.config import LaunchConfig
 from penstock.errors import PartFailed, PenstockError, RunError, WeightsGone, WorkerDied
 from penstock.types import WeightHandle
 from penstock.waits import loop_time
-from penstock.workers.supervise.supervised import (
-    RESTART_WINDOW_S,
-    Supervised,
-    SupervisionCallbacks,
-    call_worker,
-)
+from penstock.weights.protocol import Endpoint
+from penstock.workers.supervise.supervised import Call, Supervised, SupervisionCallbacks
 from penstock.workers.supervise.worker import Worker
 
 Spawn = Callable[[str, str, str], Awaitable[Worker]]  # name, node, folder of its predecessor
-Identity = tuple[int, str]  # version and digest of weights
-_TIMES_SENT = 5
+_TIMES_RECEIVED = 5
 _FAN_OUT = 2  # nodes that one node sends to at the same time
 _PATIENCE = 2.0  # a sending that takes so many times as long as the fastest holds up no other
+_ANSWER_TIMEOUT_S = 10.0  # of a sender that a receiver did not hear
 _REMOVE_TIMEOUT_S = 30.0
 
 
@@ -42,40 +34,21 @@ class NodeCopies:
     """Consumes the trainer's handles, produces handles that engines of every node can read."""
 
     def __init__(
-        self,
-        spawn: Spawn,
-        settings: LaunchConfig,
-        callbacks: SupervisionCallbacks,
-        *,
-        others_timeout_s: float = 30.0,
-        sends_deltas: bool = False,
+        self, spawn: Spawn, settings: LaunchConfig, callbacks: SupervisionCallbacks
     ) -> None:
-        """others_timeout_s: how long after one member failed the others may still be silent.
-
-        sends_deltas: where all members hold the same earlier weights, only the difference is sent.
-        """
-        self._sends_deltas, self._told = sends_deltas, False  # the user, of the first delta
-        self._others_timeout_s = others_timeout_s
+        self.supervised: dict[str, Supervised] = {}  # distributors, by name
         self._spawn, self._settings, self._callbacks = spawn, settings, callbacks
-        self._workers: dict[str, Worker] = {}  # distributors, by node
-        self._folders: dict[str, str] = {}
-        self._names: dict[str, str] = {}
-        self._ends: defaultdict[str, deque[float]] = defaultdict(deque)  # node -> times
         self._nodes: dict[int, str] = {}  # engine -> its node
-        self._starts: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of a distributor
-        self._receives: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._groups: dict[tuple[str, str], tuple[Worker, Worker, str]] = {}  # sender, receiver
-        self._numbers = itertools.count(1)
-        self._newest: Identity | None = None
+        self._distributors: dict[str, Supervised] = {}  # by node
+        self._endpoints: dict[str, Endpoint] = {}  # node -> where its distributor serves
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of a node's copy
+        self._starts: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._newest: tuple[int, str] | None = None  # version and digest
         self._copies: dict[str, WeightHandle] = {}  # node -> its copy of the newest weights
-        self._mute: set[str] = set()  # nodes with a copy that cannot send it
-        self._bases: dict[str, Identity] = {}  # node -> weights that its distributor holds
-        self._deltas: dict[str, Identity] = {}  # node -> weights to which it has the newest delta
         self._sends: Counter[str] = Counter()  # sender -> nodes that it sends to
-        self._waiting: list[str] = []  # nodes that wait for a sender
-        self._took_s: dict[str, float] = {}  # node -> seconds of its last copy
+        self._fastest_s = 0.0  # of all sendings; 0: none has ended
         self._changed = asyncio.Event()  # a sender is free, or a node has a copy
-        self._closed = False
+        self._has_told_of_delta = self._closed = False
 
     def place_engine(self, engine: int, node: str) -> None:
         """Note that an engine was started on a node."""
@@ -88,15 +61,13 @@ class NodeCopies:
         """
         node = self._nodes[engine]
         self._note_published(handle)
-        async with self._receives[node]:
-            for _ in range(_TIMES_SENT):
+        async with self._locks[node]:
+            for _ in range(_TIMES_RECEIVED):
                 self._check_newest(handle)
-                if node in self._copies:
-                    return self._copies[node]
-                if not await self._has_distributor(node):
+                if node in self._copies or not await self._has_distributor(node):
                     break
-                async with self._sender(node, handle) as sender:
-                    await self._send(sender, node)
+                async with self._sender(handle) as sender:
+                    await self._receive(node, sender)
             self._check_newest(handle)
             if node in self._copies:
                 return self._copies[node]
@@ -104,205 +75,123 @@ class NodeCopies:
 
     def _note_published(self, handle: WeightHandle) -> None:
         """Begin to spread a new publication; forget the copies of the one before."""
+        identity = (handle.version, handle.digest)
         if self._newest is not None and self._newest[0] > handle.version:
             return
-        if self._newest != _identity(handle):
-            self._newest, self._copies = _identity(handle), {}
-            self._mute.clear()
-            self._deltas.clear()
+        if self._newest != identity:
+            self._newest, self._copies = identity, {}
         self._copies[handle.location["node"]] = handle
 
     def _check_newest(self, handle: WeightHandle) -> None:
-        if self._newest != _identity(handle):
+        if self._newest != (handle.version, handle.digest):
             raise WeightsGone(f"weights of version {handle.version} were replaced by newer ones")
 
     @contextlib.asynccontextmanager
-    async def _sender(self, node: str, handle: WeightHandle) -> AsyncIterator[str]:
+    async def _sender(self, handle: WeightHandle) -> AsyncIterator[str]:
         """Reserve a node that holds the weights; a slow receiver does not keep its sender from others.
 
         Waits for: a node that sends to few others. Woken by: copies that arrive, sendings that end.
         """
-        self._waiting.append(node)
-        try:
-            while not (sender := await self._free_sender(node)):
-                self._changed.clear()
-                await self._changed.wait()
-                self._check_newest(handle)
-        finally:
-            self._waiting.remove(node)
-            self._changed.set()
+        while not (sender := await self._free_sender()):
+            self._changed.clear()
+            await self._changed.wait()
+            self._check_newest(handle)
         reserved = contextlib.ExitStack()
         reserved.callback(self._release, sender)
         self._sends[sender] += 1
-        fastest_s = min(self._took_s.values(), default=None)
-        began = loop_time()
-        slow = fastest_s and asyncio.get_running_loop().call_later(
-            _PATIENCE * fastest_s, reserved.close
-        )
+        slow = None
+        if self._fastest_s:
+            loop = asyncio.get_running_loop()
+            slow = loop.call_later(_PATIENCE * self._fastest_s, reserved.close)
         try:
             yield sender
         finally:
-            if slow:
+            if slow is not None:
                 slow.cancel()
             reserved.close()
-        if node in self._copies:
-            self._took_s[node] = loop_time() - began
 
     def _release(self, sender: str) -> None:
         self._sends[sender] -= 1
         self._changed.set()
 
-    async def _free_sender(self, node: str) -> str:
-        """Return a node that can send now; empty if none can, or if a faster node waits too."""
-        if node != min(self._waiting, key=lambda one: self._took_s.get(one, 0.0)):
-            return ""
-        able = [one for one in self._copies if one not in self._mute]
-        for sender in sorted(
-            able, key=lambda one: ((one, node) not in self._groups, self._sends[one])
-        ):
-            if self._sends[sender] < _FAN_OUT:
-                if await self._has_distributor(sender):
-                    return sender if self._sends[sender] < _FAN_OUT else ""
-                self._mute.add(sender)
-        if self._mute.issuperset(self._copies):
-            raise WeightsGone("no node is left that holds the newest weights")
-        return ""
+    async def _free_sender(self) -> str:
+        """Return a node that can send now; empty if all are busy."""
+        while self._copies:
+            sender = min(self._copies, key=lambda node: self._sends[node])
+            if self._sends[sender] >= _FAN_OUT:
+                return ""
+            if await self._has_distributor(sender):
+                return sender if self._sends[sender] < _FAN_OUT else ""
+            self._copies.pop(sender, None)
+        raise WeightsGone("no node is left that holds the newest weights")
+
+    async def _receive(self, node: str, sender: str) -> None:
+        """Receive the weights once; without success the node gets no copy."""
+        source, began = self._copies.get(sender), loop_time()
+        if source is None:  # newer weights came, or its node was lost
+            return
+        receiver = self._distributors[node]
+        try:
+            copy, num_bytes = await receiver.call("receive", source, self._endpoints[sender])
+        except (WeightsGone, PartFailed):
+            raise
+        except WorkerDied:
+            return
+        except RunError:
+            await self._check_alive(sender)
+            return
+        seconds = loop_time() - began
+        self._fastest_s = min(self._fastest_s or seconds, seconds)
+        if (copy.version, copy.digest) == self._newest:
+            self._copies[node] = copy
+        if num_bytes < (size := source.location["size"]) and not self._has_told_of_delta:
+            self._has_told_of_delta = True
+            sent = f"{num_bytes / 1e6:.3g} MB of {size / 1e6:.3g} MB"
+            self._callbacks.note(f"weights: the first delta was {sent}")
+
+    async def _check_alive(self, node: str) -> None:
+        """Replace a sender that a receiver did not hear, if it does not answer here either."""
+        distributor = self._distributors[node]
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                await distributor.call("endpoint")
+        except TimeoutError:
+            await distributor.replace("it did not answer")
+        except WorkerDied:
+            pass  # its supervision starts it again
 
     async def _has_distributor(self, node: str) -> bool:
         """Start a distributor on a node that has none; return whether one runs."""
         async with self._starts[node]:
-            return node in self._workers or (not self._closed and await self._start(node))
+            try:
+                if node not in self._distributors:
+                    await self._start(node)
+                await self._distributors[node].ready()
+            except (PenstockError, OSError) as error:
+                if not self._closed:
+                    self._callbacks.note(f"weights do not reach node {node}: {error}")
+                return False
+            return True
 
-    async def _start(self, node: str) -> bool:
-        name = self._names.setdefault(node, f"distributor-{len(self._names) + 1}")
-        ends = self._ends[node]
-        if len(ends) > self._settings.max_restarts:
-            self._callbacks.note(f"{name}: it ended {len(ends)} times and is given up")
-            return False
-        try:
-            worker = await self._spawn(name, node, self._folders.get(node, ""))
-            self._folders[node] = await call_worker(worker, self._callbacks.waits, "folder")
-        except (PenstockError, OSError) as error:
-            self._count_end(node)
-            self._callbacks.note(f"{name}: it cannot be started: {error}")
-            return False
-        self._workers[node] = worker
-        self._forget_held(node)
-        self._callbacks.note(f"{name}: passes weights on, {worker.place}")
-        return True
+    async def _start(self, node: str) -> None:
+        if self._closed:
+            raise WorkerDied(f"node {node}: the run ends")
+        name = f"distributor-{len(self.supervised) + 1}"
 
-    def _forget_held(self, node: str) -> None:
-        """Note that a distributor holds no weights for a delta."""
-        self._bases.pop(node, None)
-        self._deltas.pop(node, None)
+        async def spawn() -> Worker:
+            known = self._endpoints.get(node)
+            return await self._spawn(name, node, known.folder if known else "")
 
-    async def _send(self, sender: str, node: str) -> None:
-        """Send the weights once; a member that fails is ended, and the node gets no copy."""
-        members = [(one, self._workers.get(one)) for one in (sender, node)]
-        if any(worker is None for _, worker in members):  # lost while another sending ended
-            return
-        source, key, base = (
-            self._copies[sender],
-            self._group(sender, node),
-            self._base(sender, node),
-        )
-        sending, receiving = (partial(self._ask, worker) for _, worker in members if worker)
-        try:
-            meeting = await sending("meeting")
-        except WorkerDied as died:
-            await self._fault(*members[0], died)
-            return
-        how = (source, key, meeting, base)
-        answers = await self._answers([sending("send", *how), receiving("receive", *how)])
-        faults = [
-            (*member, answer)
-            for member, answer in zip(members, answers, strict=True)
-            if isinstance(answer, BaseException)
-        ]
-        if not faults:
-            self._has_copy(sender, node, answers[1], base)
-            if base is not None and not self._told:
-                self._tell_of_delta(answers[0], source.location["size"])
-        if faults:
-            self._groups.pop((sender, node), None)
-            self._forget_held(sender)
-            self._forget_held(node)
-        for member, worker, fault in faults:
-            await self._fault(member, worker, fault)
+        async def learn_endpoint(call: Call) -> None:
+            self._endpoints[node] = await call("endpoint")
 
-    def _has_copy(self, sender: str, node: str, copy: WeightHandle, base: Identity | None) -> None:
-        """Note a copy that has arrived; only what is newer than the held weights is held."""
-        identity = _identity(copy)
-        for member in (sender, node):
-            if self._bases.get(member, identity)[0] <= identity[0]:
-                self._bases[member] = identity
-                if identity == self._newest and base is not None:
-                    self._deltas[member] = base
-        if identity == self._newest:
-            self._copies[node] = copy
-
-    def _group(self, sender: str, node: str) -> str:
-        """Return the name of the group of two nodes; a new one after a restart or a fault."""
-        pair = (self._workers[sender], self._workers[node])
-        known = self._groups.get((sender, node))
-        if known is None or known[:2] != pair:
-            known = (*pair, f"{sender}-{node}-{next(self._numbers)}")
-            self._groups[sender, node] = known
-        return known[2]
-
-    def _base(self, sender: str, node: str) -> Identity | None:
-        """Return the weights that a delta builds on; None: send the whole weights."""
-        held = self._bases.get(node)
-        known = (self._bases.get(sender), self._deltas.get(sender))
-        return held if self._sends_deltas and held != self._newest and held in known else None
-
-    def _tell_of_delta(self, sent: int, whole: int) -> None:
-        self._told = True
-        self._callbacks.note(
-            f"weights: the first delta was {sent / 1e6:.3g} MB of {whole / 1e6:.3g} MB"
-        )
-
-    async def _answers(self, calls: Sequence[Awaitable[Any]]) -> list[Any]:
-        """Return every result or error; TimeoutError for members that are silent after one failed."""
-        tasks = [asyncio.ensure_future(call) for call in calls]
-        try:
-            _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            if waiting:
-                await asyncio.wait(waiting, timeout=self._others_timeout_s)
-            return [
-                (task.exception() or task.result()) if task.done() else TimeoutError()
-                for task in tasks
-            ]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _ask(self, worker: Worker, method: str, *args: Any) -> Any:
-        return await call_worker(worker, self._callbacks.waits, method, *args)
-
-    async def _fault(self, node: str, worker: Worker | None, fault: BaseException) -> None:
-        """End a member that died or was silent; raise if the weights are gone; ignore a lost peer."""
-        if isinstance(fault, WorkerDied | TimeoutError):
-            if self._workers.get(node) is worker:  # else another sending ended it already
-                await self._lost(node, str(fault) or f"{self._names[node]}: it did not answer")
-        elif isinstance(fault, WeightsGone | PartFailed) or not isinstance(fault, RunError):
-            raise fault
-
-    async def _lost(self, node: str, reason: str) -> None:
-        times = self._count_end(node)
-        limit = self._settings.max_restarts
-        self._callbacks.note(
-            f"{reason}; starting it again to send the weights ({times} of {limit})"
-        )
-        await self._workers.pop(node).close()
-
-    def _count_end(self, node: str) -> int:
-        now, ends = loop_time(), self._ends[node]
-        ends.append(now)
-        while ends[0] < now - RESTART_WINDOW_S:
-            ends.popleft()
-        return len(ends)
+        distributor = Supervised(name, spawn, self._settings, self._callbacks)
+        distributor.prepare = learn_endpoint
+        await distributor.start()
+        self.supervised[name] = self._distributors[node] = distributor
+        await learn_endpoint(distributor.call)
+        place = distributor.worker.place if distributor.worker else "nowhere"
+        self._callbacks.note(f"{name}: passes weights on, {place}")
 
     async def close(self, trainer: Supervised) -> None:
         """Remove the copies and end the distributors; the next start removes what is left.
@@ -310,13 +199,9 @@ class NodeCopies:
         A late engine may still ask for a copy: none is sent any more.
         """
         self._closed = True
-        workers, self._workers = list(self._workers.values()), {}
-        removing = [trainer.call("remove_weights"), *(one.call("remove") for one in workers)]
+        distributors = list(self._distributors.values())
+        removing = [trainer.call("remove_weights"), *(part.call("remove") for part in distributors)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REMOVE_TIMEOUT_S):
                 await asyncio.gather(*removing, return_exceptions=True)
-        await asyncio.gather(*(one.close() for one in workers))
-
-
-def _identity(handle: WeightHandle) -> Identity:
-    return handle.version, handle.digest
+        await asyncio.gather(*(part.close() for part in distributors))

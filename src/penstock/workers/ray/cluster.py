@@ -2,7 +2,7 @@
 
 Without an address it starts a cluster of this machine alone and stops it after the run; with an address it
 joins that cluster. `placement.py` decides which actor runs on which node. Weights go through shared memory,
-and between nodes by broadcast (`workers/pool/node_copies.py`).
+and from node to node (`workers/pool/node_copies.py`).
 """
 
 from __future__ import annotations
@@ -176,9 +176,7 @@ class _Actors:
 
     def __post_init__(self) -> None:
         spawn = self._spawn_distributor
-        self.copies = NodeCopies(
-            spawn, self.config.launch, self.callbacks, sends_deltas=self.sync == DELTA
-        )
+        self.copies = NodeCopies(spawn, self.config.launch, self.callbacks)
 
     async def create(self, name: str, threads: int, options: dict[str, Any]) -> ActorWorker:
         timeout_s, log = self.config.launch.start_timeout_s, self.log_folder / f"{name}.log"
@@ -207,8 +205,8 @@ class _Actors:
 
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         worker = await self.create(name, 1, {"num_cpus": 0, "scheduling_strategy": where})
-        how = (worker.address, self.config.sync.backend, self.sync == DELTA)
-        return await self.build(worker, "distributor_part", folder, node, *how)
+        how = (folder, node, worker.address, self.sync == DELTA)
+        return await self.build(worker, "distributor_part", *how)
 
 
 def _spawn_engine(

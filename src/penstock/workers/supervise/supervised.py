@@ -37,7 +37,7 @@ CALLS = {  # the kind of wait that a method of a worker opens; any other is a sh
     "update_weights": WaitKind.SYNC,
     "train": WaitKind.TRAIN,
     **dict.fromkeys(("announce", "publish"), WaitKind.PUBLISH),
-    **dict.fromkeys(("folder", "meeting", "send", "receive"), WaitKind.COLLECTIVE),
+    **dict.fromkeys(("endpoint", "receive"), WaitKind.COLLECTIVE),
     "snapshot": WaitKind.CHECKPOINT,
     "write_snapshot": WaitKind.WRITE_CHECKPOINT,
     "load": WaitKind.LOAD,
