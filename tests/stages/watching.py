@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.config import LaunchConfig, SamplingConfig, WatchdogConfig
 from penstock.errors import RunError
+from penstock.reward.protocol import Reward
 from penstock.reward.verifiable import Part, VerifiableReward
 from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.run.twin.virtual_time import VirtualClock
@@ -38,7 +39,7 @@ class Silent:
         return never
 
 
-class SilentReward:
+class SilentReward(Reward):
     """A reward that never gives a score."""
 
     score = close = staticmethod(never)
